@@ -1,0 +1,100 @@
+"""The exceptions of Mosaic, one tree.
+
+Every message says what was asked, what was found, and the next step; numbers
+in a message are attributes too. `UsageError` maps to exit code 2, `DoesNotFit`
+to 3, everything else to 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckFailed",
+    "CheckpointError",
+    "DoesNotFit",
+    "GraphError",
+    "MissingExtra",
+    "MosaicError",
+    "PlanFormatError",
+    "RuntimeMemoryError",
+    "UnknownName",
+    "UnsupportedModel",
+    "UsageError",
+]
+
+
+class MosaicError(Exception):
+    """Base of every error that Mosaic raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(MosaicError, ValueError):
+    """A request that cannot be understood: a malformed size, a negative context."""
+
+    exit_code = 2
+
+
+class UnknownName(UsageError):
+    """A name that is not in a list, with the nearest one that is.
+
+    >>> UnknownName("device", "rtx3090", ["rtx-3090", "h200"]).suggestion
+    'rtx-3090'
+    """
+
+    def __init__(self, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.what, self.name, self.known = what, name, tuple(known)
+        close = difflib.get_close_matches(name.lower(), self.known, n=1, cutoff=0.5)
+        self.suggestion = close[0] if close else None
+        guess = f" Did you mean '{self.suggestion}'?" if close else ""
+        tail = f" {hint}" if hint else ""
+        super().__init__(f"unknown {what} '{name}'.{guess} Known: {', '.join(self.known)}.{tail}")
+
+
+class DoesNotFit(MosaicError):
+    """A valid request whose answer is no: it needs more bytes than there are."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0) -> None:
+        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
+        super().__init__(message)
+
+
+class GraphError(MosaicError):
+    """A graph that cannot be: mismatching shapes, a read before any write, an illegal alias."""
+
+
+class UnsupportedModel(UsageError):
+    """A config.json of a family that Mosaic does not ship."""
+
+
+class PlanFormatError(MosaicError):
+    """A plan file that cannot be read, or of a schema this version does not know."""
+
+
+class CheckFailed(MosaicError):
+    """A plan that breaks its own promises; `violations` lists how."""
+
+    def __init__(self, violations: Iterable[str]) -> None:
+        self.violations = tuple(violations)
+        more = f" (and {len(self.violations) - 1} more)" if len(self.violations) > 1 else ""
+        super().__init__(f"the plan is not valid: {self.violations[0]}{more}")
+
+
+class CheckpointError(MosaicError):
+    """A checkpoint that is corrupt, truncated, incomplete or of the wrong shapes."""
+
+
+class RuntimeMemoryError(MosaicError):
+    """The operating system or the driver refused memory that the plan needs."""
+
+
+class MissingExtra(MosaicError):
+    """An optional dependency that is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        self.package, self.extra = package, extra
+        super().__init__(f"{purpose} needs {package}: pip install 'mosaic-dllm[{extra}]'")
