@@ -1,0 +1,144 @@
+"""The models that Mosaic ships: presets by name, or any checkpoint directory or config.json of their families.
+
+A `Model` knows its sizes and registers its graph; it holds no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from mosaic.errors import CheckpointError, UnknownName, UnsupportedModel
+from mosaic.models import dream, llada, llada_moe
+from mosaic.models.architecture import Architecture
+from mosaic.registrar.contract import ITEMSIZE
+from mosaic.registrar.graph import Graph
+
+__all__ = ["FAMILIES", "PRESETS", "Model", "load"]
+
+FAMILIES: Final[Mapping[str, ModuleType]] = {module.FAMILY: module for module in (llada, dream, llada_moe)}
+PRESETS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    name: (family, config) for family, module in FAMILIES.items() for name, config in module.PRESETS.items()
+}
+GUIDE: Final = "To plan another model, register it as a graph: README, 'Register a model of your own'."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model that can be planned.
+
+    Parameters
+    ----------
+    name
+        A preset's name or the checkpoint directory's.
+    family
+        `llada`, `dream` or `llada-moe`.
+    config
+        The config.json it was read from.
+    architecture
+        Sizes, tensor names and dtype.
+    path
+        The checkpoint directory, or None for a preset.
+    """
+
+    name: str
+    family: str
+    config: Mapping[str, Any]
+    architecture: Architecture
+    path: Path | None = None
+
+    def with_dtype(self, dtype: str) -> Model:
+        """The same model with weights and activations in another dtype."""
+        if dtype not in ("bfloat16", "float16", "float32", "float64"):
+            raise UnknownName("dtype", dtype, ("bfloat16", "float16", "float32", "float64"))
+        return replace(self, architecture=replace(self.architecture, dtype=dtype))
+
+    def graph(self, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, logits: bool = False) -> Graph:
+        """Register one full denoising step.
+
+        >>> load("llada-8b").graph().name
+        'full_step'
+        """
+        from mosaic.models.transformer import full_step
+
+        g = Graph("full_step", backend=backend, choices=choices)
+        full_step(g, self.architecture, logits=logits)
+        return g
+
+
+def load(source: str | Path | Mapping[str, Any]) -> Model:
+    """Find a model by preset name, checkpoint directory, config.json file or config mapping.
+
+    Raises
+    ------
+    UnknownName
+        Neither a preset nor a path.
+    UnsupportedModel
+        A config of a family that Mosaic does not ship.
+    CheckpointError
+        A directory without a readable config.json.
+
+    Examples
+    --------
+    >>> load("dream-7b").architecture.layers
+    28
+    """
+    if isinstance(source, Mapping):
+        return _from_config(dict(source), "custom", None)
+    name = str(source)
+    if name in PRESETS:
+        family, config = PRESETS[name]
+        return Model(name=name, family=family, config=config, architecture=_architecture(family, config))
+    path = Path(name)
+    if not path.exists():
+        raise UnknownName("model", name, PRESETS, "A checkpoint directory or a config.json file works too.")
+    file = path / "config.json" if path.is_dir() else path
+    return _from_config(_read_config(file), (path if path.is_dir() else path.parent).resolve().name, file.parent)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise CheckpointError(f"{file.parent} has no config.json; point to a Hugging Face checkpoint directory.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}; download it again.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not a JSON object; point to a model's config.json.")
+    return config
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    architectures = " ".join(map(str, config.get("architectures") or [])).lower()
+    if "lladamoe" in architectures:
+        return llada_moe.FAMILY
+    kind = str(config.get("model_type", "")).lower()
+    for family, module in FAMILIES.items():
+        if kind in module.MODEL_TYPES:
+            return family
+    shown = config.get("model_type") or "missing model_type"
+    raise UnsupportedModel(f"config.json is of the family '{shown}'; supported: {', '.join(FAMILIES)}. {GUIDE}")
+
+
+def _from_config(config: dict[str, Any], name: str, path: Path | None) -> Model:
+    family = _family(config)
+    return Model(name=name, family=family, config=config, architecture=_architecture(family, config), path=path)
+
+
+def _architecture(family: str, config: Mapping[str, Any]) -> Architecture:
+    try:
+        arch: Architecture = FAMILIES[family].architecture(config)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UnsupportedModel):
+            raise
+        raise UnsupportedModel(f"config.json of the family '{family}' cannot be read: {error}.") from None
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in ITEMSIZE:
+        raise UnsupportedModel(f"config.json: unknown dtype '{dtype}'.")
+    return replace(arch, dtype=dtype)
+
+

@@ -1,0 +1,1 @@
+"""The symbolic DSL: dims, buffers, ops, aliases, barriers, chunk regions, streams, programs."""

@@ -1,0 +1,24 @@
+"""Offset assignment: give each buffer an address, so that buffers that live together never overlap.
+
+`Problem` states it, `solve` answers with a `Solution` and what is proven about it, `validate` checks an answer, `Order` replays one
+for other sizes. Importing this needs NumPy only.
+"""
+
+from .blocks import blocks_of
+from .minimalloc_csv import read_csv, write_csv
+from .portfolio import SOLVERS, solve
+from .problem import Problem, Solution, lower_bound, validate
+from .replay import Order
+
+__all__ = [
+    "SOLVERS",
+    "Order",
+    "Problem",
+    "Solution",
+    "blocks_of",
+    "lower_bound",
+    "read_csv",
+    "solve",
+    "validate",
+    "write_csv",
+]

@@ -1,0 +1,71 @@
+"""Mosaic: an ahead-of-time memory planner and compiler library for diffusion language models.
+
+Everything public is imported on first use; `import mosaic` itself costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mosaic.version import __version__
+
+if TYPE_CHECKING:
+    from mosaic.devices import DEVICES, Device, load_device
+    from mosaic.errors import MosaicError
+    from mosaic.planner.check import check_plan
+    from mosaic.planner.plan import Plan
+    from mosaic.planner.planner import Planner, Request, plan
+    from mosaic.registrar.contract import Contract, Spec
+    from mosaic.registrar.graph import Graph
+    from mosaic.registrar.program import Program
+    from mosaic.runtime.compiled import CompiledModel, compile
+
+_PUBLIC = {
+    "CompiledModel": "mosaic.runtime.compiled",
+    "Contract": "mosaic.registrar.contract",
+    "DEVICES": "mosaic.devices",
+    "Device": "mosaic.devices",
+    "Graph": "mosaic.registrar.graph",
+    "MosaicError": "mosaic.errors",
+    "Plan": "mosaic.planner.plan",
+    "Planner": "mosaic.planner.planner",
+    "Program": "mosaic.registrar.program",
+    "Request": "mosaic.planner.planner",
+    "Spec": "mosaic.registrar.contract",
+    "check_plan": "mosaic.planner.check",
+    "compile": "mosaic.runtime.compiled",
+    "load_device": "mosaic.devices",
+    "plan": "mosaic.planner.planner",
+}
+
+__all__ = [
+    "DEVICES",
+    "CompiledModel",
+    "Contract",
+    "Device",
+    "Graph",
+    "MosaicError",
+    "Plan",
+    "Planner",
+    "Program",
+    "Request",
+    "Spec",
+    "__version__",
+    "check_plan",
+    "compile",
+    "load_device",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'mosaic' has no attribute '{name}'")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

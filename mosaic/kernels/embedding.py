@@ -1,0 +1,31 @@
+"""embedding: rows of a table.
+
+Contract: embedding(ids[T] int64, table[V, D]) -> y[T, D], y[t] = table[ids[t]]. Legend: T tokens, V vocabulary, D
+hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels._operands import INDEX, check_shapes
+
+__all__ = ["launch", "reference"]
+
+
+def launch(*, ids: Tensor, table: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+    """Write table[ids] into y [T, D]; an id outside the table raises IndexError."""
+    (tokens,), (vocabulary, hidden) = ids.shape, table.shape
+    check_shapes(
+        "embedding",
+        ids=(ids, (tokens,), INDEX[0]),
+        table=(table, (vocabulary, hidden), None),
+        y=(y, (tokens, hidden), table.dtype),
+    )
+    torch.index_select(table, 0, ids, out=y)
+
+
+def reference(*, ids: Tensor, table: Tensor) -> Tensor:
+    """Return table[ids] in plain PyTorch."""
+    return table[ids]

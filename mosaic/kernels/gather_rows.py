@@ -1,0 +1,28 @@
+"""gather_rows: chosen rows of x.
+
+Contract: gather_rows(x[S, D] whole, rows[C] int64) -> y[C, D], y[c] = x[rows[c]]; y overlaps no operand. Legend: S
+tokens, C rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels._operands import INDEX, check_shapes
+
+__all__ = ["launch", "reference"]
+
+
+def launch(*, x: Tensor, rows: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+    """Write x[rows] into y [C, D]; a row outside x raises IndexError."""
+    (count,), (tokens, hidden) = rows.shape, x.shape
+    check_shapes(
+        "gather_rows", x=(x, (tokens, hidden), None), rows=(rows, (count,), INDEX[0]), y=(y, (count, hidden), x.dtype)
+    )
+    torch.index_select(x, 0, rows, out=y)
+
+
+def reference(*, x: Tensor, rows: Tensor) -> Tensor:
+    """Return x[rows] in plain PyTorch."""
+    return x[rows]

@@ -1,0 +1,29 @@
+"""linear: y = x @ weight.T + bias.
+
+Contract: linear(x[T, I], weight[O, I], bias[O] optional) -> y[T, O]; y overlaps no operand. Accumulates in float32 or
+wider. Legend: T rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mosaic.kernels._operands import check_shapes
+from mosaic.kernels._product import multiply
+
+__all__ = ["launch", "reference"]
+
+
+def launch(*, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> None:
+    """Write x @ weight.T + bias into y [T, O]; 16-bit dtypes need scratch."""
+    (tokens, inner), outer, dtype = x.shape, weight.shape[0], x.dtype
+    check_shapes(
+        "linear", weight=(weight, (outer, inner), dtype), y=(y, (tokens, outer), dtype), bias=(bias, (outer,), dtype)
+    )
+    multiply(x, weight, y, scratch, kernel="linear", bias_O=bias)
+
+
+def reference(*, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias in plain PyTorch."""
+    y = x @ weight.T
+    return y if bias is None else y + bias

@@ -1,0 +1,26 @@
+"""linear_add: y += x @ weight.T, a projection that adds itself to the residual stream.
+
+Contract: linear_add(x[T, I], weight[O, I], updates y[T, O]); y overlaps no other operand. Accumulates in float32 or
+wider. Legend: T rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mosaic.kernels._operands import check_shapes
+from mosaic.kernels._product import multiply
+
+__all__ = ["launch", "reference"]
+
+
+def launch(*, x: Tensor, weight: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+    """Add x @ weight.T to y [T, O] in place; 16-bit dtypes need scratch."""
+    (tokens, inner), outer, dtype = x.shape, weight.shape[0], x.dtype
+    check_shapes("linear_add", weight=(weight, (outer, inner), dtype), y=(y, (tokens, outer), dtype))
+    multiply(x, weight, y, scratch, kernel="linear_add", accumulate=True)
+
+
+def reference(*, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """Return y + x @ weight.T in plain PyTorch."""
+    return y + x @ weight.T

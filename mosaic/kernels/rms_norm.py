@@ -1,0 +1,26 @@
+"""rms_norm: y = x / sqrt(mean(x^2) + eps) * weight, per row.
+
+Contract: rms_norm(x[T, D], weight[D]; eps) -> y[T, D], computed in float32 and cast back; y may overwrite x.
+Source: Zhang and Sennrich 2019, "Root mean square layer normalization". Legend: T rows, D hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mosaic.kernels._norm import normalise, normalise_reference
+from mosaic.kernels._operands import check_shapes
+from mosaic.kernels._scratch import tiles_of
+
+__all__ = ["launch", "reference"]
+
+
+def launch(*, x: Tensor, weight: Tensor, y: Tensor, eps: float, scratch: Tensor | None = None) -> None:
+    """Write the normalised rows of x into y [T, D]; y may be x."""
+    check_shapes("rms_norm", weight=(weight, (x.shape[1],), x.dtype), y=(y, tuple(x.shape), x.dtype))
+    normalise(x, weight, y, eps, tiles_of("rms_norm", scratch, {"x": x}))
+
+
+def reference(*, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the normalised rows in plain PyTorch."""
+    return normalise_reference(x, weight, eps)

@@ -1,0 +1,46 @@
+"""shift_rows: the row whose logits predict row i, in models trained with a shift (Dream): i - 1, within its sequence.
+
+Contract: shift_rows(rows[M] int64, cu_seqlens[B+1] int32) -> y[M] int64, y = max(row - 1, first row of its sequence); y
+may overwrite rows. Moving indices instead of copying shifted logits. Legend: M rows, B sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels._scratch import tiles_of
+
+__all__ = ["launch", "reference"]
+
+
+def launch(*, rows: Tensor, cu_seqlens: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+    """Write the shifted rows into y [M]."""
+    count = rows.shape[0]
+    check_shapes(
+        "shift_rows",
+        rows=(rows, (count,), INDEX[0]),
+        cu_seqlens=(cu_seqlens, (cu_seqlens.shape[0],), torch.int32),
+        y=(y, (count,), INDEX[0]),
+    )
+    one, bounds, first = tiles_of("shift_rows", scratch, {"rows": rows, "cu_seqlens": cu_seqlens})
+    one.fill_(1)
+    bounds.copy_(cu_seqlens)  # searchsorted converts an int32 table in fresh memory
+    # side right: bounds[i - 1] <= row < bounds[i]; empty sequences are stepped over
+    torch.searchsorted(bounds, rows, right=True, out=first)
+    first.sub_(one)
+    torch.sub(rows, one, out=y)
+    # the index may not be the output, so the first rows are looked up by gather, which reads each index before it
+    # writes there
+    torch.gather(bounds, 0, first, out=first)
+    torch.maximum(y, first, out=y)
+
+
+def reference(*, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the shifted rows, one at a time."""
+    bounds = cu_seqlens.tolist()
+    first_of = [max(bound for bound in bounds if bound <= row) for row in rows.tolist()]
+    return torch.tensor(
+        [max(row - 1, first) for row, first in zip(rows.tolist(), first_of, strict=True)], dtype=torch.int64
+    )

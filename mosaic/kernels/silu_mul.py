@@ -1,0 +1,26 @@
+"""silu_mul: gate = silu(gate) * up, silu(z) = z / (1 + exp(-z)).
+
+Contract: silu_mul(updates gate[T, F], up[T, F]); gate and up do not overlap. Rounds to the dtype after each of the two
+steps, as the reference models do. Legend: T rows, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from mosaic.kernels._operands import check_shapes
+
+__all__ = ["launch", "reference"]
+
+
+def launch(*, gate: Tensor, up: Tensor, scratch: Tensor | None = None) -> None:
+    """Overwrite gate [T, F] with silu(gate) * up."""
+    check_shapes("silu_mul", up=(up, tuple(gate.shape), gate.dtype))
+    functional.silu(gate, inplace=True)
+    gate.mul_(up)
+
+
+def reference(*, gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up in plain PyTorch."""
+    return gate * gate.sigmoid() * up

@@ -1,0 +1,840 @@
+"""Verify every claim of a plan from its JSON document alone, sharing no code with the planner.
+
+Lifetimes are derived again from the ops, and addresses are swept in address order with one bit set of op indices per buffer,
+where packers sweep time with sets of addresses. O(n log n) in buffers, times N / 64 words for the bit sets of N ops.
+
+Rulings where the rules leave a choice; each takes the safe side:
+
+- A `carry` that is read before it is written holds its value from op 0; one that is written lives to the end. A `host` buffer that is
+  read before it is written is a constant and lives throughout. An `input` that no op touches lives one op, `[0, 1)`.
+- A buffer is touched only inside its home region. One carried through its home region may be read before it is written (the kernel knows
+  the first iteration), but some op must write it. Carried through the home region, it is carried through all that enclose it.
+- A gap holds no access and no part of an explicit barrier or of a side stream's window; what comes first after it, also on the way
+  round a loop, overwrites the whole buffer. Lower bound and overlap leave gaps out; the root's gaps hold for its whole alias group.
+- `inplace` permits only an overwrite at the same address and of the same number of bytes. Members of an alias group whose values share
+  bytes must all be valid when read, in each iteration of a loop, and outputs, states and written carries at the end of the step.
+- A side op of a loop is forked and joined inside that loop. One that is never joined touches nothing in the workspace.
+- Reads and writes of one value on two streams are ordered by edges, too, and `rotate` exempts nothing from that.
+- `operands` names each buffer of `reads` and `writes`, scratch included (scratch is written).
+- Explicit barriers that stretch nothing are allowed: they promise more and break nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import prod
+from operator import add, itemgetter, mul
+from types import NoneType
+from typing import Any, Final, NamedTuple
+
+from mosaic.errors import CheckFailed, PlanFormatError
+
+__all__ = ["SCHEMA", "Violation", "check_plan", "require_valid"]
+
+SCHEMA: Final = "mosaic.plan/1"
+
+_MAIN: Final = "main"
+_PAGED: Final = ("workspace", "weights", "state")  # pools that the plan places page by page
+_UNIT_BYTES: Final = 512  # every root of a paged pool starts and ends on it
+_FROM_START: Final = frozenset({"input", "weight", "state", "external"})  # these hold a value before op 0
+_TO_END: Final = frozenset({"output", "weight", "state", "external"})  # these hold a value after the last op
+_KINDS: Final = _FROM_START | _TO_END | {"carry", "transient", "scratch", "host"}
+_POOLS: Final = frozenset({*_PAGED, "host", "external"})
+_COMPONENTS: Final = ("context", "library", "weights", "state", "workspace")
+_ITEM_BYTES: Final = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "float32": 4, "int64": 8, "float64": 8,
+}  # fmt: skip
+
+_INT, _STR, _BOOL, _MAP = frozenset({int}), frozenset({str}), frozenset({bool}), frozenset({dict})
+_LIST, _NUMBER = frozenset({list, tuple}), frozenset({int, float})
+_INT_OR_NULL, _STR_OR_NULL = frozenset({int, NoneType}), frozenset({str, NoneType})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One claim of a plan that does not hold.
+
+    Parameters
+    ----------
+    code
+        Short reason code: 'overlap', 'lifetime-short', 'barrier-missing', …
+    message
+        What was claimed and what was found, with names and numbers.
+    buffers, ops
+        Ids of the buffers and indices of the ops concerned.
+
+    Examples
+    --------
+    >>> str(Violation(code="peak", message="peak_bytes is 512, buffers reach 1024"))
+    'peak: peak_bytes is 512, buffers reach 1024'
+    """
+
+    code: str
+    message: str
+    buffers: tuple[int, ...] = ()
+    ops: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+def check_plan(document: Mapping[str, Any]) -> list[Violation]:
+    """List the claims of a plan that do not hold; an empty list is a valid plan.
+
+    Parameters
+    ----------
+    document
+        A plan as its JSON reads, schema 'mosaic.plan/1'. It is not written.
+
+    Returns
+    -------
+    list of Violation
+        In a fixed order. A malformed document yields only 'format', 'id' and 'region' violations, as the rest cannot be derived.
+
+    Raises
+    ------
+    PlanFormatError
+        If the document is no plan or of another schema.
+
+    Examples
+    --------
+    >>> [violation.code for violation in check_plan({"schema": "mosaic.plan/1"})][:2]
+    ['format', 'format']
+    """
+    schema = document.get("schema") if isinstance(document, Mapping) else None
+    if schema != SCHEMA:
+        raise PlanFormatError(f"this version reads plans of schema '{SCHEMA}', got {schema!r}; plan again with this version")
+    found: list[Violation] = []
+    plan = _read(document, found)
+    if plan is None or not _check_structure(plan):
+        return found
+    _check_slices(plan)
+    _check_ops(plan)
+    _derive_lifetimes(plan)
+    _check_sizes(plan)
+    _check_placement(plan)
+    _check_aliases(plan)
+    gaps = _checked_gaps(plan)
+    _check_addresses(plan, gaps)
+    _check_claims(plan, gaps)
+    return found
+
+
+def require_valid(document: Mapping[str, Any]) -> None:
+    """Raise if any claim of a plan does not hold.
+
+    Raises
+    ------
+    CheckFailed
+        With every violation's text.
+    PlanFormatError
+        If the document is no plan or of another schema.
+
+    Examples
+    --------
+    >>> require_valid({"schema": "mosaic.plan/2"})
+    Traceback (most recent call last):
+        ...
+    mosaic.errors.PlanFormatError: this version reads plans of schema 'mosaic.plan/1', got 'mosaic.plan/2'; plan again with this version
+    """
+    violations = check_plan(document)
+    if violations:
+        raise CheckFailed(map(str, violations))
+
+
+# Reading: fields and types, column by column, as a loop over 500 rows and 18 fields in Python would take half of the time.
+
+
+class _Table(NamedTuple):
+    """The fields of a list of JSON objects and the types that each may have."""
+
+    label: str
+    fields: Mapping[str, frozenset[type]]
+
+    def columns(self, rows: Sequence[Any], found: list[Violation]) -> tuple[tuple[Any, ...], ...]:
+        """Transpose rows into one tuple per field; empty tuple if some row is malformed."""
+        if not _MAP.issuperset(map(type, rows)):
+            _fail(found, "format", f"{self.label}: every entry must be an object")
+            return ()
+        if not rows:
+            return ((),) * len(self.fields)
+        try:
+            columns = tuple(zip(*map(itemgetter(*self.fields), rows), strict=True))
+        except KeyError:
+            for i, row in enumerate(rows):
+                missing = [field for field in self.fields if field not in row]
+                if missing:
+                    _fail(found, "format", f"{self.label}[{i}]: missing {', '.join(missing)}")
+            return ()
+        bad = False
+        for (field, allowed), column in zip(self.fields.items(), columns, strict=True):
+            if not allowed.issuperset(map(type, column)):
+                bad = True
+                for i, value in enumerate(column):
+                    if type(value) not in allowed:
+                        _fail(found, "format", f"{self.label}[{i}].{field}: expected {_type_names(allowed)}, got {value!r}")
+        return () if bad else columns
+
+
+_DOCUMENT: Final[Mapping[str, frozenset[type]]] = {
+    "mosaic_version": _STR, "model": _STR, "phase": _STR, "dtype": _STR, "dims": _MAP, "device": _STR, "estimated": _BOOL,
+    "page_bytes": _INT, "mesh": _MAP, "pools": _LIST, "regions": _LIST, "barriers": _LIST, "edges": _LIST, "budget_bytes": _INT,
+    "config": _MAP, "fits": _BOOL, "components": _MAP, "total_bytes": _INT, "peak_bytes": _INT, "lower_bound_bytes": _INT,
+    "optimal": _BOOL, "max_ctx_tokens": _INT, "predicted_step_ms": _NUMBER, "formula": _LIST, "trace": _LIST, "solver": _STR,
+    "ops": _LIST, "buffers": _LIST,
+}  # fmt: skip
+_POOL: Final = _Table("pools", {"name": _STR, "device": _STR, "capacity": _INT})
+_REGION: Final = _Table("regions", {
+    "name": _STR, "knob": _STR, "dim": _STR, "extent": _INT, "rows": _INT, "count": _INT, "start": _INT, "end": _INT,
+    "parent": _STR_OR_NULL,
+})  # fmt: skip
+_BARRIER: Final = _Table("barriers", {
+    "name": _STR, "region": _STR_OR_NULL, "start": _INT, "end": _INT, "inputs": _LIST, "outputs": _LIST, "carried": _LIST,
+})  # fmt: skip
+_EDGE: Final = _Table("edges", {"kind": _STR, "from": _INT, "to": _INT})
+_OP: Final = _Table("ops", {
+    "index": _INT, "name": _STR, "kernel": _STR, "stream": _STR, "region": _STR_OR_NULL, "reads": _LIST, "writes": _LIST,
+    "flops": _INT, "bytes": _INT, "operands": _MAP, "attrs": _MAP, "inplace": _LIST, "slices": _LIST,
+})  # fmt: skip
+_BUFFER: Final = _Table("buffers", {
+    "id": _INT, "name": _STR, "kind": _STR, "pool": _STR, "offset": _INT, "size": _INT, "start": _INT, "end": _INT, "gaps": _LIST,
+    "alias_of": _INT_OR_NULL, "alias_offset": _INT, "dtype": _STR, "shape": _LIST, "alignment": _INT, "region": _STR_OR_NULL,
+    "tensor": _STR_OR_NULL, "rotate": _INT,
+})  # fmt: skip
+
+_Ids = Sequence[int]
+
+
+class _Region(NamedTuple):
+    name: str
+    knob: str
+    dim: str
+    extent: int
+    rows: int
+    count: int
+    start: int
+    end: int
+    parent: str | None
+
+
+class _Barrier(NamedTuple):
+    name: str
+    region: str | None
+    start: int
+    end: int
+    inputs: _Ids
+    outputs: _Ids
+    carried: _Ids
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A plan by columns, indexed by buffer id or op index, and what the checks derive from it."""
+
+    document: Mapping[str, Any]
+    found: list[Violation]
+    pools: Mapping[str, int]
+    regions: Mapping[str, _Region]
+    barriers: Sequence[_Barrier]
+    edges: Sequence[tuple[str, int, int]]
+    # ops
+    op_name: Sequence[str]
+    stream: Sequence[str]
+    op_region: Sequence[str | None]
+    reads: Sequence[_Ids]
+    writes: Sequence[_Ids]
+    flops: Sequence[int]
+    moved: Sequence[int]
+    operands: Sequence[Mapping[str, int]]
+    inplace: Sequence[Sequence[Sequence[int]]]
+    slices: Sequence[Sequence[tuple[str, int, str, int]]]
+    # buffers
+    name: Sequence[str]
+    kind: Sequence[str]
+    pool: Sequence[str]
+    offset: Sequence[int]
+    size: Sequence[int]
+    claimed_start: Sequence[int]
+    claimed_end: Sequence[int]
+    gaps: Sequence[Sequence[Sequence[int]]]
+    alias_of: Sequence[int | None]
+    alias_offset: Sequence[int]
+    dtype: Sequence[str]
+    shape: Sequence[Sequence[int]]
+    alignment: Sequence[int]
+    home: Sequence[str | None]
+    rotate: Sequence[int]
+    # derived
+    enclosing: dict[str, tuple[str, ...]]  # region -> itself and those around it, innermost first
+    start: list[int]
+    end: list[int]
+    windows: dict[int, list[tuple[int, int]]]  # buffer -> intervals that barriers and side streams hold
+    members: dict[int, list[int]]  # root -> its aliases
+    top: list[int]  # buffer -> offset + size
+    raw_bytes: list[int]  # buffer -> product(shape) x itemsize
+
+    def fail(self, code: str, message: str, buffers: Iterable[int] = (), ops: Iterable[int] = ()) -> None:
+        """Record a violation."""
+        _fail(self.found, code, message, buffers, ops)
+
+    def say(self, b: int) -> str:
+        """Name a buffer for a message."""
+        return f"buffer {b} '{self.name[b]}'"
+
+    def say_op(self, i: int) -> str:
+        """Name an op for a message."""
+        return f"op {i} '{self.op_name[i]}'"
+
+    def is_within(self, home: str | None, region: str) -> bool:
+        """Whether a home is the region or nested in it."""
+        return home is not None and region in self.enclosing[home]
+
+    def group(self, root: int) -> list[int]:
+        """A root and its aliases."""
+        return [root, *self.members.get(root, ())]
+
+    def share_bytes(self, a: int, b: int) -> bool:
+        """Whether two members of one alias group overlap in bytes."""
+        return (
+            self.alias_offset[a] < self.alias_offset[b] + self.size[b]
+            and self.alias_offset[b] < self.alias_offset[a] + self.size[a]
+        )
+
+
+def _fail(found: list[Violation], code: str, message: str, buffers: Iterable[int] = (), ops: Iterable[int] = ()) -> None:
+    found.append(Violation(code=code, message=message, buffers=tuple(buffers), ops=tuple(ops)))
+
+
+def _type_names(types: Collection[type]) -> str:
+    return " or ".join(sorted("null" if t is NoneType else t.__name__ for t in types))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _read(document: Mapping[str, Any], found: list[Violation]) -> _Plan | None:
+    """Transpose a document into columns; None if a field is missing or of a wrong type."""
+    for field, allowed in _DOCUMENT.items():
+        if field not in document:
+            _fail(found, "format", f"missing {field}")
+        elif type(document[field]) not in allowed:
+            _fail(found, "format", f"{field}: expected {_type_names(allowed)}, got {type(document[field]).__name__}")
+    if found:
+        return None
+    pool, region, barrier = (t.columns(document[t.label], found) for t in (_POOL, _REGION, _BARRIER))
+    edge, op, buffer = (t.columns(document[t.label], found) for t in (_EDGE, _OP, _BUFFER))
+    if found:
+        return None
+    index, op_name, _, stream, op_region, reads, writes, flops, moved, operands, _, inplace, slices = op
+    ids, *buffer_columns, _, rotate = buffer
+    num_ops, num_buffers = len(index), len(ids)
+    if index != tuple(range(num_ops)):
+        _fail(found, "id", "ops[i].index must be i")
+    if ids != tuple(range(num_buffers)):
+        _fail(found, "id", "buffers[i].id must be i")
+    _read_nested(document, op, buffer, barrier, edge, found)
+    if found:
+        return None
+    for label, names in (("ops", op_name), ("buffers", buffer[1]), ("pools", pool[0]), ("regions", region[0])):
+        if len(set(names)) != len(names):
+            twice = sorted(name for name in set(names) if names.count(name) > 1)
+            _fail(found, "duplicate-name", f"{label}: {', '.join(map(repr, twice))} more than once")
+    barriers = list(map(_Barrier._make, zip(*barrier, strict=True)))
+    return _Plan(
+        document, found, dict(zip(pool[0], pool[2], strict=True)),
+        {row[0]: _Region._make(row) for row in zip(*region, strict=True)}, barriers, list(zip(*edge, strict=True)),
+        op_name, stream, op_region, reads, writes, flops, moved, operands, inplace, slices, *buffer_columns, rotate,
+        enclosing={}, start=[], end=[], windows=defaultdict(list), members=defaultdict(list), top=[], raw_bytes=[],
+    )  # fmt: skip
+
+
+def _read_nested(
+    document: Mapping[str, Any],
+    op: Sequence[Any],
+    buffer: Sequence[Any],
+    barrier: Sequence[Any],
+    edge: Sequence[Any],
+    found: list[Violation],
+) -> None:
+    """Check the types and ranges of what lies inside the fields: id lists, operands, slices, gaps, shapes."""
+    num_ops, num_buffers = len(op[0]), len(buffer[0])
+    each = chain.from_iterable
+    pairs: tuple[tuple[str, list[Any]], ...] = (("ops.inplace", list(each(op[11]))), ("buffers.gaps", list(each(buffer[8]))))
+    for label, entries in pairs:
+        if not (_LIST.issuperset(map(type, entries)) and {2}.issuperset(map(len, entries))):
+            _fail(found, "format", f"{label}: every entry must be a pair")
+            return
+    slices = list(each(op[12]))
+    if not (_LIST.issuperset(map(type, slices)) and {4}.issuperset(map(len, slices))):
+        _fail(found, "format", "ops.slices: every entry must be [operand, axis, region, factor]")
+        return
+    bounded = (
+        ("ops.reads", list(each(op[5])), num_buffers),
+        ("ops.writes", list(each(op[6])), num_buffers),
+        ("ops.operands", list(each(map(dict.values, op[9]))), num_buffers),
+        ("ops.inplace", list(each(pairs[0][1])), num_buffers),
+        ("buffers.alias_of", [root for root in buffer[9] if root is not None], num_buffers),
+        ("barriers", list(each(each(barrier[4:]))), num_buffers),
+        ("edges", [*edge[1], *edge[2]], num_ops),
+        ("buffers.gaps", list(each(pairs[1][1])), num_ops + 1),
+        ("buffers.shape", list(each(buffer[12])), 1 << 63),
+        ("buffers.offset", buffer[4], 1 << 63),
+        ("buffers.size", buffer[5], 1 << 63),
+        ("ops.flops", op[7], None),
+        ("ops.bytes", op[8], None),
+        ("dims", list(document["dims"].values()), None),
+        ("components", list(document["components"].values()), None),
+        ("totals", [document[f] for f in ("budget_bytes", "total_bytes", "peak_bytes", "lower_bound_bytes")], None),
+    )
+    for label, values, limit in bounded:
+        if not _INT.issuperset(map(type, values)):
+            _fail(found, "format", f"{label}: expected integers")
+        elif values and (min(values) < 0 or (limit is not None and max(values) >= limit)):
+            below = "" if limit is None else f" and below {limit}"
+            _fail(found, "format", f"{label}: expected 0 or more{below}, got {min(values)} to {max(values)}")
+    for column, allowed in zip(zip(*slices, strict=True), (_STR, _INT, _STR, _INT), strict=False):
+        if not allowed.issuperset(map(type, column)):
+            _fail(found, "format", f"ops.slices: expected {_type_names(allowed)}, got {column[0]!r}")
+    vocabulary = (("kind", buffer[2], _KINDS), ("pool", buffer[3], _POOLS), ("dtype", buffer[11], _ITEM_BYTES))
+    for label, values, known in vocabulary:
+        for value in sorted(set(values).difference(known)):
+            _fail(found, "format", f"buffers.{label}: unknown {value!r}; known: {', '.join(sorted(known))}")
+    for label, values in (("alignment", buffer[13]), ("rotate", buffer[16]), ("page_bytes", (document["page_bytes"],))):
+        if values and min(values) < 1:
+            _fail(found, "format", f"{label}: expected 1 or more, got {min(values)}")
+    missing = [name for name in _COMPONENTS if name not in document["components"]]
+    if missing:
+        _fail(found, "format", f"components: missing {', '.join(missing)}")
+
+
+# Structure: regions, and everything that refers to them.
+
+
+def _check_structure(plan: _Plan) -> bool:
+    """Check the region tree and each op's and buffer's place in it; False if later checks could not rely on it."""
+    if not _link_regions(plan):
+        return False
+    expected: list[str | None] = [None] * len(plan.op_name)
+    for region in sorted(plan.regions.values(), key=lambda r: len(plan.enclosing[r.name])):
+        expected[region.start : region.end] = [region.name] * (region.end - region.start)
+    sound = True
+    for i, (claimed, derived) in enumerate(zip(plan.op_region, expected, strict=True)):
+        if claimed != derived:
+            sound = False
+            plan.fail("region", f"{plan.say_op(i)} claims region {claimed!r}, the intervals say {derived!r}", (), (i,))
+    for b, home in enumerate(plan.home):
+        if home is not None and home not in plan.regions:
+            sound = False
+            plan.fail("region", f"{plan.say(b)} has its home in unknown region {home!r}", (b,))
+    for barrier in plan.barriers:
+        if not 0 <= barrier.start < barrier.end <= len(plan.op_name):
+            sound = False
+            plan.fail("barrier-mismatch", f"barrier '{barrier.name}' covers no op: [{barrier.start}, {barrier.end})")
+    return sound
+
+
+def _link_regions(plan: _Plan) -> bool:
+    """Check each region alone and the nesting of all; fill `enclosing`."""
+    before = len(plan.found)
+    siblings: dict[str | None, list[_Region]] = defaultdict(list)
+    for region in plan.regions.values():
+        where, config = f"region '{region.name}'", plan.document["config"]
+        if not 0 <= region.start < region.end <= len(plan.op_name):
+            plan.fail("region", f"{where} covers no op: [{region.start}, {region.end}) of {len(plan.op_name)}")
+        if region.rows < 1 or region.extent < 1 or region.count != -(-region.extent // region.rows):
+            plan.fail("region", f"{where}: {region.count} chunks of {region.rows} rows do not cover {region.extent} exactly")
+        if region.knob in config:
+            rows = config[region.knob]
+            if type(rows) is not int or min(rows, region.extent) != min(region.rows, region.extent):
+                plan.fail("region", f"{where} has {region.rows} rows, the configuration says {region.knob}={rows!r}")
+        siblings[region.parent].append(region)
+        parent = None if region.parent is None else plan.regions.get(region.parent)
+        if region.parent is not None and (parent is None or not parent.start <= region.start < region.end <= parent.end):
+            plan.fail("region", f"{where} does not lie inside its parent {region.parent!r}")
+    for family in siblings.values():
+        family.sort(key=lambda r: r.start)
+        for left, right in zip(family, family[1:], strict=False):
+            if right.start < left.end:
+                plan.fail("region", f"regions '{left.name}' and '{right.name}' overlap and neither is the other's parent")
+    for name in plan.regions:
+        names: list[str] = []
+        at: str | None = name
+        while at is not None and at in plan.regions and at not in names:
+            names.append(at)
+            at = plan.regions[at].parent
+        if at is not None:
+            plan.fail("region", f"region '{name}': its parents never end")
+        plan.enclosing[name] = tuple(names)
+    return len(plan.found) == before
+
+
+def _check_slices(plan: _Plan) -> None:
+    """Check that each sliced operand's axis has the length that the region's chunks cover."""
+    regions, enclosing, shape, home = plan.regions, plan.enclosing, plan.shape, plan.home
+    for i, slices in enumerate(plan.slices):
+        if not slices:
+            continue
+        op_region, operands = plan.op_region[i], plan.operands[i]
+        around = enclosing[op_region] if op_region is not None else ()
+        for operand, axis, name, factor in slices:
+            b = operands.get(operand, -1)
+            if name not in around or b < 0 or not 0 <= axis < len(shape[b]) or factor < 1:
+                what = "no region around it" if name not in around else "no such operand, axis or factor"
+                plan.fail("slice", f"{plan.say_op(i)} slices {operand}[{axis}] by '{name}' x {factor}: {what}", (), (i,))
+                continue
+            region, at = regions[name], home[b]
+            inside = at is not None and name in enclosing[at]
+            expected = factor * (region.rows if inside else region.extent)
+            length = shape[b][axis]
+            if length != expected and not (inside and axis == 0 and length == plan.rotate[b] * expected):
+                where = f"{region.rows} rows" if inside else f"extent {region.extent}"
+                text = f"{plan.say_op(i)} slices {plan.say(b)} axis {axis} of {length} by '{name}': {factor} x {where} expected"
+                plan.fail("slice", text, (b,), (i,))
+        if len({(operand, axis) for operand, axis, _, _ in slices}) != len(slices):
+            plan.fail("slice", f"{plan.say_op(i)} slices one axis of an operand twice", (), (i,))
+
+
+def _check_ops(plan: _Plan) -> None:
+    """Check operands, in-place pairs and edges."""
+    rows = zip(plan.reads, plan.writes, plan.operands, strict=True)
+    for i, (reads, writes, operands) in enumerate(rows):
+        if {*reads, *writes} != {*operands.values()}:
+            text = f"{plan.say_op(i)} touches {sorted({*reads, *writes})}, its operands are {sorted({*operands.values()})}"
+            plan.fail("operands", text, (), (i,))
+    for i, pairs in enumerate(plan.inplace):
+        for written, read in pairs:
+            if written == read or written not in plan.writes[i] or read not in plan.reads[i]:
+                plan.fail("operands", f"{plan.say_op(i)} in place: {written} is not written or {read} not read", (written, read), (i,))
+    for kind, a, b in plan.edges:
+        sides = (plan.stream[a] != _MAIN, plan.stream[b] != _MAIN)
+        if kind not in ("fork", "wait") or a >= b or sides != ((False, True) if kind == "fork" else (True, False)):
+            text = f"'{kind}' from {plan.say_op(a)} on {plan.stream[a]!r} to {plan.say_op(b)} on {plan.stream[b]!r}"
+            plan.fail("edge", f"{text}: a fork goes on from main to a side stream, a wait back", (), (a, b))
+    for b in {*chain.from_iterable(plan.writes)}:
+        if plan.kind[b] == "weight":
+            plan.fail("read-only", f"{plan.say(b)} is a weight and is written", (b,))
+
+
+# Lifetimes.
+
+
+def _derive_lifetimes(plan: _Plan) -> None:
+    """Derive each buffer's lifetime from accesses, regions, barriers and streams, and compare it with the claim."""
+    read_first = _derive_base(plan)
+    if plan.regions or any(barrier.region is not None for barrier in plan.barriers):
+        _stretch_regions(plan, read_first)
+    for barrier in plan.barriers:
+        if barrier.region is None:
+            if barrier.outputs or barrier.carried:
+                plan.fail("barrier-mismatch", f"barrier '{barrier.name}' is explicit and lists outputs or carried buffers")
+            for b in barrier.inputs:
+                _hold(plan, b, barrier.start, barrier.end)
+    if {_MAIN}.issuperset(plan.stream) is False:
+        _stretch_streams(plan)
+    for b, root in enumerate(plan.alias_of):
+        if root is not None:
+            plan.members[root].append(b)
+            plan.start[root] = min(plan.start[root], plan.start[b])
+            plan.end[root] = max(plan.end[root], plan.end[b])
+    if plan.start != list(plan.claimed_start) or plan.end != list(plan.claimed_end):
+        _report_lifetimes(plan)
+
+
+def _derive_base(plan: _Plan) -> list[int]:
+    """Fill `start` and `end` from accesses and kinds; return the buffers that are read before they are written."""
+    num_ops, kind = len(plan.op_name), plan.kind
+    first, last = [-1] * len(kind), [-1] * len(kind)
+    read_first: list[int] = []
+    for i, (reads, writes) in enumerate(zip(plan.reads, plan.writes, strict=True)):
+        for b in reads:
+            if first[b] < 0:
+                first[b] = i
+                read_first.append(b)
+            last[b] = i
+        for b in writes:
+            if first[b] < 0:
+                first[b] = i
+            last[b] = i
+    plan.start = [0 if k in _FROM_START else at for k, at in zip(kind, first, strict=True)]
+    plan.end = [num_ops if k in _TO_END else at + 1 for k, at in zip(kind, last, strict=True)]
+    written = set(chain.from_iterable(plan.writes))
+    for b in read_first:
+        if kind[b] == "carry":
+            plan.start[b] = 0
+        elif kind[b] == "host":
+            plan.start[b], plan.end[b] = 0, num_ops
+        elif kind[b] not in _FROM_START and (plan.home[b] is None or b not in written):
+            plan.fail("read-before-write", f"{plan.say(b)} is read by {plan.say_op(first[b])} before any write", (b,), (first[b],))
+    for b in written:
+        if kind[b] == "carry":
+            plan.end[b] = num_ops
+    if -1 in first:
+        _settle_untouched(plan, first)
+    for b, home in enumerate(plan.home):
+        if home is not None and not (plan.regions[home].start <= first[b] and last[b] < plan.regions[home].end):
+            plan.fail("region", f"{plan.say(b)} is touched outside its home region '{home}'", (b,), (first[b], last[b]))
+    return read_first
+
+
+def _settle_untouched(plan: _Plan, first: Sequence[int]) -> None:
+    """Settle the lifetimes of buffers that no op touches."""
+    roots = {*plan.alias_of}
+    for b, at in enumerate(first):
+        kind = plan.kind[b]
+        if at >= 0 or (kind in _FROM_START and kind in _TO_END):
+            continue
+        if kind == "input":
+            plan.end[b] = max(plan.end[b], 1)
+        elif b in roots:  # storage only: its aliases give it a lifetime
+            plan.start[b], plan.end[b] = len(plan.op_name), 0
+        else:
+            plan.start[b] = plan.end[b] = 0
+            plan.fail("unused", f"{plan.say(b)} is touched by no op", (b,))
+
+
+def _hold(plan: _Plan, b: int, start: int, end: int) -> None:
+    """Stretch a buffer's lifetime over an interval in which it may have no gap either."""
+    plan.start[b] = min(plan.start[b], start)
+    plan.end[b] = max(plan.end[b], end)
+    plan.windows[b].append((start, end))
+
+
+def _stretch_regions(plan: _Plan, read_first: Sequence[int]) -> None:
+    """Stretch lifetimes over loops and compare what crosses each loop's border with its barrier."""
+    reads: dict[str, set[int]] = {name: set() for name in plan.regions}
+    writes: dict[str, set[int]] = {name: set() for name in plan.regions}
+    for name, op_reads, op_writes in zip(plan.op_region, plan.reads, plan.writes, strict=True):
+        if name is not None:
+            reads[name].update(op_reads)
+            writes[name].update(op_writes)
+    for name, around in plan.enclosing.items():
+        for outer in around[1:]:
+            reads[outer] |= reads[name]
+            writes[outer] |= writes[name]
+    carried: dict[str, list[int]] = {name: [] for name in plan.regions}
+    for b in read_first:
+        home = plan.home[b]
+        if home is not None:
+            for name in plan.enclosing[home]:
+                carried[name].append(b)
+                plan.start[b] = min(plan.start[b], plan.regions[name].start)
+                plan.end[b] = max(plan.end[b], plan.regions[name].end)
+    expected = {}
+    start, end, pool = plan.start, plan.end, plan.pool
+    for name, region in plan.regions.items():
+        outputs = {b for b in writes[name] if not plan.is_within(plan.home[b], name)}
+        inputs = {b for b in reads[name] - outputs if not plan.is_within(plan.home[b], name)}
+        for b in inputs:
+            end[b] = max(end[b], region.end)
+        for b in outputs:
+            start[b] = min(start[b], region.start)
+            end[b] = max(end[b], region.end)
+        expected[name] = [
+            sorted(b for b in ids if pool[b] == "workspace" or pool[b] == "state") for ids in (inputs, outputs, carried[name])
+        ]
+    _check_barriers(plan, expected)
+
+
+def _check_barriers(plan: _Plan, expected: Mapping[str, Sequence[list[int]]]) -> None:
+    """Check that each region has one barrier and that it lists what the region holds."""
+    seen: set[str] = set()
+    for barrier in plan.barriers:
+        name = barrier.region
+        if name is None:
+            continue
+        if name not in expected or name in seen:
+            plan.fail("barrier-mismatch", f"barrier '{barrier.name}' is of no region or a second one: '{name}'")
+            continue
+        seen.add(name)
+        region = plan.regions[name]
+        if (barrier.start, barrier.end) != (region.start, region.end):
+            text = f"barrier '{barrier.name}' covers [{barrier.start}, {barrier.end}), its region [{region.start}, {region.end})"
+            plan.fail("barrier-mismatch", text)
+        for field, claimed, derived in zip(_Barrier._fields[4:], barrier[4:], expected[name], strict=True):
+            if sorted(claimed) != derived:
+                text = f"barrier '{barrier.name}' lists {field} {sorted(claimed)}, the ops say {derived}"
+                plan.fail("barrier-mismatch", text, sorted({*claimed} ^ {*derived}))
+    for name in expected:
+        if name not in seen:
+            plan.fail("barrier-missing", f"region '{name}' has no barrier", sorted(chain.from_iterable(expected[name])))
+
+
+def _stretch_streams(plan: _Plan) -> None:
+    """Hold what side ops touch from their fork to their join; check that loops hold both."""
+    num_ops = len(plan.op_name)
+    forked: dict[int, int] = {}
+    joined: dict[int, int] = {}
+    for kind, a, b in plan.edges:
+        if kind == "fork":
+            forked[b] = max(forked.get(b, -1), a)
+        else:
+            joined[a] = min(joined.get(a, num_ops), b)
+    lanes: dict[str, list[int]] = defaultdict(list)
+    for i, stream in enumerate(plan.stream):
+        if stream != _MAIN:
+            lanes[stream].append(i)
+    for lane in lanes.values():
+        forks = accumulate((forked.get(i, -1) for i in lane), max)
+        waits = list(accumulate((joined.get(i, num_ops) for i in reversed(lane)), min))
+        for i, fork, wait in zip(lane, forks, reversed(waits), strict=True):
+            _hold_side_op(plan, i, fork, wait)
+
+
+def _hold_side_op(plan: _Plan, i: int, fork: int, wait: int) -> None:
+    touched = {*plan.reads[i], *plan.writes[i]}
+    for b in touched:
+        _hold(plan, b, fork + 1, wait)
+    region = plan.op_region[i]
+    for name in plan.enclosing[region] if region is not None else ():
+        loop = plan.regions[name]
+        if loop.count > 1 and not (loop.start <= fork and wait < loop.end):
+            plan.fail("stream-race", f"{plan.say_op(i)} runs beside loop '{name}' but is not forked and joined inside it", (), (i,))
+    if wait == len(plan.op_name):
+        loose = sorted(b for b in touched if plan.pool[b] == "workspace")
+        if loose:
+            names = ", ".join(map(plan.say, loose))
+            plan.fail("stream-race", f"{plan.say_op(i)} is never joined and touches the workspace: {names}", loose, (i,))
+
+
+def _report_lifetimes(plan: _Plan) -> None:
+    rows = zip(plan.claimed_start, plan.claimed_end, plan.start, plan.end, strict=True)
+    for b, (start, end, first, last) in enumerate(rows):
+        text = f"{plan.say(b)} claims [{start}, {end}), the ops, regions, barriers and streams give [{first}, {last})"
+        if start > first or end < last:
+            plan.fail("lifetime-short", text, (b,))
+        if start < first or end > last:
+            plan.fail("lifetime-long", text, (b,))
+
+
+# Sizes, alignment, pools.
+
+
+def _check_sizes(plan: _Plan) -> None:
+    """Check each size against shape and dtype, and a root's against its aliases."""
+    item_bytes = map(_ITEM_BYTES.__getitem__, plan.dtype)
+    plan.raw_bytes = list(map(mul, map(prod, plan.shape), item_bytes))
+    for b, (raw, size, unit) in enumerate(zip(plan.raw_bytes, plan.size, plan.alignment, strict=True)):
+        if -(-raw // unit) * unit == size and b not in plan.members:
+            continue
+        slots = plan.rotate[b]
+        own = slots * _round_up(-(-raw // slots), unit)
+        covered = max((plan.alias_offset[m] + plan.size[m] for m in plan.members.get(b, ())), default=0)
+        expected = _round_up(max(own, covered), unit)
+        if size == expected or (size == max(raw, covered) and plan.pool[b] not in _PAGED):
+            continue
+        shape = f"{plan.dtype[b]}{list(plan.shape[b])} needs {raw} bytes"
+        aliases = f", aliases reach {covered}" if covered else ""
+        plan.fail("size", f"{plan.say(b)}: size {size}, expected {expected}: {shape} in {slots} slots{aliases}", (b,))
+
+
+def _check_placement(plan: _Plan) -> None:
+    """Check alignment, kinds of pools and pool bounds."""
+    for b, (offset, unit, pool) in enumerate(zip(plan.offset, plan.alignment, plan.pool, strict=True)):
+        if offset % unit and pool != "external":
+            plan.fail("alignment", f"{plan.say(b)}: offset {offset} is not a multiple of {unit}", (b,))
+    for unit in {*plan.alignment}:
+        if unit & (unit - 1):
+            plan.fail("alignment", f"alignment {unit} is not a power of two")
+    if min(plan.alignment, default=_UNIT_BYTES) < _UNIT_BYTES:
+        for b, (unit, pool, root) in enumerate(zip(plan.alignment, plan.pool, plan.alias_of, strict=True)):
+            if unit < _UNIT_BYTES and pool in _PAGED and root is None:
+                plan.fail("alignment", f"{plan.say(b)}: alignment {unit}, at least {_UNIT_BYTES} in pool '{pool}'", (b,))
+    for b, (kind, pool, root) in enumerate(zip(plan.kind, plan.pool, plan.alias_of, strict=True)):
+        if root is None and not _may_live_in(kind, pool):
+            plan.fail("pool", f"{plan.say(b)}: kind '{kind}' does not belong in pool '{pool}'", (b,))
+    plan.top = list(map(add, plan.offset, plan.size))
+    page = plan.document["page_bytes"]
+    for pool, capacity in plan.pools.items():
+        if pool in _PAGED and (capacity < 0 or capacity % page):
+            plan.fail("pool-bounds", f"pool '{pool}': capacity {capacity} is not a multiple of the page, {page}")
+    for b, (top, pool) in enumerate(zip(plan.top, plan.pool, strict=True)):
+        limit = plan.pools.get(pool)
+        if limit is None:
+            if pool in _PAGED:
+                plan.fail("pool-bounds", f"{plan.say(b)} is in pool '{pool}', which is not listed", (b,))
+        elif top > limit:
+            plan.fail("pool-bounds", f"{plan.say(b)} ends at {top}, pool '{pool}' has {limit} bytes", (b,))
+
+
+def _may_live_in(kind: str, pool: str) -> bool:
+    """Whether a pool suits a kind: other plans share the workspace, so what outlives a step may not be in it."""
+    if kind == "weight":
+        return pool not in ("workspace", "state")
+    if kind == "state":
+        return pool not in ("workspace", "weights")
+    return pool != "weights" and (pool == kind or kind not in ("host", "external"))
+
+
+# Aliases.
+
+
+def _check_aliases(plan: _Plan) -> None:
+    """Check where aliases lie and that no op reads a value that another member has overwritten."""
+    for b, root in enumerate(plan.alias_of):
+        if root is None:
+            if plan.alias_offset[b]:
+                plan.fail("alias", f"{plan.say(b)} is no alias but has alias_offset {plan.alias_offset[b]}", (b,))
+            continue
+        if root == b or plan.alias_of[root] is not None:
+            plan.fail("alias", f"{plan.say(b)} is an alias of {plan.say(root)}, which is not a root", (b, root))
+            continue
+        at = plan.alias_offset[b]
+        if plan.pool[b] != plan.pool[root]:
+            plan.fail("alias", f"{plan.say(b)} in pool '{plan.pool[b]}' is an alias in pool '{plan.pool[root]}'", (b, root))
+        if plan.offset[b] != plan.offset[root] + at:
+            text = f"{plan.say(b)} is at {plan.offset[b]}, its root {plan.say(root)} at {plan.offset[root]} + {at}"
+            plan.fail("alias", text, (b, root))
+        if at < 0 or at + plan.size[b] > plan.size[root]:
+            text = f"{plan.say(b)}: [{at}, {at + plan.size[b]}) is not inside the {plan.size[root]} bytes of {plan.say(root)}"
+            plan.fail("alias", text, (b, root))
+    for root in plan.members:
+        group = plan.group(root)
+        if not _is_plainly_legal(plan, group):
+            _walk_values(plan, group)
+
+
+def _is_plainly_legal(plan: _Plan, group: Sequence[int]) -> bool:
+    """Whether members that share bytes never hold values at the same time, but for plain in-place ops.
+
+    The root counts with its group's lifetime, thus never as plain unless it comes first; `_walk_values` settles the rest.
+    """
+    own = _own_lifetimes(plan, group)
+    ordered = sorted(group, key=lambda b: own[b])
+    for k, later in enumerate(ordered):
+        t = own[later][0]
+        for earlier in ordered[:k]:
+            end = own[earlier][1]
+            if end > t and plan.share_bytes(earlier, later) and not (end == t + 1 and _is_plain_inplace(plan, t, earlier, later)):
+                return False
+    return True
+
+
+def _own_lifetimes(plan: _Plan, group: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Lifetimes of an alias group's members; the root's is a bound, cut where the first alias is written in place over it."""
+    root = group[0]
+    own = {b: (plan.start[b], plan.end[b]) for b in group}
+    return {**own, root: own[root]}
+
+
+def _is_plain_inplace(plan: _Plan, t: int, old: int, new: int) -> bool:
+    """Whether op t reads `old` for the last time and writes `new` over it, in one and the same loop body, as it says it may."""
+    return (
+        plan.op_region[t] == plan.home[old] == plan.home[new]
+        and old in plan.reads[t]
+        and old not in plan.writes[t]
+        and new not in plan.reads[t]
+        and _may_overwrite(plan, t, old, new)
+    )
+
+
+def _may_overwrite(plan: _Plan, t: int, old: int, new: int) -> bool:
+    return (
+        any(written == new and read == old for written, read in plan.inplace[t])
+        and plan.alias_offset[old] == plan.alias_offset[new]
+        and plan.raw_bytes[old] == plan.raw_bytes[new]
+    )

@@ -1,0 +1,212 @@
+"""Assemble the plan document `mosaic.plan/1` from a solved configuration.
+
+Everything the checker needs to verify every claim, and everything the executor
+needs to run, is in it: plain integers and strings, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mosaic.planner.cost import op_totals
+from mosaic.planner.lifetimes import BarrierRecord
+from mosaic.planner.peaks import ALIGNMENT, formula_text
+from mosaic.planner.search import SearchResult
+from mosaic.planner.space import Config, Point, Variant
+from mosaic.units import round_up
+
+__all__ = ["SCHEMA", "assemble"]
+
+SCHEMA: Final = "mosaic.plan/1"
+
+
+def assemble(
+    point: Point,
+    result: SearchResult,
+    offsets: Sequence[int],
+    peak_bytes: int,
+    *,
+    identity: Mapping[str, Any],
+    budget_bytes: int,
+    max_ctx_tokens: int,
+    solver: str,
+) -> dict[str, Any]:
+    """Build the document.
+
+    Parameters
+    ----------
+    offsets
+        Address of every workspace root, in the order of the variant's `formula.roots`.
+    identity
+        `mosaic_version`, `model` and `dtype`.
+    """
+    config = result.config
+    variant = point.space.variant(config)
+    device = point.space.device
+    values = point.values(config)
+    polynomials = variant.body.evaluate(values)
+    lower_bound = point.lower_bound(config)
+    pages = device.page_bytes
+    components = {
+        "context": device.context_bytes,
+        "library": device.library_bytes,
+        "weights": round_up(point.pool_bytes(config, "weights"), pages),
+        "state": round_up(point.pool_bytes(config, "state"), pages),
+        "workspace": round_up(peak_bytes, pages),
+    }
+    total = sum(components.values())
+    on_device = "cpu" if device.backend == "cpu" else "cuda:0"
+    return {
+        "schema": SCHEMA,
+        "mosaic_version": identity["mosaic_version"],
+        "model": identity["model"],
+        "phase": point.space.template.name,
+        "dtype": identity["dtype"],
+        "dims": dict(point.dims),
+        "device": device.name,
+        "backend": device.backend,
+        "estimated": device.estimated,
+        "device_memory_bytes": device.memory_bytes,
+        "page_bytes": pages,
+        "mesh": {"size": 1, "axes": {"tensor": 1}},
+        "pools": [
+            {"name": name, "device": on_device, "capacity": components[name]} for name in ("workspace", "weights", "state")
+        ],
+        "budget_bytes": budget_bytes,
+        "fits": total <= budget_bytes,
+        "config": describe(point, config),
+        "components": components,
+        "total_bytes": total,
+        "peak_bytes": peak_bytes,
+        "lower_bound_bytes": lower_bound,
+        "optimal": peak_bytes == lower_bound,
+        "solver": solver,
+        "max_ctx_tokens": max_ctx_tokens,
+        "predicted_step_ms": round(result.seconds * 1e3, 6),
+        "formula": formula(point, config),
+        "trace": [_trace_step(point, step) for step in result.trace],
+        "regions": _regions(point, variant, config),
+        "barriers": [_barrier(barrier) for barrier in variant.life.barriers],
+        "edges": [{"kind": kind, "from": source, "to": target} for kind, source, target in variant.body.edges],
+        "ops": _ops(point, variant, values),
+        "buffers": _buffers(variant, polynomials, offsets),
+    }
+
+
+def describe(point: Point, config: Config) -> dict[str, int | str | None]:
+    """The configuration as knob -> rows (None: off), choice -> option."""
+    template = point.space.template
+    named: dict[str, int | str | None] = {
+        name: value for (name, _), value in zip(template.choices, config.choices, strict=True)
+    }
+    named.update({knob.name: rows for knob, rows in zip(template.knobs, config.rows, strict=True)})
+    return named
+
+
+def formula(point: Point, config: Config) -> list[dict[str, str]]:
+    """The peak formula of the configuration's variant, symbolic in dims and rows per chunk."""
+    template, variant = point.space.template, point.space.variant(config)
+    rows = {knob.name: value for knob, value in zip(template.knobs, config.rows, strict=True)}
+    off = {f"{knob.name}_rows": knob.over for knob in template.knobs if rows[knob.name] is None}
+    order = [(dim.name, dim.at_most) for dim in template.dims if dim.at_most is not None]
+    order += [(f"{knob.name}_rows", knob.over) for knob in template.knobs if rows[knob.name] is not None]
+    fixed = {dim.name: dim.value for dim in template.dims if dim.value is not None}
+    forms = formula_text(variant.body, variant.formula, off, order, fixed)
+    return [{"expr": expr, "at": variant.body.ops[at].name} for expr, at in forms]
+
+
+def _trace_step(point: Point, step: Any) -> dict[str, Any]:
+    return {
+        "config": describe(point, step.config),
+        "move": step.move,
+        "bottleneck": point.space.variant(step.config).body.ops[step.at].name,
+        "peak_bytes": step.peak_bytes,
+        "total_bytes": step.total_bytes,
+        "predicted_ms": round(step.seconds * 1e3, 6),
+    }
+
+
+def _regions(point: Point, variant: Variant, config: Config) -> list[dict[str, Any]]:
+    rows = {
+        knob.name: value for knob, value in zip(point.space.template.knobs, config.rows, strict=True) if value is not None
+    }
+    found = []
+    for index in variant.life.regions:
+        region = variant.body.regions[index]
+        extent, parent = point.dims[region.dim], _active_parent(variant, region.parent)
+        found.append(
+            {
+                "name": region.name, "knob": region.knob, "dim": region.dim, "extent": extent, "rows": rows[region.knob],
+                "count": -(-extent // rows[region.knob]), "start": region.start, "end": region.end, "parent": parent,
+            }
+        )  # fmt: skip
+    return found
+
+
+def _active_parent(variant: Variant, region: int | None) -> str | None:
+    while region is not None and region not in variant.life.regions:
+        region = variant.body.regions[region].parent
+    return None if region is None else variant.body.regions[region].name
+
+
+def _barrier(barrier: BarrierRecord) -> dict[str, Any]:
+    return {
+        "name": barrier.name, "region": barrier.name if barrier.region is not None else None, "start": barrier.start,
+        "end": barrier.end, "inputs": barrier.inputs, "outputs": barrier.outputs, "carried": barrier.carried,
+    }  # fmt: skip
+
+
+def _ops(point: Point, variant: Variant, values: Sequence[int]) -> list[dict[str, Any]]:
+    totals = op_totals(variant.body, values, point.extents)
+    statics = variant.op_statics or _op_statics(variant)
+    return [{**static, "flops": flops, "bytes": moved} for static, (flops, moved) in zip(statics, totals, strict=True)]
+
+
+def _op_statics(variant: Variant) -> list[dict[str, Any]]:
+    """The part of every op that dims do not change."""
+    on = {variant.body.regions[i].name for i in variant.life.regions}
+    for index, op in enumerate(variant.body.ops):
+        variant.op_statics.append(
+            {
+                "index": index, "name": op.name, "kernel": op.kernel, "stream": op.stream,
+                "region": _active_parent(variant, op.region), "reads": op.reads, "writes": op.writes,
+                "operands": op.operands, "attrs": op.attrs, "inplace": op.inplace,
+                "slices": [s for s in op.slices if s[2] in on],
+            }
+        )  # fmt: skip
+    return variant.op_statics
+
+
+def _buffers(variant: Variant, table: npt.NDArray[np.int64], offsets: Sequence[int]) -> list[dict[str, Any]]:
+    body, life, polynomials = variant.body, variant.life, table.tolist()
+    place = dict(zip(variant.formula.roots.tolist(), map(int, offsets), strict=True))
+    root_size = dict(zip(place, variant.formula.root_sizes(table).tolist(), strict=True))
+    tops = {"weights": 0, "state": 0, "host": 0, "external": 0}
+    found: list[dict[str, Any]] = []
+    for b, record in enumerate(body.buffers):
+        at = polynomials[record.alias_offset]
+        if record.alias_of is not None:
+            offset = place[record.alias_of] + at
+            size = round_up(polynomials[record.bytes], ALIGNMENT) * record.rotate
+        elif record.pool == "workspace":
+            offset, size = place[b], root_size[b]
+        else:
+            size = round_up(polynomials[record.bytes], ALIGNMENT) * record.rotate
+            offset = tops[record.pool]
+            tops[record.pool] += size
+        found.append(
+            {
+                "id": b, "name": record.name, "kind": record.kind, "pool": record.pool, "offset": offset, "size": size,
+                "start": life.starts[b], "end": life.ends[b], "gaps": [list(gap) for gap in life.gaps[b]],
+                "alias_of": record.alias_of, "alias_offset": at, "dtype": record.dtype,
+                "shape": [polynomials[row] for row in record.shape], "alignment": ALIGNMENT,
+                "region": body.regions[home].name if (home := life.homes[b]) is not None else None,
+                "tensor": record.tensor, "rotate": record.rotate,
+            }
+        )  # fmt: skip
+    return found
+

@@ -1,0 +1,205 @@
+"""When each buffer is alive, in op indices, half-open: the rules of regions, streams, barriers and aliases.
+
+Pure: a body and the set of active chunk knobs in, intervals out. Linear in the
+number of accesses. Regions are applied from the inside out (Mosaic, section
+4.3: barriers keep a loop's inputs alive until the last chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mosaic.planner.template import Body
+
+__all__ = ["BarrierRecord", "Lifetimes", "derive"]
+
+_FROM_START = frozenset({"input", "weight", "state", "external", "host"})
+_TO_END = frozenset({"output", "weight", "state", "external", "host"})
+_LISTED = frozenset({"workspace", "state"})
+
+
+class BarrierRecord(NamedTuple):
+    """What one region (or explicit barrier, `region` None) keeps alive over [start, end)."""
+
+    name: str
+    region: int | None
+    start: int
+    end: int
+    inputs: list[int]
+    outputs: list[int]
+    carried: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetimes:
+    """Intervals of every buffer of a body; a root's covers its whole alias group."""
+
+    starts: list[int]
+    ends: list[int]
+    gaps: list[list[tuple[int, int]]]
+    regions: tuple[int, ...]
+    barriers: tuple[BarrierRecord, ...]
+    homes: list[int | None]
+
+
+class _Access(NamedTuple):
+    op: int
+    read: bool
+    write: bool
+
+
+def derive(body: Body, active: Set[str]) -> Lifetimes:
+    """Derive all lifetimes with the chunk regions of the knobs in `active` on and all others dissolved."""
+    accesses = _accesses(body)
+    starts, ends = _base(body, accesses)
+    on = [i for i, region in enumerate(body.regions) if region.knob in active]
+    homes = [_nearest(body, buffer.home, active) for buffer in body.buffers]
+    barriers = [_apply_region(body, i, homes, accesses, starts, ends) for i in _inside_out(body, on)]
+    barriers += _apply_barriers(body, starts, ends)
+    _apply_streams(body, accesses, starts, ends)
+    gaps = _merge_aliases(body, on, accesses, starts, ends)
+    order = {i: rank for rank, i in enumerate(on)}
+    barriers.sort(key=lambda b: (b.region is None, order.get(b.region if b.region is not None else -1, 0), b.end))
+    return Lifetimes(starts=starts, ends=ends, gaps=gaps, regions=tuple(on), barriers=tuple(barriers), homes=homes)
+
+
+def _accesses(body: Body) -> list[list[_Access]]:
+    found: list[list[_Access]] = [[] for _ in body.buffers]
+    for index, op in enumerate(body.ops):
+        read = set(op.reads)
+        for b in op.reads:
+            found[b].append(_Access(index, True, b in op.writes))
+        for b in op.writes:
+            if b not in read:
+                found[b].append(_Access(index, False, True))
+    return found
+
+
+def _base(body: Body, accesses: list[list[_Access]]) -> tuple[list[int], list[int]]:
+    num_ops = len(body.ops)
+    starts, ends = [], []
+    for buffer, seen in zip(body.buffers, accesses, strict=True):
+        starts.append(0 if buffer.kind in _FROM_START or not seen else seen[0].op)
+        ends.append(num_ops if buffer.kind in _TO_END else (seen[-1].op + 1 if seen else 1))
+    return starts, ends
+
+
+def _nearest(body: Body, region: int | None, active: Set[str]) -> int | None:
+    while region is not None and body.regions[region].knob not in active:
+        region = body.regions[region].parent
+    return region
+
+
+def _inside_out(body: Body, on: list[int]) -> list[int]:
+    """Nested regions before the ones around them (a region is registered before those inside it)."""
+    return sorted(on, reverse=True)
+
+
+def _is_inside(body: Body, home: int | None, region: int) -> bool:
+    while home is not None and home != region:
+        home = body.regions[home].parent
+    return home == region
+
+
+def _apply_region(
+    body: Body, index: int, homes: list[int | None], accesses: list[list[_Access]], starts: list[int], ends: list[int]
+) -> BarrierRecord:
+    region = body.regions[index]
+    inputs, outputs, carried = [], [], []
+    touched: dict[int, bool] = {}
+    for op in body.ops[region.start : region.end]:
+        for b in op.reads:
+            touched.setdefault(b, False)
+        for b in op.writes:
+            touched[b] = True
+    for b in sorted(touched):
+        written = touched[b]
+        if _is_inside(body, homes[b], index):
+            if not accesses[b][0].read:
+                continue
+            carried.append(b)
+            starts[b] = min(starts[b], region.start)
+        elif written:
+            outputs.append(b)
+            starts[b] = min(starts[b], region.start)
+        elif body.buffers[b].pool in _LISTED:
+            inputs.append(b)
+        ends[b] = max(ends[b], region.end)
+    return BarrierRecord(region.name, index, region.start, region.end, inputs, outputs, carried)
+
+
+def _apply_barriers(body: Body, starts: list[int], ends: list[int]) -> list[BarrierRecord]:
+    """Stretch what registrars ask for; a barrier without effect is not recorded."""
+    found = []
+    for name, ids, since, end in body.barriers:
+        begin = since if since is not None else end - 1
+        stretched = [b for b in ids if ends[b] < end or starts[b] > begin]
+        for b in stretched:
+            starts[b], ends[b] = min(starts[b], begin), max(ends[b], end)
+        if stretched:
+            found.append(BarrierRecord(name, None, begin, end, stretched, [], []))
+    return found
+
+
+def _apply_streams(body: Body, accesses: list[list[_Access]], starts: list[int], ends: list[int]) -> None:
+    forks: dict[str, int] = {}
+    fork_at = {target: source for kind, source, target in body.edges if kind == "fork"}
+    joins = sorted((source, target) for kind, source, target in body.edges if kind == "wait")
+    for index, op in enumerate(body.ops):
+        if op.stream == "main":
+            continue
+        forks[op.stream] = fork_at.get(index, forks.get(op.stream, -1))
+        join = next(
+            (to for source, to in joins if source >= index and body.ops[source].stream == op.stream), len(body.ops)
+        )
+        for b in {*op.reads, *op.writes}:
+            starts[b] = min(starts[b], forks[op.stream] + 1)
+            ends[b] = max(ends[b], join)
+
+
+def _merge_aliases(
+    body: Body, on: list[int], accesses: list[list[_Access]], starts: list[int], ends: list[int]
+) -> list[list[tuple[int, int]]]:
+    """Give roots the union of their group's lifetimes, and find the gaps in which a group holds no value."""
+    groups: dict[int, list[int]] = {}
+    for b, buffer in enumerate(body.buffers):
+        if buffer.alias_of is not None:
+            groups.setdefault(buffer.alias_of, [buffer.alias_of]).append(b)
+    looped = [False] * len(body.ops)
+    for i in on:
+        looped[body.regions[i].start : body.regions[i].end] = [True] * (body.regions[i].end - body.regions[i].start)
+    gaps: list[list[tuple[int, int]]] = [[] for _ in body.buffers]
+    stretched = {b for _, ids, _, _ in body.barriers for b in ids}
+    for b, buffer in enumerate(body.buffers):
+        if buffer.alias_of is not None or buffer.pool != "workspace":
+            continue
+        members = groups.get(b, [b])
+        if len(members) == 1 and sum(not a.read for a in accesses[b]) < 2:
+            continue
+        live: list[tuple[int, int]] = []
+        for m in members:
+            plain = m not in stretched and not any(looped[a.op] or body.ops[a.op].stream != "main" for a in accesses[m])
+            live += _values(accesses[m], starts[m], ends[m]) if plain else [(starts[m], ends[m])]
+        live.sort()
+        end = live[0][1]
+        for start, stop in live[1:]:
+            if start > end:
+                gaps[b].append((end, start))
+            end = max(end, stop)
+        starts[b], ends[b] = live[0][0], end
+    return gaps
+
+
+def _values(accesses: list[_Access], start: int, end: int) -> list[tuple[int, int]]:
+    """Intervals in which a buffer holds a value that will be read: each complete overwrite begins a new one."""
+    found: list[tuple[int, int]] = []
+    begin, last = start, start
+    for access in accesses:
+        if not access.read and access.op > begin:
+            found.append((begin, last + 1))
+            begin = access.op
+        last = access.op
+    found.append((begin, end))
+    return found

@@ -1,0 +1,86 @@
+"""Skyline: always the block that can lie lowest, on top of what is placed; ties by a fixed preorder.
+
+One descent of the exact search without going back. No hole is ever filled, so the order it finds replays well for other sizes.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from .blocks import Blocks
+
+__all__ = ["PREORDERS", "preorder", "skyline"]
+
+PREORDERS = ("TWA", "TAW", "WAT", "AWT", "ATW")
+"""Keys, most important first, all decreasing: T the largest load that the block takes part in, W its width in sections, A its size times lifetime.
+
+TWA, TAW and WAT each solve some hard instances at once that the others do not (MiniMalloc's set, measured)."""
+
+
+def preorder(blocks: Blocks, keys: str) -> list[int]:
+    """Return rows by the decreasing keys, ties by row.
+
+    Examples
+    --------
+    >>> from mosaic.planner.offsets import Problem, blocks_of
+    >>> preorder(blocks_of(Problem(sizes=[1, 2, 3], starts=[0, 0, 5], ends=[9, 2, 6])), "WAT")
+    [0, 1, 2]
+    """
+    columns = [_COLUMNS[key](blocks) for key in keys]
+    ranks = [tuple(-column[row] for column in columns) for row in range(len(blocks))]
+    return sorted(range(len(blocks)), key=ranks.__getitem__)
+
+
+def skyline(blocks: Blocks, keys: str = "TWA") -> list[int]:
+    """Place by lowest possible offset, ties by the preorder; O(n log n + width) in practice.
+
+    The skyline only rises, so a stale offset in the heap is a lower bound and is looked up again when it comes to the top.
+    """
+    spans, lift = blocks.sections.spans, None if blocks.alignments is None and blocks.pins is None else blocks.lift
+    sizes = blocks.sizes
+    offsets = [0 if pin is None else pin for pin in blocks.pins] if blocks.pins is not None else [0] * len(blocks)
+    tops = [0] * blocks.sections.count
+    rows = [row for row in preorder(blocks, keys) if blocks.pins is None or blocks.pins[row] is None]
+    waiting = [(0 if lift is None else lift(row, 0), rank) for rank, row in enumerate(rows)]
+    heapify(waiting)
+    while waiting:
+        offset, rank = heappop(waiting)
+        row = rows[rank]
+        lowest = max([max(tops[a:b]) for a, b in spans[row]])
+        if lift is not None:
+            lowest = lift(row, lowest)
+        if lowest > offset:
+            heappush(waiting, (lowest, rank))
+            continue
+        offsets[row] = lowest
+        top = lowest + sizes[row]
+        for a, b in spans[row]:
+            tops[a:b] = [top] * (b - a)
+    return offsets
+
+
+def _loads(blocks: Blocks) -> list[int]:
+    """Return for each block the largest load in bytes among its sections."""
+    sections = blocks.sections
+    change = [0] * (sections.count + 1)
+    for size, pieces in zip(blocks.sizes, sections.spans, strict=True):
+        for a, b in pieces:
+            change[a] += size
+            change[b] -= size
+    load: list[int] = []
+    total = 0
+    for step in change[:-1]:
+        total += step
+        load.append(total)
+    return [max([max(load[a:b]) for a, b in pieces]) for pieces in sections.spans]
+
+
+def _widths(blocks: Blocks) -> list[int]:
+    return blocks.lengths
+
+
+def _areas(blocks: Blocks) -> list[int]:
+    return [size * length for size, length in zip(blocks.sizes, blocks.lengths, strict=True)]
+
+
+_COLUMNS = {"T": _loads, "W": _widths, "A": _areas}

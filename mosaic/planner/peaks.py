@@ -1,0 +1,194 @@
+"""The peak formula: the live sets that can be the largest, as counts of buffer sizes.
+
+Each point of a step has a live set; its bytes are a linear form in the sizes
+of the buffers in it. Live sets contained in others are dropped, whatever the
+sizes: what is left, a handful of forms, is the model's memory law. Evaluating
+it gives the lower bound of any offset assignment, exactly, rounding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from mosaic.planner.lifetimes import Lifetimes
+from mosaic.planner.template import Body
+
+__all__ = ["ALIGNMENT", "PeakFormula", "formula_text", "peak_formula"]
+
+ALIGNMENT = 512
+"""Bytes to which sizes in the workspace are rounded before lower bound and peak are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakFormula:
+    """Undominated live sets of one body under one set of active regions.
+
+    Parameters
+    ----------
+    roots
+        Buffer ids of the workspace's roots, ascending.
+    classes
+        Size class of each root.
+    counts
+        [forms, classes]: how many live buffers of each size class a form has.
+    at
+        Op index at which each form first occurs.
+    members
+        (size row, alias offset row, rotate) of every alias group member, grouped by class; `begins` marks the groups.
+    """
+
+    roots: npt.NDArray[np.int64]
+    classes: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    at: tuple[int, ...]
+    sizes_of: npt.NDArray[np.int64]
+    offsets_of: npt.NDArray[np.int64]
+    rotates: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
+
+    def class_sizes(self, polynomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes of each size class, rounded up to `ALIGNMENT` per slot."""
+        slots = (polynomials[self.sizes_of] + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+        extents = polynomials[self.offsets_of] + slots * self.rotates
+        if len(extents) != len(self.begins):
+            extents = np.maximum.reduceat(extents, self.begins)
+        return extents
+
+    def values(self, polynomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes of every form; their maximum is the lower bound of the workspace."""
+        found: npt.NDArray[np.int64] = self.counts @ self.class_sizes(polynomials)
+        return found
+
+    def root_sizes(self, polynomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes of every workspace root, in the order of `roots`."""
+        return self.class_sizes(polynomials)[self.classes]
+
+
+def peak_formula(body: Body, life: Lifetimes) -> PeakFormula:
+    """Sweep a body's lifetimes once and keep the undominated live sets. O(ops x classes + forms^2)."""
+    roots = [b for b, r in enumerate(body.buffers) if r.alias_of is None and r.pool == "workspace"]
+    groups: dict[int, list[tuple[int, int, int]]] = {
+        b: [(body.buffers[b].bytes, body.buffers[b].alias_offset, body.buffers[b].rotate)] for b in roots
+    }
+    for record in body.buffers:
+        if record.alias_of in groups:
+            groups[record.alias_of].append((record.bytes, record.alias_offset, record.rotate))
+    keys = [tuple(sorted(set(groups[b]))) for b in roots]
+    class_of = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    classes = np.array([class_of[key] for key in keys], dtype=np.int64)
+    flat = [member for key in class_of for member in key]
+    begins = np.cumsum([0] + [len(key) for key in class_of])[:-1]
+    delta = np.zeros((len(body.ops) + 1, len(class_of)), dtype=np.int64)
+    for b, c in zip(roots, classes, strict=True):
+        delta[life.starts[b], c] += 1
+        delta[life.ends[b], c] -= 1
+        for low, high in life.gaps[b]:
+            delta[low, c] -= 1
+            delta[high, c] += 1
+    counts, at = _undominated(np.cumsum(delta[:-1], axis=0))
+    sizes, offsets, rotates = (np.array(column, dtype=np.int64) for column in zip(*flat, strict=True))
+    return PeakFormula(
+        roots=np.array(roots, dtype=np.int64), classes=classes, counts=counts, at=at, sizes_of=sizes,
+        offsets_of=offsets, rotates=rotates, begins=begins,
+    )  # fmt: skip
+
+
+def _undominated(live: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
+    """Distinct rows that no other row covers, with the first op at which each occurs, in program order."""
+    distinct, first = np.unique(live, axis=0, return_index=True)
+    covered = (distinct[:, None, :] <= distinct[None, :, :]).all(axis=2)
+    np.fill_diagonal(covered, False)
+    keep = np.flatnonzero(~covered.any(axis=1))
+    keep = keep[np.argsort(first[keep])]
+    return np.ascontiguousarray(distinct[keep]), tuple(int(i) for i in first[keep])
+
+
+# -- the formula as text -------------------------------------------------------------------------------------------
+
+
+def formula_text(
+    body: Body, formula: PeakFormula, off: Mapping[str, str], order: Sequence[tuple[str, str]], fixed: Mapping[str, int]
+) -> list[tuple[str, int]]:
+    """The forms as readable sums, those that others exceed for all admissible dims removed.
+
+    Parameters
+    ----------
+    off
+        Dissolved knobs' row variables, mapped to the dim they run over.
+    order
+        Pairs (smaller, larger) of variables: chunk rows below their dim, masked below tokens.
+    fixed
+        Dims with a constant value.
+    """
+    forms = [_linear(body, formula, row, off, fixed) for row in formula.counts]
+    kept: list[tuple[str, int]] = []
+    for i, form in enumerate(forms):
+        if any(_exceeds(other, form, order, tie=j < i) for j, other in enumerate(forms) if j != i):
+            continue
+        kept.append((_render(form), formula.at[i]))
+    return kept
+
+
+_Form = dict[tuple[tuple[str, int], ...], int]
+
+
+def _linear(
+    body: Body, formula: PeakFormula, counts: npt.NDArray[np.int64], off: Mapping[str, str], fixed: Mapping[str, int]
+) -> _Form:
+    """One form as {monomial: coefficient}, before rounding; of an alias group the first member's size stands."""
+    total: _Form = {}
+    for c, count in enumerate(counts):
+        if not count:
+            continue
+        member = int(formula.begins[c])
+        row, rotate = int(formula.sizes_of[member]), int(formula.rotates[member])
+        for column, coefficient in enumerate(body.coefficients[row]):
+            if not coefficient:
+                continue
+            value = int(coefficient) * int(count) * rotate // int(body.denominators[row])
+            powers: dict[str, int] = {}
+            for variable, power in zip(body.variables, body.exponents[column], strict=True):
+                name = off.get(variable, variable)
+                if power and name in fixed:
+                    value *= fixed[name] ** int(power)
+                elif power:
+                    powers[name] = powers.get(name, 0) + int(power)
+            key = tuple(sorted(powers.items()))
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def _exceeds(larger: _Form, smaller: _Form, order: Sequence[tuple[str, str]], *, tie: bool) -> bool:
+    """Whether `larger` >= `smaller` on the cone of admissible dims; on equality the earlier one wins.
+
+    Linear forms are compared on the cone's extreme rays (the 0/1 vectors that respect `order`); forms of higher
+    degree coefficient by coefficient.
+    """
+    if larger == smaller:
+        return tie
+    keys = set(larger) | set(smaller)
+    difference = {key: larger.get(key, 0) - smaller.get(key, 0) for key in keys}
+    if all(sum(power for _, power in key) <= 1 for key in keys):
+        names = sorted({name for key in keys for name, _ in key})
+        for ray in product((0, 1), repeat=len(names)):
+            point = dict(zip(names, ray, strict=True))
+            if any(point.get(low, 0) > point.get(high, 1) for low, high in order):
+                continue
+            if sum(value * (point[key[0][0]] if key else 0) for key, value in difference.items()) < 0:
+                return False
+        return True
+    return all(value >= 0 for value in difference.values())
+
+
+def _render(form: _Form) -> str:
+    terms = sorted(form.items(), key=lambda item: (-sum(p for _, p in item[0]), -item[1], item[0]))
+    shown = []
+    for key, value in terms:
+        factors = "*".join(name if power == 1 else f"{name}**{power}" for name, power in key)
+        shown.append(f"{value}*{factors}" if factors else str(value))
+    return " + ".join(shown) if shown else "0"

@@ -1,0 +1,220 @@
+"""From a model and a request to a plan: search, place, assemble.
+
+`plan` is the one-call form. A `Planner` keeps what is compiled, so that further
+requests cost milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from mosaic.devices import DEFAULT_DEVICE, Device, load_device
+from mosaic.errors import UsageError
+from mosaic.models import Model, load
+from mosaic.planner.cache import template_of
+from mosaic.planner.document import assemble
+from mosaic.planner.limits import DimsAt, max_context, smallest_total
+from mosaic.planner.placement import place
+from mosaic.planner.plan import Plan
+from mosaic.planner.search import SearchResult, search
+from mosaic.planner.space import Point, Space
+from mosaic.version import __version__
+
+__all__ = ["DEFAULT_MASK_RATIO", "Planner", "Request", "plan", "plan_point"]
+
+DEFAULT_MASK_RATIO = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One step to plan.
+
+    Parameters
+    ----------
+    seq_lens
+        Lengths of the packed sequences, in tokens.
+    masked
+        Rows to unembed; None for `mask_ratio` of the tokens, rounded up.
+    mask_ratio
+        Share of masked tokens, in (0, 1].
+    logit_rows
+        Rows whose logits are returned as well; 0 for statistics only.
+    """
+
+    seq_lens: tuple[int, ...]
+    masked: int | None = None
+    mask_ratio: float = DEFAULT_MASK_RATIO
+    logit_rows: int = 0
+
+    def __post_init__(self) -> None:
+        for length in self.seq_lens:
+            if length < 1:
+                raise UsageError(f"a context must be at least 1 token, got {length:,}.")
+        if not self.seq_lens:
+            raise UsageError("a request needs at least one sequence.")
+        if self.masked is None and not 0 < self.mask_ratio <= 1:
+            raise UsageError(f"the mask ratio must be in (0, 1], got {self.mask_ratio}.")
+        if self.masked is not None and not 1 <= self.masked <= self.tokens:
+            raise UsageError(f"masked rows must be between 1 and the {self.tokens:,} tokens, got {self.masked:,}.")
+        if not 0 <= self.logit_rows <= self.tokens:
+            raise UsageError(f"logit rows must be between 0 and the {self.tokens:,} tokens, got {self.logit_rows:,}.")
+
+    @property
+    def tokens(self) -> int:
+        """Packed total of all sequences."""
+        return sum(self.seq_lens)
+
+    def dims(self) -> dict[str, int]:
+        """Values of the symbolic dims: tokens, seqs, pairs, masked, and logit_rows where asked for."""
+        return self._dims(self.tokens, len(self.seq_lens), sum(length * length for length in self.seq_lens))
+
+    def dims_at(self, context: int) -> dict[str, int]:
+        """The dims of one sequence of another length, the mask ratio (or the masked rows) kept."""
+        return self._dims(context, 1, context * context)
+
+    def _dims(self, tokens: int, seqs: int, pairs: int) -> dict[str, int]:
+        share = ceil(Fraction(str(self.mask_ratio)) * tokens)
+        masked = min(self.masked, tokens) if self.masked is not None else max(1, share)
+        dims = {"tokens": tokens, "seqs": seqs, "pairs": pairs, "masked": masked}
+        if self.logit_rows:
+            dims["logit_rows"] = min(self.logit_rows, tokens)
+        return dims
+
+
+class Planner:
+    """Plans requests for one model on one device.
+
+    Parameters
+    ----------
+    model
+        A `Model`, a preset's name, or a checkpoint directory.
+    device
+        A `Device` or its name.
+    budget_bytes
+        What the process may take on the device; its whole memory by default.
+
+    Examples
+    --------
+    >>> planner = Planner("llada-8b", device="rtx-3090")
+    >>> planner.plan(Request(seq_lens=(32768,))).fits
+    True
+    """
+
+    def __init__(
+        self, model: Model | str | Path, *, device: Device | str = DEFAULT_DEVICE, budget_bytes: int | None = None
+    ) -> None:
+        self.model = model if isinstance(model, Model) else load(model)
+        self.device = device if isinstance(device, Device) else load_device(device)
+        self.budget_bytes = self.device.memory_bytes if budget_bytes is None else budget_bytes
+        self._spaces: dict[bool, Space] = {}
+
+    def space(self, *, logits: bool = False) -> Space:
+        """The configurations of the step, with or without returned logits."""
+        if logits not in self._spaces:
+            template = template_of(self.model, backend=self.device.backend, logits=logits)
+            self._spaces[logits] = Space(template, self.device)
+        return self._spaces[logits]
+
+    def plan(self, request: Request, *, solver: str = "auto") -> Plan:
+        """Plan one request; a plan that does not fit says so, it is not an error."""
+        space = self.space(logits=bool(request.logit_rows))
+        identity = {"model": self.model.name, "dtype": self.model.architecture.dtype}
+        return plan_point(
+            space.at(request.dims()), self.budget_bytes, identity=identity, dims_at=request.dims_at, solver=solver
+        )
+
+    def max_context(self, request: Request) -> int:
+        """Largest context for requests like this one, in tokens; 0 if not even one token fits."""
+        return max_context(self.space(logits=bool(request.logit_rows)), request.dims_at, self.budget_bytes)
+
+    def needed(self, request: Request) -> int:
+        """Bytes of the smallest budget that holds the request."""
+        return smallest_total(self.space(logits=bool(request.logit_rows)).at(request.dims()))[0]
+
+
+def plan_point(
+    point: Point,
+    budget_bytes: int,
+    *,
+    identity: Mapping[str, Any],
+    dims_at: DimsAt | None = None,
+    solver: str = "auto",
+) -> Plan:
+    """Search, place and assemble at fixed dims.
+
+    Parameters
+    ----------
+    dims_at
+        Dims at another context, to solve `max_ctx_tokens`; without it that is the context itself, or 0.
+    """
+    result, offsets, peak, used = _search_and_place(point, budget_bytes, solver)
+    fits = point.total_bytes(result.config, peak) <= budget_bytes
+    longest = max_context(point.space, dims_at, budget_bytes) if dims_at else (point.dims.get("tokens", 0) if fits else 0)
+    return Plan(
+        assemble(
+            point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,
+            max_ctx_tokens=longest, solver=used,
+        )
+    )  # fmt: skip
+
+
+def _search_and_place(point: Point, budget_bytes: int, solver: str) -> tuple[SearchResult, Sequence[int], int, str]:
+    """Search with the lower bound; where the packing misses it and overruns the budget, search below by the excess."""
+    allowance = budget_bytes
+    while True:
+        result = search(point, allowance)
+        offsets, peak, used = place(point, result.config, solver=solver)
+        excess = point.total_bytes(result.config, peak) - budget_bytes
+        if not result.fits or excess <= 0:
+            return result, offsets, peak, used
+        allowance -= excess
+
+
+def plan(
+    model: Model | str | Path,
+    *,
+    tokens: int | None = None,
+    seq_lens: Sequence[int] | None = None,
+    masked: int | None = None,
+    mask_ratio: float = DEFAULT_MASK_RATIO,
+    device: Device | str = DEFAULT_DEVICE,
+    budget_bytes: int | None = None,
+    solver: str = "auto",
+) -> Plan:
+    """Plan one denoising step to the byte.
+
+    Parameters
+    ----------
+    model
+        A preset's name, a checkpoint directory, a config.json, or a `Model`.
+    tokens
+        Context of one sequence, in tokens; or `seq_lens` for a packed batch.
+    masked, mask_ratio
+        Rows to unembed, as a number or as a share of the tokens.
+    device, budget_bytes
+        Profile by name or object, and the bytes that may be used of it.
+    solver
+        Offset solver; `auto` is the portfolio.
+
+    Returns
+    -------
+    Plan
+        With `fits` False where the request does not fit.
+
+    Examples
+    --------
+    >>> plan("llada-8b", tokens=131072, device="rtx-3090").fits
+    True
+    """
+    if (tokens is None) == (seq_lens is None):
+        raise UsageError("give either tokens (one sequence) or seq_lens (a packed batch).")
+    lengths = tuple(seq_lens) if seq_lens is not None else (int(tokens or 0),)
+    planner = Planner(model, device=device, budget_bytes=budget_bytes)
+    return planner.plan(Request(seq_lens=lengths, masked=masked, mask_ratio=mask_ratio), solver=solver)
+
+

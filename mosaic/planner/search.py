@@ -1,0 +1,189 @@
+"""The bottleneck-driven search for a configuration, and the brute-force one it is held against.
+
+Objective: the least predicted time within the budget; within 0.5 % of that time
+the lowest peak, then the fewest moves, then a fixed order. The method starts
+from the fastest configuration, finds the live set that dominates, and takes the
+cheapest move that lowers it, until the plan fits or nothing lowers it (Mosaic,
+section 4.4, where moves are K_logits and K_FFN; here a chunk that costs nothing
+is taken from the start, and lazy chunking is what is left where chunks cost).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mosaic.planner.space import Config, Point
+
+__all__ = ["TOLERANCE", "SearchResult", "TraceStep", "brute_force", "lowest", "search"]
+
+TOLERANCE = 0.005
+"""Share of time within which two configurations count as equally fast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceStep:
+    """One configuration that the search stood on, and the move that led there."""
+
+    config: Config
+    move: str
+    at: int
+    peak_bytes: int
+    total_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The configuration found; where nothing fits, the one with the lowest peak."""
+
+    config: Config
+    fits: bool
+    seconds: float
+    evaluations: int
+    trace: tuple[TraceStep, ...]
+
+
+def search(point: Point, budget_bytes: int) -> SearchResult:
+    """Find the best configuration within a budget, one run of the descent per combination of choices."""
+    before = point.evaluations
+    runs = [_descend(point, choices, budget_bytes) for choices in point.space.choice_combinations]
+    feasible = [run for run in runs if run[0]]
+    if not feasible:
+        config = lowest(point)
+        trace = min(runs, key=lambda run: point.total_bytes(run[1]))[2]
+        return SearchResult(
+            config=config, fits=False, seconds=point.seconds(config), evaluations=point.evaluations - before, trace=tuple(trace)
+        )
+    best = min(point.seconds(config) for _, config, _ in feasible)
+    limit = best * (1 + TOLERANCE)
+    finished = []
+    for _, config, trace in feasible:
+        if point.seconds(config) <= limit:
+            finished.append(_settle(point, config, limit, trace))
+    config, trace = min(finished, key=lambda item: _preference(point, item[0]))
+    return SearchResult(
+        config=config, fits=True, seconds=point.seconds(config), evaluations=point.evaluations - before, trace=tuple(trace)
+    )
+
+
+def brute_force(point: Point, budget_bytes: int) -> SearchResult:
+    """Evaluate the whole grid and apply the objective to the letter: the baseline of Mosaic, figures 15 to 17."""
+    before = point.evaluations
+    feasible = [config for config in point.grid() if point.total_bytes(config) <= budget_bytes]
+    if feasible:
+        limit = min(map(point.seconds, feasible)) * (1 + TOLERANCE)
+        config = min((c for c in feasible if point.seconds(c) <= limit), key=lambda c: _preference(point, c))
+    else:
+        config = lowest(point)
+    return SearchResult(
+        config=config, fits=bool(feasible), seconds=point.seconds(config), evaluations=point.evaluations - before, trace=()
+    )
+
+
+def lowest(point: Point) -> Config:
+    """The configuration with the lowest total: the floor of the model at these dims."""
+    return min(point.smallest(), key=lambda c: (point.total_bytes(c), *_preference(point, c)))
+
+
+def _preference(point: Point, config: Config) -> tuple[int, int, float, int]:
+    """Lower peak, fewer moves, less time, a fixed order."""
+    combination = point.space.choice_combinations.index(config.choices)
+    moves = sum(rows is not None for rows in config.rows) + (combination > 0)
+    return point.lower_bound(config), moves, point.seconds(config), combination
+
+
+def _descend(point: Point, choices: tuple[str, ...], budget_bytes: int) -> tuple[bool, Config, list[TraceStep]]:
+    """From the fastest setting down to one that fits, then back up wherever time can be saved for free."""
+    config = _fastest(point, choices)
+    trace = [_step(point, config, "the fastest configuration")]
+    while point.total_bytes(config) > budget_bytes:
+        moves = list(_lowering(point, config))
+        if not moves:
+            return False, config, trace
+        _, config, move = min(moves)
+        trace.append(_step(point, config, move))
+    for better, move in _relaxations(point, config, budget_bytes):
+        config = better
+        trace.append(_step(point, config, move))
+    return True, config, trace
+
+
+def _fastest(point: Point, choices: tuple[str, ...]) -> Config:
+    """Every knob at its own fastest setting (their times add); off where equal."""
+    config = Config(choices, (None,) * len(point.space.template.knobs))
+    for knob in range(len(config.rows)):
+        options = point.options(knob)
+        config = min((_with(config, knob, rows) for rows in options), key=point.seconds)
+    return config
+
+
+def _with(config: Config, knob: int, rows: int | None) -> Config:
+    return Config(config.choices, (*config.rows[:knob], rows, *config.rows[knob + 1 :]))
+
+
+def _describe(point: Point, knob: int, rows: int | None) -> str:
+    name = point.space.template.knobs[knob].name
+    return f"{name} off" if rows is None else f"{name} in chunks of {rows:,} rows"
+
+
+def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str]]:
+    """Per knob the first smaller setting that lowers the dominating live sets, with the time it costs."""
+    now = _profile(point, config)
+    seconds = point.seconds(config)
+    for knob, rows in enumerate(config.rows):
+        options = point.options(knob)
+        for smaller in options[options.index(rows) + 1 :]:
+            moved = _with(config, knob, smaller)
+            if _profile(point, moved) < now:
+                yield point.seconds(moved) - seconds, moved, _describe(point, knob, smaller)
+                break
+
+
+def _profile(point: Point, config: Config) -> tuple[int, ...]:
+    """Live sets' bytes, largest first: lowering one of two equal peaks is progress too."""
+    values = sorted(map(int, point.form_values(config)), reverse=True)
+    return tuple(values)
+
+
+def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tuple[Config, str]]:
+    """Undo moves that later ones made needless: any faster setting of one knob that still fits."""
+    improved = True
+    while improved:
+        improved = False
+        for knob in range(len(config.rows)):
+            faster = [_with(config, knob, rows) for rows in point.options(knob)]
+            faster = [c for c in faster if point.seconds(c) < point.seconds(config) and point.total_bytes(c) <= budget_bytes]
+            if faster:
+                config = min(faster, key=point.seconds)
+                improved = True
+                yield config, _describe(point, knob, config.rows[knob])
+
+
+def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) -> tuple[Config, list[TraceStep]]:
+    """Within the time limit take every move that lowers the peak, then drop those the peak does not need."""
+    trace = list(trace)
+    while True:
+        moves = [move for move in _lowering(point, config) if point.seconds(move[1]) <= limit]
+        if not moves:
+            break
+        _, config, move = min(moves)
+        trace.append(_step(point, config, f"{move} (free)"))
+    for knob in range(len(config.rows)):
+        for rows in point.options(knob):
+            kept = _with(config, knob, rows)
+            if rows == config.rows[knob] or (point.lower_bound(kept) <= point.lower_bound(config) and point.seconds(kept) <= limit):
+                break
+        if kept != config:
+            config = kept
+            trace.append(_step(point, config, f"{_describe(point, knob, rows)} (nothing gained by less)"))
+    return config, trace
+
+
+def _step(point: Point, config: Config, move: str) -> TraceStep:
+    values = point.form_values(config)
+    formula = point.space.variant(config).formula
+    return TraceStep(
+        config=config, move=move, at=formula.at[int(values.argmax())], peak_bytes=int(values.max()),
+        total_bytes=point.total_bytes(config), seconds=point.seconds(config),
+    )  # fmt: skip

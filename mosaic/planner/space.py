@@ -1,0 +1,202 @@
+"""The configurations of a model on a device: what each one needs and how long it takes.
+
+A configuration fixes every choice and every knob (rows per chunk, or off). Its
+variant, the lifetimes and the peak formula, depends on which knobs are on
+only; variants are compiled on demand and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mosaic.devices import Device
+from mosaic.planner.cost import OpTimes
+from mosaic.planner.lifetimes import Lifetimes, derive
+from mosaic.planner.offsets import Order
+from mosaic.planner.peaks import ALIGNMENT, PeakFormula, peak_formula
+from mosaic.planner.template import Body, Template
+from mosaic.units import round_up
+
+__all__ = ["MAX_ROWS", "Config", "Point", "Space", "Variant"]
+
+MAX_ROWS = 16384
+"""Largest chunk on the grid; beyond it a chunk saves launches that nobody can measure."""
+
+
+class Config(NamedTuple):
+    """One option per choice and one row count (None: off) per knob, in the template's order."""
+
+    choices: tuple[str, ...]
+    rows: tuple[int | None, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Variant:
+    """A body with some of its regions on.
+
+    `orders` is the pool of known packings, replayed for new sizes; `op_statics` what plans say of ops whatever the dims.
+    """
+
+    body: Body
+    life: Lifetimes
+    formula: PeakFormula
+    orders: list[Order] = field(default_factory=list)
+    op_statics: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Space:
+    """All variants of a template on one device.
+
+    Parameters
+    ----------
+    template
+        The compiled model.
+    device
+        The profile to predict times with.
+    """
+
+    def __init__(self, template: Template, device: Device) -> None:
+        self.template, self.device = template, device
+        self._variants: dict[tuple[tuple[str, ...], frozenset[str]], Variant] = {}
+        self._times: dict[tuple[str, ...], OpTimes] = {}
+
+    def variant(self, config: Config) -> Variant:
+        """The compiled variant of a configuration."""
+        active = frozenset(
+            knob.name for knob, rows in zip(self.template.knobs, config.rows, strict=True) if rows is not None
+        )
+        key = (config.choices, active)
+        if key not in self._variants:
+            body = self.template.bodies[config.choices]
+            life = derive(body, active)
+            self._variants[key] = Variant(body=body, life=life, formula=peak_formula(body, life))
+        return self._variants[key]
+
+    def times(self, choices: tuple[str, ...]) -> OpTimes:
+        """The cost classes of the body with these choices."""
+        if choices not in self._times:
+            self._times[choices] = OpTimes(self.template.bodies[choices], self.device)
+        return self._times[choices]
+
+    def at(self, dims: Mapping[str, int]) -> Point:
+        """The space at given dims."""
+        return Point(self, self.template.dims_of(dims))
+
+    @cached_property
+    def choice_combinations(self) -> tuple[tuple[str, ...], ...]:
+        """Every combination of choices."""
+        return tuple(self.template.bodies)
+
+
+class Point:
+    """A space at fixed dims: evaluates configurations. One evaluation of the peak formula takes microseconds."""
+
+    def __init__(self, space: Space, dims: dict[str, int]) -> None:
+        self.space, self.dims = space, dims
+        template = space.template
+        self._dim_values = [dims[dim.name] for dim in template.dims]
+        self.extents = {knob.name: dims[knob.over] for knob in template.knobs}
+        self._seconds: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]], float] = {}
+        self._floor: dict[tuple[tuple[str, ...], str], int] = {}
+        self._peaks: dict[Config, int] = {}
+        self.evaluations = 0
+
+    # -- configurations -----------------------------------------------------------------------------------------
+
+    def options(self, knob: int) -> list[int | None]:
+        """Settings of one knob, from off through ever smaller chunks: powers of two times its tile."""
+        record = self.space.template.knobs[knob]
+        found: list[int | None] = []
+        rows = record.tile
+        while rows < self.extents[record.name] and rows <= MAX_ROWS:
+            found.append(rows)
+            rows *= 2
+        return [None, *reversed(found)]
+
+    def grid(self) -> Iterator[Config]:
+        """Every configuration of the stated grid, in a fixed order."""
+        settings = [self.options(k) for k in range(len(self.space.template.knobs))]
+        for choices in self.space.choice_combinations:
+            for rows in product(*settings):
+                yield Config(choices, rows)
+
+    def smallest(self) -> Iterator[Config]:
+        """Every subset of knobs at its smallest chunk: one of these has the lowest peak there is."""
+        settings = [sorted({options[0], options[-1]}, key=lambda r: r or 0) for options in map(self.options, self._knobs)]
+        for choices in self.space.choice_combinations:
+            for rows in product(*settings):
+                yield Config(choices, rows)
+
+    @property
+    def _knobs(self) -> range:
+        return range(len(self.space.template.knobs))
+
+    def values(self, config: Config) -> list[int]:
+        """Values of the body's variables: dims, then rows per knob (its whole dim when off)."""
+        rows = (
+            min(row, self.extents[knob.name]) if row is not None else self.extents[knob.name]
+            for knob, row in zip(self.space.template.knobs, config.rows, strict=True)
+        )
+        return [*self._dim_values, *rows]
+
+    # -- evaluation ---------------------------------------------------------------------------------------------
+
+    def polynomials(self, config: Config) -> npt.NDArray[np.int64]:
+        """Every symbolic quantity of the configuration's body."""
+        return self.space.template.bodies[config.choices].evaluate(self.values(config))
+
+    def form_values(self, config: Config) -> npt.NDArray[np.int64]:
+        """Bytes of each undominated live set."""
+        self.evaluations += 1
+        return self.space.variant(config).formula.values(self.polynomials(config))
+
+    def lower_bound(self, config: Config) -> int:
+        """Bytes of the largest live set: what any offset assignment needs at least."""
+        if config not in self._peaks:
+            self._peaks[config] = int(self.form_values(config).max())
+        return self._peaks[config]
+
+    def pool_bytes(self, config: Config, pool: str) -> int:
+        """Bytes of a pool outside the workspace (weights, state), packed at `ALIGNMENT`."""
+        key = (config.choices, pool)
+        if key not in self._floor:
+            polynomials = self.polynomials(config)
+            self._floor[key] = sum(
+                round_up(int(polynomials[b.bytes]), ALIGNMENT) * b.rotate
+                for b in self.space.template.bodies[config.choices].buffers
+                if b.pool == pool and b.alias_of is None
+            )
+        return self._floor[key]
+
+    def fixed_bytes(self, config: Config) -> int:
+        """Context, libraries, weights and state, in whole pages."""
+        device = self.space.device
+        pools = sum(round_up(self.pool_bytes(config, pool), device.page_bytes) for pool in ("weights", "state"))
+        return device.context_bytes + device.library_bytes + pools
+
+    def total_bytes(self, config: Config, workspace_bytes: int | None = None) -> int:
+        """Bytes of the whole request; the workspace at its lower bound unless given."""
+        workspace = self.lower_bound(config) if workspace_bytes is None else workspace_bytes
+        return self.fixed_bytes(config) + round_up(workspace, self.space.device.page_bytes)
+
+    def seconds(self, config: Config) -> float:
+        """Predicted time of the step."""
+        times = self.space.times(config.choices)
+        values = self.values(config)
+        return sum(self._group_seconds(times, config.choices, group, values) for group in times.groups)
+
+    def _group_seconds(
+        self, times: OpTimes, choices: tuple[str, ...], group: tuple[str, ...], values: Sequence[int]
+    ) -> float:
+        rows = tuple(values[times.body.variables.index(f"{knob}_rows")] for knob in group)
+        key = (choices, group, rows)
+        if key not in self._seconds:
+            self._seconds[key] = times.group_seconds(group, values, self.extents)
+        return self._seconds[key]

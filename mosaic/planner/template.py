@@ -1,0 +1,285 @@
+"""A graph compiled to numbers: symbolic sizes become integer coefficient tables.
+
+sympy is used here, once per template, and never again: what is left is plain
+data that a JSON file can hold. A `Template` has one `Body` per combination of
+choices; a body's ops and buffers refer to rows of its polynomial table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mosaic.errors import GraphError
+
+__all__ = ["Body", "BufferRecord", "DimRecord", "KnobRecord", "OpRecord", "RegionRecord", "Template", "compile_template"]
+
+
+class DimRecord(NamedTuple):
+    """A symbolic dim: bounded by another one, or fixed."""
+
+    name: str
+    at_most: str | None
+    value: int | None
+
+
+class KnobRecord(NamedTuple):
+    """A chunk knob: rows per chunk of the dim `over`, a multiple of `tile`."""
+
+    name: str
+    over: str
+    tile: int
+
+
+class OpRecord(NamedTuple):
+    """One launch; reads, writes and operands are buffer ids, the last four fields rows of the polynomial table."""
+
+    name: str
+    kernel: str
+    stream: str
+    region: int | None
+    reads: list[int]
+    writes: list[int]
+    updates: list[int]
+    operands: dict[str, int]
+    attrs: dict[str, Any]
+    inplace: list[list[int]]
+    slices: list[list[Any]]
+    rate: str
+    flops: int
+    bytes: int
+    rate_rows: int
+
+
+class BufferRecord(NamedTuple):
+    """One buffer; `shape` and `bytes` (of one slot) are rows of the polynomial table."""
+
+    name: str
+    kind: str
+    pool: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    home: int | None
+    tensor: str | None
+    rotate: int
+    alias_of: int | None
+    alias_offset: int
+
+
+class RegionRecord(NamedTuple):
+    """A chunk region over ops [start, end)."""
+
+    name: str
+    knob: str
+    dim: str
+    parent: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """One registration of the model, compiled.
+
+    `exponents` [monomials, variables] and `coefficients` [polynomials, monomials] hold every symbolic quantity;
+    variables are the dims, then one `<knob>_rows` per knob.
+    """
+
+    variables: tuple[str, ...]
+    exponents: npt.NDArray[np.int64]
+    coefficients: npt.NDArray[np.int64]
+    denominators: npt.NDArray[np.int64]
+    ops: tuple[OpRecord, ...]
+    buffers: tuple[BufferRecord, ...]
+    regions: tuple[RegionRecord, ...]
+    barriers: tuple[tuple[str, list[int], int | None, int], ...]
+    edges: tuple[tuple[str, int, int], ...]
+
+    def evaluate(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Every polynomial at the given variables, exact in 64 bits; fractions are floored."""
+        numerators = self.coefficients @ monomials(self.exponents, values)
+        return numerators // self.denominators
+
+
+def monomials(exponents: npt.NDArray[np.int64], values: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Values of the monomials."""
+    return np.prod(np.asarray(values, dtype=np.int64) ** exponents, axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """Everything the planner needs of a model, for every choice of its knobs.
+
+    Parameters
+    ----------
+    name
+        The phase.
+    dims, knobs
+        Symbolic dims and chunk knobs, in order of declaration.
+    choices
+        Names and options of the choices; `bodies` has one entry per combination, keyed by the chosen options.
+    """
+
+    name: str
+    backend: str
+    dims: tuple[DimRecord, ...]
+    knobs: tuple[KnobRecord, ...]
+    choices: tuple[tuple[str, tuple[str, ...]], ...]
+    bodies: Mapping[tuple[str, ...], Body]
+
+    def dims_of(self, given: Mapping[str, int]) -> dict[str, int]:
+        """Complete dims with fixed values and check bounds.
+
+        Raises
+        ------
+        GraphError
+            A missing, non-positive or too large dim.
+        """
+        values: dict[str, int] = {}
+        for dim in self.dims:
+            value = given.get(dim.name, dim.value)
+            if value is None:
+                raise GraphError(f"the plan needs a value for the dim '{dim.name}'; dims: {', '.join(d.name for d in self.dims)}")
+            if value < 1:
+                raise GraphError(f"the dim '{dim.name}' must be at least 1, got {value}")
+            values[dim.name] = int(value)
+        for dim in self.dims:
+            if dim.at_most is not None and values[dim.name] > values[dim.at_most]:
+                raise GraphError(
+                    f"{dim.name} = {values[dim.name]:,} exceeds {dim.at_most} = {values[dim.at_most]:,}, which bounds it"
+                )
+        return values
+
+
+class _Polynomials:
+    """Interns expressions as rows of a coefficient table."""
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self.variables = tuple(variables)
+        self.rows: list[dict[tuple[int, ...], Fraction]] = []
+        self._by_expr: dict[Any, int] = {}
+        self._by_terms: dict[tuple[tuple[tuple[int, ...], Fraction], ...], int] = {}
+
+    def row(self, expr: Any) -> int:
+        found = self._by_expr.get(expr)
+        if found is None:
+            terms = self._terms(expr)
+            key = tuple(sorted(terms.items()))
+            found = self._by_terms.setdefault(key, len(self.rows))
+            if found == len(self.rows):
+                self.rows.append(terms)
+            self._by_expr[expr] = found
+        return found
+
+    def _terms(self, expr: Any) -> dict[tuple[int, ...], Fraction]:
+        constant = (0,) * len(self.variables)
+        if isinstance(expr, int):
+            return {constant: Fraction(expr)}
+        import sympy
+
+        try:
+            poly = sympy.Poly(expr, *self.variables, domain="QQ")
+        except sympy.PolynomialError:
+            raise GraphError(f"'{expr}' is not a polynomial in {', '.join(map(str, self.variables))}") from None
+        return {powers: Fraction(int(c.p), int(c.q)) for powers, c in poly.terms()}
+
+    def tables(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        powers = sorted({power for row in self.rows for power in row})
+        column = {power: i for i, power in enumerate(powers)}
+        coefficients = np.zeros((len(self.rows), len(powers)), dtype=np.int64)
+        denominators = np.ones(len(self.rows), dtype=np.int64)
+        for i, row in enumerate(self.rows):
+            denominator = prod({c.denominator for c in row.values()})
+            denominators[i] = denominator
+            for power, c in row.items():
+                coefficients[i, column[power]] = int(c * denominator)
+        return np.array(powers, dtype=np.int64).reshape(len(powers), len(self.variables)), coefficients, denominators
+
+
+def compile_template(register: Callable[[Mapping[str, str] | None], Any]) -> Template:
+    """Compile a model for every combination of its choices.
+
+    Parameters
+    ----------
+    register
+        Builds the graph for given choices (None: the defaults), such as `Model.graph` bound to its options.
+    """
+    from mosaic.registrar.validate import validate
+
+    first = register(None)
+    names = tuple(first.choices)
+    options = tuple(first.choices[name].options for name in names)
+    bodies = {}
+    for combination in product(*options):
+        graph = first if combination == tuple(o[0] for o in options) else register(dict(zip(names, combination, strict=True)))
+        validate(graph)
+        bodies[combination] = compile_body(graph)
+    over = {region.knob: str(region.over) for region in first.regions}
+    return Template(
+        name=first.name,
+        backend=first.backend,
+        dims=tuple(DimRecord(name, info.at_most, info.value) for name, info in first.dims.items()),
+        knobs=tuple(KnobRecord(name, over[name], tile) for name, tile in first.tiles.items()),
+        choices=tuple(zip(names, options, strict=True)),
+        bodies=bodies,
+    )
+
+
+def compile_body(graph: Any) -> Body:
+    """Turn one registered graph into coefficient tables and records."""
+    rows = {region.knob: region.rows for region in graph.regions}
+    symbols = [info.symbol for info in graph.dims.values()] + [rows[knob] for knob in graph.tiles]
+    polynomials = _Polynomials(symbols)
+    region_index = {region.name: i for i, region in enumerate(graph.regions)}
+    at = region_index.get
+
+    def buffer_record(b: Any) -> BufferRecord:
+        root, offset = graph.aliases.get(b.id, (None, 0))
+        return BufferRecord(
+            b.name, b.kind, b.pool, b.dtype, [polynomials.row(d) for d in b.shape], polynomials.row(b.spec.bytes),
+            at(b.home.name) if b.home else None, b.tensor, b.rotate, root.id if root else None, polynomials.row(offset),
+        )  # fmt: skip
+
+    def op_record(op: Any) -> OpRecord:
+        updates = [op.operands[name].id for name in op.contract.updates]
+        inplace = [
+            [op.operands[w].id, op.operands[r].id] for w, r in op.contract.inplace if w in op.operands and r in op.operands
+        ]
+        return OpRecord(
+            op.name, op.contract.name, op.stream, at(op.region.name) if op.region else None,
+            _unique(b.id for b in op.reads), _unique(b.id for b in op.writes), updates,
+            {name: b.id for name, b in op.operands.items()}, _plain(op.attrs), inplace,
+            [[s.operand, s.axis, s.region, s.factor] for s in op.slices], op.contract.rate,
+            polynomials.row(op.flops), polynomials.row(op.bytes), polynomials.row(op.rate_rows),
+        )  # fmt: skip
+
+    ops = tuple(map(op_record, graph.ops))
+    buffers = tuple(map(buffer_record, graph.buffers))
+    regions = tuple(
+        RegionRecord(r.name, r.knob, str(r.over), at(r.parent.name) if r.parent else None, r.start, r.end)
+        for r in graph.regions
+    )
+    exponents, coefficients, denominators = polynomials.tables()
+    return Body(
+        variables=tuple(map(str, symbols)), exponents=exponents, coefficients=coefficients, denominators=denominators,
+        ops=ops, buffers=buffers, regions=regions,
+        barriers=tuple((b.name, [x.id for x in b.buffers], b.start, b.end) for b in graph.barriers),
+        edges=tuple((e.kind, e.source, e.target) for e in graph.edges),
+    )  # fmt: skip
+
+
+def _unique(ids: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(ids))
+
+
+def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes that reach the kernel: numbers, strings and booleans; symbolic ones only inform the cost."""
+    return {key: value for key, value in attrs.items() if isinstance(value, bool | int | float | str)}

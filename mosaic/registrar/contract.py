@@ -1,0 +1,117 @@
+"""What an operator means: operands, shape rule, FLOPs, bytes moved.
+
+A contract knows nothing of backends; scratch bytes are an implementation's
+affair (`registrar/implementations`), launching is a kernel's (`kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final, Literal, TypeAlias
+
+import sympy
+
+from mosaic.errors import GraphError
+
+__all__ = ["ITEMSIZE", "Contract", "Dim", "Rate", "Spec", "require"]
+
+Dim: TypeAlias = int | sympy.Expr
+Rate: TypeAlias = Literal["memory", "gemm", "attention", "unembed"]
+
+ITEMSIZE: Final[Mapping[str, int]] = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape and dtype of one operand, the shape possibly symbolic."""
+
+    shape: tuple[Dim, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> Dim:
+        """Number of elements, a polynomial in the dims."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes when stored densely."""
+        return self.elements * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse operands that a contract does not accept; `add_op` adds the op, its operands and the source line."""
+    if not condition:
+        raise GraphError(message)
+
+
+Infer: TypeAlias = Callable[..., Sequence[Spec]]
+Count: TypeAlias = Callable[..., Dim]
+
+
+def _leading(**operands: Any) -> Dim:
+    first: Spec = next(operand for operand in operands.values() if isinstance(operand, Spec))
+    return first.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """The meaning of one operator, shared by every backend.
+
+    Parameters
+    ----------
+    name
+        The one name of the operator: its contract, implementations, kernel, test and benchmark.
+    reads
+        Operand names in call order; a trailing `?` marks an optional one.
+    writes
+        Names of the buffers it creates (or fills, when given through `out=`).
+    updates
+        Those of `reads` that it also writes in place.
+    whole
+        Operands that a chunk region never slices (keys and values, row tables).
+    inplace
+        Pairs (write, read) that may share storage: the write may overwrite the read while it is read.
+    infer
+        Shape rule: specs of the operands and attributes to the specs of `writes`; raises `GraphError` through `require`.
+    flops
+        Floating-point operations of one launch, from the same arguments.
+    rate
+        Which of a device's rates bounds it.
+    rate_rows
+        The row count that the rate depends on; by default the first operand's leading dim.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
+    inplace: tuple[tuple[str, str], ...] = ()
+    infer: Infer = field(default=lambda *_, **__: ())
+    flops: Count = field(default=lambda *_, **__: 0)
+    bytes_moved: Callable[[Mapping[str, Spec], Mapping[str, Any]], Dim] | None = None
+    rate: Rate = "memory"
+    rate_rows: Count = field(default=_leading)
+
+    def __post_init__(self) -> None:
+        names = {name.rstrip("?") for name in self.reads}
+        unknown = [name for name in self.updates if name not in names]
+        if unknown:
+            raise GraphError(f"contract '{self.name}' updates {unknown}, which it does not read")
+
+    def moved(self, specs: Mapping[str, Spec], attrs: Mapping[str, Any]) -> Dim:
+        """Bytes of device memory that one launch reads and writes."""
+        if self.bytes_moved is not None:
+            return self.bytes_moved(specs, attrs)
+        total: Dim = 0
+        for name, spec in specs.items():
+            total += spec.bytes * (2 if name in self.updates else 1)
+        return total

@@ -1,0 +1,20 @@
+"""y[T, O] = x[T, I] @ weight[O, I].T (+ bias[O])."""
+
+from __future__ import annotations
+
+from mosaic.registrar.contract import Contract, Dim, Spec, require
+
+
+def infer(x: Spec, weight: Spec, bias: Spec | None = None) -> tuple[Spec]:
+    require(len(weight.shape) == 2 and x.shape[-1] == weight.shape[1], f"weight must be [out, {x.shape[-1]}]")
+    require(bias is None or bias.shape == (weight.shape[0],), f"bias must be [{weight.shape[0]}]")
+    return (Spec((*x.shape[:-1], weight.shape[0]), x.dtype),)
+
+
+def flops(x: Spec, weight: Spec, bias: Spec | None = None) -> Dim:
+    return 2 * x.elements * weight.shape[0]
+
+
+CONTRACT = Contract(
+    name="linear", reads=("x", "weight", "bias?"), writes=("y",), infer=infer, flops=flops, rate="gemm"
+)

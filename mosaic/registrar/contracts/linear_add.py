@@ -1,0 +1,20 @@
+"""y[T, O] += x[T, I] @ weight[O, I].T: a projection accumulated into the residual stream."""
+
+from __future__ import annotations
+
+from mosaic.registrar.contract import Contract, Dim, Spec, require
+
+
+def infer(x: Spec, weight: Spec, y: Spec) -> tuple[()]:
+    require(len(weight.shape) == 2 and x.shape[-1] == weight.shape[1], f"weight must be [out, {x.shape[-1]}]")
+    require(y.shape == (*x.shape[:-1], weight.shape[0]), f"y must be [{x.shape[0]}, {weight.shape[0]}]")
+    return ()
+
+
+def flops(x: Spec, weight: Spec, y: Spec) -> Dim:
+    return 2 * x.elements * weight.shape[0]
+
+
+CONTRACT = Contract(
+    name="linear_add", reads=("x", "weight", "y"), updates=("y",), infer=infer, flops=flops, rate="gemm"
+)

@@ -1,0 +1,23 @@
+"""Statistics of each row of logits[C, V]: argmax, maximum, second largest, log-sum-exp, entropy."""
+
+from __future__ import annotations
+
+from mosaic.registrar.contract import Contract, Dim, Spec
+
+STATISTICS = ("token", "maximum", "second", "logsumexp", "entropy")
+
+
+def statistics(rows: Dim) -> tuple[Spec, ...]:
+    """The five per-row statistics every sampler is built from; the argmax takes the lower index on ties."""
+    return (Spec((rows,), "int64"), *(Spec((rows,), "float32") for _ in STATISTICS[1:]))
+
+
+def infer(logits: Spec) -> tuple[Spec, ...]:
+    return statistics(logits.shape[0])
+
+
+def flops(logits: Spec) -> Dim:
+    return 6 * logits.elements
+
+
+CONTRACT = Contract(name="row_stats", reads=("logits",), writes=STATISTICS, infer=infer, flops=flops)

@@ -1,0 +1,567 @@
+"""The graph of one forward phase: ops in program order, symbolic dims, no numbers.
+
+A model is described, not traced. `add_op` infers shapes from contracts and
+refuses a mismatch on the line that wrote it; `chunk` opens a loop whose body
+is laid out once; `add_alias`, `add_barrier` and `stream` state what lifetimes
+cannot derive. Nothing here imports torch or knows a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import sympy
+
+from mosaic.errors import GraphError
+from mosaic.registrar.contract import ITEMSIZE, Contract, Dim, Spec, require
+from mosaic.registrar.contracts import contract as shipped_contract
+from mosaic.registrar.implementations import scratch_bytes
+
+__all__ = ["Barrier", "Buffer", "Choice", "DimInfo", "Edge", "Graph", "Kind", "Op", "Region", "Slice"]
+
+Kind: TypeAlias = Literal[
+    "weight", "state", "carry", "transient", "scratch", "input", "output", "host", "external"
+]
+
+MAIN: Final = "main"
+POOL: Final[Mapping[str, str]] = {"weight": "weights", "state": "state", "host": "host", "external": "external"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimInfo:
+    """A symbolic dim: its upper bound by another dim, or its fixed value."""
+
+    symbol: sympy.Symbol
+    at_most: str | None = None
+    value: int | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Region:
+    """A run of ops [start, end) executed over slices of `over`; `rows` is the slice's symbol, shared by its knob.
+
+    `end` is set when the `chunk` block closes.
+    """
+
+    name: str
+    knob: str
+    over: sympy.Symbol
+    rows: sympy.Symbol
+    parent: Region | None
+    start: int
+    end: int = -1
+
+    def encloses(self, other: Region | None) -> bool:
+        """Whether `other` is this region or nested in it."""
+        while other is not None:
+            if other is self:
+                return True
+            other = other.parent
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Buffer:
+    """Bytes that the plan will place; `home` is the region in whose body it was created."""
+
+    id: int
+    name: str
+    kind: Kind
+    shape: tuple[Dim, ...]
+    dtype: str
+    home: Region | None = None
+    tensor: str | None = None
+    rotate: int = 1
+    source: str = ""
+
+    @property
+    def pool(self) -> str:
+        """The pool that holds it: weights, state, host, external, or the workspace."""
+        return POOL.get(self.kind, "workspace")
+
+    @property
+    def spec(self) -> Spec:
+        """Shape and dtype as an operand."""
+        return Spec(self.shape, self.dtype)
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes of the buffer, all rotating slots together."""
+        return self.spec.bytes * self.rotate
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.spec}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Iteration i of `region` sees `factor` x rows of one axis of one operand."""
+
+    operand: str
+    axis: int
+    region: str
+    factor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Op:
+    """One launch: a contract bound to buffers."""
+
+    index: int
+    name: str
+    contract: Contract
+    operands: Mapping[str, Buffer]
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+    attrs: Mapping[str, Any]
+    region: Region | None
+    stream: str
+    slices: tuple[Slice, ...]
+    flops: Dim
+    bytes: Dim
+    rate_rows: Dim
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Barrier:
+    """The listed buffers live through [start, end) at least; `start` None means from their own first access."""
+
+    name: str
+    buffers: tuple[Buffer, ...]
+    start: int | None
+    end: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An ordering between streams: `fork` (a side op waits for a main op) or `wait` (a main op waits for a side op)."""
+
+    kind: Literal["fork", "wait"]
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A knob whose value selects what the model registers; the planner tries every option."""
+
+    name: str
+    options: tuple[str, ...]
+    value: str
+
+
+@dataclass(slots=True)
+class _SideStream:
+    name: str
+    forked_after: int
+    first: int | None = None
+    last: int | None = None
+
+
+class Graph:
+    """A parameterised template of one forward phase.
+
+    Parameters
+    ----------
+    name
+        The phase, such as `full_step`.
+    backend
+        Whose implementations declare scratch bytes: `cuda` or `cpu`.
+    choices
+        Values of the choices to register with; the first option where absent.
+
+    Examples
+    --------
+    >>> g = Graph("toy")
+    >>> tokens = g.dim("tokens")
+    >>> x = g.input("x", (tokens, 64), "float32")
+    >>> w = g.weight("w", (256, 64), "float32")
+    >>> with g.chunk("ffn", over=tokens):
+    ...     h = g.add_op("linear", x, w, name="up")
+    >>> h.spec.shape
+    (ffn_rows, 256)
+    """
+
+    def __init__(self, name: str, *, backend: str = "cuda", choices: Mapping[str, str] | None = None) -> None:
+        self.name, self.backend = name, backend
+        self.dims: dict[str, DimInfo] = {}
+        self.buffers: list[Buffer] = []
+        self.ops: list[Op] = []
+        self.regions: list[Region] = []
+        self.barriers: list[Barrier] = []
+        self.edges: list[Edge] = []
+        self.aliases: dict[int, tuple[Buffer, Dim]] = {}
+        self.choices: dict[str, Choice] = {}
+        self.tiles: dict[str, int] = {}
+        self._given = dict(choices or {})
+        self._names: dict[str, Buffer] = {}
+        self._op_names: set[str] = set()
+        self._scope: list[str] = []
+        self._region: Region | None = None
+        self._stream: _SideStream | None = None
+        self._side: dict[str, _SideStream] = {}
+        self._waits: list[int] = []
+
+    # -- dims, knobs, names -------------------------------------------------------------------------------------
+
+    def dim(self, name: str, *, at_most: str | None = None, value: int | None = None) -> sympy.Symbol:
+        """Declare (or fetch) a symbolic dim; `at_most` bounds it by another dim, `value` fixes it."""
+        if name not in self.dims:
+            symbol = sympy.Symbol(name, positive=True, integer=True)
+            self.dims[name] = DimInfo(symbol=symbol, at_most=at_most, value=value)
+        return self.dims[name].symbol
+
+    def choice(self, name: str, options: Sequence[str]) -> str:
+        """Declare a knob that selects what is registered, and return the value of this registration."""
+        value = self._given.get(name, options[0])
+        require(value in options, f"choice '{name}' is one of {', '.join(options)}, got '{value}'")
+        self.choices[name] = Choice(name, tuple(options), value)
+        return value
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Prefix the names registered inside with `name/`."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    def _full(self, name: str) -> str:
+        return "/".join([*self._scope, name])
+
+    # -- buffers ------------------------------------------------------------------------------------------------
+
+    def buffer(
+        self,
+        name: str,
+        shape: Sequence[Dim],
+        dtype: str,
+        *,
+        kind: Kind = "transient",
+        tensor: str | None = None,
+        rotate: int = 1,
+        outside: bool = False,
+    ) -> Buffer:
+        """Create a buffer; inside a chunk region its home is that region unless `outside`.
+
+        Parameters
+        ----------
+        shape
+            Ints and dims.
+        tensor
+            A weight's name in the checkpoint; `a.{0:64}.b` stacks 64 tensors along a new first axis.
+        rotate
+            Slots of a double buffer in a body that is laid out once; iteration i uses slot i mod `rotate`.
+        """
+        source = _caller()
+        full = self._full(name)
+        if dtype not in ITEMSIZE:
+            raise GraphError(f"{full} ({source}): unknown dtype '{dtype}', one of {', '.join(ITEMSIZE)}")
+        if full in self._names:
+            raise GraphError(f"{full} ({source}): the name is taken by {self._names[full]} ({self._names[full].source})")
+        home = None if outside or kind not in ("transient", "scratch") else self._region
+        buffer = Buffer(
+            id=len(self.buffers), name=full, kind=kind, shape=tuple(shape), dtype=dtype, home=home, tensor=tensor,
+            rotate=rotate, source=source,
+        )  # fmt: skip
+        self.buffers.append(buffer)
+        self._names[full] = buffer
+        return buffer
+
+    def input(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
+        """A buffer that the caller fills before the step."""
+        return self.buffer(name, shape, dtype, kind="input")
+
+    def output(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
+        """A buffer that holds its value when the step ends, until the next call."""
+        return self.buffer(name, shape, dtype, kind="output")
+
+    def state(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
+        """Memory that outlives a step; the same name gives the same buffer."""
+        return self._shared(name, shape, dtype, "state", None)
+
+    def carry(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
+        """Memory handed from one graph of a step to the next; the same name gives the same buffer."""
+        return self._shared(name, shape, dtype, "carry", None)
+
+    def weight(self, name: str, shape: Sequence[Dim], dtype: str, *, tensor: str | None = None) -> Buffer:
+        """A parameter; registering the same name twice ties the two uses."""
+        return self._shared(name, shape, dtype, "weight", tensor)
+
+    def _shared(self, name: str, shape: Sequence[Dim], dtype: str, kind: Kind, tensor: str | None) -> Buffer:
+        found = self._names.get(self._full(name))
+        if found is None:
+            return self.buffer(name, shape, dtype, kind=kind, tensor=tensor)
+        if found.kind != kind or found.spec != Spec(tuple(shape), dtype):
+            raise GraphError(
+                f"{found.name} ({_caller()}): asked for a {kind} {Spec(tuple(shape), dtype)}, "
+                f"but it is a {found.kind} {found.spec} ({found.source})"
+            )
+        return found
+
+    def __getitem__(self, name: str) -> Buffer:
+        """Fetch a buffer by its full name."""
+        if name not in self._names:
+            raise GraphError(f"no buffer '{name}' in graph '{self.name}'")
+        return self._names[name]
+
+    # -- ops ----------------------------------------------------------------------------------------------------
+
+    def add_op(
+        self,
+        contract: str | Contract,
+        *reads: Buffer | None,
+        out: Buffer | Sequence[Buffer] | None = None,
+        name: str | None = None,
+        **attrs: Any,
+    ) -> Any:
+        """Append one launch and return what it writes: a buffer, a tuple of them, or the operand it updates.
+
+        Parameters
+        ----------
+        contract
+            An operator's name, or a `Contract` of your own.
+        reads
+            Operands in the contract's order; `None` or nothing for an optional one.
+        out
+            Buffers to write into instead of new ones: outputs, or ones defined outside a region and filled slice by slice.
+        attrs
+            The contract's attributes. Symbolic ones inform the cost model; plain ones also reach the kernel.
+
+        Raises
+        ------
+        GraphError
+            Where shapes do not agree, naming the op, the shapes and the source line.
+        """
+        rule = shipped_contract(contract) if isinstance(contract, str) else contract
+        source = _caller()
+        full = self._full(name or rule.name)
+        serial = 2
+        while full in self._op_names:
+            full, serial = f"{self._full(name or rule.name)}.{serial}", serial + 1
+        self._op_names.add(full)
+        operands = self._operands(rule, reads, full, source)
+        sliced = self._sliced(rule, operands)
+        specs = {key: self._seen(rule, key, buffer) for key, buffer in operands.items()}
+        try:
+            inferred = tuple(rule.infer(**specs, **attrs))
+            flops = rule.flops(**specs, **attrs)
+            rate_rows = rule.rate_rows(**specs, **attrs)
+        except (GraphError, TypeError) as error:
+            shown = ", ".join(f"{key} {spec}" for key, spec in specs.items())
+            raise GraphError(f"{full} ({source}): {rule.name}({shown}): {error}") from None
+        created = self._outputs(rule, inferred, out, full, source)
+        for key, buffer in created.items():
+            operands[key] = buffer
+            specs[key] = self._seen(rule, key, buffer)
+        sliced += self._sliced(rule, created)
+        scratch = scratch_bytes(self.backend, rule.name, specs, attrs)
+        if scratch != 0:
+            operands["scratch"] = self.buffer(f"{name or rule.name}:scratch@{len(self.ops)}", (scratch,), "uint8", kind="scratch")
+            sliced += self._sliced(rule, {"scratch": operands["scratch"]})
+        updated = [operands[key] for key in rule.updates]
+        op = Op(
+            index=len(self.ops), name=full, contract=rule, operands=operands,
+            reads=tuple(operands[key] for key in specs if key not in created),
+            writes=(*created.values(), *updated, *([operands["scratch"]] if "scratch" in operands else [])),
+            attrs=attrs, region=self._region, stream=self._stream.name if self._stream else MAIN,
+            slices=tuple(sliced), flops=flops, bytes=rule.moved(specs, attrs), rate_rows=rate_rows, source=source,
+        )  # fmt: skip
+        self._order(op)
+        self.ops.append(op)
+        results = tuple(created.values()) or tuple(updated)
+        return results[0] if len(results) == 1 else results
+
+    def _operands(
+        self, rule: Contract, reads: Sequence[Buffer | None], full: str, source: str
+    ) -> dict[str, Buffer]:
+        required = sum(not name.endswith("?") for name in rule.reads)
+        if not required <= len(reads) <= len(rule.reads):
+            raise GraphError(f"{full} ({source}): {rule.name} reads {', '.join(rule.reads)}, got {len(reads)} operands")
+        found: dict[str, Buffer] = {}
+        for name, buffer in zip(rule.reads, reads, strict=False):
+            if buffer is None and name.endswith("?"):
+                continue
+            if not isinstance(buffer, Buffer):
+                raise GraphError(f"{full} ({source}): operand '{name}' must be a buffer of this graph, got {buffer!r}")
+            found[name.rstrip("?")] = buffer
+        return found
+
+    def _enclosing(self) -> list[Region]:
+        """The open regions, outermost first."""
+        chain: list[Region] = []
+        region = self._region
+        while region is not None:
+            chain.append(region)
+            region = region.parent
+        return chain[::-1]
+
+    def _seen(self, rule: Contract, key: str, buffer: Buffer) -> Spec:
+        """The operand as one iteration of the open regions sees it."""
+        shape = buffer.shape
+        if key not in rule.whole:
+            for region in self._enclosing():
+                if not region.encloses(buffer.home):
+                    shape = tuple(_swap(dim, region.over, region.rows) for dim in shape)
+        return Spec(shape, buffer.dtype)
+
+    def _sliced(self, rule: Contract, operands: Mapping[str, Buffer]) -> list[Slice]:
+        found = []
+        for key, buffer in operands.items():
+            shape = buffer.shape
+            for region in self._enclosing():
+                inside = region.encloses(buffer.home)
+                if key in rule.whole and not inside:
+                    continue
+                symbol = region.rows if inside else region.over
+                for axis, dim in enumerate(shape):
+                    factor = _factor(dim, symbol)
+                    if factor is not None:
+                        found.append(Slice(key, axis, region.name, factor))
+                if not inside:
+                    shape = tuple(_swap(dim, region.over, region.rows) for dim in shape)
+        return found
+
+    def _outputs(
+        self, rule: Contract, inferred: Sequence[Spec], out: Buffer | Sequence[Buffer] | None, full: str, source: str
+    ) -> dict[str, Buffer]:
+        if len(inferred) != len(rule.writes):
+            raise GraphError(f"{full} ({source}): {rule.name} infers {len(inferred)} specs for writes {rule.writes}")
+        if out is None:
+            many = len(inferred) > 1
+            base = full.rsplit("/", 1)[-1]
+            return {
+                key: self.buffer(f"{base}.{key}" if many else base, spec.shape, spec.dtype)
+                for key, spec in zip(rule.writes, inferred, strict=True)
+            }
+        given = (out,) if isinstance(out, Buffer) else tuple(out)
+        if len(given) != len(inferred):
+            raise GraphError(f"{full} ({source}): {rule.name} writes {', '.join(rule.writes)}, out= gives {len(given)}")
+        for key, spec, buffer in zip(rule.writes, inferred, given, strict=True):
+            if self._seen(rule, key, buffer) != spec:
+                raise GraphError(f"{full} ({source}): writes {key} {spec}, but out= is {buffer} ({buffer.source})")
+        return dict(zip(rule.writes, given, strict=True))
+
+    # -- constraints --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def chunk(self, knob: str, *, over: sympy.Symbol, tile: int = 128, name: str | None = None) -> Iterator[sympy.Symbol]:
+        """Open a region whose ops see slices of `over`; yields the symbol of the slice's rows.
+
+        Regions with the same `knob` share one chunk size. `tile` is the granule of that size. The planner may
+        dissolve the region (one pass over everything); then the ops run in the order written here.
+        """
+        region = Region(
+            name=self._full(name or knob), knob=knob, over=over, parent=self._region, start=len(self.ops),
+            rows=sympy.Symbol(f"{knob}_rows", positive=True, integer=True),
+        )  # fmt: skip
+        if any(other.name == region.name for other in self.regions):
+            raise GraphError(f"region {region.name} ({_caller()}): the name is taken")
+        self.tiles[knob] = tile
+        self.regions.append(region)
+        outer, self._region = self._region, region
+        try:
+            yield region.rows
+        finally:
+            self._region = outer
+            region.end = len(self.ops)
+        if region.end == region.start:
+            raise GraphError(f"region {region.name} ({_caller()}) has no ops")
+
+    def add_alias(self, a: Buffer, b: Buffer, *, offset: Dim = 0) -> None:
+        """Let `a` occupy `b`'s storage from byte `offset` on; legality is proved by `validate`."""
+        source = _caller()
+        if a is b or a.id in self.aliases:
+            raise GraphError(f"{a.name} ({source}): " + ("aliases itself" if a is b else "is an alias already"))
+        if a.pool != "workspace" or b.pool not in ("workspace", "state"):
+            raise GraphError(f"{a.name} ({source}): a {a.kind} cannot alias a {b.kind}")
+        if any(root is a for root, _ in self.aliases.values()):
+            raise GraphError(f"{a.name} ({source}): others alias it already; alias the root first")
+        root, at = self.aliases.get(b.id, (b, 0))
+        self.aliases[a.id] = (root, at + offset)
+
+    def add_barrier(self, *buffers: Buffer, since: int | None = None, name: str = "barrier") -> None:
+        """Keep buffers alive until here, and from `since` (an earlier `mark()`) on where given."""
+        source = _caller()
+        if not self.ops:
+            raise GraphError(f"barrier ({source}): nothing has been registered yet")
+        serial = sum(barrier.name.startswith(self._full(name)) for barrier in self.barriers)
+        full = self._full(name) + (f".{serial + 1}" if serial else "")
+        self.barriers.append(Barrier(name=full, buffers=buffers, start=since, end=len(self.ops), source=source))
+
+    def mark(self) -> int:
+        """The current point in program order, for `add_barrier(since=)`."""
+        return len(self.ops)
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Register ops that run beside the main stream, forked after the last main op; join with `wait`."""
+        if self._stream is not None or name == MAIN:
+            raise GraphError(f"stream '{name}' ({_caller()}): streams fork from the main stream only")
+        forked = max((op.index for op in self.ops if op.stream == MAIN), default=-1)
+        side = self._side.get(name)
+        if side is None or side.last is None:
+            side = self._side[name] = _SideStream(name, forked)
+        else:
+            side.forked_after, side.first = forked, None
+        self._stream = side
+        try:
+            yield
+        finally:
+            self._stream = None
+
+    def wait(self, name: str) -> None:
+        """Let the next main op wait for everything registered on a side stream so far."""
+        side = self._side.get(name)
+        if side is None or side.last is None:
+            raise GraphError(f"wait('{name}') ({_caller()}): nothing was registered on that stream")
+        self._waits.append(side.last)
+
+    def _order(self, op: Op) -> None:
+        side = self._stream
+        if side is not None:
+            if side.first is None:
+                side.first = op.index
+                if side.forked_after >= 0:
+                    self.edges.append(Edge("fork", side.forked_after, op.index))
+            side.last = op.index
+            return
+        self.edges.extend(Edge("wait", last, op.index) for last in self._waits)
+        self._waits.clear()
+
+    def root(self, buffer: Buffer) -> Buffer:
+        """The buffer whose storage this one occupies."""
+        return self.aliases[buffer.id][0] if buffer.id in self.aliases else buffer
+
+
+def _swap(dim: Dim, old: sympy.Symbol, new: sympy.Symbol) -> Dim:
+    if isinstance(dim, int):
+        return dim
+    swapped: Dim = dim.subs(old, new) if dim.has(old) else dim
+    return swapped
+
+
+def _factor(dim: Dim, symbol: sympy.Symbol) -> int | None:
+    """The integer f with dim == f * symbol, if there is one."""
+    if isinstance(dim, int) or not dim.has(symbol):
+        return None
+    factor = sympy.simplify(dim / symbol) if dim != symbol else sympy.Integer(1)
+    return int(factor) if factor.is_Integer else None
+
+
+def _caller() -> str:
+    """`file:line` of the registering code: the first frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("mosaic.registrar", "contextlib")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+
+
+Build: TypeAlias = Callable[[Graph], None]

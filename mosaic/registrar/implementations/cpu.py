@@ -1,0 +1,265 @@
+"""Scratch of the CPU implementations, torch-free.
+
+`TILES[name]` lists the typed tiles that a kernel carves out of its scratch buffer, from the shapes of its operands;
+`SCRATCH[name]` adds up their bytes. The kernels carve by the same lists, so the two cannot disagree. Dims that vary
+with the batch may be sympy expressions: they meet only `+`, `*` and constants; sizes of the model (D, V, N, H, E, k)
+are plain integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+__all__ = [
+    "ITEM_BYTES",
+    "SCRATCH",
+    "TILES",
+    "TILE_ALIGNMENT",
+    "Tile",
+    "attention_tiles",
+    "compute_dtype",
+    "linear_tiles",
+    "moe_route_rows",
+    "moe_row_tile",
+    "norm_rows",
+    "product_tile",
+    "rotary_rows",
+    "statistics_tile",
+]
+
+ITEM_BYTES: Final[Mapping[str, int]] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
+TILE_ALIGNMENT: Final = 64  # bytes, a cache line; each tile may lose this much to alignment
+
+# Tile sizes in rows. Chosen so that the tiles an op works on together stay within about 1 to 4 MiB (an L2 cache of
+# today).
+QUERY_ROWS: Final = 256
+KEY_ROWS: Final = 512
+STATISTICS_ROWS: Final = 128
+VOCABULARY_COLUMNS: Final = 1024
+ROUTE_ROWS: Final = 256
+COMBINE_ROWS: Final = 128
+TILE_ELEMENTS: Final = 1 << 18
+
+Shapes = Mapping[str, Sequence[Any]]  # operand -> dims; a dim is an int or a sympy expression
+Dtypes = Mapping[str, str]
+Attrs = Mapping[str, Any]
+
+
+class Tile(NamedTuple):
+    """A typed piece of scratch; `shape` may be symbolic in batch dims."""
+
+    shape: tuple[Any, ...]
+    dtype: str
+
+
+TileFunction = Callable[[Shapes, Dtypes, Attrs], tuple[Tile, ...]]
+
+
+def compute_dtype(dtype: str) -> str:
+    """Give the dtype that an op on `dtype` computes in: float32, and float64 for float64.
+
+    >>> compute_dtype("bfloat16")
+    'float32'
+    """
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _rows_for(width: int, most: int = 256) -> int:
+    """Count the rows of `width` elements that make a tile of about `TILE_ELEMENTS`."""
+    return max(8, min(most, TILE_ELEMENTS // max(width, 1)))
+
+
+def norm_rows(width: int) -> int:
+    """Rows that the norms convert at a time when the activations are not in the compute dtype."""
+    return _rows_for(width)
+
+
+def rotary_rows(heads: int, head_size: int) -> int:
+    """Rows that rotary works on at a time."""
+    return _rows_for(heads * head_size)
+
+
+def moe_route_rows() -> int:
+    """Rows that moe_route works on at a time."""
+    return ROUTE_ROWS
+
+
+def moe_row_tile() -> int:
+    """Rows that moe_combine works on at a time."""
+    return COMBINE_ROWS
+
+
+def statistics_tile(vocabulary: int) -> tuple[int, int]:
+    """Rows and vocabulary columns of one tile of logits."""
+    return STATISTICS_ROWS, min(VOCABULARY_COLUMNS, vocabulary)
+
+
+def product_tile(inner: int, outer: int) -> tuple[int, int]:
+    """Rows of x and rows of the weight that a 16-bit matrix product converts to float32 at a time."""
+    rows = _rows_for(inner)
+    return rows, min(rows, outer)
+
+
+def linear_tiles(inner: int, outer: int, dtype: str) -> tuple[Tile, ...]:
+    """List the tiles of x @ weight.T: none in float32 and float64, where BLAS reads the operands in place.
+
+    PyTorch's 16-bit products on a CPU go through oneDNN, which asks PyTorch's allocator for packed copies; so 16-bit
+    operands are converted here, tile by tile, and multiplied in float32.
+    """
+    if compute_dtype(dtype) == dtype:
+        return ()
+    rows, columns = product_tile(inner, outer)
+    return Tile((rows, inner), "float32"), Tile((columns, inner), "float32"), Tile((rows, columns), "float32")
+
+
+def _linear(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    outer, inner = shapes["weight"][-2:]
+    return linear_tiles(inner, outer, dtypes["x"])
+
+
+def _norm(rows: Any, heads: int, width: int, dtype: str) -> tuple[Tile, ...]:
+    compute = compute_dtype(dtype)
+    constants = Tile((2,), compute)
+    if compute == dtype:
+        return constants, Tile((rows, heads), compute)
+    tile = norm_rows(heads * width)
+    return constants, Tile((tile, heads), compute), Tile((tile, heads * width), compute), Tile((width,), compute)
+
+
+def _rms_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    rows, width = shapes["x"]
+    return _norm(rows, 1, width, dtypes["x"])
+
+
+def _head_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    return _norm(shapes["x"][0], attrs["heads"], shapes["weight"][0], dtypes["x"])
+
+
+def _rotary(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    heads, half = attrs["heads"], shapes["inv_freq"][0]
+    rows, compute = rotary_rows(heads, attrs["head_size"]), compute_dtype(dtypes["x"])
+    angles = Tile((rows, half), "float32")
+    halves = () if compute == dtypes["x"] else (Tile((rows, heads, 2 * half), compute),)
+    table = () if compute == "float32" else (Tile((rows, half), compute), Tile((rows, half), compute))
+    return Tile((rows,), "float32"), angles, angles, Tile((rows, heads, half), compute), *table, *halves
+
+
+def attention_tiles(head_size: int, dtype: str) -> tuple[Tile, ...]:
+    """List the tiles of attention: scores, accumulator, five vectors; for 16-bit inputs query, key and value too."""
+    compute = compute_dtype(dtype)
+    vector = Tile((QUERY_ROWS,), compute)
+    own = (Tile((QUERY_ROWS, KEY_ROWS), compute), Tile((QUERY_ROWS, head_size), compute), *(vector,) * 5)
+    if compute == dtype:
+        return own
+    return (*own, Tile((QUERY_ROWS, head_size), compute), *(Tile((KEY_ROWS, head_size), compute),) * 2)
+
+
+def _attention(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    return attention_tiles(attrs["head_size"], dtypes["q"])
+
+
+def _shift_rows(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    (rows,), (bounds,) = shapes["rows"], shapes["cu_seqlens"]
+    return Tile((1,), "int64"), Tile((bounds,), "int64"), Tile((rows,), "int64")
+
+
+def _statistics(vocabulary: int) -> tuple[Tile, ...]:
+    rows, columns = statistics_tile(vocabulary)
+    vector = Tile((rows,), "float32")
+    tile = Tile((rows, columns), "float32")
+    return tile, tile, *(vector,) * 6, Tile((rows,), "int64"), Tile((rows,), "bool"), Tile((1,), "int64")
+
+
+def _row_stats(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    return _statistics(shapes["logits"][1])
+
+
+def _unembed_stats(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    vocabulary, inner = shapes["weight"]
+    own = _statistics(vocabulary)
+    if dtypes["x"] == "float32":
+        return own
+    rows, columns = statistics_tile(vocabulary)
+    return (*own, Tile((rows, inner), "float32"), Tile((columns, inner), "float32"))
+
+
+def _moe_route(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    experts, inner = shapes["weight"]
+    compute, rows = compute_dtype(dtypes["x"]), ROUTE_ROWS
+    own = (
+        Tile((rows, experts), compute),
+        Tile((rows,), compute),
+        Tile((rows,), "int64"),
+        Tile((rows, attrs["top_k"]), compute),
+    )
+    if compute == dtypes["x"]:
+        return own
+    return (*own, Tile((rows, inner), compute), Tile((experts, inner), compute))
+
+
+def _moe_sort(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    tokens, top_k = shapes["experts"]
+    return Tile((2,), "int64"), Tile((tokens * top_k,), "int64")
+
+
+def _moe_gather(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    return Tile((1,), "int64"), Tile((shapes["order"][0],), "int64")
+
+
+def _moe_combine(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    (assignments,), (_, width), compute = shapes["order"], shapes["x"], compute_dtype(dtypes["x"])
+    indices = Tile((assignments,), "int64")
+    rows = Tile((COMBINE_ROWS, width), dtypes["x"])
+    own = (indices, indices, Tile((COMBINE_ROWS,), "int64"), rows)
+    if compute == dtypes["x"]:
+        return own
+    wide = Tile((COMBINE_ROWS, width), compute)
+    return (*own, wide, wide, Tile((COMBINE_ROWS,), compute))
+
+
+TILES: Final[Mapping[str, TileFunction]] = {
+    "attention": _attention,
+    "grouped_linear": _linear,
+    "head_norm": _head_norm,
+    "linear": _linear,
+    "linear_add": _linear,
+    "moe_combine": _moe_combine,
+    "moe_gather": _moe_gather,
+    "moe_route": _moe_route,
+    "moe_sort": _moe_sort,
+    "rms_norm": _rms_norm,
+    "rotary": _rotary,
+    "row_stats": _row_stats,
+    "shift_rows": _shift_rows,
+    "unembed_stats": _unembed_stats,
+}
+
+
+def tiles_bytes(tiles: Sequence[Tile]) -> Any:
+    """Add up tiles, each with room for its alignment; an int, or an expression in symbolic dims; 0 for no tiles.
+
+    >>> tiles_bytes([Tile((3,), "float32")])
+    76
+    """
+    return sum((math.prod(tile.shape) * ITEM_BYTES[tile.dtype] + TILE_ALIGNMENT for tile in tiles), start=0)
+
+
+def _bytes_of(tiles: TileFunction) -> Callable[[Shapes, Dtypes, Attrs], Any]:
+    return lambda shapes, dtypes, attrs: tiles_bytes(tiles(shapes, dtypes, attrs))
+
+
+SCRATCH: Final[Mapping[str, Callable[[Shapes, Dtypes, Attrs], Any]]] = {
+    name: _bytes_of(function) for name, function in TILES.items()
+}
+"""Scratch bytes per contract: (shapes, dtypes, attrs) by operand name -> bytes; 0: no scratch buffer is needed."""

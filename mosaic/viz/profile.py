@@ -1,0 +1,297 @@
+"""What is alive when: the live bytes of a plan per op, by category.
+
+Pure data, read from a plan document (schema `mosaic.plan/1`) and nothing else.
+Every picture, trace and report of this package is drawn from these functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+from mosaic.errors import PlanFormatError
+
+__all__ = [
+    "CATEGORIES",
+    "Document",
+    "LiveBuffer",
+    "LiveProfile",
+    "check_schema",
+    "held_intervals",
+    "largest_live",
+    "live_profile",
+    "optimality",
+    "placed_roots",
+    "root_categories",
+]
+
+Document = Mapping[str, Any]
+"""A plan as JSON gives it back: `json.loads` of a file of schema `mosaic.plan/1`."""
+
+SCHEMA: Final = "mosaic.plan/1"
+
+CATEGORIES: Final[tuple[str, ...]] = (
+    "weights",
+    "state",
+    "inputs",
+    "hidden",
+    "attention",
+    "ffn",
+    "logits and head",
+    "statistics",
+    "scratch",
+    "other",
+)
+"""Every category, in the order in which charts stack them."""
+
+_KINDS: Final = {"weight": "weights", "state": "state", "input": "inputs", "scratch": "scratch"}
+
+# (kernel, operand) says what a buffer is for more reliably than its name. The first row that matches wins, so that the
+# residual stays `hidden` although norms and projections read it.
+_ROLES: Final[tuple[tuple[str, Mapping[str, frozenset[str]]], ...]] = (
+    ("weights", {"*": frozenset({"weight", "table", "bias"})}),  # a streamed weight's slot in the workspace
+    (
+        "statistics",
+        {
+            "row_stats": frozenset({"token", "maximum", "second", "logsumexp", "entropy"}),
+            "unembed_stats": frozenset({"token", "maximum", "second", "logsumexp", "entropy"}),
+            "confidence": frozenset({"maximum", "logsumexp", "y"}),
+        },
+    ),
+    ("hidden", {"embedding": frozenset({"y"}), "linear_add": frozenset({"y"}), "moe_combine": frozenset({"x"})}),
+    ("logits and head", {"row_stats": frozenset({"logits"}), "unembed_stats": frozenset({"x"})}),
+    (
+        "attention",
+        {
+            "attention": frozenset({"q", "k", "v", "y"}),
+            "rotary": frozenset({"x"}),
+            "head_norm": frozenset({"x"}),
+        },
+    ),
+    (
+        "ffn",
+        {
+            "silu_mul": frozenset({"gate", "up"}),
+            "grouped_linear": frozenset({"x", "y"}),
+            "moe_route": frozenset({"scores", "experts"}),
+            "moe_sort": frozenset({"order", "offsets"}),
+        },
+    ),
+)
+
+_WORDS: Final[tuple[tuple[str, frozenset[str]], ...]] = (
+    ("logits and head", frozenset({"head", "lm_head", "logits", "unembed", "final", "rows"})),
+    ("ffn", frozenset({"ffn", "mlp", "moe", "experts", "expert", "gate", "up", "down"})),
+    ("attention", frozenset({"attn", "attention", "qkv", "q", "k", "v"})),
+    ("hidden", frozenset({"hidden", "residual", "norm", "embed", "embedding"})),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveBuffer:
+    """A buffer that is alive at some op: what a peak consists of."""
+
+    id: int
+    name: str
+    category: str
+    kind: str
+    size_bytes: int
+    offset: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveProfile:
+    """Live bytes per op of a plan.
+
+    Attributes
+    ----------
+    categories
+        The categories that occur, in stacking order.
+    live_bytes
+        Category -> live bytes at each op, `num_ops` long.
+    total_bytes
+        Their sum at each op.
+    peak_bytes, peak_index
+        The largest total and the first op at which it is reached. For the workspace, the plan's lower bound.
+    """
+
+    num_ops: int
+    categories: tuple[str, ...]
+    live_bytes: Mapping[str, tuple[int, ...]]
+    total_bytes: tuple[int, ...]
+    peak_bytes: int
+    peak_index: int
+
+    @property
+    def average_bytes(self) -> int:
+        """Mean of the live bytes over ops (every op weighs the same), rounded down."""
+        return sum(self.total_bytes) // self.num_ops if self.num_ops else 0
+
+    @property
+    def peak_to_average(self) -> float:
+        """How far the peak stands out: 1.0 is a flat profile."""
+        total = sum(self.total_bytes)
+        return self.peak_bytes * self.num_ops / total if total else 1.0
+
+
+def check_schema(doc: Document) -> None:
+    """Refuse what is not a plan document of the schema that this package reads.
+
+    Raises
+    ------
+    PlanFormatError
+        If `doc["schema"]` is not `mosaic.plan/1`.
+    """
+    found = doc.get("schema")
+    if found != SCHEMA:
+        raise PlanFormatError(
+            f"expected a plan of schema '{SCHEMA}', got '{found}': write it again with this version of Mosaic."
+        )
+
+
+def optimality(doc: Document) -> str:
+    """Say in words how the placed size compares with the lower bound.
+
+    >>> optimality({"peak_bytes": 1024, "lower_bound_bytes": 1024})
+    'equal to the lower bound'
+    >>> optimality({"peak_bytes": 1536, "lower_bound_bytes": 1024})
+    '50.00 % above the lower bound'
+    """
+    bound, peak = doc["lower_bound_bytes"], doc["peak_bytes"]
+    if peak == bound:
+        return "equal to the lower bound"
+    return f"{100 * (peak - bound) / max(bound, 1):.2f} % above the lower bound"
+
+
+def placed_roots(doc: Document, pools: Iterable[str] = ("workspace",)) -> list[Mapping[str, Any]]:
+    """Return the buffers that own storage in some pools; aliases live inside them."""
+    wanted = frozenset(pools)
+    return [buffer for buffer in doc["buffers"] if buffer["alias_of"] is None and buffer["pool"] in wanted]
+
+
+def held_intervals(buffer: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield the half-open parts of a lifetime in which a value is held: the lifetime without its gaps.
+
+    >>> list(held_intervals({"start": 2, "end": 9, "gaps": [[4, 6]]}))
+    [(2, 4), (6, 9)]
+    """
+    at = buffer["start"]
+    for gap_start, gap_end in sorted(map(tuple, buffer["gaps"])):
+        if at < gap_start:
+            yield at, gap_start
+        at = gap_end
+    if at < buffer["end"]:
+        yield at, buffer["end"]
+
+
+def root_categories(doc: Document) -> dict[int, str]:
+    """Say for every root buffer what it is for: one of `CATEGORIES`.
+
+    The kind decides first, then the operands it is of which kernels (its own and its aliases'), then the words of its
+    name and of the ops that write it.
+    """
+    root_of = {buffer["id"]: _root(doc["buffers"], buffer) for buffer in doc["buffers"]}
+    roles: dict[int, set[tuple[str, str]]] = defaultdict(set)
+    words: dict[int, list[str]] = defaultdict(list)
+    for buffer in doc["buffers"]:
+        words[root_of[buffer["id"]]].append(buffer["name"])
+    for op in doc["ops"]:
+        for operand, buffer_id in op["operands"].items():
+            roles[root_of[buffer_id]].add((op["kernel"], operand))
+        for buffer_id in op["writes"]:
+            words[root_of[buffer_id]].append(op["name"])
+    return {
+        buffer["id"]: _KINDS.get(buffer["kind"]) or _by_role(roles[buffer["id"]]) or _by_words(words[buffer["id"]])
+        for buffer in doc["buffers"]
+        if buffer["alias_of"] is None
+    }
+
+
+def _root(buffers: Sequence[Mapping[str, Any]], buffer: Mapping[str, Any]) -> int:
+    while buffer["alias_of"] is not None:
+        buffer = buffers[buffer["alias_of"]]
+    return int(buffer["id"])
+
+
+def _by_role(uses: set[tuple[str, str]]) -> str | None:
+    for category, table in _ROLES:
+        if any(operand in table.get(kernel, ()) or operand in table.get("*", ()) for kernel, operand in uses):
+            return category
+    return None
+
+
+def _by_words(names: Iterable[str]) -> str:
+    for name in names:
+        found = frozenset(re.split(r"[/.:\s]+", name.lower()))
+        for category, words in _WORDS:
+            if found & words:
+                return category
+    return "other"
+
+
+def live_profile(doc: Document, pools: Iterable[str] = ("workspace",)) -> LiveProfile:
+    """Sum the live bytes at every op, by category. Linear in ops and buffers.
+
+    Parameters
+    ----------
+    doc
+        A plan document.
+    pools
+        Which pools count; `("workspace", "state", "weights")` gives all that is placed on the device.
+
+    Raises
+    ------
+    PlanFormatError
+        If `doc` is not of schema `mosaic.plan/1`.
+    """
+    check_schema(doc)
+    num_ops = len(doc["ops"])
+    category_of = root_categories(doc)
+    steps: dict[str, list[int]] = {}
+    for buffer in placed_roots(doc, pools):
+        changes = steps.setdefault(category_of[buffer["id"]], [0] * (num_ops + 1))
+        for start, end in held_intervals(buffer):
+            changes[start] += buffer["size"]
+            changes[end] -= buffer["size"]
+    categories = tuple(category for category in CATEGORIES if category in steps)
+    live = {category: tuple(accumulate(steps[category][:num_ops])) for category in categories}
+    total = tuple(map(sum, zip(*live.values(), strict=True))) if live else (0,) * num_ops
+    peak = max(total, default=0)
+    return LiveProfile(
+        num_ops=num_ops,
+        categories=categories,
+        live_bytes=live,
+        total_bytes=total,
+        peak_bytes=peak,
+        peak_index=total.index(peak) if total else 0,
+    )
+
+
+def largest_live(
+    doc: Document, n: int = 5, *, at: int | None = None, pools: Iterable[str] = ("workspace",)
+) -> list[LiveBuffer]:
+    """Return the `n` largest buffers alive at an op, by default at the peak; largest first, ties by id."""
+    pools = tuple(pools)
+    index = live_profile(doc, pools).peak_index if at is None else at
+    category_of = root_categories(doc)
+    alive = [b for b in placed_roots(doc, pools) if any(start <= index < end for start, end in held_intervals(b))]
+    alive.sort(key=lambda buffer: (-buffer["size"], buffer["id"]))
+    return [
+        LiveBuffer(
+            id=buffer["id"],
+            name=buffer["name"],
+            category=category_of[buffer["id"]],
+            kind=buffer["kind"],
+            size_bytes=buffer["size"],
+            offset=buffer["offset"],
+            start=buffer["start"],
+            end=buffer["end"],
+        )
+        for buffer in alive[:n]
+    ]
