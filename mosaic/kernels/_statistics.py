@@ -19,6 +19,8 @@ __all__ = ["RowStatistics", "check_outputs", "statistics_reference"]
 # exp(-200) is 0 in float32, so a logit this far below the maximum adds nothing; -inf would give 0 * -inf = NaN in the
 # entropy.
 _FLOOR = -200.0
+# A tile of nothing but -inf is measured from the lowest finite number instead of from -inf - -inf = NaN.
+_LOWEST = torch.finfo(torch.float32).min
 
 
 def check_outputs(
@@ -83,7 +85,10 @@ class RowStatistics:
             torch.maximum(runner_up, self.second, out=self.second)
             torch.minimum(top, self.maximum, out=runner_up)
             torch.maximum(runner_up, self.second, out=self.second)
-            torch.maximum(top, self.maximum, out=top)  # the new maximum
+            scale.copy_(self.maximum)  # the old maximum
+            torch.maximum(top, self.maximum, out=self.maximum)
+            top.copy_(self.maximum)
+        top.clamp_(min=_LOWEST)
         torch.sub(logits_CV, top.unsqueeze(1), out=work_CV)
         work_CV.clamp_(min=_FLOOR)
         torch.exp(work_CV, out=exponentials_CV)
@@ -94,12 +99,11 @@ class RowStatistics:
             self.logsumexp.copy_(total)
             self.entropy.copy_(weighted)
             return
-        torch.sub(self.maximum, top, out=shift)
+        torch.sub(scale, top, out=shift)
         shift.clamp_(min=_FLOOR)
         torch.exp(shift, out=scale)
         self.entropy.addcmul_(self.logsumexp, shift).mul_(scale).add_(weighted)
         self.logsumexp.mul_(scale).add_(total)
-        self.maximum.copy_(top)
 
     def finish(self) -> None:
         """Turn the sums into log-sum-exp and entropy."""

@@ -24,16 +24,14 @@ def launch(*, rows: Tensor, cu_seqlens: Tensor, y: Tensor, scratch: Tensor | Non
         cu_seqlens=(cu_seqlens, (cu_seqlens.shape[0],), torch.int32),
         y=(y, (count,), INDEX[0]),
     )
-    one, bounds, first = tiles_of("shift_rows", scratch, {"rows": rows, "cu_seqlens": cu_seqlens})
+    one, bounds, sequence, first = tiles_of("shift_rows", scratch, {"rows": rows, "cu_seqlens": cu_seqlens})
     one.fill_(1)
     bounds.copy_(cu_seqlens)  # searchsorted converts an int32 table in fresh memory
     # side right: bounds[i - 1] <= row < bounds[i]; empty sequences are stepped over
-    torch.searchsorted(bounds, rows, right=True, out=first)
-    first.sub_(one)
+    torch.searchsorted(bounds, rows, right=True, out=sequence)
+    sequence.sub_(one)
+    torch.index_select(bounds, 0, sequence, out=first)
     torch.sub(rows, one, out=y)
-    # the index may not be the output, so the first rows are looked up by gather, which reads each index before it
-    # writes there
-    torch.gather(bounds, 0, first, out=first)
     torch.maximum(y, first, out=y)
 
 

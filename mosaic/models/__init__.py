@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.errors import CheckpointError, UnknownName, UnsupportedModel
 from mosaic.models import dream, llada, llada_moe
 from mosaic.models.architecture import Architecture
-from mosaic.registrar.contract import ITEMSIZE
-from mosaic.registrar.graph import Graph
+from mosaic.registrar.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    from mosaic.registrar.graph import Graph
 
 __all__ = ["FAMILIES", "PRESETS", "Model", "load"]
 
@@ -63,7 +65,8 @@ class Model:
         >>> load("llada-8b").graph().name
         'full_step'
         """
-        from mosaic.models.transformer import full_step
+        from mosaic.models.transformer import full_step  # symbolic, so only when a template has to be compiled
+        from mosaic.registrar.graph import Graph
 
         g = Graph("full_step", backend=backend, choices=choices)
         full_step(g, self.architecture, logits=logits)

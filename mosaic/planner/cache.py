@@ -28,6 +28,7 @@ from mosaic.planner.template import (
     RegionRecord,
     Template,
     compile_template,
+    linear_columns,
 )
 from mosaic.version import __version__
 
@@ -126,9 +127,11 @@ def _decode(plain: dict[str, Any]) -> Template:
 
 
 def _decode_body(plain: dict[str, Any]) -> Body:
+    exponents = np.array(plain["exponents"], dtype=np.int64)
     return Body(
         variables=tuple(plain["variables"]),
-        exponents=np.array(plain["exponents"], dtype=np.int64),
+        exponents=exponents,
+        linear=linear_columns(exponents),
         coefficients=np.array(plain["coefficients"], dtype=np.int64),
         denominators=np.array(plain["denominators"], dtype=np.int64),
         ops=tuple(OpRecord(*op) for op in plain["ops"]),

@@ -22,7 +22,7 @@ Rulings where the rules leave a choice; each takes the safe side:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import prod
@@ -274,8 +274,14 @@ class _Plan:
     end: list[int]
     windows: dict[int, list[tuple[int, int]]]  # buffer -> intervals that barriers and side streams hold
     members: dict[int, list[int]]  # root -> its aliases
+    own: dict[int, tuple[int, int]]  # root with aliases -> the lifetime of its own value
     top: list[int]  # buffer -> offset + size
     raw_bytes: list[int]  # buffer -> product(shape) x itemsize
+
+    @property
+    def has_side_streams(self) -> bool:
+        """Whether any op runs beside the main stream."""
+        return not {_MAIN}.issuperset(self.stream)
 
     def fail(self, code: str, message: str, buffers: Iterable[int] = (), ops: Iterable[int] = ()) -> None:
         """Record a violation."""
@@ -349,7 +355,7 @@ def _read(document: Mapping[str, Any], found: list[Violation]) -> _Plan | None:
         document, found, dict(zip(pool[0], pool[2], strict=True)),
         {row[0]: _Region._make(row) for row in zip(*region, strict=True)}, barriers, list(zip(*edge, strict=True)),
         op_name, stream, op_region, reads, writes, flops, moved, operands, inplace, slices, *buffer_columns, rotate,
-        enclosing={}, start=[], end=[], windows=defaultdict(list), members=defaultdict(list), top=[], raw_bytes=[],
+        enclosing={}, start=[], end=[], windows=defaultdict(list), members=defaultdict(list), own={}, top=[], raw_bytes=[],
     )  # fmt: skip
 
 
@@ -510,11 +516,15 @@ def _check_ops(plan: _Plan) -> None:
         for written, read in pairs:
             if written == read or written not in plan.writes[i] or read not in plan.reads[i]:
                 plan.fail("operands", f"{plan.say_op(i)} in place: {written} is not written or {read} not read", (written, read), (i,))
+    sound: list[tuple[str, int, int]] = []
     for kind, a, b in plan.edges:
         sides = (plan.stream[a] != _MAIN, plan.stream[b] != _MAIN)
         if kind not in ("fork", "wait") or a >= b or sides != ((False, True) if kind == "fork" else (True, False)):
             text = f"'{kind}' from {plan.say_op(a)} on {plan.stream[a]!r} to {plan.say_op(b)} on {plan.stream[b]!r}"
             plan.fail("edge", f"{text}: a fork goes on from main to a side stream, a wait back", (), (a, b))
+        else:
+            sound.append((kind, a, b))
+    plan.edges = sound
     for b in {*chain.from_iterable(plan.writes)}:
         if plan.kind[b] == "weight":
             plan.fail("read-only", f"{plan.say(b)} is a weight and is written", (b,))
@@ -534,10 +544,11 @@ def _derive_lifetimes(plan: _Plan) -> None:
                 plan.fail("barrier-mismatch", f"barrier '{barrier.name}' is explicit and lists outputs or carried buffers")
             for b in barrier.inputs:
                 _hold(plan, b, barrier.start, barrier.end)
-    if {_MAIN}.issuperset(plan.stream) is False:
+    if plan.has_side_streams:
         _stretch_streams(plan)
     for b, root in enumerate(plan.alias_of):
         if root is not None:
+            plan.own.setdefault(root, (plan.start[root], plan.end[root]))
             plan.members[root].append(b)
             plan.start[root] = min(plan.start[root], plan.start[b])
             plan.end[root] = max(plan.end[root], plan.end[b])
@@ -799,11 +810,8 @@ def _check_aliases(plan: _Plan) -> None:
 
 
 def _is_plainly_legal(plan: _Plan, group: Sequence[int]) -> bool:
-    """Whether members that share bytes never hold values at the same time, but for plain in-place ops.
-
-    The root counts with its group's lifetime, thus never as plain unless it comes first; `_walk_values` settles the rest.
-    """
-    own = _own_lifetimes(plan, group)
+    """Whether members that share bytes never hold values at the same time, but for plain in-place ops."""
+    own = {b: plan.own.get(b, (plan.start[b], plan.end[b])) for b in group}
     ordered = sorted(group, key=lambda b: own[b])
     for k, later in enumerate(ordered):
         t = own[later][0]
@@ -812,13 +820,6 @@ def _is_plainly_legal(plan: _Plan, group: Sequence[int]) -> bool:
             if end > t and plan.share_bytes(earlier, later) and not (end == t + 1 and _is_plain_inplace(plan, t, earlier, later)):
                 return False
     return True
-
-
-def _own_lifetimes(plan: _Plan, group: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Lifetimes of an alias group's members; the root's is a bound, cut where the first alias is written in place over it."""
-    root = group[0]
-    own = {b: (plan.start[b], plan.end[b]) for b in group}
-    return {**own, root: own[root]}
 
 
 def _is_plain_inplace(plan: _Plan, t: int, old: int, new: int) -> bool:
@@ -838,3 +839,318 @@ def _may_overwrite(plan: _Plan, t: int, old: int, new: int) -> bool:
         and plan.alias_offset[old] == plan.alias_offset[new]
         and plan.raw_bytes[old] == plan.raw_bytes[new]
     )
+
+
+_Slicing = tuple[Any, ...]  # where a loop's iterations cut a buffer; equal ones cut the same bytes
+_Passes = Mapping[str, int]  # loop -> which of the two replayed iterations
+
+
+def _walk_values(plan: _Plan, group: Sequence[int]) -> None:
+    """Follow the values of an alias group through the program, each loop body twice, and report reads of overwritten ones."""
+    events = sorted({i for ops in _accesses(plan, group).values() for i in ops})
+    held: dict[int, tuple[_Slicing | None, set[tuple[int, ...]]]] = {}  # member -> what of it other members overwrote
+    for b in group:
+        if plan.kind[b] in _FROM_START or plan.kind[b] in ("carry", "host"):
+            held[b] = (None, set())
+    lost: dict[int, int] = {}  # member -> op that overwrote it
+    stale: dict[tuple[int, int], str] = {}
+    for i, passes in _replay(plan, events, 0, {}):
+        reads, writes = [b for b in group if b in plan.reads[i]], [b for b in group if b in plan.writes[i]]
+        for b in reads:
+            if b in lost and not _still_holds(plan, i, b, passes, held.get(b)):
+                stale.setdefault((i, b), f"{plan.say_op(i)} reads {plan.say(b)}, overwritten by {plan.say_op(lost[b])}")
+        for new in writes:
+            slicing = _slicing(plan, i, new)
+            at = _iteration(slicing, passes)
+            for old in group:
+                if old == new or not plan.share_bytes(old, new):
+                    continue
+                in_place = _may_overwrite(plan, i, old, new) and slicing == _slicing(plan, i, old)
+                if old in writes or (old in reads and not in_place):
+                    stale.setdefault((i, old), f"{plan.say_op(i)} writes {plan.say(new)} over its own operand {plan.say(old)}")
+                if any(start <= i < end for start, end in plan.windows[old]) and old in held and not (old in reads and in_place):
+                    stale.setdefault((i, old), f"{plan.say_op(i)} overwrites {plan.say(old)}, which a barrier or stream holds")
+                if old in held:
+                    lost[old] = i
+                    before, cut = held[old]
+                    if slicing is None or (before is not None and before != slicing):
+                        del held[old]
+                    else:
+                        held[old] = (slicing, {*cut, at})
+            if new not in reads:
+                held[new] = (None, set())
+                lost.pop(new, None)
+    for b in group:
+        if b in lost and (plan.kind[b] in _TO_END or plan.kind[b] == "carry") and plan.end[b] == len(plan.op_name):
+            stale.setdefault((lost[b], b), f"{plan.say_op(lost[b])} overwrites {plan.say(b)}, which the step hands on")
+    for (i, b), text in stale.items():
+        plan.fail("alias-stale-read", text, (b,), (i,))
+
+
+def _accesses(plan: _Plan, ids: Collection[int]) -> dict[int, list[int]]:
+    """Each buffer's ops, in order."""
+    wanted = frozenset(ids)
+    accesses: dict[int, list[int]] = {b: [] for b in ids}
+    for i, (reads, writes) in enumerate(zip(plan.reads, plan.writes, strict=True)):
+        if not (wanted.isdisjoint(reads) and wanted.isdisjoint(writes)):
+            for b in wanted.intersection((*reads, *writes)):
+                accesses[b].append(i)
+    return accesses
+
+
+def _replay(plan: _Plan, events: Sequence[int], depth: int, passes: _Passes) -> Iterator[tuple[int, _Passes]]:
+    """Yield ops in execution order, the bodies of loops twice, with the iteration of each loop around."""
+    k = 0
+    while k < len(events):
+        name = plan.op_region[events[k]]
+        around = plan.enclosing[name][::-1] if name is not None else ()
+        if len(around) <= depth:
+            yield events[k], passes
+            k += 1
+            continue
+        loop = plan.regions[around[depth]]
+        body = [i for i in events[k:] if i < loop.end]
+        for iteration in range(min(loop.count, 2)):
+            yield from _replay(plan, body, depth + 1, {**passes, loop.name: iteration})
+        k += len(body)
+
+
+def _slicing(plan: _Plan, i: int, b: int) -> _Slicing | None:
+    """How loops outside which a buffer lives cut it at op i; None if op i sees the same bytes in each iteration."""
+    names = {operand for operand, at in plan.operands[i].items() if at == b}
+    cuts = [(axis, name, factor) for operand, axis, name, factor in plan.slices[i] if operand in names]
+    cuts = [cut for cut in cuts if not plan.is_within(plan.home[b], cut[1])]
+    if not cuts or len(names) != 1:
+        return None
+    return (plan.alias_offset[b], tuple(plan.shape[b]), _ITEM_BYTES[plan.dtype[b]], *sorted(cuts))
+
+
+def _iteration(slicing: _Slicing | None, passes: _Passes) -> tuple[int, ...]:
+    return () if slicing is None else tuple(passes[name] for _, name, _ in slicing[3:])
+
+
+def _still_holds(
+    plan: _Plan, i: int, b: int, passes: _Passes, held: tuple[_Slicing | None, set[tuple[int, ...]]] | None
+) -> bool:
+    """Whether the slice that op i reads is one that no other member has overwritten yet."""
+    slicing = _slicing(plan, i, b)
+    return held is not None and slicing is not None and slicing == held[0] and _iteration(slicing, passes) not in held[1]
+
+
+# Gaps.
+
+_Gaps = Mapping[int, Sequence[Sequence[int]]]
+
+
+def _checked_gaps(plan: _Plan) -> _Gaps:
+    """Check that each gap holds no value; return those of roots that hold none, in order."""
+    owners = [b for b, gaps in enumerate(plan.gaps) if gaps]
+    if not owners:
+        return {}
+    touched = _accesses(plan, {m for b in owners for m in plan.group(b)})
+    sound: dict[int, list[Sequence[int]]] = {}
+    for b in owners:
+        last = plan.start[b]
+        for start, end in plan.gaps[b]:
+            if not last <= start < end <= plan.end[b]:
+                plan.fail("gap", f"{plan.say(b)}: gap [{start}, {end}) is empty, out of order or outside its lifetime", (b,))
+                continue
+            last = end
+            reasons = [r for m in plan.group(b) for r in _values_in_gap(plan, m, touched[m], start, end)]
+            if plan.pool[b] != "workspace":
+                reasons.append(f"pool '{plan.pool[b]}' holds its values always")
+            if not reasons and plan.alias_of[b] is None:
+                sound.setdefault(b, []).append((start, end))
+            for reason in reasons:
+                plan.fail("gap", f"{plan.say(b)} claims no value in [{start}, {end}), but {reason}", (b,))
+    return sound
+
+
+def _values_in_gap(plan: _Plan, b: int, touched: _Ids, start: int, end: int) -> Iterator[str]:
+    """Say why a buffer holds a value somewhere in [start, end)."""
+    for i in touched:
+        if start <= i < end:
+            yield f"{plan.say_op(i)} touches {plan.say(b)}"
+    for held_start, held_end in plan.windows.get(b, ()):
+        if held_start < end and start < held_end:
+            yield f"a barrier or a side stream holds {plan.say(b)} over [{held_start}, {held_end})"
+    following = next((i for i in touched if i >= end), len(plan.op_name))
+    firsts = [following] if following < len(plan.op_name) else []
+    handed_on = plan.kind[b] in _TO_END or (plan.kind[b] == "carry" and plan.end[b] == len(plan.op_name))
+    if not firsts and handed_on:
+        yield f"{plan.say(b)} is handed on at the end of the step"
+    for region in plan.regions.values():  # the way round: from the gap, or from after it, back to the loop's start
+        if region.start < start < region.end and following >= region.end:
+            firsts += [i for i in touched if region.start <= i < start][:1]
+    for i in firsts:
+        if not _overwrites_whole(plan, i, b):
+            yield f"{plan.say_op(i)} does not overwrite the whole of {plan.say(b)} after it"
+
+
+def _overwrites_whole(plan: _Plan, i: int, b: int) -> bool:
+    return b in plan.writes[i] and b not in plan.reads[i] and _slicing(plan, i, b) is None
+
+
+# Addresses.
+
+
+def _check_addresses(plan: _Plan, gaps: _Gaps) -> None:
+    """Check that no two roots that are live at the same time share an address, nor two that unordered ops touch."""
+    roots: dict[str, list[int]] = defaultdict(list)
+    for b, (pool, root, size) in enumerate(zip(plan.pool, plan.alias_of, plan.size, strict=True)):
+        if root is None and size:
+            roots[pool].append(b)
+    always = 1
+    for pool in ("weights", "state"):
+        ids = sorted(roots[pool], key=plan.offset.__getitem__)
+        reach = 0
+        for b in ids:
+            if plan.offset[b] < reach:
+                mask = dict.fromkeys(ids, always)
+                _report_clashes(plan, ids, mask, mask, "overlap", "both live always")
+                break
+            reach = plan.top[b]
+    live: dict[int, int] = {}
+    disjoint = True
+    for pool in ("workspace", "host"):
+        for b in roots[pool]:
+            mask = (1 << plan.end[b]) - (1 << plan.start[b])
+            for start, end in gaps.get(b, ()):
+                mask ^= (1 << end) - (1 << start)
+            live[b] = mask
+        disjoint &= _sweep(plan, roots[pool], live, live, "overlap", "live at the same time")
+    if plan.has_side_streams:
+        _check_order(plan, roots["workspace"] if disjoint else ())
+
+
+def _sweep(
+    plan: _Plan, ids: Sequence[int], mark: Mapping[int, int], clash: Mapping[int, int], code: str, reason: str
+) -> bool:
+    """Sweep addresses upwards with the union of the marks of the buffers at this address; False if a buffer clashes with it.
+
+    The marks of buffers that share an address are disjoint up to the first clash, so leaving is an exclusive or.
+    """
+    offset, top = plan.offset, plan.top
+    leaving = sorted(ids, key=top.__getitem__)
+    here, k = 0, 0
+    for b in sorted(ids, key=offset.__getitem__):
+        at = offset[b]
+        while top[leaving[k]] <= at:
+            here ^= mark[leaving[k]]
+            k += 1
+        if here & clash[b]:
+            _report_clashes(plan, ids, mark, clash, code, reason)
+            return False
+        here ^= mark[b]
+    return True
+
+
+def _report_clashes(
+    plan: _Plan, ids: Sequence[int], mark: Mapping[int, int], clash: Mapping[int, int], code: str, reason: str
+) -> None:
+    """Name every pair that shares addresses and clashes. Quadratic; only for plans that are already refused."""
+    offset, top = plan.offset, plan.top
+    for k, b in enumerate(ids):
+        for c in ids[:k]:
+            if mark[c] & clash[b] and offset[c] < top[b] and offset[b] < top[c]:
+                text = f"{plan.say(c)} at [{offset[c]}, {top[c]}) and {plan.say(b)} at [{offset[b]}, {top[b]}): {reason}"
+                common = (mark[c] & clash[b]).bit_length() - 1
+                plan.fail(code, text, (c, b), (common,) if common < len(plan.op_name) else ())
+
+
+# Streams.
+
+
+def _check_order(plan: _Plan, roots: Sequence[int]) -> None:
+    """Check that unordered ops touch no common value of which one is written, nor buffers at common addresses."""
+    unordered = _unordered_ops(plan)
+    touched = [0] * len(plan.name)
+    for i, (reads, writes) in enumerate(zip(plan.reads, plan.writes, strict=True)):
+        for b in (*reads, *writes):
+            touched[b] |= 1 << i
+    for i, others in enumerate(unordered):
+        if not others:
+            continue
+        for b in plan.writes[i]:
+            root = plan.alias_of[b]
+            for m in plan.group(b if root is None else root):
+                racing = touched[m] & others
+                if racing and plan.share_bytes(b, m):
+                    other = racing.bit_length() - 1
+                    text = f"{plan.say_op(i)} writes {plan.say(b)} and {plan.say_op(other)} touches {plan.say(m)}, in no order"
+                    plan.fail("stream-race", text, sorted({b, m}), sorted((i, other)))
+    mark: dict[int, int] = {}
+    clash: dict[int, int] = {}
+    for b in roots:
+        for m in plan.group(b):
+            mark[b] = mark.get(b, 0) | touched[m]
+        clash[b] = 0
+    for i, others in enumerate(unordered):
+        if others:
+            for b in {*plan.reads[i], *plan.writes[i]}:
+                root = plan.alias_of[b]
+                at = b if root is None else root
+                if at in clash:
+                    clash[at] |= others
+    _sweep(plan, roots, mark, clash, "stream-race", "ops of two streams touch them in no order")
+
+
+def _unordered_ops(plan: _Plan) -> list[int]:
+    """For each op, the bit set of the ops that neither program order on a stream nor edges order with it."""
+    num_ops = len(plan.op_name)
+    waits_for: dict[int, list[int]] = defaultdict(list)
+    for _, a, b in plan.edges:
+        waits_for[b].append(a)
+    before: list[int] = []
+    latest: dict[str, int] = {}
+    for i, stream in enumerate(plan.stream):
+        done = 0
+        for a in (*waits_for.get(i, ()), latest.get(stream, -1)):
+            if a >= 0:
+                done |= before[a] | 1 << a
+        before.append(done)
+        latest[stream] = i
+    after = [0] * num_ops
+    for i in range(num_ops):
+        done = before[i]
+        missing = done ^ ((1 << i) - 1)  # earlier in program order, unordered with i
+        after[i] |= missing
+        while missing:
+            a = missing & -missing
+            after[a.bit_length() - 1] |= 1 << i
+            missing ^= a
+    return after
+
+
+# Totals.
+
+
+def _check_claims(plan: _Plan, gaps: _Gaps) -> None:
+    """Check peak, lower bound, components and whether the plan fits."""
+    document = plan.document
+    reach: dict[str, int] = dict.fromkeys(_PAGED, 0)
+    change = [0] * (len(plan.op_name) + 1)
+    for b, (pool, root, size, top) in enumerate(zip(plan.pool, plan.alias_of, plan.size, plan.top, strict=True)):
+        if pool in reach and top > reach[pool]:
+            reach[pool] = top
+        if pool == "workspace" and root is None:
+            change[plan.start[b]] += size
+            change[plan.end[b]] -= size
+            for start, end in gaps.get(b, ()):
+                change[start] -= size
+                change[end] += size
+    peak, lower_bound, page = reach["workspace"], max(accumulate(change)), document["page_bytes"]
+    components, total = document["components"], sum(document["components"].values())
+    facts: list[tuple[str, str, Any, Any, str]] = [
+        ("peak", "peak_bytes", document["peak_bytes"], peak, "the top of the workspace's buffers"),
+        ("lower-bound", "lower_bound_bytes", document["lower_bound_bytes"], lower_bound, "the largest live set"),
+        ("optimal", "optimal", document["optimal"], peak == lower_bound, "whether peak and lower bound are equal"),
+        ("total", "total_bytes", document["total_bytes"], total, "the sum of the components"),
+        ("fits", "fits", document["fits"], total <= document["budget_bytes"], f"whether {total} is within {document['budget_bytes']}"),
+    ]
+    for pool in _PAGED:
+        facts.append(("components", f"components.{pool}", components[pool], _round_up(reach[pool], page), "the pages in use"))
+    for code, field, claimed, derived, meaning in facts:
+        if claimed != derived:
+            plan.fail(code, f"{field} is {claimed}, {meaning}: {derived}")
+

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import Device
-from mosaic.planner.template import Body, monomials
+from mosaic.planner.template import Body
 
 __all__ = ["OpTimes", "op_totals", "rate_at"]
 
@@ -66,7 +66,7 @@ class OpTimes:
         self._rows = np.array(used, dtype=np.int64)
         # float64 from here on: predictions need no exact FLOPs, and products beyond 64 bits stay finite.
         self._coefficients = body.coefficients[self._rows].astype(np.float64) / body.denominators[self._rows, None]
-        self._exponents = body.exponents
+        self.columns = {name.removesuffix("_rows"): i for i, name in enumerate(body.variables) if name.endswith("_rows")}
         grid = np.array(sorted(device.gemm_rates), dtype=np.float64)
         self._gemm = np.log2(grid), np.array([device.gemm_rates[int(r)] for r in grid])
         unembed = device.unembed_rates or device.gemm_rates
@@ -81,7 +81,7 @@ class OpTimes:
 
     def launch_seconds(self, values: Sequence[int]) -> npt.NDArray[np.float64]:
         """Seconds of one launch of each cost class at the given variables."""
-        powers = np.prod(np.asarray(values, dtype=np.float64) ** self._exponents, axis=1)
+        powers = self.body.monomials(values).astype(np.float64)
         flops, moved, rows = (self._coefficients @ powers).reshape(-1, 3).T
         log_rows = np.log2(np.maximum(rows, 1.0))
         rates = np.where(
@@ -99,17 +99,15 @@ class OpTimes:
         Nested regions (more than one knob) are charged full chunks only, an upper bound.
         """
         members = self._members[group]
-        variables = self.body.variables
         once = float(self.launch_seconds(values)[members] @ self._counts[members])
         if not group:
             return once
         if len(group) > 1:
             loops = 1
             for knob in group:
-                rows = values[variables.index(f"{knob}_rows")]
-                loops *= -(-extents[knob] // rows)
+                loops *= -(-extents[knob] // values[self.columns[knob]])
             return once * loops
-        column = variables.index(f"{group[0]}_rows")
+        column = self.columns[group[0]]
         full, rest = divmod(extents[group[0]], values[column])
         if not rest:
             return once * full
@@ -148,7 +146,7 @@ def _total(
     flops, moved, knobs = key
     total = [0, 0]
     for weight, point in _iterations(body, knobs, list(values), extents):
-        powers = [int(p) for p in monomials(body.exponents, point)]
+        powers = [int(p) for p in body.monomials(point)]
         for slot, row in enumerate((flops, moved)):
             value = sum(int(c) * p for c, p in zip(body.coefficients[row], powers, strict=True))
             total[slot] += weight * (value // int(body.denominators[row]))

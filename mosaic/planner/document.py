@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from mosaic.planner.cost import op_totals
 from mosaic.planner.lifetimes import BarrierRecord
 from mosaic.planner.peaks import ALIGNMENT, formula_text
@@ -48,7 +45,7 @@ def assemble(
     variant = point.space.variant(config)
     device = point.space.device
     values = point.values(config)
-    polynomials = variant.body.evaluate(values)
+    polynomials = point.polynomials(config).tolist()
     lower_bound = point.lower_bound(config)
     pages = device.page_bytes
     components = {
@@ -93,7 +90,7 @@ def assemble(
         "barriers": [_barrier(barrier) for barrier in variant.life.barriers],
         "edges": [{"kind": kind, "from": source, "to": target} for kind, source, target in variant.body.edges],
         "ops": _ops(point, variant, values),
-        "buffers": _buffers(variant, polynomials, offsets),
+        "buffers": _buffers(variant, polynomials, point.root_sizes(config).tolist(), offsets),
     }
 
 
@@ -110,13 +107,16 @@ def describe(point: Point, config: Config) -> dict[str, int | str | None]:
 def formula(point: Point, config: Config) -> list[dict[str, str]]:
     """The peak formula of the configuration's variant, symbolic in dims and rows per chunk."""
     template, variant = point.space.template, point.space.variant(config)
+    if variant.formula_lines:
+        return variant.formula_lines
     rows = {knob.name: value for knob, value in zip(template.knobs, config.rows, strict=True)}
     off = {f"{knob.name}_rows": knob.over for knob in template.knobs if rows[knob.name] is None}
     order = [(dim.name, dim.at_most) for dim in template.dims if dim.at_most is not None]
     order += [(f"{knob.name}_rows", knob.over) for knob in template.knobs if rows[knob.name] is not None]
     fixed = {dim.name: dim.value for dim in template.dims if dim.value is not None}
     forms = formula_text(variant.body, variant.formula, off, order, fixed)
-    return [{"expr": expr, "at": variant.body.ops[at].name} for expr, at in forms]
+    variant.formula_lines = [{"expr": expr, "at": variant.body.ops[at].name} for expr, at in forms]
+    return variant.formula_lines
 
 
 def _trace_step(point: Point, step: Any) -> dict[str, Any]:
@@ -162,51 +162,61 @@ def _barrier(barrier: BarrierRecord) -> dict[str, Any]:
 
 def _ops(point: Point, variant: Variant, values: Sequence[int]) -> list[dict[str, Any]]:
     totals = op_totals(variant.body, values, point.extents)
-    statics = variant.op_statics or _op_statics(variant)
+    statics = _op_statics(variant)
     return [{**static, "flops": flops, "bytes": moved} for static, (flops, moved) in zip(statics, totals, strict=True)]
 
 
 def _op_statics(variant: Variant) -> list[dict[str, Any]]:
     """The part of every op that dims do not change."""
-    on = {variant.body.regions[i].name for i in variant.life.regions}
-    for index, op in enumerate(variant.body.ops):
-        variant.op_statics.append(
+    if not variant.op_statics:
+        on = {variant.body.regions[i].name for i in variant.life.regions}
+        variant.op_statics = [
             {
                 "index": index, "name": op.name, "kernel": op.kernel, "stream": op.stream,
                 "region": _active_parent(variant, op.region), "reads": op.reads, "writes": op.writes,
                 "operands": op.operands, "attrs": op.attrs, "inplace": op.inplace,
                 "slices": [s for s in op.slices if s[2] in on],
             }
-        )  # fmt: skip
+            for index, op in enumerate(variant.body.ops)
+        ]  # fmt: skip
     return variant.op_statics
 
 
-def _buffers(variant: Variant, table: npt.NDArray[np.int64], offsets: Sequence[int]) -> list[dict[str, Any]]:
-    body, life, polynomials = variant.body, variant.life, table.tolist()
-    place = dict(zip(variant.formula.roots.tolist(), map(int, offsets), strict=True))
-    root_size = dict(zip(place, variant.formula.root_sizes(table).tolist(), strict=True))
+def _buffers(
+    variant: Variant, polynomials: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
+) -> list[dict[str, Any]]:
+    place = dict(zip(variant.formula.roots.tolist(), zip(map(int, offsets), sizes, strict=True), strict=True))
     tops = {"weights": 0, "state": 0, "host": 0, "external": 0}
     found: list[dict[str, Any]] = []
-    for b, record in enumerate(body.buffers):
-        at = polynomials[record.alias_offset]
-        if record.alias_of is not None:
-            offset = place[record.alias_of] + at
-            size = round_up(polynomials[record.bytes], ALIGNMENT) * record.rotate
-        elif record.pool == "workspace":
-            offset, size = place[b], root_size[b]
+    for b, (record, static) in enumerate(zip(variant.body.buffers, _buffer_statics(variant), strict=True)):
+        at = 0
+        if b in place:
+            offset, size = place[b]
         else:
             size = round_up(polynomials[record.bytes], ALIGNMENT) * record.rotate
-            offset = tops[record.pool]
-            tops[record.pool] += size
-        found.append(
+            if record.alias_of is not None:
+                at = polynomials[record.alias_offset]
+                offset = place[record.alias_of][0] + at
+            else:
+                offset = tops[record.pool]
+                tops[record.pool] += size
+        shape = [polynomials[row] for row in record.shape]
+        found.append({**static, "offset": offset, "size": size, "alias_offset": at, "shape": shape})
+    return found
+
+
+def _buffer_statics(variant: Variant) -> list[dict[str, Any]]:
+    """The part of every buffer that dims do not change."""
+    if not variant.buffer_statics:
+        body, life = variant.body, variant.life
+        variant.buffer_statics = [
             {
-                "id": b, "name": record.name, "kind": record.kind, "pool": record.pool, "offset": offset, "size": size,
-                "start": life.starts[b], "end": life.ends[b], "gaps": [list(gap) for gap in life.gaps[b]],
-                "alias_of": record.alias_of, "alias_offset": at, "dtype": record.dtype,
-                "shape": [polynomials[row] for row in record.shape], "alignment": ALIGNMENT,
+                "id": b, "name": record.name, "kind": record.kind, "pool": record.pool, "start": life.starts[b],
+                "end": life.ends[b], "gaps": [list(gap) for gap in life.gaps[b]], "alias_of": record.alias_of,
+                "dtype": record.dtype, "alignment": ALIGNMENT,
                 "region": body.regions[home].name if (home := life.homes[b]) is not None else None,
                 "tensor": record.tensor, "rotate": record.rotate,
             }
-        )  # fmt: skip
-    return found
-
+            for b, record in enumerate(body.buffers)
+        ]  # fmt: skip
+    return variant.buffer_statics

@@ -33,11 +33,15 @@ def max_context(space: Space, dims_at: DimsAt, budget_bytes: int, *, limit: int 
         Where to stop looking.
     """
 
-    def fits(context: int) -> bool:
-        return smallest_total(space.at(dims_at(context)))[0] <= budget_bytes
+    configs = list(space.at(dims_at(_PROBE)).smallest())
+    solved = {config: _solve(space, dims_at, budget_bytes, config) for config in configs}
+    order = sorted(configs, key=lambda config: -solved[config])
 
-    guess = max((_solve(space, dims_at, budget_bytes, config) for config in space.at(dims_at(_PROBE)).smallest()), default=0)
-    low = min(max(guess, 1), limit)
+    def fits(context: int) -> bool:
+        point = space.at(dims_at(context))
+        return any(point.total_bytes(config) <= budget_bytes for config in order)
+
+    low = min(max(solved[order[0]], 1), limit)
     while low > 1 and not fits(low):
         low = min(low - 1, low * 1023 // 1024)
     if not fits(low):

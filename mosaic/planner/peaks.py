@@ -38,35 +38,38 @@ class PeakFormula:
         [forms, classes]: how many live buffers of each size class a form has.
     at
         Op index at which each form first occurs.
-    members
-        (size row, alias offset row, rotate) of every alias group member, grouped by class; `begins` marks the groups.
+    size_table, offset_table, rotates
+        [members, monomials]: bytes of one slot and alias offset of every member of every class, and its slots;
+        `begins` marks where each class's members start.
+    plain
+        Whether every class is one member at offset 0 with one slot.
     """
 
     roots: npt.NDArray[np.int64]
     classes: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     at: tuple[int, ...]
-    sizes_of: npt.NDArray[np.int64]
-    offsets_of: npt.NDArray[np.int64]
+    size_table: npt.NDArray[np.int64]
+    offset_table: npt.NDArray[np.int64]
     rotates: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
+    plain: bool
 
-    def class_sizes(self, polynomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def class_sizes(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes of each size class, rounded up to `ALIGNMENT` per slot."""
-        slots = (polynomials[self.sizes_of] + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-        extents = polynomials[self.offsets_of] + slots * self.rotates
-        if len(extents) != len(self.begins):
-            extents = np.maximum.reduceat(extents, self.begins)
-        return extents
+        slots = (self.size_table @ monomials + (ALIGNMENT - 1)) & -ALIGNMENT
+        if self.plain:
+            return slots
+        extents = self.offset_table @ monomials + slots * self.rotates
+        return extents if len(extents) == len(self.begins) else np.maximum.reduceat(extents, self.begins)
 
-    def values(self, polynomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def values(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes of every form; their maximum is the lower bound of the workspace."""
-        found: npt.NDArray[np.int64] = self.counts @ self.class_sizes(polynomials)
-        return found
+        return self.counts @ self.class_sizes(monomials)
 
-    def root_sizes(self, polynomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def root_sizes(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes of every workspace root, in the order of `roots`."""
-        return self.class_sizes(polynomials)[self.classes]
+        return self.class_sizes(monomials)[self.classes]
 
 
 def peak_formula(body: Body, life: Lifetimes) -> PeakFormula:
@@ -93,8 +96,9 @@ def peak_formula(body: Body, life: Lifetimes) -> PeakFormula:
     counts, at = _undominated(np.cumsum(delta[:-1], axis=0))
     sizes, offsets, rotates = (np.array(column, dtype=np.int64) for column in zip(*flat, strict=True))
     return PeakFormula(
-        roots=np.array(roots, dtype=np.int64), classes=classes, counts=counts, at=at, sizes_of=sizes,
-        offsets_of=offsets, rotates=rotates, begins=begins,
+        roots=np.array(roots, dtype=np.int64), classes=classes, counts=counts, at=at,
+        size_table=body.coefficients[sizes], offset_table=body.coefficients[offsets], rotates=rotates, begins=begins,
+        plain=len(flat) == len(class_of) and not body.coefficients[offsets].any() and bool((rotates == 1).all()),
     )  # fmt: skip
 
 
@@ -146,11 +150,11 @@ def _linear(
         if not count:
             continue
         member = int(formula.begins[c])
-        row, rotate = int(formula.sizes_of[member]), int(formula.rotates[member])
-        for column, coefficient in enumerate(body.coefficients[row]):
+        rotate = int(formula.rotates[member])
+        for column, coefficient in enumerate(formula.size_table[member].tolist()):
             if not coefficient:
                 continue
-            value = int(coefficient) * int(count) * rotate // int(body.denominators[row])
+            value = coefficient * int(count) * rotate
             powers: dict[str, int] = {}
             for variable, power in zip(body.variables, body.exponents[column], strict=True):
                 name = off.get(variable, variable)

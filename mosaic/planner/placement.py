@@ -30,7 +30,7 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> tuple[Sequen
         Offsets in the order of the variant's `formula.roots`; the solver that found the order.
     """
     variant = point.space.variant(config)
-    sizes = variant.formula.root_sizes(point.polynomials(config))
+    sizes = point.root_sizes(config)
     target = point.lower_bound(config)
     best: tuple[Sequence[int], int, str] | None = None
     if solver == "auto":

@@ -87,10 +87,10 @@ def lowest(point: Point) -> Config:
 
 
 def _preference(point: Point, config: Config) -> tuple[int, int, float, int]:
-    """Lower peak, fewer moves, less time, a fixed order."""
+    """Lower peak in whole pages, fewer moves, less time, a fixed order."""
     combination = point.space.choice_combinations.index(config.choices)
     moves = sum(rows is not None for rows in config.rows) + (combination > 0)
-    return point.lower_bound(config), moves, point.seconds(config), combination
+    return point.total_bytes(config), moves, point.seconds(config), combination
 
 
 def _descend(point: Point, choices: tuple[str, ...], budget_bytes: int) -> tuple[bool, Config, list[TraceStep]]:
@@ -129,21 +129,17 @@ def _describe(point: Point, knob: int, rows: int | None) -> str:
 
 def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str]]:
     """Per knob the first smaller setting that lowers the dominating live sets, with the time it costs."""
-    now = _profile(point, config)
-    seconds = point.seconds(config)
+    now = point.dominating(config)
     for knob, rows in enumerate(config.rows):
         options = point.options(knob)
-        for smaller in options[options.index(rows) + 1 :]:
-            moved = _with(config, knob, smaller)
-            if _profile(point, moved) < now:
-                yield point.seconds(moved) - seconds, moved, _describe(point, knob, smaller)
+        smaller = options[options.index(rows) + 1 :]
+        if not smaller or point.dominating(_with(config, knob, smaller[-1])) >= now:
+            continue
+        for setting in smaller:
+            moved = _with(config, knob, setting)
+            if point.dominating(moved) < now:
+                yield point.seconds(moved) - point.seconds(config), moved, _describe(point, knob, setting)
                 break
-
-
-def _profile(point: Point, config: Config) -> tuple[int, ...]:
-    """Live sets' bytes, largest first: lowering one of two equal peaks is progress too."""
-    values = sorted(map(int, point.form_values(config)), reverse=True)
-    return tuple(values)
 
 
 def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tuple[Config, str]]:
@@ -172,7 +168,7 @@ def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) 
     for knob in range(len(config.rows)):
         for rows in point.options(knob):
             kept = _with(config, knob, rows)
-            if rows == config.rows[knob] or (point.lower_bound(kept) <= point.lower_bound(config) and point.seconds(kept) <= limit):
+            if rows == config.rows[knob] or (point.total_bytes(kept) <= point.total_bytes(config) and point.seconds(kept) <= limit):
                 break
         if kept != config:
             config = kept

@@ -7,6 +7,7 @@ only; variants are compiled on demand and kept.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,7 +42,8 @@ class Config(NamedTuple):
 class Variant:
     """A body with some of its regions on.
 
-    `orders` is the pool of known packings, replayed for new sizes; `op_statics` what plans say of ops whatever the dims.
+    `orders` is the pool of known packings, replayed for new sizes. The last three fields keep what plans say of this
+    variant whatever the dims; the document module fills them.
     """
 
     body: Body
@@ -49,6 +51,8 @@ class Variant:
     formula: PeakFormula
     orders: list[Order] = field(default_factory=list)
     op_statics: list[dict[str, Any]] = field(default_factory=list)
+    buffer_statics: list[dict[str, Any]] = field(default_factory=list)
+    formula_lines: list[dict[str, str]] = field(default_factory=list)
 
 
 class Space:
@@ -66,6 +70,7 @@ class Space:
         self.template, self.device = template, device
         self._variants: dict[tuple[tuple[str, ...], frozenset[str]], Variant] = {}
         self._times: dict[tuple[str, ...], OpTimes] = {}
+        self._pool_rows: dict[tuple[tuple[str, ...], str], Mapping[int, int]] = {}
 
     def variant(self, config: Config) -> Variant:
         """The compiled variant of a configuration."""
@@ -84,6 +89,17 @@ class Space:
         if choices not in self._times:
             self._times[choices] = OpTimes(self.template.bodies[choices], self.device)
         return self._times[choices]
+
+    def pool_rows(self, choices: tuple[str, ...], pool: str) -> Mapping[int, int]:
+        """How many buffer slots of each size (a row of the body's polynomials) a pool holds."""
+        key = (choices, pool)
+        if key not in self._pool_rows:
+            rows: Counter[int] = Counter()
+            for b in self.template.bodies[choices].buffers:
+                if b.pool == pool and b.alias_of is None:
+                    rows[b.bytes] += b.rotate
+            self._pool_rows[key] = rows
+        return self._pool_rows[key]
 
     def at(self, dims: Mapping[str, int]) -> Point:
         """The space at given dims."""
@@ -104,8 +120,9 @@ class Point:
         self._dim_values = [dims[dim.name] for dim in template.dims]
         self.extents = {knob.name: dims[knob.over] for knob in template.knobs}
         self._seconds: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]], float] = {}
-        self._floor: dict[tuple[tuple[str, ...], str], int] = {}
-        self._peaks: dict[Config, int] = {}
+        self._total_seconds: dict[Config, float] = {}
+        self._fixed: dict[tuple[str, ...], int] = {}
+        self._peaks: dict[Config, tuple[int, int]] = {}
         self.evaluations = 0
 
     # -- configurations -----------------------------------------------------------------------------------------
@@ -153,33 +170,41 @@ class Point:
         return self.space.template.bodies[config.choices].evaluate(self.values(config))
 
     def form_values(self, config: Config) -> npt.NDArray[np.int64]:
-        """Bytes of each undominated live set."""
+        """Bytes of each undominated live set: one evaluation of the peak formula."""
         self.evaluations += 1
-        return self.space.variant(config).formula.values(self.polynomials(config))
+        variant = self.space.variant(config)
+        return variant.formula.values(variant.body.monomials(self.values(config)))
+
+    def root_sizes(self, config: Config) -> npt.NDArray[np.int64]:
+        """Bytes of every workspace root, in the order of the variant's `formula.roots`."""
+        variant = self.space.variant(config)
+        return variant.formula.root_sizes(variant.body.monomials(self.values(config)))
+
+    def dominating(self, config: Config) -> tuple[int, int]:
+        """Bytes of the largest live set, and how many of the formula's live sets are as large."""
+        if config not in self._peaks:
+            values = self.form_values(config).tolist()
+            peak = max(values)
+            self._peaks[config] = peak, values.count(peak)
+        return self._peaks[config]
 
     def lower_bound(self, config: Config) -> int:
         """Bytes of the largest live set: what any offset assignment needs at least."""
-        if config not in self._peaks:
-            self._peaks[config] = int(self.form_values(config).max())
-        return self._peaks[config]
+        return self.dominating(config)[0]
 
     def pool_bytes(self, config: Config, pool: str) -> int:
         """Bytes of a pool outside the workspace (weights, state), packed at `ALIGNMENT`."""
-        key = (config.choices, pool)
-        if key not in self._floor:
-            polynomials = self.polynomials(config)
-            self._floor[key] = sum(
-                round_up(int(polynomials[b.bytes]), ALIGNMENT) * b.rotate
-                for b in self.space.template.bodies[config.choices].buffers
-                if b.pool == pool and b.alias_of is None
-            )
-        return self._floor[key]
+        polynomials = self.polynomials(config)
+        rows = self.space.pool_rows(config.choices, pool)
+        return sum(round_up(int(polynomials[row]), ALIGNMENT) * count for row, count in rows.items())
 
     def fixed_bytes(self, config: Config) -> int:
         """Context, libraries, weights and state, in whole pages."""
-        device = self.space.device
-        pools = sum(round_up(self.pool_bytes(config, pool), device.page_bytes) for pool in ("weights", "state"))
-        return device.context_bytes + device.library_bytes + pools
+        if config.choices not in self._fixed:
+            device = self.space.device
+            pools = sum(round_up(self.pool_bytes(config, pool), device.page_bytes) for pool in ("weights", "state"))
+            self._fixed[config.choices] = device.context_bytes + device.library_bytes + pools
+        return self._fixed[config.choices]
 
     def total_bytes(self, config: Config, workspace_bytes: int | None = None) -> int:
         """Bytes of the whole request; the workspace at its lower bound unless given."""
@@ -188,14 +213,17 @@ class Point:
 
     def seconds(self, config: Config) -> float:
         """Predicted time of the step."""
-        times = self.space.times(config.choices)
-        values = self.values(config)
-        return sum(self._group_seconds(times, config.choices, group, values) for group in times.groups)
+        if config not in self._total_seconds:
+            times, values = self.space.times(config.choices), self.values(config)
+            self._total_seconds[config] = sum(
+                self._group_seconds(times, config.choices, group, values) for group in times.groups
+            )
+        return self._total_seconds[config]
 
     def _group_seconds(
         self, times: OpTimes, choices: tuple[str, ...], group: tuple[str, ...], values: Sequence[int]
     ) -> float:
-        rows = tuple(values[times.body.variables.index(f"{knob}_rows")] for knob in group)
+        rows = tuple([values[times.columns[knob]] for knob in group])
         key = (choices, group, rows)
         if key not in self._seconds:
             self._seconds[key] = times.group_seconds(group, values, self.extents)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mosaic.errors import GraphError
 
-__all__ = ["Body", "BufferRecord", "DimRecord", "KnobRecord", "OpRecord", "RegionRecord", "Template", "compile_template"]
+__all__ = ["Body", "BufferRecord", "DimRecord", "KnobRecord", "OpRecord", "RegionRecord", "Template", "compile_template", "linear_columns"]
 
 
 class DimRecord(NamedTuple):
@@ -90,7 +90,7 @@ class Body:
     """One registration of the model, compiled.
 
     `exponents` [monomials, variables] and `coefficients` [polynomials, monomials] hold every symbolic quantity;
-    variables are the dims, then one `<knob>_rows` per knob.
+    variables are the dims, then one `<knob>_rows` per knob. `linear` is `linear_columns` of the exponents.
     """
 
     variables: tuple[str, ...]
@@ -102,16 +102,25 @@ class Body:
     regions: tuple[RegionRecord, ...]
     barriers: tuple[tuple[str, list[int], int | None, int], ...]
     edges: tuple[tuple[str, int, int], ...]
+    linear: npt.NDArray[np.int64] | None
 
     def evaluate(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
         """Every polynomial at the given variables, exact in 64 bits; fractions are floored."""
-        numerators = self.coefficients @ monomials(self.exponents, values)
-        return numerators // self.denominators
+        return (self.coefficients @ self.monomials(values)) // self.denominators
+
+    def monomials(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Values of the monomials; a gather where all are linear, as they are unless a model says otherwise."""
+        if self.linear is not None:
+            return np.array([*values, 1], dtype=np.int64)[self.linear]
+        return np.prod(np.asarray(values, dtype=np.int64) ** self.exponents, axis=1)
 
 
-def monomials(exponents: npt.NDArray[np.int64], values: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Values of the monomials."""
-    return np.prod(np.asarray(values, dtype=np.int64) ** exponents, axis=1)
+def linear_columns(exponents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """For each monomial the variable it is (the number of variables stands for the constant 1); None if one is neither."""
+    if exponents.size and int(exponents.sum(axis=1).max()) > 1:
+        return None
+    constant = exponents.shape[1]
+    return np.where(exponents.any(axis=1), exponents.argmax(axis=1) if exponents.size else 0, constant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +281,7 @@ def compile_body(graph: Any) -> Body:
         variables=tuple(map(str, symbols)), exponents=exponents, coefficients=coefficients, denominators=denominators,
         ops=ops, buffers=buffers, regions=regions,
         barriers=tuple((b.name, [x.id for x in b.buffers], b.start, b.end) for b in graph.barriers),
-        edges=tuple((e.kind, e.source, e.target) for e in graph.edges),
+        edges=tuple((e.kind, e.source, e.target) for e in graph.edges), linear=linear_columns(exponents),
     )  # fmt: skip
 
 

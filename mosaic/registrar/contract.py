@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import sympy
 
 from mosaic.errors import GraphError
+from mosaic.registrar.dtypes import ITEMSIZE
 
-__all__ = ["ITEMSIZE", "Contract", "Dim", "Rate", "Spec", "require"]
+__all__ = ["Contract", "Dim", "Rate", "Spec", "require"]
 
 Dim: TypeAlias = int | sympy.Expr
 Rate: TypeAlias = Literal["memory", "gemm", "attention", "unembed"]
-
-ITEMSIZE: Final[Mapping[str, int]] = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Spec:

@@ -17,8 +17,9 @@ from typing import Any, Final, Literal, TypeAlias
 import sympy
 
 from mosaic.errors import GraphError
-from mosaic.registrar.contract import ITEMSIZE, Contract, Dim, Spec, require
+from mosaic.registrar.contract import Contract, Dim, Spec, require
 from mosaic.registrar.contracts import contract as shipped_contract
+from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.implementations import scratch_bytes
 
 __all__ = ["Barrier", "Buffer", "Choice", "DimInfo", "Edge", "Graph", "Kind", "Op", "Region", "Slice"]

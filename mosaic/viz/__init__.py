@@ -1,7 +1,48 @@
-"""Pictures, reports and traces of plans. No planning logic; everything reads a plan document."""
+"""Pictures, reports and traces of plans. No planning logic: everything reads a plan document.
+
+>>> import mosaic.viz                                # imports neither torch nor matplotlib
+>>> mosaic.viz.save(document, "plan.html")           # doctest: +SKIP
+"""
 
 from __future__ import annotations
 
-from mosaic.viz.profile import CATEGORIES, LiveBuffer, LiveProfile, largest_live, live_profile
+from mosaic.viz.charts import (
+    before_after_figure,
+    context_figure,
+    figure_png,
+    map_figure,
+    plan_figure,
+    plan_png,
+    timeline_figure,
+)
+from mosaic.viz.perfetto import trace_events, trace_json
+from mosaic.viz.profile import CATEGORIES, Document, LiveBuffer, LiveProfile, largest_live, live_profile
+from mosaic.viz.report import html_report
+from mosaic.viz.save import FORMATS, save
+from mosaic.viz.snapshot import memory_snapshot, snapshot_pickle
+from mosaic.viz.text import sparkline, text_timeline
 
-__all__ = ["CATEGORIES", "LiveBuffer", "LiveProfile", "largest_live", "live_profile"]
+__all__ = [
+    "CATEGORIES",
+    "FORMATS",
+    "Document",
+    "LiveBuffer",
+    "LiveProfile",
+    "before_after_figure",
+    "context_figure",
+    "figure_png",
+    "html_report",
+    "largest_live",
+    "live_profile",
+    "map_figure",
+    "memory_snapshot",
+    "plan_figure",
+    "plan_png",
+    "save",
+    "snapshot_pickle",
+    "sparkline",
+    "text_timeline",
+    "timeline_figure",
+    "trace_events",
+    "trace_json",
+]

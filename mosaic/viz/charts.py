@@ -7,6 +7,7 @@ drawn. Figures are drawn by Agg and belong to the caller: no pyplot, no global s
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +40,7 @@ __all__ = [
     "timeline_figure",
 ]
 
+_LAYER: Final = re.compile(r"^\w+\.\d+/")  # every tick would repeat it
 _INK: Final = "#333333"
 _FAINT: Final = "#E4E4E4"
 _ZOOM_OPS: Final = 24  # about two layers: few enough that op names can be read
@@ -422,7 +424,7 @@ def _draw_zoom(timeline: Axes, addresses: Axes, doc: Document, profile: LiveProf
     timeline.set_xticks([])
     addresses.set_xticks([op + 0.5 for op in range(first, last)])
     names = [doc["ops"][op]["name"] for op in range(first, last)]
-    addresses.set_xticklabels(["/".join(name.split("/")[-2:]) for name in names], rotation=90, fontsize=7.5)
+    addresses.set_xticklabels([_LAYER.sub("", name) for name in names], rotation=90, fontsize=7.5)
 
 
 def _context_axis(axes: Axes, contexts: Sequence[int]) -> None:

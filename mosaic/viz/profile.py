@@ -84,7 +84,7 @@ _ROLES: Final[tuple[tuple[str, Mapping[str, frozenset[str]]], ...]] = (
 )
 
 _WORDS: Final[tuple[tuple[str, frozenset[str]], ...]] = (
-    ("logits and head", frozenset({"head", "lm_head", "logits", "unembed", "final", "rows"})),
+    ("logits and head", frozenset({"head", "logits", "unembed", "final", "rows"})),
     ("ffn", frozenset({"ffn", "mlp", "moe", "experts", "expert", "gate", "up", "down"})),
     ("attention", frozenset({"attn", "attention", "qkv", "q", "k", "v"})),
     ("hidden", frozenset({"hidden", "residual", "norm", "embed", "embedding"})),
@@ -228,7 +228,7 @@ def _by_role(uses: set[tuple[str, str]]) -> str | None:
 
 def _by_words(names: Iterable[str]) -> str:
     for name in names:
-        found = frozenset(re.split(r"[/.:\s]+", name.lower()))
+        found = frozenset(re.split(r"[\W_]+", name.lower()))
         for category, words in _WORDS:
             if found & words:
                 return category

@@ -153,10 +153,14 @@ def _facts(doc: Document, profile: LiveProfile) -> str:
         (format_bytes(doc["peak_bytes"]), f"workspace, {optimality(doc)}"),
         (f"{profile.peak_to_average:.2f} x", "workspace peak over average"),
         (format_tokens(doc["max_ctx_tokens"]), "tokens, the largest context that fits"),
-        (f"{doc['predicted_step_ms']:,.1f} ms", f"predicted step{estimated}"),
+        (_duration(doc["predicted_step_ms"]), f"predicted step{estimated}"),
     )
     boxes = "".join(f'<div class="fact"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in facts)
     return f'<div class="facts">{boxes}</div>'
+
+
+def _duration(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:,.1f} s" if milliseconds >= 10_000 else f"{milliseconds:,.1f} ms"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
@@ -282,7 +286,7 @@ def _buffer_row(doc: Document, buffer: Mapping[str, Any], category: str, at: int
 
 def _search(doc: Document) -> str:
     rows = [_search_row(step, number) for number, step in enumerate(doc["trace"])]
-    head = ("step", "move", "workspace", "total", "predicted", "bottleneck", "at")
+    head = ("step", "move", "workspace", "total", "predicted", "bottleneck")
     table = _table(head, rows, (0, 2, 3, 4)) if rows else "<p>None was recorded.</p>"
     return f"<h2>How the search got there</h2>{table}"
 
@@ -291,8 +295,9 @@ def _search_row(step: Mapping[str, Any], number: int) -> tuple[str, ...]:
     """A step of the search; what a step does not record stays blank."""
     sizes = [format_bytes(step[key]) if key in step else "" for key in ("peak_bytes", "total_bytes")]
     predicted = f"{step['predicted_ms']:,.1f} ms" if step.get("predicted_ms") is not None else ""
-    bottleneck, at = (f"<code>{escape(_said(step.get(key)))}</code>" for key in ("bottleneck", "at"))
-    return (str(number), escape(_said(step.get("move"))), *sizes, predicted, bottleneck, at)
+    places = dict.fromkeys(_said(step.get(key)) for key in ("bottleneck", "at"))
+    where = " at ".join(f"<code>{escape(place)}</code>" for place in places if place)
+    return (str(number), escape(_said(step.get("move"))), *sizes, predicted, where)
 
 
 def _said(value: object) -> str:

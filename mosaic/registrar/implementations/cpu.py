@@ -171,7 +171,7 @@ def _attention(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]
 
 def _shift_rows(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
     (rows,), (bounds,) = shapes["rows"], shapes["cu_seqlens"]
-    return Tile((1,), "int64"), Tile((bounds,), "int64"), Tile((rows,), "int64")
+    return Tile((1,), "int64"), Tile((bounds,), "int64"), Tile((rows,), "int64"), Tile((rows,), "int64")
 
 
 def _statistics(vocabulary: int) -> tuple[Tile, ...]:

@@ -1,0 +1,120 @@
+"""Workspace: the ranges of one device into which the offsets of plans point, and typed views of them.
+
+One range per pool of the plan document (`workspace`, `weights`, `state`, `host`), reserved large, committed as plans need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import PlanFormatError, RuntimeMemoryError
+from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.page_pool import PAGE_BYTES, PagePool, PageRange
+
+__all__ = ["DTYPES", "Workspace", "torch_dtype"]
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+"""Name in plans -> PyTorch dtype."""
+
+RESERVE_BYTES: Final = 1 << 40
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Look a dtype up by its name in plans.
+
+    >>> torch_dtype("bfloat16")
+    torch.bfloat16
+    """
+    if name not in DTYPES:
+        raise PlanFormatError(f"unknown dtype '{name}' in the plan; known: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+class Workspace:
+    """The memory of one device, by pool.
+
+    Parameters
+    ----------
+    ledger
+        Owner of the budget; a fresh one without a limit if not given.
+    capacities
+        Bytes of address space to reserve per pool; 1 TiB where not given. Reserving costs no memory.
+
+    Examples
+    --------
+    >>> with Workspace() as workspace:
+    ...     workspace.resize("workspace", 4096)
+    ...     x_TD = workspace.view("workspace", 512, (2, 3), "float32").fill_(1.0)
+    ...     float(x_TD.sum())
+    6.0
+    """
+
+    def __init__(
+        self,
+        ledger: DeviceLedger | None = None,
+        *,
+        capacities: Mapping[str, int] | None = None,
+        pool: PagePool | None = None,
+    ) -> None:
+        self.pages = pool if pool is not None else PagePool(ledger, page_bytes=PAGE_BYTES)
+        self._capacities = dict(capacities or {})
+
+    @property
+    def ledger(self) -> DeviceLedger:
+        """The ledger that the pages are charged to."""
+        return self.pages.ledger
+
+    def range(self, name: str) -> PageRange:
+        """Give the range of a pool, reserving it on first use."""
+        existing = self.pages.ranges.get(name)
+        return existing if existing is not None else self.pages.reserve(name, self._capacities.get(name, RESERVE_BYTES))
+
+    def resize(self, name: str, num_bytes: int, *, populate: bool = True) -> None:
+        """Make exactly `[0, num_bytes)` of a pool memory, rounded up to pages."""
+        self.range(name).resize(num_bytes, populate=populate)
+
+    def view(self, name: str, offset: int, shape: Sequence[int], dtype: str) -> Tensor:
+        """View committed bytes of a pool as a contiguous tensor; no copy.
+
+        Raises
+        ------
+        RuntimeMemoryError
+            If the view is misaligned or reaches beyond the committed bytes.
+        """
+        kind, part = torch_dtype(dtype), self.range(name)
+        size = math.prod(shape) * kind.itemsize
+        if offset < 0 or offset + size > part.committed_bytes or offset % kind.itemsize:
+            raise RuntimeMemoryError(
+                f"{name}: a view of {size:,} bytes ({dtype} {list(shape)}) at offset {offset:,} does not lie, aligned, within "
+                f"the {part.committed_bytes:,} committed bytes: commit the plan's peak first."
+            )
+        return part.tensor[offset : offset + size].view(kind).view(tuple(shape))
+
+    def committed_bytes(self) -> dict[str, int]:
+        """Bytes committed, by pool."""
+        return {name: part.committed_bytes for name, part in self.pages.ranges.items()}
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes in physical memory as the system counts them, by pool."""
+        return {name: part.resident_bytes() for name, part in self.pages.ranges.items()}
+
+    def close(self) -> None:
+        """Give all memory back. Closing twice is fine."""
+        self.pages.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
