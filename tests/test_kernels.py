@@ -1,4 +1,4 @@
-"""Every CPU kernel against its float64 reference, with bounds derived from dtype and reduction length; nothing allocated."""
+"""Every CPU kernel against its float64 reference, bounds derived from dtype and reduction length; nothing allocated."""
 
 from __future__ import annotations
 

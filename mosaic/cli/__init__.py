@@ -1,0 +1,58 @@
+"""The `mosaic` command: one file per subcommand, results on stdout, errors one line on stderr.
+
+Exit codes: 0 fits, 3 a valid question whose answer is "does not fit", 2 usage,
+1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from mosaic.cli import check, devices, models, pack, plan, show
+from mosaic.cli.clash import warn_of_other_mosaics
+from mosaic.errors import MosaicError
+from mosaic.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="mosaic",
+    help="Plan a diffusion LLM to the byte: where every buffer goes, whether a request fits, how long a step takes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"mosaic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
+    warn_of_other_mosaics()
+
+
+for command in (plan.plan, check.check, show.show, pack.pack, models.models, devices.devices):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; errors of ours end as one line and their exit code."""
+    try:
+        app()
+    except MosaicError as error:
+        print(f"mosaic: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:
+        # The reader (head, less) has gone; keep the interpreter from complaining when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

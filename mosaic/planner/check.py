@@ -1,18 +1,18 @@
 """Verify every claim of a plan from its JSON document alone, sharing no code with the planner.
 
-Lifetimes are derived again from the ops, and addresses are swept in address order with one bit set of op indices per buffer,
-where packers sweep time with sets of addresses. O(n log n) in buffers, times N / 64 words for the bit sets of N ops.
+Lifetimes are derived again from the ops. Addresses are swept upwards with one bit set of op indices per buffer, where packers
+sweep time with sets of addresses. O(n log n) in buffers, times N / 64 words for the bit sets of N ops.
 
 Rulings where the rules leave a choice; each takes the safe side:
 
-- A `carry` that is read before it is written holds its value from op 0; one that is written lives to the end. A `host` buffer that is
-  read before it is written is a constant and lives throughout. An `input` that no op touches lives one op, `[0, 1)`.
-- A buffer is touched only inside its home region. One carried through its home region may be read before it is written (the kernel knows
-  the first iteration), but some op must write it. Carried through the home region, it is carried through all that enclose it.
-- A gap holds no access and no part of an explicit barrier or of a side stream's window; what comes first after it, also on the way
-  round a loop, overwrites the whole buffer. Lower bound and overlap leave gaps out; the root's gaps hold for its whole alias group.
-- `inplace` permits only an overwrite at the same address and of the same number of bytes. Members of an alias group whose values share
-  bytes must all be valid when read, in each iteration of a loop, and outputs, states and written carries at the end of the step.
+- A `carry` that is read before it is written holds its value from op 0; one that is written lives to the end. A `host` buffer
+  that is read before it is written is a constant and lives throughout. An `input` that no op touches lives one op, `[0, 1)`.
+- A buffer is touched only inside its home region. One that is carried through its home region may be read before it is written
+  (the kernel knows the first iteration), but some op must write it; it is carried through all enclosing regions as well.
+- A gap holds no access and no part of an explicit barrier or of a side stream's window. What comes first after it, also on the
+  way round a loop, overwrites the whole buffer. Lower bound and overlap leave gaps out; a root's gaps bind its aliases.
+- `inplace` permits only an overwrite at the same address and of the same number of bytes. Members of an alias group that share
+  bytes must hold their value when read, in each iteration of a loop; outputs, states and written carries at the end, too.
 - A side op of a loop is forked and joined inside that loop. One that is never joined touches nothing in the workspace.
 - Reads and writes of one value on two streams are ordered by edges, too, and `rotate` exempts nothing from that.
 - `operands` names each buffer of `reads` and `writes`, scratch included (scratch is written).
@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, starmap
 from math import prod
 from operator import add, itemgetter, mul
 from types import NoneType
@@ -49,9 +49,15 @@ _ITEM_BYTES: Final = {
     "int32": 4, "float32": 4, "int64": 8, "float64": 8,
 }  # fmt: skip
 
-_INT, _STR, _BOOL, _MAP = frozenset({int}), frozenset({str}), frozenset({bool}), frozenset({dict})
-_LIST, _NUMBER = frozenset({list, tuple}), frozenset({int, float})
-_INT_OR_NULL, _STR_OR_NULL = frozenset({int, NoneType}), frozenset({str, NoneType})
+_Types = frozenset[type]
+_INT: Final[_Types] = frozenset({int})
+_STR: Final[_Types] = frozenset({str})
+_BOOL: Final[_Types] = frozenset({bool})
+_MAP: Final[_Types] = frozenset({dict})
+_LIST: Final[_Types] = frozenset({list, tuple})
+_NUMBER: Final[_Types] = frozenset({int, float})
+_INT_OR_NULL: Final[_Types] = frozenset({int, NoneType})
+_STR_OR_NULL: Final[_Types] = frozenset({str, NoneType})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +99,8 @@ def check_plan(document: Mapping[str, Any]) -> list[Violation]:
     Returns
     -------
     list of Violation
-        In a fixed order. A malformed document yields only 'format', 'id' and 'region' violations, as the rest cannot be derived.
+        In a fixed order. A malformed document yields only 'format', 'id' and 'region' violations: nothing can be
+        derived from it.
 
     Raises
     ------
@@ -107,7 +114,7 @@ def check_plan(document: Mapping[str, Any]) -> list[Violation]:
     """
     schema = document.get("schema") if isinstance(document, Mapping) else None
     if schema != SCHEMA:
-        raise PlanFormatError(f"this version reads plans of schema '{SCHEMA}', got {schema!r}; plan again with this version")
+        raise PlanFormatError(f"expected a plan of schema '{SCHEMA}', got {schema!r}; plan again with this version")
     found: list[Violation] = []
     plan = _read(document, found)
     if plan is None or not _check_structure(plan):
@@ -139,21 +146,21 @@ def require_valid(document: Mapping[str, Any]) -> None:
     >>> require_valid({"schema": "mosaic.plan/2"})
     Traceback (most recent call last):
         ...
-    mosaic.errors.PlanFormatError: this version reads plans of schema 'mosaic.plan/1', got 'mosaic.plan/2'; plan again with this version
+    mosaic.errors.PlanFormatError: expected a plan of schema 'mosaic.plan/1', got 'mosaic.plan/2'; plan again with this version
     """
     violations = check_plan(document)
     if violations:
         raise CheckFailed(map(str, violations))
 
 
-# Reading: fields and types, column by column, as a loop over 500 rows and 18 fields in Python would take half of the time.
+# Reading: fields and types, column by column; a loop over 500 rows of 17 fields in Python would take half of the time.
 
 
 class _Table(NamedTuple):
     """The fields of a list of JSON objects and the types that each may have."""
 
     label: str
-    fields: Mapping[str, frozenset[type]]
+    fields: Mapping[str, _Types]
 
     def columns(self, rows: Sequence[Any], found: list[Violation]) -> tuple[tuple[Any, ...], ...]:
         """Transpose rows into one tuple per field; empty tuple if some row is malformed."""
@@ -166,21 +173,21 @@ class _Table(NamedTuple):
             columns = tuple(zip(*map(itemgetter(*self.fields), rows), strict=True))
         except KeyError:
             for i, row in enumerate(rows):
-                missing = [field for field in self.fields if field not in row]
+                missing = [name for name in self.fields if name not in row]
                 if missing:
                     _fail(found, "format", f"{self.label}[{i}]: missing {', '.join(missing)}")
             return ()
         bad = False
-        for (field, allowed), column in zip(self.fields.items(), columns, strict=True):
+        for (name, allowed), column in zip(self.fields.items(), columns, strict=True):
             if not allowed.issuperset(map(type, column)):
                 bad = True
                 for i, value in enumerate(column):
                     if type(value) not in allowed:
-                        _fail(found, "format", f"{self.label}[{i}].{field}: expected {_type_names(allowed)}, got {value!r}")
+                        _fail(found, "format", f"{self.label}[{i}].{name}: expected {_type_names(allowed)}, got {value!r}")
         return () if bad else columns
 
 
-_DOCUMENT: Final[Mapping[str, frozenset[type]]] = {
+_DOCUMENT: Final[Mapping[str, _Types]] = {
     "mosaic_version": _STR, "model": _STR, "phase": _STR, "dtype": _STR, "dims": _MAP, "device": _STR, "estimated": _BOOL,
     "page_bytes": _INT, "mesh": _MAP, "pools": _LIST, "regions": _LIST, "barriers": _LIST, "edges": _LIST, "budget_bytes": _INT,
     "config": _MAP, "fits": _BOOL, "components": _MAP, "total_bytes": _INT, "peak_bytes": _INT, "lower_bound_bytes": _INT,
@@ -209,7 +216,8 @@ _BUFFER: Final = _Table("buffers", {
 _Ids = Sequence[int]
 
 
-class _Region(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Region:
     name: str
     knob: str
     dim: str
@@ -221,7 +229,8 @@ class _Region(NamedTuple):
     parent: str | None
 
 
-class _Barrier(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Barrier:
     name: str
     region: str | None
     start: int
@@ -231,7 +240,7 @@ class _Barrier(NamedTuple):
     carried: _Ids
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Plan:
     """A plan by columns, indexed by buffer id or op index, and what the checks derive from it."""
 
@@ -247,8 +256,6 @@ class _Plan:
     op_region: Sequence[str | None]
     reads: Sequence[_Ids]
     writes: Sequence[_Ids]
-    flops: Sequence[int]
-    moved: Sequence[int]
     operands: Sequence[Mapping[str, int]]
     inplace: Sequence[Sequence[Sequence[int]]]
     slices: Sequence[Sequence[tuple[str, int, str, int]]]
@@ -269,14 +276,14 @@ class _Plan:
     home: Sequence[str | None]
     rotate: Sequence[int]
     # derived
-    enclosing: dict[str, tuple[str, ...]]  # region -> itself and those around it, innermost first
-    start: list[int]
-    end: list[int]
-    windows: dict[int, list[tuple[int, int]]]  # buffer -> intervals that barriers and side streams hold
-    members: dict[int, list[int]]  # root -> its aliases
-    own: dict[int, tuple[int, int]]  # root with aliases -> the lifetime of its own value
-    top: list[int]  # buffer -> offset + size
-    raw_bytes: list[int]  # buffer -> product(shape) x itemsize
+    enclosing: dict[str, tuple[str, ...]] = field(default_factory=dict)  # region -> itself and those around it, innermost first
+    start: list[int] = field(default_factory=list)
+    end: list[int] = field(default_factory=list)
+    windows: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # held by barriers, side streams
+    members: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # root -> its aliases
+    own: dict[int, tuple[int, int]] = field(default_factory=dict)  # root with aliases -> the lifetime of its own value
+    top: list[int] = field(default_factory=list)  # buffer -> offset + size
+    raw_bytes: list[int] = field(default_factory=list)  # buffer -> product(shape) x itemsize
 
     @property
     def has_side_streams(self) -> bool:
@@ -325,19 +332,19 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _read(document: Mapping[str, Any], found: list[Violation]) -> _Plan | None:
     """Transpose a document into columns; None if a field is missing or of a wrong type."""
-    for field, allowed in _DOCUMENT.items():
-        if field not in document:
-            _fail(found, "format", f"missing {field}")
-        elif type(document[field]) not in allowed:
-            _fail(found, "format", f"{field}: expected {_type_names(allowed)}, got {type(document[field]).__name__}")
+    for key, allowed in _DOCUMENT.items():
+        if key not in document:
+            _fail(found, "format", f"missing {key}")
+        elif type(document[key]) not in allowed:
+            _fail(found, "format", f"{key}: expected {_type_names(allowed)}, got {type(document[key]).__name__}")
     if found:
         return None
     pool, region, barrier = (t.columns(document[t.label], found) for t in (_POOL, _REGION, _BARRIER))
     edge, op, buffer = (t.columns(document[t.label], found) for t in (_EDGE, _OP, _BUFFER))
     if found:
         return None
-    index, op_name, _, stream, op_region, reads, writes, flops, moved, operands, _, inplace, slices = op
-    ids, *buffer_columns, _, rotate = buffer
+    index, op_name, _, stream, op_region, reads, writes, _, _, operands, _, inplace, slices = op
+    ids, name, kind, pool_of, offset, size, start, end, gaps, alias_of, alias_offset, dtype, shape, alignment, home, _, rotate = buffer
     num_ops, num_buffers = len(index), len(ids)
     if index != tuple(range(num_ops)):
         _fail(found, "id", "ops[i].index must be i")
@@ -346,16 +353,17 @@ def _read(document: Mapping[str, Any], found: list[Violation]) -> _Plan | None:
     _read_nested(document, op, buffer, barrier, edge, found)
     if found:
         return None
-    for label, names in (("ops", op_name), ("buffers", buffer[1]), ("pools", pool[0]), ("regions", region[0])):
+    for label, names in (("ops", op_name), ("buffers", name), ("pools", pool[0]), ("regions", region[0])):
         if len(set(names)) != len(names):
             twice = sorted(name for name in set(names) if names.count(name) > 1)
             _fail(found, "duplicate-name", f"{label}: {', '.join(map(repr, twice))} more than once")
-    barriers = list(map(_Barrier._make, zip(*barrier, strict=True)))
     return _Plan(
-        document, found, dict(zip(pool[0], pool[2], strict=True)),
-        {row[0]: _Region._make(row) for row in zip(*region, strict=True)}, barriers, list(zip(*edge, strict=True)),
-        op_name, stream, op_region, reads, writes, flops, moved, operands, inplace, slices, *buffer_columns, rotate,
-        enclosing={}, start=[], end=[], windows=defaultdict(list), members=defaultdict(list), own={}, top=[], raw_bytes=[],
+        document=document, found=found, pools=dict(zip(pool[0], pool[2], strict=True)),
+        regions={row[0]: _Region(*row) for row in zip(*region, strict=True)},
+        barriers=list(starmap(_Barrier, zip(*barrier, strict=True))), edges=list(zip(*edge, strict=True)),
+        op_name=op_name, stream=stream, op_region=op_region, reads=reads, writes=writes, operands=operands, inplace=inplace,
+        slices=slices, name=name, kind=kind, pool=pool_of, offset=offset, size=size, claimed_start=start, claimed_end=end, gaps=gaps,
+        alias_of=alias_of, alias_offset=alias_offset, dtype=dtype, shape=shape, alignment=alignment, home=home, rotate=rotate,
     )  # fmt: skip
 
 
@@ -370,8 +378,8 @@ def _read_nested(
     """Check the types and ranges of what lies inside the fields: id lists, operands, slices, gaps, shapes."""
     num_ops, num_buffers = len(op[0]), len(buffer[0])
     each = chain.from_iterable
-    pairs: tuple[tuple[str, list[Any]], ...] = (("ops.inplace", list(each(op[11]))), ("buffers.gaps", list(each(buffer[8]))))
-    for label, entries in pairs:
+    inplace, gaps = list(each(op[11])), list(each(buffer[8]))
+    for label, entries in (("ops.inplace", inplace), ("buffers.gaps", gaps)):
         if not (_LIST.issuperset(map(type, entries)) and {2}.issuperset(map(len, entries))):
             _fail(found, "format", f"{label}: every entry must be a pair")
             return
@@ -383,11 +391,11 @@ def _read_nested(
         ("ops.reads", list(each(op[5])), num_buffers),
         ("ops.writes", list(each(op[6])), num_buffers),
         ("ops.operands", list(each(map(dict.values, op[9]))), num_buffers),
-        ("ops.inplace", list(each(pairs[0][1])), num_buffers),
+        ("ops.inplace", list(each(inplace)), num_buffers),
         ("buffers.alias_of", [root for root in buffer[9] if root is not None], num_buffers),
         ("barriers", list(each(each(barrier[4:]))), num_buffers),
         ("edges", [*edge[1], *edge[2]], num_ops),
-        ("buffers.gaps", list(each(pairs[1][1])), num_ops + 1),
+        ("buffers.gaps", list(each(gaps)), num_ops + 1),
         ("buffers.shape", list(each(buffer[12])), 1 << 63),
         ("buffers.offset", buffer[4], 1 << 63),
         ("buffers.size", buffer[5], 1 << 63),
@@ -666,9 +674,10 @@ def _check_barriers(plan: _Plan, expected: Mapping[str, Sequence[list[int]]]) ->
         if (barrier.start, barrier.end) != (region.start, region.end):
             text = f"barrier '{barrier.name}' covers [{barrier.start}, {barrier.end}), its region [{region.start}, {region.end})"
             plan.fail("barrier-mismatch", text)
-        for field, claimed, derived in zip(_Barrier._fields[4:], barrier[4:], expected[name], strict=True):
+        lists = (("inputs", barrier.inputs), ("outputs", barrier.outputs), ("carried", barrier.carried))
+        for (which, claimed), derived in zip(lists, expected[name], strict=True):
             if sorted(claimed) != derived:
-                text = f"barrier '{barrier.name}' lists {field} {sorted(claimed)}, the ops say {derived}"
+                text = f"barrier '{barrier.name}' lists {which} {sorted(claimed)}, the ops say {derived}"
                 plan.fail("barrier-mismatch", text, sorted({*claimed} ^ {*derived}))
     for name in expected:
         if name not in seen:
@@ -1000,14 +1009,13 @@ def _check_addresses(plan: _Plan, gaps: _Gaps) -> None:
     for b, (pool, root, size) in enumerate(zip(plan.pool, plan.alias_of, plan.size, strict=True)):
         if root is None and size:
             roots[pool].append(b)
-    always = 1
     for pool in ("weights", "state"):
         ids = sorted(roots[pool], key=plan.offset.__getitem__)
         reach = 0
         for b in ids:
             if plan.offset[b] < reach:
-                mask = dict.fromkeys(ids, always)
-                _report_clashes(plan, ids, mask, mask, "overlap", "both live always")
+                always = dict.fromkeys(ids, 1)
+                _report_clashes(plan, ids, always, always, "overlap", "both live always")
                 break
             reach = plan.top[b]
     live: dict[int, int] = {}
@@ -1150,7 +1158,7 @@ def _check_claims(plan: _Plan, gaps: _Gaps) -> None:
     ]
     for pool in _PAGED:
         facts.append(("components", f"components.{pool}", components[pool], _round_up(reach[pool], page), "the pages in use"))
-    for code, field, claimed, derived, meaning in facts:
+    for code, key, claimed, derived, meaning in facts:
         if claimed != derived:
-            plan.fail(code, f"{field} is {claimed}, {meaning}: {derived}")
+            plan.fail(code, f"{key} is {claimed}, {meaning}: {derived}")
 

@@ -62,8 +62,8 @@ class DeviceLedger:
         budget = format_bytes(self.budget_bytes or 0)
         need = format_bytes(self.committed_bytes + num_bytes)
         return (
-            f"{owner} asks for {format_bytes(num_bytes)} on {self.device}, {format_bytes(free)} of the budget of {budget} "
-            f"are free (held: {held}). Raise the budget to {need}, or plan for fewer tokens."
+            f"{owner} asks for {format_bytes(num_bytes)} on {self.device}, {format_bytes(free)} of the budget of "
+            f"{budget} are free (held: {held}). Raise the budget to {need}, or plan for fewer tokens."
         )
 
     def release(self, owner: str, num_bytes: int) -> None:

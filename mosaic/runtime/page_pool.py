@@ -1,6 +1,6 @@
 """PagePool on a CPU: large ranges of address space, reserved once, of which a prefix is committed.
 
-The same interface as the CUDA one to come. Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes
+Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes
 [0, n) readable and writable, decommitting hands the pages back and makes them fault again, so a stray access is caught.
 Linux: mmap, mprotect, madvise, mincore through ctypes.
 """
@@ -25,8 +25,8 @@ from mosaic.units import format_bytes, round_up
 
 __all__ = ["PAGE_BYTES", "PagePool", "PageRange", "System"]
 
-PAGE_BYTES: Final = 2 << 20
-"""Granularity of commits: 2 MiB, as on a GPU, so that one plan means the same bytes on both."""
+PAGE_BYTES: Final = mmap.PAGESIZE
+"""Granularity of commits: the system's page, as in the built-in profile of a CPU."""
 
 _PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = 3
@@ -85,7 +85,13 @@ class Linux:
         _check(self._libc.mprotect(address, size, _PROT_READ_WRITE if accessible else _PROT_NONE))
 
     def populate(self, address: int, size: int) -> None:
-        """Fault the pages in; a kernel older than 5.14 leaves that to the first touch."""
+        """Fault the pages in; a kernel older than 5.14 leaves that to the first touch.
+
+        More than the machine has available is refused here: Linux would rather kill a process than fail the call.
+        """
+        available = _available_bytes()
+        if available is not None and size > available:
+            raise OSError(errno.ENOMEM, f"{format_bytes(available)} of physical memory are available")
         try:
             _check(self._libc.madvise(address, size, _MADV_POPULATE_WRITE))
         except OSError as error:
@@ -109,6 +115,16 @@ class Linux:
 
 
 _LOW_BIT: Final = bytes(value & 1 for value in range(256))  # the other bits of mincore's answer are undefined
+
+
+def _available_bytes() -> int | None:
+    """Read what Linux thinks can be had without swapping; None where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def _check(code: int) -> None:
@@ -142,7 +158,8 @@ class PageRange:
                 f"raise the limit of virtual memory (ulimit -v)."
             ) from error
         buffer = (ctypes.c_uint8 * self.capacity_bytes).from_address(self.address)
-        # The addresses go back when the last tensor over them is gone: a stray view faults, it never sees foreign memory.
+        # The addresses go back when the last tensor over them is gone: a stray view faults, it never sees foreign
+        # memory.
         weakref.finalize(buffer, system.unmap, self.address, self.capacity_bytes)
         self._tensor: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -191,8 +208,8 @@ class PageRange:
                     self._system.populate(start, size)
             except OSError as error:
                 raise RuntimeMemoryError(
-                    f"{self.name}: the system refused {format_bytes(size)} on top of {format_bytes(self.committed_bytes)} "
-                    f"({error.strerror}); nothing was changed. Free memory, or plan with a smaller budget."
+                    f"{self.name}: the system refused {format_bytes(size)} on top of "
+                    f"{format_bytes(self.committed_bytes)} ({error.strerror}); nothing was changed. Free memory, or plan with a smaller budget."
                 ) from error
             undo.pop_all()
         self.committed_bytes = end
@@ -219,7 +236,11 @@ class PageRange:
 
     def resident_bytes(self) -> int:
         """Measure how much of the range is in physical memory, by the system's own account."""
-        return self._system.resident(self.address, self._high_water) if self._high_water and self._tensor is not None else 0
+        return (
+            self._system.resident(self.address, self._high_water)
+            if self._high_water and self._tensor is not None
+            else 0
+        )
 
     def close(self) -> None:
         """Give the memory back, and the addresses once no tensor views them. Closing twice is fine."""
@@ -236,7 +257,7 @@ class PagePool:
     ...     workspace = pool.reserve("workspace", 1 << 40)
     ...     workspace.commit(5_000_000)
     ...     workspace.committed_bytes
-    6291456
+    5001216
     """
 
     def __init__(

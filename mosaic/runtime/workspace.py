@@ -1,6 +1,7 @@
 """Workspace: the ranges of one device into which the offsets of plans point, and typed views of them.
 
-One range per pool of the plan document (`workspace`, `weights`, `state`, `host`), reserved large, committed as plans need.
+One range per pool of the plan document (`workspace`, `weights`, `state`, `host`), reserved large, committed as plans
+need.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Workspace:
         Owner of the budget; a fresh one without a limit if not given.
     capacities
         Bytes of address space to reserve per pool; 1 TiB where not given. Reserving costs no memory.
+    page_bytes
+        Granularity of commits: a plan's `page_bytes`.
 
     Examples
     --------
@@ -63,9 +66,10 @@ class Workspace:
         ledger: DeviceLedger | None = None,
         *,
         capacities: Mapping[str, int] | None = None,
+        page_bytes: int = PAGE_BYTES,
         pool: PagePool | None = None,
     ) -> None:
-        self.pages = pool if pool is not None else PagePool(ledger, page_bytes=PAGE_BYTES)
+        self.pages = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
         self._capacities = dict(capacities or {})
 
     @property
@@ -94,8 +98,8 @@ class Workspace:
         size = math.prod(shape) * kind.itemsize
         if offset < 0 or offset + size > part.committed_bytes or offset % kind.itemsize:
             raise RuntimeMemoryError(
-                f"{name}: a view of {size:,} bytes ({dtype} {list(shape)}) at offset {offset:,} does not lie, aligned, within "
-                f"the {part.committed_bytes:,} committed bytes: commit the plan's peak first."
+                f"{name}: a view of {size:,} bytes ({dtype} {list(shape)}) at offset {offset:,} does not lie, aligned, "
+                f"within the {part.committed_bytes:,} committed bytes: commit the plan's peak first."
             )
         return part.tensor[offset : offset + size].view(kind).view(tuple(shape))
 

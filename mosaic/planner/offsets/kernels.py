@@ -38,3 +38,227 @@ def first_fit_scan(order: Any, sizes: Any, starts: Any, ends: Any) -> Any:
             i -= 1
         start[i], end[i], low[i], top[i] = begins, ceases, offset, offset + size
     return offsets
+
+
+# -- exact search -----------------------------------------------------------------------------------------------------
+#
+# Depth-first over canonical placements. Rows are numbered by preorder. In a canonical placement every block lies on top of
+# what was placed before it, and blocks are placed by non-decreasing offset, equal offsets by row; every assignment can be
+# pushed down into one. A frame is a choice: which block of one part (a range of sections that no unplaced block leaves)
+# comes next. After a placement the part may fall apart; its parts are solved one by one, and if one fails the choice
+# fails, whatever the others found. All state is in arrays, so a search stops at a node limit and goes on later.
+
+DEPTH, LISTED, PARTS, OFFSET_TRAIL, FLOOR_TRAIL, PLACED, CAPACITY, NODES, CHOOSING = range(9)
+"""Registers: the deepest frame and the fill of each stack, the capacity in bytes, placements so far, and
+whether the deepest frame is at a choice (or its parts are to be solved)."""
+
+RUNNING, SOLVED, FAILED = range(3)
+
+F_LOW, F_HIGH, F_OFFSET, F_ROW, F_OFFSETS, F_FLOORS, F_PLACED, F_LIST, F_LIST_END = range(9)
+F_PARTS, F_PARTS_END, F_PART, F_LISTED = range(9, 13)
+"""Columns of a frame: its sections, the choice it is at (at first: the one before it), marks of the trails, its
+list of unplaced rows, the parts its choice left, the next of them, and the fill of the list stack below its parts."""
+FRAME_WIDTH = 13
+
+
+def lifted(row: Any, offset: Any, size: Any, alignment: Any, pin_cuts: Any, pin_low: Any, pin_top: Any) -> Any:
+    """Return the lowest aligned place at or above `offset` that hits none of the row's pinned neighbours."""
+    if alignment > 1:
+        offset += -offset % alignment
+    for i in range(pin_cuts[row], pin_cuts[row + 1]):
+        if offset < pin_top[i] and pin_low[i] < offset + size:
+            offset = pin_top[i]
+            if alignment > 1:
+                offset += -offset % alignment
+    return offset
+
+
+def undo(frame: Any, registers: Any, offsets: Any, floors: Any, totals: Any, crossing: Any, placed: Any, sizes: Any,
+         low: Any, high: Any, piece_cuts: Any, piece_low: Any, piece_high: Any, trail_row: Any, trail_offset: Any,
+         trail_section: Any, trail_floor: Any, stack: Any) -> None:  # fmt: skip
+    """Take back everything that was placed since the frame's choice."""
+    for i in range(registers[OFFSET_TRAIL] - 1, frame[F_OFFSETS] - 1, -1):
+        offsets[trail_row[i]] = trail_offset[i]
+    registers[OFFSET_TRAIL] = frame[F_OFFSETS]
+    for i in range(registers[FLOOR_TRAIL] - 1, frame[F_FLOORS] - 1, -1):
+        floors[trail_section[i]] = trail_floor[i]
+    registers[FLOOR_TRAIL] = frame[F_FLOORS]
+    for i in range(registers[PLACED] - 1, frame[F_PLACED] - 1, -1):
+        row = stack[i]
+        placed[row] = 0
+        for p in range(piece_cuts[row], piece_cuts[row + 1]):
+            for s in range(piece_low[p], piece_high[p]):
+                totals[s] += sizes[row]
+        for s in range(low[row], high[row] - 1):
+            crossing[s] += 1
+    registers[PLACED] = frame[F_PLACED]
+    registers[LISTED] = frame[F_LISTED]
+    registers[PARTS] = frame[F_PARTS]
+
+
+def choose(frame: Any, listed: Any, offsets: Any, sizes: Any, placed: Any, twin: Any) -> Any:
+    """Return the frame's next candidate after its cursor, or -1.
+
+    Candidates come by (offset, row), not below the last placement, and below the lowest possible top: under a higher one there
+    would be room for the block of that top. Of identical blocks only the first unplaced one is tried.
+    """
+    limit, found, at = -1, -1, -1
+    cursor, cursor_row = frame[F_OFFSET], frame[F_ROW]
+    for i in range(frame[F_LIST], frame[F_LIST_END]):
+        row = listed[i]
+        offset = offsets[row]
+        top = offset + sizes[row]
+        if limit < 0 or top < limit:
+            limit = top
+        if offset < cursor or (offset == cursor and row <= cursor_row):
+            continue
+        if (found < 0 or offset < at) and (twin[row] < 0 or placed[twin[row]] == 1):
+            found, at = row, offset
+    if found < 0 or at >= limit:
+        return -1
+    return found
+
+
+def put(row: Any, frame: Any, registers: Any, offsets: Any, floors: Any, totals: Any, crossing: Any, placed: Any,
+        sizes: Any, low: Any, high: Any, piece_cuts: Any, piece_low: Any, piece_high: Any, trail_row: Any,
+        trail_offset: Any, trail_section: Any, trail_floor: Any, stack: Any, near_cuts: Any, near: Any,
+        member_cuts: Any, members: Any, alignments: Any, pin_cuts: Any, pin_low: Any, pin_top: Any, dirty: Any) -> Any:  # fmt: skip
+    """Place a row at its offset; raise what lies over it; return False if some section cannot hold its rest."""
+    capacity = registers[CAPACITY]
+    at = offsets[row]
+    top = at + sizes[row]
+    placed[row] = 1
+    stack[registers[PLACED]] = row
+    registers[PLACED] += 1
+    for p in range(piece_cuts[row], piece_cuts[row + 1]):
+        for s in range(piece_low[p], piece_high[p]):
+            totals[s] -= sizes[row]
+    for s in range(low[row], high[row] - 1):
+        crossing[s] -= 1
+    first, last = low[row], high[row]
+    good = True
+    for i in range(near_cuts[row], near_cuts[row + 1]):
+        other = near[i]
+        if placed[other] == 1 or offsets[other] >= top:
+            continue
+        new = lifted(other, top, sizes[other], alignments[other], pin_cuts, pin_low, pin_top)
+        trail_row[registers[OFFSET_TRAIL]] = other
+        trail_offset[registers[OFFSET_TRAIL]] = offsets[other]
+        registers[OFFSET_TRAIL] += 1
+        offsets[other] = new
+        good = good and new + sizes[other] <= capacity
+        for p in range(piece_cuts[other], piece_cuts[other + 1]):
+            for s in range(piece_low[p], piece_high[p]):
+                dirty[s] = 1
+        if low[other] < first:
+            first = low[other]
+        if high[other] > last:
+            last = high[other]
+    for s in range(first, last):
+        if dirty[s] == 0:
+            continue
+        dirty[s] = 0
+        if not good or totals[s] == 0:
+            continue
+        lowest = -1
+        for i in range(member_cuts[s], member_cuts[s + 1]):
+            other = members[i]
+            if placed[other] == 0 and (lowest < 0 or offsets[other] < lowest):
+                lowest = offsets[other]
+        if lowest > floors[s]:
+            trail_section[registers[FLOOR_TRAIL]] = s
+            trail_floor[registers[FLOOR_TRAIL]] = floors[s]
+            registers[FLOOR_TRAIL] += 1
+            floors[s] = lowest
+            if lowest + totals[s] > capacity:
+                good = False
+    if not good:
+        return False
+    for s in range(frame[F_LOW], frame[F_HIGH]):
+        if totals[s] > 0 and floors[s] < at and at + totals[s] > capacity:
+            return False
+    return True
+
+
+def split(frame: Any, registers: Any, totals: Any, crossing: Any, placed: Any, low: Any, listed: Any, parts: Any) -> None:
+    """List the parts that the frame's choice left of its sections, each with its unplaced rows."""
+    section = frame[F_LOW]
+    while section < frame[F_HIGH]:
+        if totals[section] == 0:
+            section += 1
+            continue
+        end = section
+        while crossing[end] > 0:
+            end += 1
+        end += 1
+        begin = registers[LISTED]
+        for i in range(frame[F_LIST], frame[F_LIST_END]):
+            row = listed[i]
+            if placed[row] == 0 and section <= low[row] < end:
+                listed[registers[LISTED]] = row
+                registers[LISTED] += 1
+        part = parts[registers[PARTS]]
+        part[0], part[1], part[2], part[3] = section, end, begin, registers[LISTED]
+        registers[PARTS] += 1
+        section = end
+    frame[F_PARTS_END] = registers[PARTS]
+    frame[F_PART] = frame[F_PARTS]
+
+
+def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: Any, offsets: Any, floors: Any, totals: Any,
+            crossing: Any, placed: Any, dirty: Any, stack: Any, trail_row: Any, trail_offset: Any, trail_section: Any,
+            trail_floor: Any, sizes: Any, low: Any, high: Any, piece_cuts: Any, piece_low: Any, piece_high: Any,
+            near_cuts: Any, near: Any, member_cuts: Any, members: Any, alignments: Any, pin_cuts: Any, pin_low: Any,
+            pin_top: Any, twin: Any) -> Any:  # fmt: skip
+    """Search on until solved, refuted or `node_limit` placements in all; return RUNNING, SOLVED or FAILED."""
+    while True:
+        frame = frames[registers[DEPTH]]
+        if registers[CHOOSING] == 0:
+            while frame[F_PART] == frame[F_PARTS_END]:  # every part is solved: so is the frame
+                if registers[DEPTH] == 0:
+                    return SOLVED
+                registers[DEPTH] -= 1
+                frame = frames[registers[DEPTH]]
+            part = parts[frame[F_PART]]
+            frame[F_PART] += 1
+            registers[DEPTH] += 1
+            child = frames[registers[DEPTH]]
+            child[F_LOW], child[F_HIGH] = part[0], part[1]
+            child[F_LIST], child[F_LIST_END] = part[2], part[3]
+            child[F_OFFSET], child[F_ROW] = frame[F_OFFSET], frame[F_ROW]
+            child[F_OFFSETS], child[F_FLOORS] = registers[OFFSET_TRAIL], registers[FLOOR_TRAIL]
+            child[F_PLACED], child[F_LISTED] = registers[PLACED], registers[LISTED]
+            child[F_PARTS] = registers[PARTS]
+            frame = child
+            registers[CHOOSING] = 1
+            if part[3] - part[2] == 1:  # no unplaced block touches it: where it lies matters to nobody
+                registers[NODES] += 1
+                put(listed[part[2]], frame, registers, offsets, floors, totals, crossing, placed, sizes, low, high,
+                    piece_cuts, piece_low, piece_high, trail_row, trail_offset, trail_section, trail_floor, stack,
+                    near_cuts, near, member_cuts, members, alignments, pin_cuts, pin_low, pin_top, dirty)  # fmt: skip
+                frame[F_PART] = frame[F_PARTS_END] = registers[PARTS]
+                registers[CHOOSING] = 0
+                continue
+        if registers[NODES] >= node_limit:
+            return RUNNING
+        row = choose(frame, listed, offsets, sizes, placed, twin)
+        if row >= 0:
+            frame[F_OFFSET], frame[F_ROW] = offsets[row], row
+            registers[NODES] += 1
+            if put(row, frame, registers, offsets, floors, totals, crossing, placed, sizes, low, high, piece_cuts,
+                   piece_low, piece_high, trail_row, trail_offset, trail_section, trail_floor, stack, near_cuts, near,
+                   member_cuts, members, alignments, pin_cuts, pin_low, pin_top, dirty):  # fmt: skip
+                split(frame, registers, totals, crossing, placed, low, listed, parts)
+                registers[CHOOSING] = 0
+                continue
+        else:
+            registers[DEPTH] -= 1
+            if registers[DEPTH] == 0:
+                return FAILED
+            frame = frames[registers[DEPTH]]
+        undo(frame, registers, offsets, floors, totals, crossing, placed, sizes, low, high, piece_cuts, piece_low,
+             piece_high, trail_row, trail_offset, trail_section, trail_floor, stack)  # fmt: skip
+
+
+HELPERS["put"] = ("lifted",)
+HELPERS["advance"] = ("put", "undo", "choose", "split")

@@ -1,0 +1,103 @@
+"""`mosaic devices`: the built-in profiles, and which of them would do for a request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Optional
+
+import typer
+
+from mosaic.cli.output import print_json, results
+from mosaic.errors import UsageError
+
+__all__ = ["devices"]
+
+
+def devices(
+    fits: Annotated[bool, typer.Option("--fits", help="Say which devices hold a request, and with what chunks.")] = False,
+    model: Annotated[Optional[str], typer.Option(help="Preset, checkpoint directory or config.json.")] = None,
+    ctx: Annotated[Optional[str], typer.Option(help="Context in tokens, such as 128k.")] = None,
+    mask_ratio: Annotated[float, typer.Option(help="Share of masked tokens.")] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """List the devices, or with --fits those that would do. Exit code 3 when none would."""
+    if fits:
+        if model is None or ctx is None:
+            raise UsageError("--fits needs a request: --model llada-8b --ctx 128k.")
+        rows = _fitting(model, ctx, mask_ratio)
+    elif model is not None or ctx is not None:
+        raise UsageError("--model and --ctx go with --fits.")
+    else:
+        rows = _profiles()
+    if as_json:
+        print_json(rows)
+    else:
+        _print(rows)
+    if fits and not any(row["fits"] for row in rows):
+        raise typer.Exit(3)
+
+
+def _profiles() -> list[dict[str, Any]]:
+    from mosaic.devices import DEVICES
+
+    return [
+        {
+            "name": d.name, "memory_bytes": d.memory_bytes, "bandwidth_bytes_per_s": d.bandwidth,
+            "gemm_flops": max(d.gemm_rates.values()), "attention_flops": d.attention_rate, "estimated": d.estimated,
+            "source": d.source,
+        }
+        for d in DEVICES.values()
+    ]  # fmt: skip
+
+
+def _fitting(model: str, ctx: str, mask_ratio: float) -> list[dict[str, Any]]:
+    from mosaic.devices import DEVICES
+    from mosaic.models import load
+    from mosaic.planner.planner import Planner, Request
+    from mosaic.units import parse_tokens
+
+    loaded = load(model)
+    request = Request(seq_lens=(parse_tokens(ctx),), mask_ratio=mask_ratio)
+    rows = []
+    for device in DEVICES.values():
+        if device.backend != "cuda":
+            continue
+        plan = Planner(loaded, device=device).plan(request)
+        rows.append(
+            {
+                "name": device.name, "fits": plan.fits, "total_bytes": plan.total_bytes, "memory_bytes": device.memory_bytes,
+                "config": plan.config, "predicted_step_ms": plan.predicted_step_ms, "max_ctx_tokens": plan.max_ctx_tokens,
+                "estimated": device.estimated,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    from mosaic.units import format_bytes, format_tokens
+
+    table = Table(box=None, padding=(0, 2))
+    fitting = "fits" in rows[0]
+    columns = (
+        ("device", "fits", "needs", "has", "largest context", "predicted step", "chunks")
+        if fitting
+        else ("device", "memory", "bandwidth", "GEMM", "attention", "figures")
+    )
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if 1 < i < 6 or column == "memory" else "left", header_style="dim")
+    for row in rows:
+        if fitting:
+            chunks = ", ".join(f"{k} {v if isinstance(v, str) else f'{v:,}'}" for k, v in row["config"].items() if v is not None)
+            step = f"{row['predicted_step_ms'] / 1e3:,.2f} s" if row["fits"] else ""
+            table.add_row(
+                row["name"], "[green]yes[/]" if row["fits"] else "[red]no[/]", format_bytes(row["total_bytes"]),
+                format_bytes(row["memory_bytes"]), format_tokens(row["max_ctx_tokens"]), step, chunks if row["fits"] else "",
+            )  # fmt: skip
+        else:
+            table.add_row(
+                row["name"], format_bytes(row["memory_bytes"]), f"{row['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s",
+                f"{row['gemm_flops'] / 1e12:,.0f} TFLOP/s", f"{row['attention_flops'] / 1e12:,.0f} TFLOP/s",
+                "estimated" if row["estimated"] else "measured",
+            )  # fmt: skip
+    results().print(table)

@@ -1,0 +1,66 @@
+"""Write a plan in the formats others read. All are rendered before the first is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mosaic.errors import UsageError
+from mosaic.files import write_atomic
+
+__all__ = ["export"]
+
+Document = Mapping[str, Any]
+
+
+def export(document: Document, targets: Mapping[str, Path | None]) -> None:
+    """Render `document` for every target that is given, then write the files whole."""
+    wanted = {kind: path for kind, path in targets.items() if path is not None}
+    for path in wanted.values():
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: the directory {path.parent} does not exist.")
+        if path.is_dir():
+            raise UsageError(f"cannot write {path}: it is a directory; give a file name.")
+    rendered = [(path, _RENDERERS[kind](document)) for kind, path in wanted.items()]
+    for path, data in rendered:
+        write_atomic(path, data)
+
+
+def _json(document: Document) -> str:
+    from mosaic.planner.plan import Plan
+
+    return Plan(document).to_json()
+
+
+def _html(document: Document) -> str:
+    from mosaic.viz.report import html_report
+
+    return html_report(document)
+
+
+def _png(document: Document) -> bytes:
+    from mosaic.viz.charts import plan_png
+
+    return plan_png(document)
+
+
+def _trace(document: Document) -> str:
+    from mosaic.viz.perfetto import trace_json
+
+    return trace_json(document)
+
+
+def _snapshot(document: Document) -> bytes:
+    from mosaic.viz.snapshot import snapshot_pickle
+
+    return snapshot_pickle(document)
+
+
+_RENDERERS: Mapping[str, Callable[[Document], str | bytes]] = {
+    "json": _json,
+    "html": _html,
+    "png": _png,
+    "trace": _trace,
+    "snapshot": _snapshot,
+}

@@ -1,0 +1,44 @@
+"""`mosaic models`: the presets and the families they stand for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mosaic.cli.output import print_json, results
+
+__all__ = ["models"]
+
+
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False) -> None:
+    """List the models that can be planned without any file."""
+    from mosaic.models import PRESETS, load
+    from mosaic.planner.planner import Planner, Request
+    from mosaic.units import format_bytes
+
+    rows = []
+    for name in PRESETS:
+        model = load(name)
+        arch = model.architecture
+        weights = Planner(model).plan(Request(seq_lens=(1,))).components["weights"]
+        rows.append(
+            {
+                "name": name, "family": model.family, "layers": arch.layers, "hidden": arch.hidden, "heads": arch.heads,
+                "kv_heads": arch.kv_heads, "ffn": arch.ffn, "experts": arch.experts, "vocabulary": arch.vocabulary,
+                "dtype": arch.dtype, "weights_bytes": weights,
+            }
+        )  # fmt: skip
+    if as_json:
+        print_json(rows)
+        return
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2))
+    for column in ("name", "family", "layers", "hidden", "heads", "kv heads", "ffn", "experts", "vocabulary", "weights"):
+        table.add_column(column, justify="left" if column in ("name", "family") else "right", header_style="dim")
+    for row in rows:
+        numbers = (row[key] for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "experts", "vocabulary"))
+        table.add_row(str(row["name"]), str(row["family"]), *(f"{n:,}" for n in numbers), format_bytes(int(row["weights_bytes"])))  # type: ignore[call-overload]
+    results().print(table)
+    results().print("Any checkpoint directory or config.json of these families works too: --model path/to/checkpoint", style="dim")

@@ -1,0 +1,31 @@
+"""Where results and messages go: stdout for results, stderr for the rest, no colour where none is wanted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["note", "print_json", "results"]
+
+
+@cache
+def results() -> Console:
+    """The console for results; 100 columns where stdout is no terminal. `NO_COLOR` is respected by rich."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, soft_wrap=False)
+
+
+def note(message: str) -> None:
+    """A remark that is no result."""
+    print(f"mosaic: {message}", file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """The only thing on stdout under `--json`."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=1) + "\n")

@@ -1,0 +1,68 @@
+"""`mosaic pack`: solve an offset-assignment instance in MiniMalloc's CSV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from mosaic.cli.output import note, print_json, results
+from mosaic.errors import UsageError
+
+__all__ = ["pack"]
+
+
+def pack(
+    file: Annotated[Path, typer.Argument(help="id,lower,upper,size[,offset] with half-open lifetimes.", metavar="INSTANCE.CSV")],
+    solver: Annotated[str, typer.Option(help="auto (the portfolio) or one solver; `--solver help` lists them.")] = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds that the search may take.")] = 60.0,
+    capacity: Annotated[Optional[str], typer.Option(help="Bytes to reach; by default from the file name (A.1048576.csv).")] = None,
+    out: Annotated[Optional[Path], typer.Option(help="Write the instance with its offsets.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Give every buffer an address. Exit code 3 when a capacity is given and not reached."""
+    from mosaic.planner.offsets import SOLVERS, read_csv, solve, validate, write_csv
+    from mosaic.units import format_bytes, parse_bytes
+
+    if solver == "help":
+        for name, text in SOLVERS.items():
+            results().print(f"{name:20} {text}", markup=False)
+        return
+    if timeout <= 0:
+        raise UsageError(f"--timeout must be positive, got {timeout}.")
+    problem = read_csv(file, capacity=parse_bytes(capacity) if capacity else None)
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"cannot write {out}: the directory {out.parent} does not exist.")
+    solution = solve(problem, solver=solver, timeout_s=timeout)
+    violations = validate(problem, solution)
+    if violations:
+        raise AssertionError(f"solver {solution.solver} returned an invalid packing: {violations[0]}")
+    if out is not None:
+        write_csv(out, problem, solution)
+    answer = {
+        "peak_bytes": solution.peak_bytes, "lower_bound_bytes": solution.lower_bound_bytes, "capacity": problem.capacity,
+        "solver": solution.solver, "optimal": solution.optimal, "seconds": round(solution.seconds, 6),
+    }  # fmt: skip
+    missed = problem.capacity is not None and solution.peak_bytes > problem.capacity
+    if as_json:
+        print_json(answer)
+    else:
+        ratio = solution.peak_bytes / max(solution.lower_bound_bytes, 1)
+        verdict = "optimal" if solution.optimal else f"{(ratio - 1) * 100:.2f} % above the lower bound"
+        results().print(
+            f"{len(problem.sizes):,} buffers: peak {solution.peak_bytes:,} B ({format_bytes(solution.peak_bytes)}), {verdict}, "
+            f"by {solution.solver} in {solution.seconds:.3f} s", markup=False,
+        )  # fmt: skip
+    if missed and problem.capacity is not None:
+        if solution.lower_bound_bytes > problem.capacity:
+            note(
+                f"cannot fit: buffers alive together take {solution.lower_bound_bytes:,} B, the capacity is {problem.capacity:,} B; "
+                f"give --capacity {solution.lower_bound_bytes} or more."
+            )
+        else:
+            note(
+                f"capacity {problem.capacity:,} B not reached, best {solution.peak_bytes:,} B (lower bound "
+                f"{solution.lower_bound_bytes:,} B); give more --timeout or another --solver."
+            )
+    raise typer.Exit(3 if missed else 0)

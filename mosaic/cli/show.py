@@ -1,0 +1,40 @@
+"""`mosaic show`: a plan file as a summary, a report, a picture or a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from mosaic.cli.output import print_json, results
+
+__all__ = ["show"]
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="A plan's JSON.", metavar="PLAN.JSON")],
+    explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
+    html: Annotated[Optional[Path], typer.Option(help="Write a self-contained HTML report.")] = None,
+    png: Annotated[Optional[Path], typer.Option(help="Write the timeline and address map as PNG.")] = None,
+    trace: Annotated[Optional[Path], typer.Option(help="Write a trace for Perfetto.")] = None,
+    snapshot: Annotated[Optional[Path], typer.Option(help="Write a snapshot for PyTorch's memory_viz.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan's JSON and nothing else.")] = False,
+) -> None:
+    """Show a plan."""
+    from mosaic.cli.exports import export
+    from mosaic.planner.check import require_well_formed
+    from mosaic.planner.plan import Plan
+
+    plan = Plan.load(file)
+    require_well_formed(plan.document)
+    export(plan.document, {"html": html, "png": png, "trace": trace, "snapshot": snapshot})
+    if as_json:
+        print_json(plan.document)
+        return
+    from mosaic.cli.summary import explanation, print_plan
+
+    print_plan(results(), plan.document)
+    if explain:
+        results().print()
+        results().print(explanation(plan.document))
