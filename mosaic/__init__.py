@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mosaic.devices import DEVICES, Device, load_device
     from mosaic.errors import MosaicError
     from mosaic.planner.check import check_plan
+    from mosaic.planner.custom import plan_graph, plan_program
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner, Request, plan
     from mosaic.registrar.contract import Contract, Spec
@@ -37,6 +38,8 @@ _PUBLIC = {
     "compile": "mosaic.runtime.compiled",
     "load_device": "mosaic.devices",
     "plan": "mosaic.planner.planner",
+    "plan_graph": "mosaic.planner.custom",
+    "plan_program": "mosaic.planner.custom",
 }
 
 __all__ = [
@@ -56,6 +59,8 @@ __all__ = [
     "compile",
     "load_device",
     "plan",
+    "plan_graph",
+    "plan_program",
 ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from mosaic.planner.custom import plan_graph, plan_program
 from mosaic.planner.plan import Plan
 from mosaic.planner.planner import Planner, Request, plan
 
-__all__ = ["Plan", "Planner", "Request", "plan"]
+__all__ = ["Plan", "Planner", "Request", "plan", "plan_graph", "plan_program"]

@@ -29,6 +29,7 @@ Kind: TypeAlias = Literal[
 ]
 
 MAIN: Final = "main"
+SHARED: Final = frozenset({"weight", "state", "carry"})
 POOL: Final[Mapping[str, str]] = {"weight": "weights", "state": "state", "host": "host", "external": "external"}
 
 
@@ -204,6 +205,7 @@ class Graph:
         self._names: dict[str, Buffer] = {}
         self._op_names: set[str] = set()
         self._scope: list[str] = []
+        self._part = ""
         self._region: Region | None = None
         self._stream: _SideStream | None = None
         self._side: dict[str, _SideStream] = {}
@@ -234,8 +236,18 @@ class Graph:
         finally:
             self._scope.pop()
 
-    def _full(self, name: str) -> str:
-        return "/".join([*self._scope, name])
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Register one phase of a joined step: its ops and its own buffers are prefixed, weights, state and carries shared."""
+        outer, self._part = self._part, name
+        try:
+            yield
+        finally:
+            self._part = outer
+
+    def _full(self, name: str, *, shared: bool = False) -> str:
+        prefix = [self._part] if self._part and not shared else []
+        return "/".join([*prefix, *self._scope, name])
 
     # -- buffers ------------------------------------------------------------------------------------------------
 
@@ -262,7 +274,7 @@ class Graph:
             Slots of a double buffer in a body that is laid out once; iteration i uses slot i mod `rotate`.
         """
         source = _caller()
-        full = self._full(name)
+        full = self._full(name, shared=kind in SHARED)
         if dtype not in ITEMSIZE:
             raise GraphError(f"{full} ({source}): unknown dtype '{dtype}', one of {', '.join(ITEMSIZE)}")
         if full in self._names:
@@ -297,7 +309,7 @@ class Graph:
         return self._shared(name, shape, dtype, "weight", tensor)
 
     def _shared(self, name: str, shape: Sequence[Dim], dtype: str, kind: Kind, tensor: str | None) -> Buffer:
-        found = self._names.get(self._full(name))
+        found = self._names.get(self._full(name, shared=True))
         if found is None:
             return self.buffer(name, shape, dtype, kind=kind, tensor=tensor)
         if found.kind != kind or found.spec != Spec(tuple(shape), dtype):
@@ -536,6 +548,13 @@ class Graph:
             return
         self.edges.extend(Edge("wait", last, op.index) for last in self._waits)
         self._waits.clear()
+
+    def __repr__(self) -> str:
+        knobs = ", ".join(self.tiles) or "none"
+        return (
+            f"Graph '{self.name}': {len(self.ops)} ops, {len(self.buffers)} buffers, {len(self.regions)} regions; "
+            f"dims {', '.join(self.dims) or 'none'}; knobs {knobs}"
+        )
 
     def root(self, buffer: Buffer) -> Buffer:
         """The buffer whose storage this one occupies."""

@@ -202,6 +202,9 @@ class Executor:
             return axis, 0, factor * (chunk.end - chunk.start)
         return axis, factor * chunk.start, factor * chunk.end
 
+    def _depth(self, region: str | None) -> int:
+        return 0 if region is None else 1 + self._depth(self._regions[region].parent)
+
     def _is_inside(self, home: str | None, region: str) -> bool:
         while home is not None and home != region:
             home = self._regions[home].parent
@@ -244,7 +247,8 @@ class Executor:
     def _bind(self, op: Mapping[str, Any], chunks: _Chunks) -> Call:
         launch = kernels.load(op["kernel"]).launch
         by_operand: dict[str, list[tuple[int, str, int]]] = {}
-        for operand, axis, region, factor in op["slices"]:
+        # outer loops first: a chunk of a loop inside counts from the start of the outer one's
+        for operand, axis, region, factor in sorted(op["slices"], key=lambda entry: self._depth(entry[2])):
             by_operand.setdefault(operand, []).append((axis, region, factor))
         arguments: dict[str, Any] = {
             name: self._view(buffer, chunks, by_operand.get(name, ())) for name, buffer in op["operands"].items()
@@ -270,8 +274,8 @@ class Executor:
             if root["alias_of"] is not None or root["pool"] != "workspace" or any(r["kind"] in _KEPT for r in group):
                 continue
             kinds = {record["kind"] for record in group}
-            start, end = min(record["start"] for record in group), max(record["end"] for record in group)
-            mine = events.setdefault(self._poison_home(root), _Events())
+            home, start, end = self._poison_home(root, group)
+            mine = events.setdefault(home, _Events())
             if "input" not in kinds:
                 mine.starts.setdefault(start, []).append(root["id"])
             if "output" not in kinds:
@@ -280,11 +284,17 @@ class Executor:
                 mine.ends.setdefault(gap[0], []).append(root["id"])
         return events
 
-    def _poison_home(self, root: Mapping[str, Any]) -> str | None:
+    def _poison_home(self, root: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> tuple[str | None, int, int]:
+        """Find the region in whose every iteration a group is poisoned, and its lifetime there."""
         home: str | None = root["region"]
-        while home is not None and (root["id"] in self._regions[home].carried or root["rotate"] > 1):
-            home = self._regions[home].parent
-        return home
+        start, end = min(record["start"] for record in group), max(record["end"] for record in group)
+        while home is not None:
+            region = self._regions[home]
+            # the slots of a double buffer outlive one iteration, like what is carried
+            if root["rotate"] == 1 and not any(record["id"] in region.carried for record in group):
+                break
+            home, start, end = region.parent, min(start, region.start), max(end, region.end)
+        return home, start, end
 
     def _poison(self, roots: Sequence[int], when: str, op: int) -> Iterator[Call]:
         for buffer in roots:
@@ -337,16 +347,15 @@ def _read_regions(document: Mapping[str, Any]) -> dict[str, _Region]:
 def _chunks_of(region: _Region, regions: Mapping[str, _Region], outer: _Chunks) -> Iterator[_Chunk]:
     """Give the iterations of a region; the last has what is left.
 
-    A loop inside a loop over the same dim divides the rows of the outer iteration; the views' starts are then the outer
-    start plus the inner one.
+    A loop inside a loop over the same dim divides the rows of the outer iteration; its chunks count from there.
     """
-    extent, base, parent = region.extent, 0, region.parent
+    extent, parent = region.extent, region.parent
     while parent is not None:
         if regions[parent].dim == region.dim:
-            base, extent = outer[parent].start, min(extent, outer[parent].end - outer[parent].start)
+            extent = min(extent, outer[parent].end - outer[parent].start)
             break
         parent = regions[parent].parent
     for index in range(region.count):
         start, end = index * region.rows, min((index + 1) * region.rows, extent)
         if start < end:
-            yield _Chunk(index=index, start=base + start, end=base + end)
+            yield _Chunk(index=index, start=start, end=end)

@@ -209,7 +209,8 @@ class PageRange:
             except OSError as error:
                 raise RuntimeMemoryError(
                     f"{self.name}: the system refused {format_bytes(size)} on top of "
-                    f"{format_bytes(self.committed_bytes)} ({error.strerror}); nothing was changed. Free memory, or plan with a smaller budget."
+                    f"{format_bytes(self.committed_bytes)} ({error.strerror}); nothing was changed. "
+                    f"Free memory, or plan with a smaller budget."
                 ) from error
             undo.pop_all()
         self.committed_bytes = end

@@ -95,7 +95,7 @@ class Search:
     def _fresh(self) -> tuple[Any, ...]:
         layout, columns = self.layout, self.layout.columns
         n, sections = len(layout.rows), layout.num_sections
-        registers = [0] * 9
+        registers = [0] * 10
         registers[kernels.CAPACITY] = self.capacity
         registers[kernels.PARTS] = len(layout.parts)
         make = _array if self.fast else list
@@ -122,6 +122,7 @@ class Search:
             make(registers), frames, parts, listed, make(layout.starts), make(columns["floors"]),
             make(columns["totals"]), make(columns["crossing"]), placed, dirty, stack, *trails,
             *(make(columns[name]) for name in names),
+            make(_salts(n)), make([0]) * 0 if False else (np.zeros(1<<MEMO,dtype=np.int64) if self.fast else [0]*1024),
         )  # fmt: skip
 
 
@@ -199,6 +200,13 @@ def _static_parts(totals: list[int], crossing: list[int], low: list[int]) -> Ite
         if rows:
             yield section, end, rows
         section = end
+
+
+MEMO=20
+def _salts(count):
+    import random
+    r=random.Random(7)
+    return [r.getrandbits(62) for _ in range(count)]
 
 
 def _cuts(rows: Sequence[Sequence[Any]]) -> list[int]:

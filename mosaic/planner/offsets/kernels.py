@@ -48,17 +48,17 @@ def first_fit_scan(order: Any, sizes: Any, starts: Any, ends: Any) -> Any:
 # comes next. After a placement the part may fall apart; its parts are solved one by one, and if one fails the choice
 # fails, whatever the others found. All state is in arrays, so a search stops at a node limit and goes on later.
 
-DEPTH, LISTED, PARTS, OFFSET_TRAIL, FLOOR_TRAIL, PLACED, CAPACITY, NODES, CHOOSING = range(9)
+DEPTH, LISTED, PARTS, OFFSET_TRAIL, FLOOR_TRAIL, PLACED, CAPACITY, NODES, CHOOSING, HITS = range(10)
 """Registers: the deepest frame and the fill of each stack, the capacity in bytes, placements so far, and
 whether the deepest frame is at a choice (or its parts are to be solved)."""
 
 RUNNING, SOLVED, FAILED = range(3)
 
 F_LOW, F_HIGH, F_OFFSET, F_ROW, F_OFFSETS, F_FLOORS, F_PLACED, F_LIST, F_LIST_END = range(9)
-F_PARTS, F_PARTS_END, F_PART, F_LISTED = range(9, 13)
+F_PARTS, F_PARTS_END, F_PART, F_LISTED, F_KEY = range(9, 14)
 """Columns of a frame: its sections, the choice it is at (at first: the one before it), marks of the trails, its
 list of unplaced rows, the parts its choice left, the next of them, and the fill of the list stack below its parts."""
-FRAME_WIDTH = 13
+FRAME_WIDTH = 14
 
 
 def lifted(row: Any, offset: Any, size: Any, alignment: Any, pin_cuts: Any, pin_low: Any, pin_top: Any) -> Any:
@@ -117,6 +117,22 @@ def choose(frame: Any, listed: Any, offsets: Any, sizes: Any, placed: Any, twin:
     if found < 0 or at >= limit:
         return -1
     return found
+
+
+def fingerprint(frame: Any, listed: Any, offsets: Any, salts: Any) -> Any:
+    """Return a 63-bit hash of what a part's outcome depends on: its rows, their offsets, and which may still be chosen."""
+    total = 1
+    cursor, cursor_row = frame[F_OFFSET], frame[F_ROW]
+    for i in range(frame[F_LIST], frame[F_LIST_END]):
+        row = listed[i]
+        offset = offsets[row]
+        code = 2 * offset
+        if offset < cursor or (offset == cursor and row <= cursor_row):
+            code += 1
+        code = ((code ^ salts[row]) * 0x1E3779B97F4A7C15) & 0x7FFFFFFFFFFFFFFF
+        code = ((code ^ (code >> 31)) * 0x3F58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF
+        total = (total + (code ^ (code >> 29))) & 0x7FFFFFFFFFFFFFFF
+    return total
 
 
 def put(row: Any, frame: Any, registers: Any, offsets: Any, floors: Any, totals: Any, crossing: Any, placed: Any,
@@ -209,7 +225,7 @@ def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: An
             crossing: Any, placed: Any, dirty: Any, stack: Any, trail_row: Any, trail_offset: Any, trail_section: Any,
             trail_floor: Any, sizes: Any, low: Any, high: Any, piece_cuts: Any, piece_low: Any, piece_high: Any,
             near_cuts: Any, near: Any, member_cuts: Any, members: Any, alignments: Any, pin_cuts: Any, pin_low: Any,
-            pin_top: Any, twin: Any) -> Any:  # fmt: skip
+            pin_top: Any, twin: Any, salts: Any, refuted: Any) -> Any:  # fmt: skip
     """Search on until solved, refuted or `node_limit` placements in all; return RUNNING, SOLVED or FAILED."""
     while True:
         frame = frames[registers[DEPTH]]
@@ -239,6 +255,10 @@ def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: An
                 frame[F_PART] = frame[F_PARTS_END] = registers[PARTS]
                 registers[CHOOSING] = 0
                 continue
+            frame[F_KEY] = fingerprint(frame, listed, offsets, salts)
+            if refuted[frame[F_KEY] & (len(refuted) - 1)] == frame[F_KEY]:
+                registers[HITS]+=1
+                frame[F_OFFSET] = registers[CAPACITY]  # nothing is left to choose
         if registers[NODES] >= node_limit:
             return RUNNING
         row = choose(frame, listed, offsets, sizes, placed, twin)
@@ -252,6 +272,7 @@ def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: An
                 registers[CHOOSING] = 0
                 continue
         else:
+            refuted[frame[F_KEY] & (len(refuted) - 1)] = frame[F_KEY]
             registers[DEPTH] -= 1
             if registers[DEPTH] == 0:
                 return FAILED
@@ -261,4 +282,4 @@ def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: An
 
 
 HELPERS["put"] = ("lifted",)
-HELPERS["advance"] = ("put", "undo", "choose", "split")
+HELPERS["advance"] = ("put", "undo", "choose", "split", "fingerprint")

@@ -1,0 +1,93 @@
+"""Plans for graphs and programs that users register themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mosaic.devices import DEFAULT_DEVICE, Device, load_device
+from mosaic.planner.limits import DimsAt
+from mosaic.planner.plan import Plan
+from mosaic.planner.planner import plan_point
+from mosaic.planner.space import Space
+from mosaic.planner.template import compile_template
+from mosaic.registrar.graph import Graph
+from mosaic.registrar.program import Program
+
+__all__ = ["plan_graph", "plan_program"]
+
+
+def plan_graph(
+    build: Callable[[Graph], None],
+    *,
+    dims: Mapping[str, int],
+    name: str = "custom",
+    device: Device | str = DEFAULT_DEVICE,
+    budget_bytes: int | None = None,
+    dims_at: DimsAt | None = None,
+    solver: str = "auto",
+) -> Plan:
+    """Plan a graph of your own.
+
+    Parameters
+    ----------
+    build
+        Registers the ops into the graph it is given; called once per combination of choices.
+    dims
+        A value for every dim without a fixed one.
+    dims_at
+        Dims at another context length, to solve the largest context; without it the plan reports the one it was given.
+
+    Examples
+    --------
+    >>> def two_layers(g):
+    ...     n = g.dim("tokens")
+    ...     x = g.input("x", (n, 64), "float32")
+    ...     h = g.add_op("linear", x, g.weight("w", (64, 64), "float32"))
+    ...     g.add_op("linear", h, g.weight("v", (64, 64), "float32"), out=g.output("y", (n, 64), "float32"))
+    >>> plan_graph(two_layers, dims={"tokens": 100}, device="h200").optimal
+    True
+    """
+    card = device if isinstance(device, Device) else load_device(device)
+
+    def register(choices: Mapping[str, str] | None) -> Graph:
+        g = Graph(name, backend=card.backend, choices=choices)
+        build(g)
+        return g
+
+    return _plan(register, name, card, dims, budget_bytes, dims_at, solver)
+
+
+def plan_program(
+    program: Program,
+    *,
+    dims: Mapping[str, int],
+    device: Device | str = DEFAULT_DEVICE,
+    budget_bytes: int | None = None,
+    solver: str = "auto",
+) -> dict[str, Plan]:
+    """Plan every phase and joined step of a program; weights and state have the same addresses in all of them.
+
+    Parameters
+    ----------
+    dims
+        Values for the dims of all phases together.
+    """
+    card = device if isinstance(device, Device) else load_device(device)
+    return {
+        step: _plan(lambda choices, step=step: program.graph(step, choices), program.name, card, dims, budget_bytes, None, solver)  # type: ignore[misc]
+        for step in program.steps
+    }
+
+
+def _plan(
+    register: Callable[[Mapping[str, str] | None], Any], name: str, card: Device, dims: Mapping[str, int],
+    budget_bytes: int | None, dims_at: DimsAt | None, solver: str,
+) -> Plan:  # fmt: skip
+    space = Space(compile_template(register), card)
+    known = {dim.name for dim in space.template.dims}
+    point = space.at({key: value for key, value in dims.items() if key in known})
+    dtypes = [b.dtype for body in space.template.bodies.values() for b in body.buffers if b.kind == "weight"]
+    identity = {"model": name, "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32"}
+    budget = card.memory_bytes if budget_bytes is None else budget_bytes
+    return plan_point(point, budget, identity=identity, dims_at=dims_at, solver=solver)

@@ -1,0 +1,169 @@
+"""A graph as JSON and back. Symbolic sizes travel as lists of terms, so nothing read is ever evaluated as code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import sympy
+
+from mosaic.errors import GraphError
+from mosaic.registrar.contract import Contract, Dim
+from mosaic.registrar.contracts import OPERATORS, contract
+from mosaic.registrar.graph import Barrier, Buffer, Choice, DimInfo, Edge, Graph, Op, Region, Slice
+
+__all__ = ["SCHEMA", "from_json", "to_json"]
+
+SCHEMA: Final = "mosaic.graph/1"
+
+
+def to_json(graph: Graph) -> str:
+    """Serialise a graph; byte-identical for identical graphs."""
+    return json.dumps(_graph(graph), separators=(",", ":")) + "\n"
+
+
+def from_json(text: str) -> Graph:
+    """Read a graph back. Shapes, lifetimes and costs survive; a contract of the user's own comes back without its rules.
+
+    Raises
+    ------
+    GraphError
+        Not a graph, or of another schema.
+    """
+    try:
+        plain = json.loads(text)
+    except ValueError as error:
+        raise GraphError(f"not a graph: {error}") from None
+    if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
+        found = plain.get("schema") if isinstance(plain, dict) else None
+        raise GraphError(f"not a graph of schema '{SCHEMA}', found {found!r}")
+    return _Reader(plain).graph
+
+
+def _graph(graph: Graph) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "name": graph.name,
+        "backend": graph.backend,
+        "dims": [[name, info.at_most, info.value] for name, info in graph.dims.items()],
+        "choices": [[c.name, list(c.options), c.value] for c in graph.choices.values()],
+        "tiles": dict(graph.tiles),
+        "regions": [
+            [r.name, r.knob, str(r.over), r.parent.name if r.parent else None, r.start, r.end] for r in graph.regions
+        ],
+        "buffers": [
+            [b.name, b.kind, [_terms(d) for d in b.shape], b.dtype, b.home.name if b.home else None, b.tensor, b.rotate, b.source]
+            for b in graph.buffers
+        ],
+        "aliases": [[a, root.id, _terms(offset)] for a, (root, offset) in graph.aliases.items()],
+        "barriers": [[b.name, [x.id for x in b.buffers], b.start, b.end, b.source] for b in graph.barriers],
+        "edges": [[e.kind, e.source, e.target] for e in graph.edges],
+        "ops": [_op(op) for op in graph.ops],
+    }
+
+
+def _op(op: Op) -> dict[str, Any]:
+    rule = op.contract
+    return {
+        "name": op.name,
+        "contract": rule.name,
+        "rule": [list(rule.reads), list(rule.writes), list(rule.updates), sorted(rule.whole), [list(p) for p in rule.inplace], rule.rate],
+        "operands": {key: b.id for key, b in op.operands.items()},
+        "reads": [b.id for b in op.reads],
+        "writes": [b.id for b in op.writes],
+        "attrs": {key: value if isinstance(value, bool | int | float | str) else {"terms": _terms(value)} for key, value in op.attrs.items()},
+        "region": op.region.name if op.region else None,
+        "stream": op.stream,
+        "slices": [[s.operand, s.axis, s.region, s.factor] for s in op.slices],
+        "flops": _terms(op.flops),
+        "bytes": _terms(op.bytes),
+        "rate_rows": _terms(op.rate_rows),
+        "source": op.source,
+    }
+
+
+def _terms(value: Dim) -> Any:
+    """An int as itself, a polynomial as [[numerator, denominator, {symbol: power}], ...]."""
+    if isinstance(value, int):
+        return value
+    symbols = sorted(value.free_symbols, key=str)
+    if not symbols:
+        return [[int(value.p), int(value.q), {}]]  # type: ignore[attr-defined]
+    poly = sympy.Poly(value, *symbols, domain="QQ")
+    return [
+        [int(c.p), int(c.q), {str(s): int(power) for s, power in zip(symbols, powers, strict=True) if power}]
+        for powers, c in poly.terms()
+    ]
+
+
+class _Reader:
+    """Rebuilds a graph from its plain form."""
+
+    def __init__(self, plain: Mapping[str, Any]) -> None:
+        self.symbols: dict[str, sympy.Symbol] = {}
+        self.graph = graph = Graph(plain["name"], backend=plain["backend"])
+        for name, at_most, value in plain["dims"]:
+            graph.dims[name] = DimInfo(symbol=self._symbol(name), at_most=at_most, value=value)
+        for name, options, value in plain["choices"]:
+            graph.choices[name] = Choice(name, tuple(options), value)
+        graph.tiles.update(plain["tiles"])
+        self.regions: dict[str, Region] = {}
+        for name, knob, over, parent, start, end in plain["regions"]:
+            self.regions[name] = Region(
+                name=name, knob=knob, over=self._symbol(over), rows=self._symbol(f"{knob}_rows"),
+                parent=self.regions.get(parent), start=start, end=end,
+            )  # fmt: skip
+        graph.regions.extend(self.regions.values())
+        for b in plain["buffers"]:
+            graph.buffers.append(self._buffer(len(graph.buffers), *b))
+        graph._names.update({b.name: b for b in graph.buffers})
+        for a, root, offset in plain["aliases"]:
+            graph.aliases[a] = (graph.buffers[root], self._dim(offset))
+        for name, ids, start, end, source in plain["barriers"]:
+            buffers = tuple(graph.buffers[b] for b in ids)
+            graph.barriers.append(Barrier(name=name, buffers=buffers, start=start, end=end, source=source))
+        graph.edges.extend(Edge(*e) for e in plain["edges"])
+        for op in plain["ops"]:
+            graph.ops.append(self._op(len(graph.ops), op))
+
+    def _symbol(self, name: str) -> sympy.Symbol:
+        return self.symbols.setdefault(name, sympy.Symbol(name, positive=True, integer=True))
+
+    def _dim(self, terms: Any) -> Dim:
+        if isinstance(terms, int):
+            return terms
+        total: Dim = sympy.Integer(0)
+        for numerator, denominator, powers in terms:
+            product: Any = sympy.Rational(numerator, denominator)
+            for name, power in powers.items():
+                product *= self._symbol(name) ** power
+            total += product
+        return total
+
+    def _buffer(self, number: int, name: str, kind: Any, shape: list[Any], dtype: str, home: str | None, tensor: str | None, rotate: int, source: str) -> Buffer:
+        return Buffer(
+            id=number, name=name, kind=kind, shape=tuple(self._dim(d) for d in shape), dtype=dtype,
+            home=self.regions.get(home) if home else None, tensor=tensor, rotate=rotate, source=source,
+        )  # fmt: skip
+
+    def _op(self, index: int, plain: Mapping[str, Any]) -> Op:
+        buffers = self.graph.buffers
+        reads, writes, updates, whole, inplace, rate = plain["rule"]
+        rule = (
+            contract(plain["contract"])
+            if plain["contract"] in OPERATORS
+            else Contract(
+                name=plain["contract"], reads=tuple(reads), writes=tuple(writes), updates=tuple(updates), whole=frozenset(whole),
+                inplace=tuple((w, r) for w, r in inplace), rate=rate,
+            )
+        )  # fmt: skip
+        return Op(
+            index=index, name=plain["name"], contract=rule,
+            operands={key: buffers[b] for key, b in plain["operands"].items()},
+            reads=tuple(buffers[b] for b in plain["reads"]), writes=tuple(buffers[b] for b in plain["writes"]),
+            attrs={key: self._dim(v["terms"]) if isinstance(v, dict) else v for key, v in plain["attrs"].items()},
+            region=self.regions[plain["region"]] if plain["region"] else None, stream=plain["stream"],
+            slices=tuple(Slice(*s) for s in plain["slices"]), flops=self._dim(plain["flops"]),
+            bytes=self._dim(plain["bytes"]), rate_rows=self._dim(plain["rate_rows"]), source=plain["source"],
+        )  # fmt: skip
