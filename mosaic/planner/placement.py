@@ -1,8 +1,9 @@
-"""Addresses for the workspace: replay a known order for the new sizes, or solve and remember the order.
+"""Addresses for the workspace: replay a known order for the new sizes, or solve for them.
 
 One order serves every context and chunk count as long as its peak stays at the
-lower bound; where it does not, the problem is solved anew and the order joins
-the pool.
+lower bound. A variant's orders come from reference sizes that depend on the
+template alone, never on earlier requests, so the same input gives the same
+plan whatever was planned before.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from mosaic.planner.offsets import Order, Problem, solve
+import numpy as np
+import numpy.typing as npt
+
+from mosaic.planner.offsets import Order, Problem, Solution, solve
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
 
@@ -18,7 +22,8 @@ __all__ = ["NODE_LIMIT", "place"]
 
 NODE_LIMIT: Final = 200_000
 """Search nodes that an exact solver may spend on one plan: a count, so that the same input gives the same plan."""
-_POOL: Final = 8
+REFERENCES: Final = ((4096, 256), (262144, 2048))
+"""(every free dim, rows per chunk) at which a variant's orders are found: a short step, and a long one."""
 
 
 def place(point: Point, config: Config, *, solver: str = "auto") -> tuple[Sequence[int], int, str]:
@@ -31,22 +36,38 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> tuple[Sequen
     """
     variant = point.space.variant(config)
     sizes = point.root_sizes(config)
-    target = point.lower_bound(config)
+    if solver != "auto":
+        solution = _solve(variant, sizes, solver)
+        return solution.offsets, solution.peak_bytes, solution.solver
     best: tuple[Sequence[int], int, str] | None = None
-    if solver == "auto":
-        for order in variant.orders:
-            offsets, peak = order.replay(sizes)
-            if best is None or peak < best[1]:
-                best = offsets, int(peak), "replay"
-            if peak == target:
-                return best
-    solution = solve(problem := _problem(variant, sizes.tolist()), solver=solver, node_limit=NODE_LIMIT)
-    if solver == "auto" and (best is None or solution.peak_bytes < best[1]):
-        variant.orders.insert(0, Order.of(problem, solution))
-        del variant.orders[_POOL:]
+    for number in range(len(REFERENCES)):
+        order, found_by = _reference_order(point, variant, number)
+        offsets, peak = order.replay(sizes)
+        if best is None or peak < best[1]:
+            best = offsets, int(peak), f"{found_by}, replayed"
+        if best[1] == point.lower_bound(config):
+            return best
+    solution = _solve(variant, sizes, solver)
     if best is not None and best[1] <= solution.peak_bytes:
         return best
     return solution.offsets, solution.peak_bytes, solution.solver
+
+
+def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order, str]:
+    """The order found at one of the reference sizes, solved on first use."""
+    while len(variant.orders) <= number:
+        extent, rows = REFERENCES[len(variant.orders)]
+        dims = point.space.template.dims
+        values = [extent if dim.value is None else dim.value for dim in dims]
+        values += [rows] * (len(variant.body.variables) - len(dims))
+        sizes = variant.formula.root_sizes(variant.body.monomials(values))
+        solution = solve(problem := _problem(variant, sizes.tolist()), node_limit=NODE_LIMIT)
+        variant.orders.append((Order.of(problem, solution), solution.solver))
+    return variant.orders[number]
+
+
+def _solve(variant: Variant, sizes: npt.NDArray[np.int64], solver: str) -> Solution:
+    return solve(_problem(variant, sizes.tolist()), solver=solver, node_limit=NODE_LIMIT)
 
 
 def _problem(variant: Variant, sizes: list[int]) -> Problem:

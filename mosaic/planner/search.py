@@ -101,7 +101,7 @@ def _descend(point: Point, choices: tuple[str, ...], budget_bytes: int) -> tuple
         moves = list(_lowering(point, config))
         if not moves:
             return False, config, trace
-        _, config, move = min(moves)
+        config, move = _cheapest(moves)
         trace.append(_step(point, config, move))
     for better, move in _relaxations(point, config, budget_bytes):
         config = better
@@ -128,7 +128,10 @@ def _describe(point: Point, knob: int, rows: int | None) -> str:
 
 
 def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str]]:
-    """Per knob the first smaller setting that lowers the dominating live sets, with the time it costs."""
+    """Every smaller setting of one knob that lowers the dominating live sets, with the time it costs.
+
+    Not only the next smaller one: rates are no smooth function of rows, and a smaller chunk can be the faster one.
+    """
     now = point.dominating(config)
     for knob, rows in enumerate(config.rows):
         options = point.options(knob)
@@ -139,7 +142,12 @@ def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str
             moved = _with(config, knob, setting)
             if point.dominating(moved) < now:
                 yield point.seconds(moved) - point.seconds(config), moved, _describe(point, knob, setting)
-                break
+
+
+def _cheapest(moves: list[tuple[float, Config, str]]) -> tuple[Config, str]:
+    """The move that costs least time; of equal ones the first, which is the larger chunk."""
+    _, config, move = min(moves, key=lambda item: item[0])
+    return config, move
 
 
 def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tuple[Config, str]]:
@@ -163,7 +171,7 @@ def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) 
         moves = [move for move in _lowering(point, config) if point.seconds(move[1]) <= limit]
         if not moves:
             break
-        _, config, move = min(moves)
+        config, move = _cheapest(moves)
         trace.append(_step(point, config, f"{move} (free)"))
     for knob in range(len(config.rows)):
         for rows in point.options(knob):

@@ -42,14 +42,14 @@ class Config(NamedTuple):
 class Variant:
     """A body with some of its regions on.
 
-    `orders` is the pool of known packings, replayed for new sizes. The last three fields keep what plans say of this
+    `orders` are packings found at reference sizes, with the solver that found them, replayed for new sizes. The last three fields keep what plans say of this
     variant whatever the dims; the document module fills them.
     """
 
     body: Body
     life: Lifetimes
     formula: PeakFormula
-    orders: list[Order] = field(default_factory=list)
+    orders: list[tuple[Order, str]] = field(default_factory=list)
     op_statics: list[dict[str, Any]] = field(default_factory=list)
     buffer_statics: list[dict[str, Any]] = field(default_factory=list)
     formula_lines: list[dict[str, str]] = field(default_factory=list)

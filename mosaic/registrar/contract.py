@@ -53,8 +53,8 @@ Count: TypeAlias = Callable[..., Dim]
 
 
 def _leading(**operands: Any) -> Dim:
-    first: Spec = next(operand for operand in operands.values() if isinstance(operand, Spec))
-    return first.shape[0]
+    """Rows of the first operand that has any: one where a contract reads nothing or only scalars."""
+    return next((o.shape[0] for o in operands.values() if isinstance(o, Spec) and o.shape), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import sympy
 
@@ -57,13 +57,14 @@ class Region:
     start: int
     end: int = -1
 
+    @property
+    def chain(self) -> tuple[Region, ...]:
+        """This region and those around it, outermost first."""
+        return (self,) if self.parent is None else (*self.parent.chain, self)
+
     def encloses(self, other: Region | None) -> bool:
         """Whether `other` is this region or nested in it."""
-        while other is not None:
-            if other is self:
-                return True
-            other = other.parent
-        return False
+        return other is not None and self in other.chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -214,16 +215,31 @@ class Graph:
     # -- dims, knobs, names -------------------------------------------------------------------------------------
 
     def dim(self, name: str, *, at_most: str | None = None, value: int | None = None) -> sympy.Symbol:
-        """Declare (or fetch) a symbolic dim; `at_most` bounds it by another dim, `value` fixes it."""
-        if name not in self.dims:
+        """Declare (or fetch) a symbolic dim; `at_most` bounds it by another dim, `value` fixes it.
+
+        Raises
+        ------
+        GraphError
+            A bound by an undeclared dim, or a bound or value other than the one declared before.
+        """
+        if at_most is not None and at_most not in self.dims:
+            raise GraphError(f"dim '{name}' ({_caller()}): bounded by '{at_most}', which is not declared yet")
+        known = self.dims.get(name)
+        if known is None:
             symbol = sympy.Symbol(name, positive=True, integer=True)
-            self.dims[name] = DimInfo(symbol=symbol, at_most=at_most, value=value)
-        return self.dims[name].symbol
+        else:
+            symbol = known.symbol
+            for what, old, new in (("at_most", known.at_most, at_most), ("value", known.value, value)):
+                if old is not None and new is not None and old != new:
+                    raise GraphError(f"dim '{name}' ({_caller()}): asked for {what}={new}, declared with {what}={old}")
+            at_most, value = at_most or known.at_most, value or known.value
+        self.dims[name] = DimInfo(symbol=symbol, at_most=at_most, value=value)
+        return symbol
 
     def choice(self, name: str, options: Sequence[str]) -> str:
         """Declare a knob that selects what is registered, and return the value of this registration."""
         value = self._given.get(name, options[0])
-        require(value in options, f"choice '{name}' is one of {', '.join(options)}, got '{value}'")
+        require(value in options, f"choice '{name}' ({_caller()}) is one of {', '.join(options)}, got '{value}'")
         self.choices[name] = Choice(name, tuple(options), value)
         return value
 
@@ -277,6 +293,9 @@ class Graph:
         full = self._full(name, shared=kind in SHARED)
         if dtype not in ITEMSIZE:
             raise GraphError(f"{full} ({source}): unknown dtype '{dtype}', one of {', '.join(ITEMSIZE)}")
+        for dim in shape:
+            if not self._is_size(dim):
+                raise GraphError(f"{full} ({source}): {dim!r} is no size; use positive integers and dims of this graph")
         if full in self._names:
             raise GraphError(f"{full} ({source}): the name is taken by {self._names[full]} ({self._names[full].source})")
         home = None if outside or kind not in ("transient", "scratch") else self._region
@@ -287,6 +306,12 @@ class Graph:
         self.buffers.append(buffer)
         self._names[full] = buffer
         return buffer
+
+    def _is_size(self, dim: object) -> bool:
+        if isinstance(dim, sympy.Expr):
+            rows = {region.rows for region in self.regions}
+            return all(symbol in rows or str(symbol) in self.dims for symbol in dim.free_symbols)
+        return isinstance(dim, int) and not isinstance(dim, bool) and dim > 0
 
     def input(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
         """A buffer that the caller fills before the step."""
@@ -317,6 +342,8 @@ class Graph:
                 f"{found.name} ({_caller()}): asked for a {kind} {Spec(tuple(shape), dtype)}, "
                 f"but it is a {found.kind} {found.spec} ({found.source})"
             )
+        if tensor is not None and tensor != found.tensor:
+            raise GraphError(f"{found.name} ({_caller()}): asked for tensor '{tensor}', but it is '{found.tensor}' ({found.source})")
         return found
 
     def __getitem__(self, name: str) -> Buffer:
@@ -361,25 +388,29 @@ class Graph:
             full, serial = f"{self._full(name or rule.name)}.{serial}", serial + 1
         self._op_names.add(full)
         operands = self._operands(rule, reads, full, source)
-        sliced = self._sliced(rule, operands)
+        sliced = self._sliced(rule, operands, full, source)
         specs = {key: self._seen(rule, key, buffer) for key, buffer in operands.items()}
         try:
             inferred = tuple(rule.infer(**specs, **attrs))
             flops = rule.flops(**specs, **attrs)
             rate_rows = rule.rate_rows(**specs, **attrs)
-        except (GraphError, TypeError) as error:
+        except (GraphError, TypeError, IndexError) as error:
             shown = ", ".join(f"{key} {spec}" for key, spec in specs.items())
             raise GraphError(f"{full} ({source}): {rule.name}({shown}): {error}") from None
+        _plain_attributes(attrs, full, source)
         created = self._outputs(rule, inferred, out, full, source)
         for key, buffer in created.items():
             operands[key] = buffer
             specs[key] = self._seen(rule, key, buffer)
-        sliced += self._sliced(rule, created)
+        sliced += self._sliced(rule, created, full, source)
         scratch = scratch_bytes(self.backend, rule.name, specs, attrs)
         if scratch != 0:
             operands["scratch"] = self.buffer(f"{name or rule.name}:scratch@{len(self.ops)}", (scratch,), "uint8", kind="scratch")
-            sliced += self._sliced(rule, {"scratch": operands["scratch"]})
-        updated = [operands[key] for key in rule.updates]
+            sliced += self._sliced(rule, {"scratch": operands["scratch"]}, full, source)
+        updated = [operands[key] for key in rule.updates if key in operands]
+        for buffer in (*created.values(), *updated):
+            if buffer.kind == "weight":
+                raise GraphError(f"{full} ({source}): writes the weight {buffer} ({buffer.source}); use a state")
         op = Op(
             index=len(self.ops), name=full, contract=rule, operands=operands,
             reads=tuple(operands[key] for key in specs if key not in created),
@@ -402,19 +433,17 @@ class Graph:
         for name, buffer in zip(rule.reads, reads, strict=False):
             if buffer is None and name.endswith("?"):
                 continue
-            if not isinstance(buffer, Buffer):
-                raise GraphError(f"{full} ({source}): operand '{name}' must be a buffer of this graph, got {buffer!r}")
+            if not self._owns(buffer):
+                raise GraphError(f"{full} ({source}): operand '{name}' must be a buffer of this graph, got {buffer!s}")
             found[name.rstrip("?")] = buffer
         return found
 
-    def _enclosing(self) -> list[Region]:
+    def _owns(self, buffer: object) -> TypeGuard[Buffer]:
+        return isinstance(buffer, Buffer) and buffer.id < len(self.buffers) and self.buffers[buffer.id] is buffer
+
+    def _enclosing(self) -> tuple[Region, ...]:
         """The open regions, outermost first."""
-        chain: list[Region] = []
-        region = self._region
-        while region is not None:
-            chain.append(region)
-            region = region.parent
-        return chain[::-1]
+        return self._region.chain if self._region is not None else ()
 
     def _seen(self, rule: Contract, key: str, buffer: Buffer) -> Spec:
         """The operand as one iteration of the open regions sees it."""
@@ -425,7 +454,7 @@ class Graph:
                     shape = tuple(_swap(dim, region.over, region.rows) for dim in shape)
         return Spec(shape, buffer.dtype)
 
-    def _sliced(self, rule: Contract, operands: Mapping[str, Buffer]) -> list[Slice]:
+    def _sliced(self, rule: Contract, operands: Mapping[str, Buffer], full: str, source: str) -> list[Slice]:
         found = []
         for key, buffer in operands.items():
             shape = buffer.shape
@@ -438,6 +467,11 @@ class Graph:
                     factor = _factor(dim, symbol)
                     if factor is not None:
                         found.append(Slice(key, axis, region.name, factor))
+                    elif not inside and not isinstance(dim, int) and dim.has(symbol):
+                        raise GraphError(
+                            f"{full} ({source}): region {region.name} cannot slice axis {axis} of {key} {buffer}: {dim} is no "
+                            f"multiple of {symbol}; let the contract take '{key}' whole, or define the buffer inside the region"
+                        )
                 if not inside:
                     shape = tuple(_swap(dim, region.over, region.rows) for dim in shape)
         return found
@@ -455,6 +489,9 @@ class Graph:
                 for key, spec in zip(rule.writes, inferred, strict=True)
             }
         given = (out,) if isinstance(out, Buffer) else tuple(out)
+        for buffer in given:
+            if not self._owns(buffer):
+                raise GraphError(f"{full} ({source}): out= must give buffers of this graph, got {buffer!s}")
         if len(given) != len(inferred):
             raise GraphError(f"{full} ({source}): {rule.name} writes {', '.join(rule.writes)}, out= gives {len(given)}")
         for key, spec, buffer in zip(rule.writes, inferred, given, strict=True):
@@ -468,9 +505,16 @@ class Graph:
     def chunk(self, knob: str, *, over: sympy.Symbol, tile: int = 128, name: str | None = None) -> Iterator[sympy.Symbol]:
         """Open a region whose ops see slices of `over`; yields the symbol of the slice's rows.
 
-        Regions with the same `knob` share one chunk size. `tile` is the granule of that size. The planner may
-        dissolve the region (one pass over everything); then the ops run in the order written here.
+        Regions with the same `knob` share one chunk size, so they run over the same dim and have the same `tile`, the
+        granule of that size. The planner may dissolve the region (one pass over everything); then the ops run in the
+        order written here.
+
+        Raises
+        ------
+        GraphError
+            A dim of another graph, a knob used over two dims or with two tiles or inside itself, a region without ops.
         """
+        self._check_knob(knob, over, tile, _caller())
         region = Region(
             name=self._full(name or knob), knob=knob, over=over, parent=self._region, start=len(self.ops),
             rows=sympy.Symbol(f"{knob}_rows", positive=True, integer=True),
@@ -487,6 +531,18 @@ class Graph:
             region.end = len(self.ops)
         if region.end == region.start:
             raise GraphError(f"region {region.name} ({_caller()}) has no ops")
+
+    def _check_knob(self, knob: str, over: sympy.Symbol, tile: int, source: str) -> None:
+        """One knob is one number of rows: one dim, one tile, and never nested in itself."""
+        if str(over) not in self.dims or self.dims[str(over)].symbol != over:
+            raise GraphError(f"chunk '{knob}' ({source}): over= must be a dim of this graph, got {over}")
+        for other in self.regions:
+            if other.knob == knob and other.over != over:
+                raise GraphError(f"chunk '{knob}' ({source}): over {over}, but the same knob of {other.name} is over {other.over}")
+        if self.tiles.get(knob, tile) != tile:
+            raise GraphError(f"chunk '{knob}' ({source}): tile {tile}, but the same knob was given tile {self.tiles[knob]}")
+        if any(open_region.over == over for open_region in self._enclosing()):
+            raise GraphError(f"chunk '{knob}' ({source}): a region over {over} is open already")
 
     def add_alias(self, a: Buffer, b: Buffer, *, offset: Dim = 0) -> None:
         """Let `a` occupy `b`'s storage from byte `offset` on; legality is proved by `validate`."""
@@ -505,6 +561,10 @@ class Graph:
         source = _caller()
         if not self.ops:
             raise GraphError(f"barrier ({source}): nothing has been registered yet")
+        if not buffers or not all(map(self._owns, buffers)):
+            raise GraphError(f"barrier ({source}): name the buffers of this graph to keep")
+        if since is not None and not 0 <= since < len(self.ops):
+            raise GraphError(f"barrier ({source}): since={since} is no earlier mark() (there are {len(self.ops)} ops)")
         serial = sum(barrier.name.startswith(self._full(name)) for barrier in self.barriers)
         full = self._full(name) + (f".{serial + 1}" if serial else "")
         self.barriers.append(Barrier(name=full, buffers=buffers, start=since, end=len(self.ops), source=source))
@@ -574,6 +634,13 @@ def _factor(dim: Dim, symbol: sympy.Symbol) -> int | None:
         return None
     factor = sympy.simplify(dim / symbol) if dim != symbol else sympy.Integer(1)
     return int(factor) if factor.is_Integer else None
+
+
+def _plain_attributes(attrs: Mapping[str, Any], full: str, source: str) -> None:
+    """Plans are JSON: an attribute is a number, a string or a boolean, or a symbolic size."""
+    for key, value in attrs.items():
+        if not isinstance(value, bool | int | float | str | sympy.Expr):
+            raise GraphError(f"{full} ({source}): attribute {key}={value!r} must be a number, a string, a boolean or a dim")
 
 
 def _caller() -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from mosaic.errors import GraphError, UnknownName
-from mosaic.registrar.graph import Buffer, Graph
+from mosaic.registrar.graph import Graph
 from mosaic.registrar.validate import validate
 
 __all__ = ["Program"]
@@ -78,8 +78,7 @@ class Program:
             raise UnknownName("step", name, self.steps)
         g = Graph(name, backend=self.backend, choices=choices)
         for phase in self._phases:
-            for buffer in self._shared(phase, choices):
-                self._declare(g, buffer)
+            self._declare_shared(g, phase, choices)
         for phase in self._steps.get(name, (name,)):
             if name in self._steps:
                 with g.part(phase):
@@ -89,17 +88,20 @@ class Program:
         validate(g)
         return g
 
-    def _shared(self, phase: str, choices: Mapping[str, str] | None) -> list[Buffer]:
-        """Weights and state of one phase, in order of registration."""
-        g = Graph(phase, backend=self.backend, choices=choices)
-        self._phases[phase](g)
-        return [b for b in g.buffers if b.kind in ("weight", "state")]
-
-    @staticmethod
-    def _declare(g: Graph, buffer: Buffer) -> None:
-        for dim in buffer.shape:
-            for symbol in getattr(dim, "free_symbols", ()):
-                g.dim(str(symbol))
-        declare = g.weight if buffer.kind == "weight" else g.state
-        extra = {"tensor": buffer.tensor} if buffer.kind == "weight" else {}
-        declare(buffer.name, buffer.shape, buffer.dtype, **extra)
+    def _declare_shared(self, g: Graph, phase: str, choices: Mapping[str, str] | None) -> None:
+        """Declare the weights and the state of one phase, in order of registration, and the dims of their shapes."""
+        own = Graph(phase, backend=self.backend, choices=choices)
+        self._phases[phase](own)
+        shared = [b for b in own.buffers if b.kind in ("weight", "state")]
+        needed = {str(symbol) for b in shared for dim in b.shape for symbol in getattr(dim, "free_symbols", ())}
+        for bounded in reversed(own.dims.values()):  # a bound is declared before what it bounds
+            if str(bounded.symbol) in needed and bounded.at_most is not None:
+                needed.add(bounded.at_most)
+        for name, info in own.dims.items():
+            if name in needed:
+                g.dim(name, at_most=info.at_most, value=info.value)
+        for b in shared:
+            if b.kind == "weight":
+                g.weight(b.name, b.shape, b.dtype, tensor=b.tensor)
+            else:
+                g.state(b.name, b.shape, b.dtype)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby, permutations
 
 from mosaic.errors import GraphError
-from mosaic.registrar.graph import Buffer, Graph, Op
+from mosaic.registrar.contract import Dim
+from mosaic.registrar.graph import MAIN, Buffer, Graph, Op, Region
 
 __all__ = ["validate"]
 
 _DEFINED = frozenset({"input", "weight", "state", "external", "host"})
+_HANDED_ON = frozenset({"output", "state", "external"})
 
 
 def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
@@ -29,8 +32,7 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
         raise GraphError(f"graph '{graph.name}' has no ops")
     _reads_follow_writes(graph)
     _aliases_are_legal(graph)
-    if graph._waits:
-        raise GraphError(f"graph '{graph.name}': wait() with no op after it; side streams join at a main op")
+    _streams_are_closed(graph)
     for op in graph.ops:
         if kernels is not None and op.contract.name not in kernels:
             raise GraphError(f"{op.name} ({op.source}): no kernel '{op.contract.name}'; there are {', '.join(sorted(kernels))}")
@@ -43,10 +45,17 @@ def _reads_follow_writes(graph: Graph) -> None:
             if buffer.id in written or _written_later_in_loop(graph, op, buffer):
                 continue
             raise GraphError(f"{op.name} ({op.source}): reads {buffer} before anything writes it ({buffer.source})")
+        for buffer in (*op.reads, *op.writes):
+            if buffer.home is not None and not buffer.home.encloses(op.region):
+                raise GraphError(
+                    f"{op.name} ({op.source}): touches {buffer} ({buffer.source}) outside its region {buffer.home.name}, "
+                    "where only a slice of it ever exists; define it outside"
+                )
         written.update(b.id for b in op.writes)
     used = {b.id for op in graph.ops for b in (*op.reads, *op.writes)}
+    outputs = {b.id for op in graph.ops for b in op.writes}
     for buffer in graph.buffers:
-        if buffer.kind == "output" and not any(buffer in op.writes for op in graph.ops):
+        if buffer.kind == "output" and buffer.id not in outputs:
             raise GraphError(f"output {buffer} ({buffer.source}) is never written")
         if buffer.id not in used and buffer.kind not in _DEFINED:
             raise GraphError(f"{buffer} ({buffer.source}) is never used")
@@ -59,53 +68,119 @@ def _written_later_in_loop(graph: Graph, op: Op, buffer: Buffer) -> bool:
     return any(buffer in later.writes for later in graph.ops[op.index : buffer.home.end])
 
 
+# Aliases: no op may read a value whose bytes another member of the group has overwritten.
+
+
 def _aliases_are_legal(graph: Graph) -> None:
     by_root: dict[int, list[Buffer]] = {}
     for buffer_id, (root, _) in graph.aliases.items():
         by_root.setdefault(root.id, [root]).append(graph.buffers[buffer_id])
     for members in by_root.values():
-        for member in members:
-            _no_stale_read(graph, member, members)
+        group = set(members)
+        ops = [op for op in graph.ops if not group.isdisjoint((*op.reads, *op.writes))]
+        for old, new in permutations(members, 2):
+            if _overlap(graph, old, new):
+                _no_stale_read(ops, old, new)
 
 
-def _no_stale_read(graph: Graph, new: Buffer, members: list[Buffer]) -> None:
-    """After the first write of `new`, no op may read an older value that shares its bytes."""
-    first = next((op for op in graph.ops if new in op.writes), None)
-    if first is None:
-        return
-    for old in members:
-        if old is new or not _overlap(graph, old, new):
+def _no_stale_read(ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
+    """Follow `old` through the ops, loop bodies twice: from a write of `new` to its own next one it holds nothing."""
+    lost: Op | None = None
+    advanced: list[Region] = []  # loops that went on to their next iteration since
+    for step in _replayed(ops):
+        if isinstance(step, Region):
+            advanced.append(step)
             continue
-        wrote = next((op.index for op in graph.ops if old in op.writes), -1)
-        if wrote > first.index:
-            continue
-        rewritten = first.index
-        for op in graph.ops[first.index :]:
-            if old in op.reads and not (op is first and _works_in_place(op, new, old)):
-                raise GraphError(
-                    f"alias of {new.name} and {old.name}: {op.name} ({op.source}) reads {old.name} "
-                    f"after {first.name} ({first.source}) has overwritten it"
-                )
-            if old in op.writes and op.index > rewritten and old not in op.reads:
-                break
+        in_place = _works_in_place(step, new, old)
+        overwrites = new in step.writes and not in_place
+        if old in step.reads and (
+            overwrites or (lost is not None and not _reads_another_slice(step, old, lost, new, advanced))
+        ):
+            culprit = lost or step
+            raise GraphError(
+                f"alias of {new.name} and {old.name}: {step.name} ({step.source}) reads {old.name} "
+                f"after {culprit.name} ({culprit.source}) has overwritten it"
+            )
+        if new in step.writes:
+            lost, advanced = step, []
+        if old in step.writes and old not in step.reads:
+            lost = None
+    if lost is not None and old.kind in _HANDED_ON:
+        raise GraphError(
+            f"alias of {new.name} and {old.name}: {lost.name} ({lost.source}) overwrites the {old.kind} {old.name}, "
+            "which must hold its value when the step ends"
+        )
+
+
+def _replayed(ops: Sequence[Op], depth: int = 0) -> Iterator[Op | Region]:
+    """Ops in order of execution, loop bodies twice with the region itself between the two."""
+
+    def loop(op: Op) -> Region | None:
+        chain = op.region.chain if op.region is not None else ()
+        return chain[depth] if depth < len(chain) else None
+
+    for region, run in groupby(ops, key=loop):
+        body = list(run)
+        if region is None:
+            yield from body
+        else:
+            yield from _replayed(body, depth + 1)
+            yield region
+            yield from _replayed(body, depth + 1)
+
+
+def _reads_another_slice(op: Op, old: Buffer, lost: Op, new: Buffer, advanced: Sequence[Region]) -> bool:
+    """Whether loops that cut both members alike have moved on from the bytes that were overwritten."""
+    cuts = _cuts(op, old)
+    return bool(cuts) and cuts == _cuts(lost, new) and old.spec == new.spec and any(r.name in {c[1] for c in cuts} for r in advanced)
+
+
+def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
+    """How the loops around `op` cut a buffer that lives outside them: (axis, region, factor)."""
+    names = {key for key, operand in op.operands.items() if operand is buffer}
+    inside = {region.name for region in buffer.home.chain} if buffer.home is not None else set()
+    return {(s.axis, s.region, s.factor) for s in op.slices if s.operand in names and s.region not in inside}
+
+
+def _works_in_place(op: Op, new: Buffer, old: Buffer) -> bool:
+    pairs = op.contract.inplace
+    return any(op.operands.get(w) is new and op.operands.get(r) is old for w, r in pairs) and _cuts(op, new) == _cuts(op, old)
 
 
 def _overlap(graph: Graph, a: Buffer, b: Buffer) -> bool:
-    def extent(buffer: Buffer) -> tuple[object, object]:
-        at = graph.aliases.get(buffer.id, (buffer, 0))[1]
+    def extent(buffer: Buffer) -> tuple[Dim, Dim]:
+        at = graph.aliases[buffer.id][1] if buffer.id in graph.aliases else 0
         return at, at + buffer.bytes
 
     (a_low, a_high), (b_low, b_high) = extent(a), extent(b)
     return not (_certainly_at_most(a_high, b_low) or _certainly_at_most(b_high, a_low))
 
 
-def _certainly_at_most(low: object, high: object) -> bool:
+def _certainly_at_most(low: Dim, high: Dim) -> bool:
     """Whether low <= high for all positive dims."""
-    difference = high - low  # type: ignore[operator]
-    return bool(difference >= 0) if isinstance(difference, int) else bool(getattr(difference, "is_nonnegative", False))
+    difference = high - low
+    return difference >= 0 if isinstance(difference, int) else bool(difference.is_nonnegative)
 
 
-def _works_in_place(op: Op, new: Buffer, old: Buffer) -> bool:
-    return any(op.operands.get(w) is new and op.operands.get(r) is old for w, r in op.contract.inplace)
+# Streams: what runs beside the main stream is joined, inside the loop it runs in.
 
 
+def _streams_are_closed(graph: Graph) -> None:
+    if graph._waits:
+        raise GraphError(f"graph '{graph.name}': wait() with no op after it; side streams join at a main op")
+    waits = [edge for edge in graph.edges if edge.kind == "wait"]
+    for op in graph.ops:
+        if op.stream == MAIN:
+            continue
+        joins = [e.target for e in waits if e.source >= op.index and graph.ops[e.source].stream == op.stream]
+        workspace = next((b for b in (*op.reads, *op.writes) if b.pool == "workspace"), None)
+        if not joins and workspace is not None:
+            raise GraphError(f"{op.name} ({op.source}): stream '{op.stream}' is never joined, yet it touches {workspace}; wait for it")
+        region = op.region
+        if region is not None:
+            forks = [e.source for e in graph.edges if e.kind == "fork" and e.target <= op.index and graph.ops[e.target].stream == op.stream]
+            if not forks or not joins or not region.start <= forks[-1] or min(joins) >= region.end:
+                raise GraphError(
+                    f"{op.name} ({op.source}): stream '{op.stream}' must fork and join inside region {region.name}, "
+                    "whose iterations follow each other"
+                )

@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -126,10 +127,8 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Let go of the mapping; the system unmaps it when no view is left."""
-        try:
+        with suppress(BufferError):  # a view is still alive: its owner keeps the mapping
             self._map.close()
-        except BufferError:  # a view is still alive: its owner keeps the mapping
-            pass
 
 
 def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> tuple[dict[str, TensorEntry], int]:
@@ -418,7 +417,7 @@ def _adopt(name: str, record: Mapping[str, Any], tensor: Tensor) -> Tensor:
 
 
 def save_checkpoint(directory: str | os.PathLike[str], views: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write `model.safetensors` and `config.json`: stacks as their members, constants left out, nothing copied in memory.
+    """Write `model.safetensors` and `config.json`: stacks as members, no constants; copies nothing in memory.
 
     The checkpoint appears whole: it is written under another name first.
     """
@@ -444,7 +443,7 @@ def save_checkpoint(directory: str | os.PathLike[str], views: Mapping[str, Tenso
         with open(temporary, "wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors.values():
-                stream.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+                stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         os.replace(temporary, folder / "model.safetensors")
     finally:
         temporary.unlink(missing_ok=True)

@@ -48,7 +48,7 @@ def first_fit_scan(order: Any, sizes: Any, starts: Any, ends: Any) -> Any:
 # comes next. After a placement the part may fall apart; its parts are solved one by one, and if one fails the choice
 # fails, whatever the others found. All state is in arrays, so a search stops at a node limit and goes on later.
 
-DEPTH, LISTED, PARTS, OFFSET_TRAIL, FLOOR_TRAIL, PLACED, CAPACITY, NODES, CHOOSING, HITS = range(10)
+DEPTH, LISTED, PARTS, OFFSET_TRAIL, FLOOR_TRAIL, PLACED, CAPACITY, NODES, CHOOSING = range(9)
 """Registers: the deepest frame and the fill of each stack, the capacity in bytes, placements so far, and
 whether the deepest frame is at a choice (or its parts are to be solved)."""
 
@@ -57,7 +57,8 @@ RUNNING, SOLVED, FAILED = range(3)
 F_LOW, F_HIGH, F_OFFSET, F_ROW, F_OFFSETS, F_FLOORS, F_PLACED, F_LIST, F_LIST_END = range(9)
 F_PARTS, F_PARTS_END, F_PART, F_LISTED, F_KEY = range(9, 14)
 """Columns of a frame: its sections, the choice it is at (at first: the one before it), marks of the trails, its
-list of unplaced rows, the parts its choice left, the next of them, and the fill of the list stack below its parts."""
+list of unplaced rows, the parts its choice left, the next of them, the fill of the list stack below its parts,
+and the fingerprint of its state."""
 FRAME_WIDTH = 14
 
 
@@ -257,7 +258,6 @@ def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: An
                 continue
             frame[F_KEY] = fingerprint(frame, listed, offsets, salts)
             if refuted[frame[F_KEY] & (len(refuted) - 1)] == frame[F_KEY]:
-                registers[HITS]+=1
                 frame[F_OFFSET] = registers[CAPACITY]  # nothing is left to choose
         if registers[NODES] >= node_limit:
             return RUNNING
@@ -281,5 +281,115 @@ def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: An
              piece_high, trail_row, trail_offset, trail_section, trail_floor, stack)  # fmt: skip
 
 
+# -- local search ----------------------------------------------------------------------------------------------------
+
+
+def drop(order: Any, offsets: Any, tops: Any, sizes: Any, piece_cuts: Any, piece_low: Any, piece_high: Any,
+         alignments: Any, pin_cuts: Any, pin_low: Any, pin_top: Any, limit: Any) -> Any:  # fmt: skip
+    """Drop the rows one by one on the skyline; return the peak times the number of sections, plus the sum of tops.
+
+    Gives up with -1 once a top is above `limit`.
+    """
+    for s in range(len(tops)):
+        tops[s] = 0
+    peak = 0
+    for i in range(len(order)):
+        row = order[i]
+        offset = 0
+        for p in range(piece_cuts[row], piece_cuts[row + 1]):
+            for s in range(piece_low[p], piece_high[p]):
+                if tops[s] > offset:
+                    offset = tops[s]
+        offset = lifted(row, offset, sizes[row], alignments[row], pin_cuts, pin_low, pin_top)
+        offsets[row] = offset
+        top = offset + sizes[row]
+        if top > limit:
+            return -1
+        if top > peak:
+            peak = top
+        for p in range(piece_cuts[row], piece_cuts[row + 1]):
+            for s in range(piece_low[p], piece_high[p]):
+                tops[s] = top
+    total = 0
+    for s in range(len(tops)):
+        total += tops[s]
+    return peak * len(tops) + total
+
+
+def improve(steps: Any, goal: Any, state: Any, order: Any, best: Any, past: Any, offsets: Any, tops: Any, sizes: Any,
+            piece_cuts: Any, piece_low: Any, piece_high: Any, alignments: Any, pin_cuts: Any, pin_low: Any,
+            pin_top: Any) -> Any:  # fmt: skip
+    """Try `steps` moves of one row in the drop order by late acceptance; keep the best order; return its peak.
+
+    `state` holds the random state, the step, the current cost, the best peak and the best cost. A move takes a row that reaches
+    the peak, or one it rests on, and drops it earlier. Late acceptance: a move is taken if it is no worse than now or than
+    the cost some steps ago (`past`).
+    """
+    n = len(order)
+    none = 1 << 62
+    if state[1] == 0:
+        cost = drop(order, offsets, tops, sizes, piece_cuts, piece_low, piece_high, alignments, pin_cuts, pin_low,
+                    pin_top, none)  # fmt: skip
+        state[2], state[4] = cost, cost
+        state[3] = 0
+        for i in range(n):
+            if offsets[i] + sizes[i] > state[3]:
+                state[3] = offsets[i] + sizes[i]
+        for i in range(len(past)):
+            past[i] = cost
+    for _ in range(steps):
+        if state[3] <= goal:
+            break
+        state[1] += 1
+        draws = state[0]
+        draws ^= (draws << 13) & 0x7FFFFFFFFFFFFFFF
+        draws ^= draws >> 7
+        draws ^= (draws << 17) & 0x7FFFFFFFFFFFFFFF
+        state[0] = draws
+        source = (draws >> 8) % n
+        if draws & 3:  # three in four: the first of a few random rows that lies high
+            for k in range(6):
+                other = ((draws >> 8) + k * 7919) % n
+                if offsets[order[other]] + sizes[order[other]] > offsets[order[source]] + sizes[order[source]]:
+                    source = other
+        target = (draws >> 32) % n
+        if draws & 4 and target > source:
+            target = (draws >> 32) % (source + 1)
+        row = order[source]
+        if target < source:
+            for i in range(source, target, -1):
+                order[i] = order[i - 1]
+        else:
+            for i in range(source, target):
+                order[i] = order[i + 1]
+        order[target] = row
+        was = past[state[1] % len(past)]
+        bound = was if was > state[2] else state[2]
+        cost = drop(order, offsets, tops, sizes, piece_cuts, piece_low, piece_high, alignments, pin_cuts, pin_low,
+                    pin_top, bound // len(tops))  # fmt: skip
+        if cost >= 0 and cost <= bound:
+            state[2] = cost
+            if cost < state[4]:
+                state[4] = cost
+                peak = 0
+                for i in range(n):
+                    best[i] = order[i]
+                    if offsets[i] + sizes[i] > peak:
+                        peak = offsets[i] + sizes[i]
+                state[3] = peak
+        else:
+            if target < source:
+                for i in range(target, source):
+                    order[i] = order[i + 1]
+            else:
+                for i in range(target, source, -1):
+                    order[i] = order[i - 1]
+            order[source] = row
+        past[state[1] % len(past)] = state[2]
+    return state[3]
+
+
+HELPERS["drop"] = ("lifted",)
+HELPERS["improve"] = ("drop",)
 HELPERS["put"] = ("lifted",)
 HELPERS["advance"] = ("put", "undo", "choose", "split", "fingerprint")

@@ -11,10 +11,10 @@ from .blocks import Blocks
 
 __all__ = ["PREORDERS", "preorder", "skyline"]
 
-PREORDERS = ("TWA", "TAW", "WAT", "AWT", "ATW")
-"""Keys, most important first, all decreasing: T the largest load that the block takes part in, W its width in sections, A its size times lifetime.
-
-TWA, TAW and WAT each solve some hard instances at once that the others do not (MiniMalloc's set, measured)."""
+PREORDERS = ("TWA", "TAW", "ATW", "WAT")
+"""Keys, most important first, all decreasing: T the largest load that the block takes part in, W its width in sections, A its
+size times width. Each solves some hard instances at once that the others do not; widths in time units instead of sections made
+the search fail on one of five."""
 
 
 def preorder(blocks: Blocks, keys: str) -> list[int]:
@@ -76,11 +76,11 @@ def _loads(blocks: Blocks) -> list[int]:
 
 
 def _widths(blocks: Blocks) -> list[int]:
-    return blocks.lengths
+    return [sum([b - a for a, b in pieces]) for pieces in blocks.sections.spans]
 
 
 def _areas(blocks: Blocks) -> list[int]:
-    return [size * length for size, length in zip(blocks.sizes, blocks.lengths, strict=True)]
+    return [size * width for size, width in zip(blocks.sizes, _widths(blocks), strict=True)]
 
 
 _COLUMNS = {"T": _loads, "W": _widths, "A": _areas}

@@ -1,0 +1,42 @@
+# make demo    plan LLaDA-8B at 128K for an RTX 3090, then load a small checkpoint and run a step in exactly the planned bytes
+# make test    install the test extras and run the tests
+# make lint    style and types
+# make bench   CPU benchmarks; results go to benchmarks/results and into the docs
+
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[torch]'
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[solve,torch,viz,dev]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/mosaic plan --model llada-8b --ctx 128k --device rtx-3090
+	$(BIN)/python examples/run_step.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.search
+	$(BIN)/python -m benchmarks.offsets
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

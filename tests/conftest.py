@@ -1,0 +1,22 @@
+"""Shared by all tests: templates are cached in a folder of this run, never in the user's."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+_CACHE = os.path.join(tempfile.gettempdir(), f"mosaic-tests-{os.getuid()}")
+os.environ["MOSAIC_CACHE"] = _CACHE
+
+
+@pytest.fixture
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile templates anew."""
+    from mosaic.planner import cache
+
+    monkeypatch.setenv("MOSAIC_CACHE", "")
+    monkeypatch.setattr(cache, "_loaded", {})
+    yield

@@ -1,0 +1,436 @@
+"""Small plan documents written by hand: lifetimes, offsets and totals are typed in, not computed.
+
+Each example is a function that returns a fresh document, so that tests may break it. Unless said otherwise a row is 256 float32
+values, 1,024 bytes, and tensors are `[rows, 256]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Document = dict[str, Any]
+Row = dict[str, Any]
+
+PAGE_BYTES = 4096
+KIB = 1024
+
+
+def buffer(
+    name: str,
+    life: tuple[int, int],
+    offset_kib: int,
+    rows: int = 1,
+    *,
+    kind: str = "transient",
+    pool: str = "workspace",
+    region: str | None = None,
+    gaps: Sequence[tuple[int, int]] = (),
+    alias_of: int | None = None,
+    alias_kib: int = 0,
+    covers_kib: int = 0,
+    rotate: int = 1,
+) -> Row:
+    """One buffer of `rows` KiB; `covers_kib` is the size of a root that its aliases make larger."""
+    return {
+        "id": -1, "name": name, "kind": kind, "pool": pool, "offset": offset_kib * KIB, "size": max(rows, covers_kib) * KIB,
+        "start": life[0], "end": life[1], "gaps": [list(gap) for gap in gaps], "alias_of": alias_of, "alias_offset": alias_kib * KIB,
+        "dtype": "float32", "shape": [rows, 256], "alignment": 512, "region": region, "tensor": None, "rotate": rotate,
+    }  # fmt: skip
+
+
+def op(
+    name: str,
+    reads: Sequence[int],
+    writes: Sequence[int],
+    *,
+    region: str | None = None,
+    stream: str = "main",
+    inplace: Sequence[tuple[int, int]] = (),
+    slices: Sequence[tuple[int, str]] = (),
+) -> Row:
+    """One op whose operands are named r0, r1, … and w0, w1, …; `slices` are (buffer, region), by rows, on axis 0."""
+    operands = {f"r{k}": b for k, b in enumerate(reads)} | {f"w{k}": b for k, b in enumerate(writes)}
+    sliced = [[operand, 0, by, 1] for b, by in slices for operand, at in operands.items() if at == b]
+    return {
+        "index": -1, "name": name, "kernel": "linear", "stream": stream, "region": region, "reads": list(reads), "writes": list(writes),
+        "flops": 2, "bytes": 2048, "operands": operands, "attrs": {}, "inplace": [list(pair) for pair in inplace], "slices": sliced,
+    }  # fmt: skip
+
+
+def region(name: str, span: tuple[int, int], extent: int, rows: int, count: int, parent: str | None = None) -> Row:
+    """One chunk loop over `extent` rows."""
+    return {
+        "name": name, "knob": name, "dim": "tokens", "extent": extent, "rows": rows, "count": count, "start": span[0], "end": span[1],
+        "parent": parent,
+    }  # fmt: skip
+
+
+def barrier(
+    name: str,
+    span: tuple[int, int],
+    *,
+    of: str | None = None,
+    inputs: Sequence[int] = (),
+    outputs: Sequence[int] = (),
+    carried: Sequence[int] = (),
+) -> Row:
+    """The barrier of a region, or an explicit one."""
+    lists = {"inputs": list(inputs), "outputs": list(outputs), "carried": list(carried)}
+    return {"name": name, "region": of, "start": span[0], "end": span[1], **lists}
+
+
+def plan(
+    ops: Sequence[Row],
+    buffers: Sequence[Row],
+    *,
+    peak_kib: int,
+    lower_bound_kib: int,
+    workspace_kib: int,
+    weights_kib: int = 0,
+    state_kib: int = 0,
+    total_kib: int,
+    regions: Sequence[Row] = (),
+    barriers: Sequence[Row] = (),
+    edges: Sequence[tuple[str, int, int]] = (),
+) -> Document:
+    """Join the parts; pages are 4 KiB, context and libraries take 4 KiB each, the budget is the total."""
+    for i, row in enumerate(ops):
+        row["index"] = i
+    for b, row in enumerate(buffers):
+        row["id"] = b
+    capacities = {"workspace": workspace_kib, "weights": weights_kib, "state": state_kib}
+    return {
+        "schema": "mosaic.plan/1", "mosaic_version": "0.1.0", "model": "example", "phase": "full_step", "dtype": "float32",
+        "dims": {"tokens": 5, "masked": 2, "seqs": 1, "pairs": 25}, "device": "rtx-4090", "estimated": True, "page_bytes": PAGE_BYTES,
+        "mesh": {"size": 1, "axes": {"tensor": 1}},
+        "pools": [{"name": name, "device": "cuda:0", "capacity": kib * KIB} for name, kib in capacities.items()],
+        "regions": list(regions), "barriers": list(barriers),
+        "edges": [{"kind": kind, "from": start, "to": end} for kind, start, end in edges],
+        "budget_bytes": total_kib * KIB, "config": {row["knob"]: row["rows"] for row in regions}, "fits": True,
+        "components": {
+            "context": 4 * KIB, "library": 4 * KIB, "weights": weights_kib * KIB, "state": state_kib * KIB,
+            "workspace": workspace_kib * KIB,
+        },
+        "total_bytes": total_kib * KIB, "peak_bytes": peak_kib * KIB, "lower_bound_bytes": lower_bound_kib * KIB,
+        "optimal": peak_kib == lower_bound_kib, "max_ctx_tokens": 5, "predicted_step_ms": 0.5, "formula": [], "trace": [],
+        "solver": "by hand", "ops": list(ops), "buffers": list(buffers),
+    }  # fmt: skip
+
+
+def chain() -> Document:
+    """A plain chain with scratch: x -> a -> b -> y, where b reuses nothing, y reuses a's bytes."""
+    return plan(
+        [op("first", [0], [1]), op("second", [1], [2, 3]), op("third", [2], [4])],
+        [
+            buffer("x", (0, 1), 0, 2, kind="input"),
+            buffer("a", (0, 2), 2, 2),
+            buffer("b", (1, 3), 0, 2),
+            buffer("scratch", (1, 2), 4, kind="scratch"),
+            buffer("y", (2, 3), 2, 2, kind="output"),
+        ],
+        peak_kib=5, lower_bound_kib=5, workspace_kib=8, total_kib=16,
+    )  # fmt: skip
+
+
+def pools() -> Document:
+    """Two weights and a state beside the workspace; the state is updated in place."""
+    return plan(
+        [op("first", [0, 1], [2]), op("keep", [2, 3], [3]), op("second", [2, 4], [5])],
+        [
+            buffer("w0", (0, 3), 0, 3, kind="weight", pool="weights"),
+            buffer("x", (0, 1), 0, 2, kind="input"),
+            buffer("a", (0, 3), 2, 2),
+            buffer("cache", (0, 3), 0, 4, kind="state", pool="state"),
+            buffer("w1", (0, 3), 3, 2, kind="weight", pool="weights"),
+            buffer("y", (2, 3), 0, 2, kind="output"),
+        ],
+        peak_kib=4, lower_bound_kib=4, workspace_kib=4, weights_kib=8, state_kib=4, total_kib=24,
+    )  # fmt: skip
+
+
+def chunked() -> Document:
+    """A chunk loop of 5 rows by 2: x is read and y filled slice by slice; gate and up belong to the body."""
+    sliced = "ffn"
+    return plan(
+        [
+            op("embed", [0], [1]),
+            op("gate", [1], [2], region=sliced, slices=[(1, sliced), (2, sliced)]),
+            op("up", [1, 2], [3], region=sliced, slices=[(1, sliced), (2, sliced), (3, sliced)]),
+            op("down", [3], [4], region=sliced, slices=[(3, sliced), (4, sliced)]),
+            op("head", [4], [5]),
+        ],
+        [
+            buffer("ids", (0, 1), 5, 5, kind="input"),
+            buffer("x", (0, 4), 0, 5),
+            buffer("gate", (1, 3), 10, 2, region=sliced),
+            buffer("up", (2, 4), 12, 2, region=sliced),
+            buffer("y", (1, 5), 5, 5),
+            buffer("logits", (4, 5), 0, 5, kind="output"),
+        ],
+        peak_kib=14, lower_bound_kib=14, workspace_kib=16, total_kib=24,
+        regions=[region(sliced, (1, 4), 5, 2, 3)],
+        barriers=[barrier(sliced, (1, 4), of=sliced, inputs=[1], outputs=[4])],
+    )  # fmt: skip
+
+
+def nested() -> Document:
+    """Rows of 4 by 2 (outer), and inside them a loop of 3 by 1 (inner) that accumulates into a buffer of the outer body."""
+    return plan(
+        [
+            op("embed", [0], [1]),
+            op("project", [1], [2], region="outer", slices=[(1, "outer")]),
+            op("clear", [], [3], region="outer"),
+            op("score", [2], [4], region="inner"),
+            op("accumulate", [4, 3], [3], region="inner"),
+            op("store", [3], [5], region="outer", slices=[(5, "outer")]),
+            op("head", [5], [6]),
+        ],
+        [
+            buffer("ids", (0, 1), 4, 4, kind="input"),
+            buffer("x", (0, 6), 0, 4),
+            buffer("q", (1, 5), 8, 2, region="outer"),
+            buffer("sum", (2, 6), 10, 2, region="outer"),
+            buffer("s", (3, 5), 12, 1, region="inner"),
+            buffer("y", (1, 7), 4, 4),
+            buffer("logits", (6, 7), 0, 4, kind="output"),
+        ],
+        peak_kib=13, lower_bound_kib=13, workspace_kib=16, total_kib=24,
+        regions=[region("outer", (1, 6), 4, 2, 2), region("inner", (3, 5), 3, 1, 3, parent="outer")],
+        barriers=[
+            barrier("outer", (1, 6), of="outer", inputs=[1], outputs=[5]),
+            barrier("inner", (3, 5), of="inner", inputs=[2], outputs=[3]),
+        ],
+    )  # fmt: skip
+
+
+def carried() -> Document:
+    """A loop that reads the maximum of the iteration before, then writes the new one: it lives through the whole loop."""
+    return plan(
+        [
+            op("embed", [0], [1]),
+            op("score", [1], [2], region="rows", slices=[(1, "rows"), (2, "rows")]),
+            op("compare", [2, 3], [4], region="rows"),
+            op("keep", [4], [3, 5], region="rows"),
+        ],
+        [
+            buffer("ids", (0, 1), 4, 4, kind="input"),
+            buffer("x", (0, 4), 0, 4),
+            buffer("s", (1, 3), 6, 1, region="rows"),
+            buffer("maximum", (1, 4), 4, 1, region="rows"),
+            buffer("larger", (2, 4), 7, 1, region="rows"),
+            buffer("y", (1, 4), 5, 1, kind="output"),
+        ],
+        peak_kib=8, lower_bound_kib=8, workspace_kib=8, total_kib=16,
+        regions=[region("rows", (1, 4), 4, 1, 4)],
+        barriers=[barrier("rows", (1, 4), of="rows", inputs=[1], outputs=[5], carried=[3])],
+    )  # fmt: skip
+
+
+def alias_group() -> Document:
+    """Two values share the storage of a third, one behind the other; the third is dead by then."""
+    return plan(
+        [op("qkv", [0], [1]), op("mix", [1], [2]), op("left", [2], [3]), op("right", [2], [4]), op("join", [3, 4], [5])],
+        [
+            buffer("x", (0, 1), 0, 2, kind="input"),
+            buffer("root", (0, 5), 2, 3, covers_kib=4),
+            buffer("m", (1, 4), 0, 2),
+            buffer("left", (2, 5), 2, 2, alias_of=1),
+            buffer("right", (3, 5), 4, 2, alias_of=1, alias_kib=2),
+            buffer("y", (4, 5), 0, 2, kind="output"),
+        ],
+        peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
+    )  # fmt: skip
+
+
+def inplace() -> Document:
+    """The output of attention overwrites its queries, as the op says it may."""
+    return plan(
+        [op("q", [0], [1]), op("k", [0], [2]), op("attention", [1, 2], [3], inplace=[(3, 1)]), op("out", [3], [4])],
+        [
+            buffer("x", (0, 2), 0, 2, kind="input"),
+            buffer("q", (0, 4), 2, 2),
+            buffer("k", (1, 3), 4, 2),
+            buffer("y", (2, 4), 2, 2, alias_of=1),
+            buffer("z", (3, 4), 0, 2, kind="output"),
+        ],
+        peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
+    )  # fmt: skip
+
+
+def inplace_sliced() -> Document:
+    """A loop overwrites a tensor of the outside slice by slice, through an op that may work in place."""
+    cut = [(1, "rows"), (2, "rows")]
+    return plan(
+        [op("embed", [0], [1]), op("norm", [1], [2], region="rows", inplace=[(2, 1)], slices=cut), op("head", [2], [3])],
+        [
+            buffer("ids", (0, 1), 4, 4, kind="input"),
+            buffer("x", (0, 3), 0, 4),
+            buffer("normed", (1, 3), 0, 4, alias_of=1),
+            buffer("y", (2, 3), 4, 4, kind="output"),
+        ],
+        peak_kib=8, lower_bound_kib=8, workspace_kib=8, total_kib=16,
+        regions=[region("rows", (1, 2), 4, 1, 4)],
+        barriers=[barrier("rows", (1, 2), of="rows", inputs=[1], outputs=[2])],
+    )  # fmt: skip
+
+
+def side_stream() -> Document:
+    """A copy on a side stream into a slot, forked after op 1 and joined by op 4; what main frees before op 4 is not reused."""
+    return plan(
+        [
+            op("first", [0], [1]),
+            op("second", [1], [2]),
+            op("prefetch", [7], [3], stream="copy"),
+            op("third", [2], [4]),
+            op("fourth", [4, 3], [5]),
+            op("fifth", [5], [6]),
+        ],
+        [
+            buffer("x", (0, 1), 0, 2, kind="input"),
+            buffer("a", (0, 2), 2, 2),
+            buffer("b", (1, 4), 0, 2),
+            buffer("slot", (2, 5), 2, 3),
+            buffer("c", (3, 5), 5, 2),
+            buffer("d", (4, 6), 0, 2),
+            buffer("y", (5, 6), 2, 2, kind="output"),
+            buffer("w", (0, 6), 0, 3, kind="weight", pool="host"),
+        ],
+        peak_kib=7, lower_bound_kib=7, workspace_kib=8, total_kib=16,
+        edges=[("fork", 1, 2), ("wait", 2, 4)],
+    )  # fmt: skip
+
+
+def two_side_streams() -> Document:
+    """A slot that one side stream leaves and another takes over, ordered through main: copy -> op 3 -> op 4 -> index."""
+    return plan(
+        [
+            op("first", [0], [1]),
+            op("prefetch", [5], [2], stream="copy"),
+            op("second", [1], [3]),
+            op("join", [3, 2], [4]),
+            op("select", [4], [6], stream="index"),
+            op("last", [4, 6], [7]),
+        ],
+        [
+            buffer("x", (0, 1), 0, 2, kind="input"),
+            buffer("a", (0, 3), 2, 2),
+            buffer("slot", (1, 4), 4, 2),
+            buffer("b", (2, 4), 0, 2),
+            buffer("c", (3, 6), 2, 2),
+            buffer("w", (0, 6), 0, 2, kind="weight", pool="weights"),
+            buffer("rows", (4, 6), 4, 2),
+            buffer("y", (5, 6), 0, 2, kind="output"),
+        ],
+        peak_kib=6, lower_bound_kib=6, workspace_kib=8, weights_kib=4, total_kib=20,
+        edges=[("fork", 0, 1), ("wait", 1, 3), ("fork", 3, 4), ("wait", 4, 5)],
+    )  # fmt: skip
+
+
+def explicit_barrier() -> Document:
+    """A registrar keeps `a` until op 3, although nothing reads it after op 1."""
+    return plan(
+        [op("first", [0], [1]), op("second", [1], [2]), op("third", [2], [3]), op("fourth", [3], [4])],
+        [
+            buffer("x", (0, 1), 2, 2, kind="input"),
+            buffer("a", (0, 3), 0, 2),
+            buffer("b", (1, 3), 2, 2),
+            buffer("c", (2, 4), 4, 2),
+            buffer("y", (3, 4), 0, 2, kind="output"),
+        ],
+        peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
+        barriers=[barrier("keep a", (1, 3), inputs=[1])],
+    )  # fmt: skip
+
+
+def gap() -> Document:
+    """`a` is written twice; between its last read and its second write b and c use its bytes."""
+    return plan(
+        [
+            op("first", [0], [1]),
+            op("second", [1], [2]),
+            op("third", [2], [3]),
+            op("fourth", [3], [4]),
+            op("fifth", [4], [1]),
+            op("sixth", [1], [5]),
+        ],
+        [
+            buffer("x", (0, 1), 2, 2, kind="input"),
+            buffer("a", (0, 6), 0, 2, gaps=[(2, 4)]),
+            buffer("b", (1, 3), 2, 2),
+            buffer("c", (2, 4), 0, 2),
+            buffer("d", (3, 5), 2, 2),
+            buffer("y", (5, 6), 2, 2, kind="output"),
+        ],
+        peak_kib=4, lower_bound_kib=4, workspace_kib=4, total_kib=12,
+    )  # fmt: skip
+
+
+EXAMPLES: Mapping[str, Callable[[], Document]] = {
+    build.__name__: build
+    for build in (
+        chain, pools, chunked, nested, carried, alias_group, inplace, inplace_sliced, side_stream, two_side_streams, explicit_barrier,
+        gap,
+    )
+}  # fmt: skip
+
+
+def decoder(layers: int = 32) -> Document:
+    """A decoder of LLaDA-8B's proportions, 16 ops and 9 weights a layer: attention over its queries, feed-forward in a chunk loop.
+
+    For timing. Slots are in KiB: residual 0-8, then q and attention output 8-16, k 16-24, v 24-32, and the normed rows 32-40; the
+    feed-forward's chunk of 2 rows lies in the same range.
+    """
+    ops: list[Row] = [op("embed", [0, 1], [2])]
+    buffers = [
+        buffer("ids", (0, 1), 8, 8, kind="input"),
+        buffer("embedding", (0, -1), 0, kind="weight", pool="weights"),
+        buffer("x", (0, -1), 0, 8),
+    ]
+    regions, barriers = [], []
+    weights = 1
+    for layer in range(layers):
+        start, base, name = len(ops), len(buffers), f"layers.{layer}"
+        w = list(range(base, base + 9))
+        for k in range(9):
+            buffers.append(buffer(f"{name}/w{k}", (0, -1), weights + k, kind="weight", pool="weights"))
+        weights += 9
+        n, q, k_, v, y, m, g, u = range(base + 9, base + 17)
+        ffn = f"{name}/ffn"
+        chunk = [(2, ffn), (m, ffn), (g, ffn), (u, ffn)]
+        rows = [
+            op(f"{name}/norm", [2, w[0]], [n]),
+            op(f"{name}/q", [n, w[1]], [q]),
+            op(f"{name}/k", [n, w[2]], [k_]),
+            op(f"{name}/v", [n, w[3]], [v]),
+            op(f"{name}/rope_q", [q], [q]),
+            op(f"{name}/rope_k", [k_], [k_]),
+            op(f"{name}/attention", [q, k_, v], [y], inplace=[(y, q)]),
+            op(f"{name}/out", [y, w[4], 2], [2]),
+        ]
+        body = [
+            ("norm", [2, w[5]], [m]), ("gate", [m, w[6]], [g]), ("up", [m, w[7]], [u]), ("silu", [g, u], [g]),
+            ("down", [g, w[8], 2], [2]),
+        ]  # fmt: skip
+        for label, reads, writes in body:
+            touched = {*reads, *writes}
+            rows.append(op(f"{ffn}/{label}", reads, writes, region=ffn, slices=[cut for cut in chunk if cut[0] in touched]))
+        s = start
+        buffers += [
+            buffer(f"{name}/n", (s, s + 4), 32, 8), buffer(f"{name}/q", (s + 1, s + 8), 8, 8),
+            buffer(f"{name}/k", (s + 2, s + 7), 16, 8), buffer(f"{name}/v", (s + 3, s + 7), 24, 8),
+            buffer(f"{name}/y", (s + 6, s + 8), 8, 8, alias_of=q), buffer(f"{ffn}/m", (s + 8, s + 11), 8, 2, region=ffn),
+            buffer(f"{ffn}/g", (s + 9, s + 13), 10, 2, region=ffn), buffer(f"{ffn}/u", (s + 10, s + 12), 12, 2, region=ffn),
+        ]  # fmt: skip
+        ops += rows
+        regions.append(region(ffn, (s + 8, s + 13), 8, 2, 4))
+        barriers.append(barrier(ffn, (s + 8, s + 13), of=ffn, outputs=[2]))
+    ops.append(op("head", [2], [len(buffers)]))
+    buffers.append(buffer("logits", (len(ops) - 1, len(ops)), 8, 8, kind="output"))
+    for row in buffers:
+        row["end"] = len(ops) if row["end"] == -1 else row["end"]
+    weights_kib = -(-weights // 4) * 4
+    return plan(
+        ops, buffers, peak_kib=40, lower_bound_kib=40, workspace_kib=40, weights_kib=weights_kib, total_kib=48 + weights_kib,
+        regions=regions, barriers=barriers,
+    )  # fmt: skip

@@ -1,0 +1,272 @@
+"""The planner against hand arithmetic, brute force, and its own promises."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from fractions import Fraction
+from math import ceil
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mosaic.devices import DEVICES
+from mosaic.errors import GraphError, PlanFormatError, UsageError
+from mosaic.models import PRESETS, load
+from mosaic.planner import Plan, Planner, Request, plan
+from mosaic.planner.check import check_plan
+from mosaic.planner.limits import smallest_total
+from mosaic.planner.search import TOLERANCE, brute_force, search
+from mosaic.planner.space import Config
+from mosaic.units import GIB, MIB, round_up
+
+S, M = 131072, 65536
+
+
+@pytest.fixture(scope="module")
+def llada() -> Planner:
+    return Planner("llada-8b", device="rtx-3090")
+
+
+def forms(planner: Planner, config: Config, tokens: int = S, mask_ratio: float = 0.5) -> dict[str, int]:
+    """Bytes of each undominated live set, by the op where it occurs."""
+    point = planner.space().at(Request(seq_lens=(tokens,), mask_ratio=mask_ratio).dims())
+    formula, body = point.space.variant(config).formula, point.space.variant(config).body
+    return {body.ops[at].name: int(value) for at, value in zip(formula.at, point.form_values(config), strict=True)}
+
+
+# -- the worked example: LLaDA-8B by hand (bf16, D 4,096, F 12,288, V 126,464) -------------------------------------
+
+
+def test_attention_holds_residual_q_k_v(llada: Planner) -> None:
+    """32,768 S: the output overwrites q; ids, positions, rows and cu_seqlens are the small buffers."""
+    value = forms(llada, Config(("logits",), (128, 128, 64)))["layers.0/attention_in"]
+    small = 4 * S + 8 * M + 512 + 8192 * 128
+    assert value == 32768 * S + small
+
+
+def test_feed_forward_holds_residual_and_one_chunk(llada: Planner) -> None:
+    """8,192 S + 57,344 rows: normed chunk, gate and up."""
+    value = forms(llada, Config(("logits",), (128, 16384, 64)))["layers.0/up"]
+    assert value == 8192 * S + 57344 * 16384 + 4 * S + 8 * M + 512
+    whole = forms(llada, Config(("logits",), (None, None, 64)))["layers.0/up"]
+    assert whole == 8192 * S + 57344 * S + 4 * S + 8 * M + 512
+
+
+def test_head_holds_residual_and_a_chunk_of_logits(llada: Planner) -> None:
+    """8,192 S + 252,928 rows of logits + 8,192 rows gathered + indices and statistics."""
+    value = forms(llada, Config(("logits",), (128, 128, 16384)))["head/logits"]
+    assert value == 8192 * S + (252928 + 8192) * 16384 + 32 * M
+
+
+def test_max_context_of_24_gib_is_the_hand_computed_one() -> None:
+    """8.47 GiB left of 24 with 14.93 of weights and 0.6 fixed: about 277,000 tokens with everything but attention chunked."""
+    device = DEVICES["rtx-3090"]
+    planner = Planner("llada-8b", device=device, budget_bytes=24 * GIB)
+    longest = planner.max_context(Request(seq_lens=(1,)))
+    left = 24 * GIB - planner.space().at(Request(seq_lens=(1,)).dims()).fixed_bytes(Config(("logits",), (None, None, None)))
+    assert abs(longest / (left / 32776) - 1) < 0.01
+    assert 260_000 < longest < 280_000
+
+
+# -- truth: every plan sits at its lower bound and passes the independent checker ----------------------------------
+
+CONTEXTS = [1024, 4096, 20000, 131072, 1 << 20]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("device", ["rtx-3090", "h200", "cpu"])
+def test_plans_are_certified_optimal_across_the_grid(name: str, device: str) -> None:
+    planner = Planner(name, device=device)
+    for tokens, ratio, budget in itertools.product(CONTEXTS, (0.05, 0.5, 1.0), (16 * GIB, 24 * GIB, 141 * GIB)):
+        planner.budget_bytes = budget
+        made = planner.plan(Request(seq_lens=(tokens,), mask_ratio=ratio))
+        assert made.optimal and made.peak_bytes == made.lower_bound_bytes, (tokens, ratio, budget)
+        assert made.fits == (made.total_bytes <= budget)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    name=st.sampled_from(sorted(PRESETS)), device=st.sampled_from(["rtx-4090", "h200", "cpu"]),
+    lengths=st.lists(st.integers(1, 40000), min_size=1, max_size=5), ratio=st.fractions(Fraction(1, 100), 1),
+    gib=st.integers(1, 64), dtype=st.sampled_from(["bfloat16", "float32"]), logit_rows=st.integers(0, 3),
+)  # fmt: skip
+def test_the_checker_accepts_every_plan(
+    name: str, device: str, lengths: list[int], ratio: Fraction, gib: int, dtype: str, logit_rows: int
+) -> None:
+    planner = Planner(load(name).with_dtype(dtype), device=device, budget_bytes=gib * GIB)
+    request = Request(seq_lens=tuple(lengths), mask_ratio=float(ratio), logit_rows=min(logit_rows, sum(lengths)))
+    made = planner.plan(request)
+    assert check_plan(json.loads(made.to_json())) == []
+    assert made.peak_bytes <= made.lower_bound_bytes * 1.01
+
+
+@pytest.mark.parametrize("solver", ["first_fit", "best_fit", "greedy_by_size", "skyline"])
+def test_a_named_solver_gives_a_valid_plan(llada: Planner, solver: str) -> None:
+    made = llada.plan(Request(seq_lens=(4096,)), solver=solver)
+    assert check_plan(made.document) == [] and made.document["solver"] == solver
+    assert made.peak_bytes >= made.lower_bound_bytes
+
+
+# -- search ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("device", ["rtx-3090", "h200"])
+def test_search_equals_brute_force(name: str, device: str) -> None:
+    space = Planner(name, device=device).space()
+    for tokens, ratio, slack in itertools.product((2048, 32768, 300000), (0.1, 0.9), (0.999, 1.0, 1.02, 1.5)):
+        dims = Request(seq_lens=(tokens,), mask_ratio=ratio).dims()
+        budget = int(smallest_total(space.at(dims))[0] * slack)
+        found, best = search(space.at(dims), budget), brute_force(space.at(dims), budget)
+        assert found.fits == best.fits == (slack >= 1)
+        if found.fits:
+            assert found.seconds <= best.seconds * 1.01
+            assert space.at(dims).total_bytes(found.config) <= budget
+            assert found.evaluations < best.evaluations
+
+
+def test_a_chunk_that_costs_nothing_is_taken_though_memory_suffices() -> None:
+    """On an H200 2,048 rows are the GEMM's sweet spot, so the feed-forward is chunked with 100 GiB to spare."""
+    made = plan("llada-8b", tokens=65536, device="h200")
+    assert made.config["ffn"] == 2048 and made.budget_bytes - made.total_bytes > 100 * GIB
+
+
+def test_no_chunk_is_taken_that_costs_without_need(llada: Planner) -> None:
+    """With room to spare the step is within the tolerance of the fastest configuration there is."""
+    point = llada.space().at(Request(seq_lens=(8192,)).dims())
+    result = search(point, 1 << 50)
+    fastest = min(point.seconds(config) for config in point.grid())
+    assert result.seconds <= fastest * (1 + TOLERANCE)
+
+
+def test_moves_never_raise_the_peak_they_target(llada: Planner) -> None:
+    trace = llada.plan(Request(seq_lens=(262144,), mask_ratio=0.9)).document["trace"]
+    lowering = [step for step in trace if "nothing gained" not in step["move"]]
+    peaks = [step["peak_bytes"] for step in lowering]
+    assert len(peaks) > 3 and all(b <= a for a, b in itertools.pairwise(peaks))
+
+
+# -- the largest context --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(PRESETS)), device=st.sampled_from(["rtx-3090", "a100-40g", "h200"]),
+    ratio=st.sampled_from([0.05, 0.3, 0.5, 1.0]), extra=st.integers(0, 60 * GIB),
+)  # fmt: skip
+def test_max_context_fits_and_one_more_token_does_not(name: str, device: str, ratio: float, extra: int) -> None:
+    planner = Planner(name, device=device, budget_bytes=15 * GIB + extra)
+    request = Request(seq_lens=(1,), mask_ratio=ratio)
+    longest = planner.max_context(request)
+    if longest:
+        at_limit = planner.plan(Request(seq_lens=(longest,), mask_ratio=ratio))
+        assert at_limit.fits and at_limit.max_ctx_tokens == longest
+    assert not planner.plan(Request(seq_lens=(longest + 1,), mask_ratio=ratio)).fits
+
+
+def test_max_context_is_zero_below_the_weights() -> None:
+    assert Planner("llada-8b", device="h200", budget_bytes=10 * GIB).max_context(Request(seq_lens=(1,))) == 0
+
+
+# -- families of shapes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_order_serves_every_context_and_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first packing of a variant the solver is rarely asked again, and the peak stays at the bound."""
+    from mosaic.planner import placement
+
+    solved = []
+    original = placement.solve
+
+    def counted(*args: object, **kwargs: object) -> object:
+        solved.append(1)
+        return original(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(placement, "solve", counted)
+    planner = Planner(name, device="h200")
+    point_config = Config(("logits",), (256, 512, 128))
+    for tokens in range(2048, 400_000, 9973):
+        point = planner.space().at(Request(seq_lens=(tokens,), mask_ratio=0.4).dims())
+        _, peak, _ = placement.place(point, point_config)
+        assert peak == point.lower_bound(point_config)
+    assert len(solved) <= len(placement.REFERENCES)
+
+
+# -- the artifact ---------------------------------------------------------------------------------------------------
+
+
+def test_plans_round_trip_and_are_byte_identical(llada: Planner, no_cache: None) -> None:
+    request = Request(seq_lens=(5000, 70), mask_ratio=0.3)
+    text = llada.plan(request).to_json()
+    assert Plan.from_json(text).to_json() == text
+    again = Planner("llada-8b", device="rtx-3090")
+    again.plan(Request(seq_lens=(123,)))
+    assert again.plan(request).to_json() == text
+
+
+def test_a_newer_schema_is_refused_by_name(llada: Planner) -> None:
+    document = dict(llada.plan(Request(seq_lens=(64,))).document) | {"schema": "mosaic.plan/2"}
+    with pytest.raises(PlanFormatError, match="'mosaic.plan/2', this version reads 'mosaic.plan/1'"):
+        Plan.from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 3}', "not json"])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(PlanFormatError):
+        Plan.from_json(text)
+
+
+def test_document_says_what_the_format_promises(llada: Planner) -> None:
+    document = llada.plan(Request(seq_lens=(S,))).document
+    assert document["schema"] == "mosaic.plan/1" and document["config"].keys() == {"head", "proj", "ffn", "logits"}
+    assert document["components"].keys() == {"context", "library", "weights", "state", "workspace"}
+    assert document["total_bytes"] == sum(document["components"].values())
+    assert document["components"]["workspace"] == round_up(document["peak_bytes"], 2 * MIB)
+    for region in document["regions"]:
+        assert region["count"] == ceil(region["extent"] / region["rows"])
+    flops = sum(op["flops"] for op in document["ops"] if op["kernel"] in ("linear", "linear_add"))
+    assert flops == 2 * S * 32 * (4 * 4096**2 + 3 * 4096 * 12288) + 2 * M * 4096 * 126464
+    assert next(op for op in document["ops"] if op["kernel"] == "attention")["flops"] == 4 * S * S * 4096
+
+
+def test_nothing_is_left_out_as_small(llada: Planner) -> None:
+    names = {b["name"] for b in llada.plan(Request(seq_lens=(1024,))).document["buffers"]}
+    assert {"token_ids", "positions", "cu_seqlens", "rows", "inv_freq", "token", "confidence", "entropy"} <= names
+    moe = Planner("llada-moe", device="h200").plan(Request(seq_lens=(1024,))).document["buffers"]
+    assert any("sort.order" in b["name"] for b in moe) and any(b["kind"] == "scratch" for b in moe)
+
+
+def test_varlen_batches_cost_attention_by_sequence(llada: Planner) -> None:
+    batch = llada.plan(Request(seq_lens=(1024, 3072))).document
+    assert batch["dims"]["tokens"] == 4096 and batch["dims"]["pairs"] == 1024**2 + 3072**2
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq_lens": (0,)}, "at least 1 token"),
+        ({"seq_lens": (-5,)}, "at least 1 token"),
+        ({"seq_lens": ()}, "at least one sequence"),
+        ({"seq_lens": (10,), "masked": 11}, "between 1 and the 10 tokens, got 11"),
+        ({"seq_lens": (10,), "masked": 0}, "between 1 and the 10"),
+        ({"seq_lens": (10,), "mask_ratio": 0.0}, r"in \(0, 1\]"),
+        ({"seq_lens": (10,), "mask_ratio": 1.5}, r"in \(0, 1\]"),
+        ({"seq_lens": (10,), "logit_rows": 11}, "logit rows"),
+    ],
+)
+def test_impossible_requests_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Request(**arguments)  # type: ignore[arg-type]
+
+
+def test_dims_are_checked_against_their_bounds(llada: Planner) -> None:
+    with pytest.raises(GraphError, match="masked = 20 exceeds tokens = 10"):
+        llada.space().at({"tokens": 10, "masked": 20, "seqs": 1, "pairs": 100})
+    with pytest.raises(GraphError, match="needs a value for the dim 'pairs'"):
+        llada.space().at({"tokens": 10, "masked": 5, "seqs": 1})
