@@ -414,7 +414,9 @@ def decoder(layers: int = 32) -> Document:
         ]  # fmt: skip
         for label, reads, writes in body:
             touched = {*reads, *writes}
-            rows.append(op(f"{ffn}/{label}", reads, writes, region=ffn, slices=[cut for cut in chunk if cut[0] in touched]))
+            rows.append(
+                op(f"{ffn}/{label}", reads, writes, region=ffn, slices=[cut for cut in chunk if cut[0] in touched])
+            )
         s = start
         buffers += [
             buffer(f"{name}/n", (s, s + 4), 32, 8), buffer(f"{name}/q", (s + 1, s + 8), 8, 8),

@@ -77,7 +77,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
     from mosaic.units import format_bytes, format_tokens
 
-    table = Table(box=None, padding=(0, 2))
+    table = Table(box=None, padding=(0, 1))
     fitting = "fits" in rows[0]
     columns = (
         ("device", "fits", "needs", "has", "largest context", "predicted step", "chunks")
@@ -85,7 +85,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         else ("device", "memory", "bandwidth", "GEMM", "attention", "figures")
     )
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if 1 < i < 6 or column == "memory" else "left", header_style="dim")
+        table.add_column(column, justify="right" if 1 < i < 6 or column == "memory" else "left", header_style="dim", no_wrap=column != "chunks")
     for row in rows:
         if fitting:
             chunks = ", ".join(f"{k} {v if isinstance(v, str) else f'{v:,}'}" for k, v in row["config"].items() if v is not None)

@@ -34,9 +34,9 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and 
         return
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2))
+    table = Table(box=None, padding=(0, 1))
     for column in ("name", "family", "layers", "hidden", "heads", "kv heads", "ffn", "experts", "vocabulary", "weights"):
-        table.add_column(column, justify="left" if column in ("name", "family") else "right", header_style="dim")
+        table.add_column(column, justify="left" if column in ("name", "family") else "right", header_style="dim", no_wrap=True)
     for row in rows:
         numbers = (row[key] for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "experts", "vocabulary"))
         table.add_row(str(row["name"]), str(row["family"]), *(f"{n:,}" for n in numbers), format_bytes(int(row["weights_bytes"])))  # type: ignore[call-overload]

@@ -15,10 +15,10 @@ __all__ = ["note", "print_json", "results"]
 
 @cache
 def results() -> Console:
-    """The console for results; 100 columns where stdout is no terminal. `NO_COLOR` is respected by rich."""
+    """The console for results; 120 columns where stdout is no terminal. `NO_COLOR` is respected by rich."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, soft_wrap=False)
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
 
 
 def note(message: str) -> None:

@@ -23,11 +23,9 @@ def show(
 ) -> None:
     """Show a plan."""
     from mosaic.cli.exports import export
-    from mosaic.planner.check import require_well_formed
     from mosaic.planner.plan import Plan
 
     plan = Plan.load(file)
-    require_well_formed(plan.document)
     export(plan.document, {"html": html, "png": png, "trace": trace, "snapshot": snapshot})
     if as_json:
         print_json(plan.document)

@@ -1,18 +1,19 @@
 """Verify every claim of a plan from its JSON document alone, sharing no code with the planner.
 
-Lifetimes are derived again from the ops. Addresses are swept upwards with one bit set of op indices per buffer, where packers
-sweep time with sets of addresses. O(n log n) in buffers, times N / 64 words for the bit sets of N ops.
+Lifetimes are derived again from the ops. Addresses are swept upwards with one bit set of op indices per buffer, where
+packers sweep time with sets of addresses. O(n log n) in buffers, times N / 64 words for the bit sets of N ops.
 
 Rulings where the rules leave a choice; each takes the safe side:
 
-- A `carry` that is read before it is written holds its value from op 0; one that is written lives to the end. A `host` buffer
-  that is read before it is written is a constant and lives throughout. An `input` that no op touches lives one op, `[0, 1)`.
-- A buffer is touched only inside its home region. One that is carried through its home region may be read before it is written
-  (the kernel knows the first iteration), but some op must write it; it is carried through all enclosing regions as well.
-- A gap holds no access and no part of an explicit barrier or of a side stream's window. What comes first after it, also on the
-  way round a loop, overwrites the whole buffer. Lower bound and overlap leave gaps out; a root's gaps bind its aliases.
-- `inplace` permits only an overwrite at the same address and of the same number of bytes. Members of an alias group that share
-  bytes must hold their value when read, in each iteration of a loop; outputs, states and written carries at the end, too.
+- A `carry` that is read before it is written holds its value from op 0; one that is written lives to the end. A `host`
+  buffer that is read before it is written is a constant and lives throughout. An `input` that no op touches lives one
+  op, `[0, 1)`.
+- A buffer is touched only inside its home region. One that is carried through it may be read before it is written (the
+  kernel knows the first iteration), but some op must write it; it is carried through all enclosing regions as well.
+- A gap holds no access and no part of an explicit barrier or of a side stream's window. What comes first after it, also
+  on the way round a loop, overwrites the whole buffer. Lower bound and overlap leave gaps out; a root's bind its aliases.
+- `inplace` permits only an overwrite at the same address and of the same number of bytes. Members of an alias group that
+  share bytes must hold their value when read, in each iteration of a loop; what the step hands on, at its end, too.
 - A side op of a loop is forked and joined inside that loop. One that is never joined touches nothing in the workspace.
 - Reads and writes of one value on two streams are ordered by edges, too, and `rotate` exempts nothing from that.
 - `operands` names each buffer of `reads` and `writes`, scratch included (scratch is written).
@@ -32,7 +33,7 @@ from typing import Any, Final, NamedTuple
 
 from mosaic.errors import CheckFailed, PlanFormatError
 
-__all__ = ["SCHEMA", "Violation", "check_plan", "require_valid"]
+__all__ = ["SCHEMA", "Violation", "check_plan", "require_valid", "require_well_formed"]
 
 SCHEMA: Final = "mosaic.plan/1"
 
@@ -112,9 +113,7 @@ def check_plan(document: Mapping[str, Any]) -> list[Violation]:
     >>> [violation.code for violation in check_plan({"schema": "mosaic.plan/1"})][:2]
     ['format', 'format']
     """
-    schema = document.get("schema") if isinstance(document, Mapping) else None
-    if schema != SCHEMA:
-        raise PlanFormatError(f"expected a plan of schema '{SCHEMA}', got {schema!r}; plan again with this version")
+    _refuse_other_schemas(document)
     found: list[Violation] = []
     plan = _read(document, found)
     if plan is None or not _check_structure(plan):
@@ -146,14 +145,42 @@ def require_valid(document: Mapping[str, Any]) -> None:
     >>> require_valid({"schema": "mosaic.plan/2"})
     Traceback (most recent call last):
         ...
-    mosaic.errors.PlanFormatError: expected a plan of schema 'mosaic.plan/1', got 'mosaic.plan/2'; plan again with this version
+    mosaic.errors.PlanFormatError: expected schema 'mosaic.plan/1', got 'mosaic.plan/2'; plan again with this version
     """
     violations = check_plan(document)
     if violations:
         raise CheckFailed(map(str, violations))
 
 
-# Reading: fields and types, column by column; a loop over 500 rows of 17 fields in Python would take half of the time.
+def require_well_formed(document: Mapping[str, Any]) -> None:
+    """Raise if a document cannot be read as a plan; whether its claims hold is left to `check_plan`.
+
+    Raises
+    ------
+    PlanFormatError
+        If the document is of another schema, or a field is missing, of a wrong type or out of range.
+
+    Examples
+    --------
+    >>> require_well_formed({"schema": "mosaic.plan/1"})
+    Traceback (most recent call last):
+        ...
+    mosaic.errors.PlanFormatError: not a plan: missing mosaic_version (and 27 more)
+    """
+    _refuse_other_schemas(document)
+    found: list[Violation] = []
+    if _read(document, found) is None:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise PlanFormatError(f"not a plan: {found[0].message}{more}")
+
+
+def _refuse_other_schemas(document: Mapping[str, Any]) -> None:
+    schema = document.get("schema") if isinstance(document, Mapping) else None
+    if schema != SCHEMA:
+        raise PlanFormatError(f"expected schema '{SCHEMA}', got {schema!r}; plan again with this version")
+
+
+# Reading: fields and types, column by column, as looping over 500 rows of 17 fields would take half of the time.
 
 
 class _Table(NamedTuple):
@@ -183,7 +210,9 @@ class _Table(NamedTuple):
                 bad = True
                 for i, value in enumerate(column):
                     if type(value) not in allowed:
-                        _fail(found, "format", f"{self.label}[{i}].{name}: expected {_type_names(allowed)}, got {value!r}")
+                        _fail(
+                            found, "format", f"{self.label}[{i}].{name}: expected {_type_names(allowed)}, got {value!r}"
+                        )
         return () if bad else columns
 
 
@@ -212,6 +241,8 @@ _BUFFER: Final = _Table("buffers", {
     "alias_of": _INT_OR_NULL, "alias_offset": _INT, "dtype": _STR, "shape": _LIST, "alignment": _INT, "region": _STR_OR_NULL,
     "tensor": _STR_OR_NULL, "rotate": _INT,
 })  # fmt: skip
+
+_OPERAND_AND_AXIS: Final = itemgetter(0, 1)  # of an entry of `slices`
 
 _Ids = Sequence[int]
 
@@ -274,14 +305,20 @@ class _Plan:
     home: Sequence[str | None]
     rotate: Sequence[int]
     # derived
-    enclosing: dict[str, tuple[str, ...]] = field(default_factory=dict)  # region -> itself and those around it, innermost first
+    enclosing: dict[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # region -> itself and those around it, innermost first
     start: list[int] = field(default_factory=list)
     end: list[int] = field(default_factory=list)
-    windows: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # held by barriers, side streams
+    windows: dict[int, list[tuple[int, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # held by barriers, side streams
     members: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # root -> its aliases
     own: dict[int, tuple[int, int]] = field(default_factory=dict)  # root with aliases -> the lifetime of its own value
     top: list[int] = field(default_factory=list)  # buffer -> offset + size
-    roots: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # pool -> buffers that are no aliases
+    roots: dict[str, list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # pool -> buffers that are no aliases
     reach: dict[str, int] = field(default_factory=dict)  # pool -> end of its highest buffer
     raw_bytes: list[int] = field(default_factory=list)  # buffer -> product(shape) x itemsize
 
@@ -318,7 +355,9 @@ class _Plan:
         )
 
 
-def _fail(found: list[Violation], code: str, message: str, buffers: Iterable[int] = (), ops: Iterable[int] = ()) -> None:
+def _fail(
+    found: list[Violation], code: str, message: str, buffers: Iterable[int] = (), ops: Iterable[int] = ()
+) -> None:
     found.append(Violation(code=code, message=message, buffers=tuple(buffers), ops=tuple(ops)))
 
 
@@ -344,7 +383,25 @@ def _read(document: Mapping[str, Any], found: list[Violation]) -> _Plan | None:
     if found:
         return None
     index, op_name, _, stream, op_region, reads, writes, _, _, operands, _, inplace, slices = op
-    ids, name, kind, pool_of, offset, size, start, end, gaps, alias_of, alias_offset, dtype, shape, alignment, home, _, rotate = buffer
+    (
+        ids,
+        name,
+        kind,
+        pool_of,
+        offset,
+        size,
+        start,
+        end,
+        gaps,
+        alias_of,
+        alias_offset,
+        dtype,
+        shape,
+        alignment,
+        home,
+        _,
+        rotate,
+    ) = buffer
     num_ops, num_buffers = len(index), len(ids)
     if index != tuple(range(num_ops)):
         _fail(found, "id", "ops[i].index must be i")
@@ -471,20 +528,27 @@ def _link_regions(plan: _Plan) -> bool:
         if not 0 <= region.start < region.end <= len(plan.op_name):
             plan.fail("region", f"{where} covers no op: [{region.start}, {region.end}) of {len(plan.op_name)}")
         if region.rows < 1 or region.extent < 1 or region.num_chunks != -(-region.extent // region.rows):
-            plan.fail("region", f"{where}: {region.num_chunks} chunks of {region.rows} rows do not cover {region.extent} exactly")
+            plan.fail(
+                "region",
+                f"{where}: {region.num_chunks} chunks of {region.rows} rows do not cover {region.extent} exactly",
+            )
         if region.knob in config:
             rows = config[region.knob]
             if type(rows) is not int or min(rows, region.extent) != min(region.rows, region.extent):
                 plan.fail("region", f"{where} has {region.rows} rows, the configuration says {region.knob}={rows!r}")
         siblings[region.parent].append(region)
         parent = None if region.parent is None else plan.regions.get(region.parent)
-        if region.parent is not None and (parent is None or not parent.start <= region.start < region.end <= parent.end):
+        if region.parent is not None and (
+            parent is None or not parent.start <= region.start < region.end <= parent.end
+        ):
             plan.fail("region", f"{where} does not lie inside its parent {region.parent!r}")
     for family in siblings.values():
         family.sort(key=lambda r: r.start)
         for left, right in pairwise(family):
             if right.start < left.end:
-                plan.fail("region", f"regions '{left.name}' and '{right.name}' overlap and neither is the other's parent")
+                plan.fail(
+                    "region", f"regions '{left.name}' and '{right.name}' overlap and neither is the other's parent"
+                )
     for name in plan.regions:
         names: list[str] = []
         at: str | None = name
@@ -510,7 +574,9 @@ def _check_slices(plan: _Plan) -> None:
             b = operands.get(operand, num_buffers)
             if name not in around or b >= num_buffers or not 0 <= axis < len(shape[b]) or factor < 1:
                 what = "no region around it" if name not in around else "no such operand, axis or factor"
-                plan.fail("slice", f"{plan.say_op(i)} slices {operand}[{axis}] by '{name}' x {factor}: {what}", (), (i,))
+                plan.fail(
+                    "slice", f"{plan.say_op(i)} slices {operand}[{axis}] by '{name}' x {factor}: {what}", (), (i,)
+                )
                 continue
             region, at = regions[name], home[b]
             inside = at is not None and name in enclosing[at]
@@ -520,7 +586,7 @@ def _check_slices(plan: _Plan) -> None:
                 where = f"{region.rows} rows" if inside else f"extent {region.extent}"
                 text = f"{plan.say_op(i)} slices {plan.say(b)} axis {axis} of {length} by '{name}': {factor} x {where} expected"
                 plan.fail("slice", text, (b,), (i,))
-        if len({(operand, axis) for operand, axis, _, _ in slices}) != len(slices):
+        if len(set(map(_OPERAND_AND_AXIS, slices))) != len(slices):
             plan.fail("slice", f"{plan.say_op(i)} slices one axis of an operand twice", (), (i,))
 
 
@@ -536,7 +602,12 @@ def _check_ops(plan: _Plan) -> None:
     for i, pairs in enumerate(plan.inplace):
         for written, read in pairs:
             if written == read or written not in plan.writes[i] or read not in plan.reads[i]:
-                plan.fail("operands", f"{plan.say_op(i)} in place: {written} is not written or {read} not read", (written, read), (i,))
+                plan.fail(
+                    "operands",
+                    f"{plan.say_op(i)} in place: {written} is not written or {read} not read",
+                    (written, read),
+                    (i,),
+                )
     sound: list[tuple[str, int, int]] = []
     for kind, a, b in plan.edges:
         sides = (plan.stream[a] != _MAIN, plan.stream[b] != _MAIN)
@@ -562,7 +633,9 @@ def _derive_lifetimes(plan: _Plan) -> None:
     for barrier in plan.barriers:
         if barrier.region is None:
             if barrier.outputs or barrier.carried:
-                plan.fail("barrier-mismatch", f"barrier '{barrier.name}' is explicit and lists outputs or carried buffers")
+                plan.fail(
+                    "barrier-mismatch", f"barrier '{barrier.name}' is explicit and lists outputs or carried buffers"
+                )
             for b in barrier.inputs:
                 _hold(plan, b, barrier.start, barrier.end)
     if plan.has_side_streams:
@@ -601,7 +674,12 @@ def _derive_base(plan: _Plan) -> list[int]:
         elif kind[b] == "host":
             plan.start[b], plan.end[b] = 0, num_ops
         elif kind[b] not in _FROM_START and (plan.home[b] is None or b not in written):
-            plan.fail("read-before-write", f"{plan.say(b)} is read by {plan.say_op(first[b])} before any write", (b,), (first[b],))
+            plan.fail(
+                "read-before-write",
+                f"{plan.say(b)} is read by {plan.say_op(first[b])} before any write",
+                (b,),
+                (first[b],),
+            )
     for b in written:
         if kind[b] == "carry":
             plan.end[b] = num_ops
@@ -651,9 +729,9 @@ def _stretch_regions(plan: _Plan, read_first: Sequence[int]) -> None:
             writes[outer] |= writes[name]
     carried: dict[str, list[int]] = {name: [] for name in plan.regions}
     for b in read_first:
-        around = home[b]
-        if around is not None:
-            for name in enclosing[around]:
+        at = home[b]
+        if at is not None:
+            for name in enclosing[at]:
                 carried[name].append(b)
                 plan.start[b] = min(plan.start[b], plan.regions[name].start)
                 plan.end[b] = max(plan.end[b], plan.regions[name].end)
@@ -726,12 +804,19 @@ def _hold_side_op(plan: _Plan, i: int, fork: int, wait: int) -> None:
     for name in plan.enclosing[region] if region is not None else ():
         loop = plan.regions[name]
         if loop.num_chunks > 1 and not (loop.start <= fork and wait < loop.end):
-            plan.fail("stream-race", f"{plan.say_op(i)} runs beside loop '{name}' but is not forked and joined inside it", (), (i,))
+            plan.fail(
+                "stream-race",
+                f"{plan.say_op(i)} runs beside loop '{name}' but is not forked and joined inside it",
+                (),
+                (i,),
+            )
     if wait == len(plan.op_name):
         loose = sorted(b for b in touched if plan.pool[b] == "workspace")
         if loose:
             names = ", ".join(map(plan.say, loose))
-            plan.fail("stream-race", f"{plan.say_op(i)} is never joined and touches the workspace: {names}", loose, (i,))
+            plan.fail(
+                "stream-race", f"{plan.say_op(i)} is never joined and touches the workspace: {names}", loose, (i,)
+            )
 
 
 def _report_lifetimes(plan: _Plan) -> None:
@@ -778,7 +863,9 @@ def _check_placement(plan: _Plan) -> None:
     if min(plan.alignment, default=_UNIT_BYTES) < _UNIT_BYTES:
         for b, (unit, pool, root) in enumerate(zip(plan.alignment, plan.pool, plan.alias_of, strict=True)):
             if unit < _UNIT_BYTES and pool in _PAGED and root is None:
-                plan.fail("alignment", f"{plan.say(b)}: alignment {unit}, in pool '{pool}' at least {_UNIT_BYTES}", (b,))
+                plan.fail(
+                    "alignment", f"{plan.say(b)}: alignment {unit}, in pool '{pool}' at least {_UNIT_BYTES}", (b,)
+                )
     for odd in sorted({*zip(plan.kind, plan.pool, strict=True)}):
         if not _may_live_in(*odd):
             for b, at in enumerate(zip(plan.kind, plan.pool, strict=True)):
@@ -822,17 +909,19 @@ def _may_live_in(kind: str, pool: str) -> bool:
 
 def _check_aliases(plan: _Plan) -> None:
     """Check where aliases lie and that no op reads a value that another member has overwritten."""
-    for b, root in enumerate(plan.alias_of):
-        if root is None:
-            if plan.alias_offset[b]:
-                plan.fail("alias", f"{plan.say(b)} is no alias but has alias_offset {plan.alias_offset[b]}", (b,))
-            continue
+    if any(plan.alias_offset):
+        for b, at in enumerate(plan.alias_offset):
+            if at and plan.alias_of[b] is None:
+                plan.fail("alias", f"{plan.say(b)} is no alias but has alias_offset {at}", (b,))
+    for root, b in sorted((root, b) for root, aliases in plan.members.items() for b in aliases):
         if root == b or plan.alias_of[root] is not None:
             plan.fail("alias", f"{plan.say(b)} is an alias of {plan.say(root)}, which is not a root", (b, root))
             continue
         at = plan.alias_offset[b]
         if plan.pool[b] != plan.pool[root]:
-            plan.fail("alias", f"{plan.say(b)} in pool '{plan.pool[b]}' is an alias in pool '{plan.pool[root]}'", (b, root))
+            plan.fail(
+                "alias", f"{plan.say(b)} in pool '{plan.pool[b]}' is an alias in pool '{plan.pool[root]}'", (b, root)
+            )
         if plan.offset[b] != plan.offset[root] + at:
             text = f"{plan.say(b)} is at {plan.offset[b]}, its root {plan.say(root)} at {plan.offset[root]} + {at}"
             plan.fail("alias", text, (b, root))
@@ -853,7 +942,11 @@ def _is_plainly_legal(plan: _Plan, group: Sequence[int]) -> bool:
         t = own[later][0]
         for earlier in ordered[:k]:
             end = own[earlier][1]
-            if end > t and plan.share_bytes(earlier, later) and not (end == t + 1 and _is_plain_inplace(plan, t, earlier, later)):
+            if (
+                end > t
+                and plan.share_bytes(earlier, later)
+                and not (end == t + 1 and _is_plain_inplace(plan, t, earlier, later))
+            ):
                 return False
     return True
 
@@ -903,9 +996,14 @@ def _walk_values(plan: _Plan, group: Sequence[int]) -> None:
                     continue
                 in_place = _may_overwrite(plan, i, old, new) and slicing == _slicing(plan, i, old)
                 if old in writes or (old in reads and not in_place):
-                    stale.setdefault((i, old), f"{plan.say_op(i)} writes {plan.say(new)} over its own operand {plan.say(old)}")
-                if any(start <= i < end for start, end in plan.windows[old]) and old in held and not (old in reads and in_place):
-                    stale.setdefault((i, old), f"{plan.say_op(i)} overwrites {plan.say(old)}, which a barrier or stream holds")
+                    stale.setdefault(
+                        (i, old), f"{plan.say_op(i)} writes {plan.say(new)} over its own operand {plan.say(old)}"
+                    )
+                last = i + 1 if old in reads and in_place else i  # an overwritten operand may be held up to this op
+                if old in held and any(start <= i and end > last for start, end in plan.windows[old]):
+                    stale.setdefault(
+                        (i, old), f"{plan.say_op(i)} overwrites {plan.say(old)}, which a barrier or stream holds"
+                    )
                 if old in held:
                     lost[old] = i
                     before, cut = held[old]
@@ -970,7 +1068,9 @@ def _still_holds(
 ) -> bool:
     """Whether the slice that op i reads is one that no other member has overwritten yet."""
     slicing = _slicing(plan, i, b)
-    return held is not None and slicing is not None and slicing == held[0] and _iteration(slicing, passes) not in held[1]
+    return (
+        held is not None and slicing is not None and slicing == held[0] and _iteration(slicing, passes) not in held[1]
+    )
 
 
 # Gaps.
@@ -989,7 +1089,9 @@ def _checked_gaps(plan: _Plan) -> _Gaps:
         last = plan.start[b]
         for start, end in plan.gaps[b]:
             if not last <= start < end <= plan.end[b]:
-                plan.fail("gap", f"{plan.say(b)}: gap [{start}, {end}) is empty, out of order or outside its lifetime", (b,))
+                plan.fail(
+                    "gap", f"{plan.say(b)}: gap [{start}, {end}) is empty, out of order or outside its lifetime", (b,)
+                )
                 continue
             last = end
             reasons = [r for m in plan.group(b) for r in _values_in_gap(plan, m, touched[m], start, end)]
@@ -1085,7 +1187,9 @@ def _report_clashes(
     for k, b in enumerate(ids):
         for c in ids[:k]:
             if mark[c] & clash[b] and offset[c] < top[b] and offset[b] < top[c]:
-                text = f"{plan.say(c)} at [{offset[c]}, {top[c]}) and {plan.say(b)} at [{offset[b]}, {top[b]}): {reason}"
+                text = (
+                    f"{plan.say(c)} at [{offset[c]}, {top[c]}) and {plan.say(b)} at [{offset[b]}, {top[b]}): {reason}"
+                )
                 common = (mark[c] & clash[b]).bit_length() - 1
                 plan.fail(code, text, (c, b), (common,) if common < len(plan.op_name) else ())
 
@@ -1175,11 +1279,24 @@ def _check_claims(plan: _Plan, gaps: _Gaps) -> None:
         ("lower-bound", "lower_bound_bytes", document["lower_bound_bytes"], lower_bound, "the largest live set"),
         ("optimal", "optimal", document["optimal"], peak == lower_bound, "whether peak and lower bound are equal"),
         ("total", "total_bytes", document["total_bytes"], total, "the sum of the components"),
-        ("fits", "fits", document["fits"], total <= document["budget_bytes"], f"whether {total} is within {document['budget_bytes']}"),
+        (
+            "fits",
+            "fits",
+            document["fits"],
+            total <= document["budget_bytes"],
+            f"whether {total} is within {document['budget_bytes']}",
+        ),
     ]
     for pool in _PAGED:
-        facts.append(("components", f"components.{pool}", components[pool], _round_up(plan.reach.get(pool, 0), page), "the pages in use"))
+        facts.append(
+            (
+                "components",
+                f"components.{pool}",
+                components[pool],
+                _round_up(plan.reach.get(pool, 0), page),
+                "the pages in use",
+            )
+        )
     for code, key, claimed, derived, meaning in facts:
         if claimed != derived:
             plan.fail(code, f"{key} is {claimed}, {meaning}: {derived}")
-

@@ -151,15 +151,21 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file."""
+        """Read a plan file and make sure that it has a plan's structure; `check` proves the rest."""
+        from mosaic.planner.check import check_plan
+
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanFormatError(f"cannot read the plan {path}: {error}.") from None
         try:
-            return cls.from_json(text)
+            plan = cls.from_json(text)
+            malformed = [v for v in check_plan(plan.document) if v.code in ("format", "id")]
         except PlanFormatError as error:
             raise PlanFormatError(f"{path}: {error}") from None
+        if malformed:
+            raise PlanFormatError(f"{path}: not a readable plan: {malformed[0].message}; plan again.")
+        return plan
 
     def check(self) -> None:
         """Prove the plan with the independent checker.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.weights import (
     Checkpoint,
     adopt_tensors,
@@ -203,8 +204,13 @@ class CompiledModel:
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._executors: OrderedDict[tuple[int, ...], Executor] = OrderedDict()
         self._current = _plan(planner, (1,), 1, 0)  # every plan of a model places its weights alike
+        # Users hold views of outputs: one that outlives its memory reads zeros instead of ending the process.
         self.workspace = Workspace(
-            DeviceLedger(planner.budget_bytes, planner.device.name), page_bytes=planner.device.page_bytes
+            pool=PagePool(
+                DeviceLedger(planner.budget_bytes, planner.device.name),
+                page_bytes=planner.device.page_bytes,
+                released="read",
+            )
         )
         self._adopted_bytes = 0
         try:

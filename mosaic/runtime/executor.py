@@ -174,14 +174,9 @@ class Executor:
             return adopted
         if record["kind"] == "external":
             raise UsageError(f"the buffer '{record['name']}' is external: give the tensor '{record['tensor']}'.")
-        root, shape = self._root(record), list(record["shape"])
-        offset, slots = root["offset"] + record["alias_offset"], record["rotate"]
-        if slots > 1:
-            bytes_of_slot = record["size"] // slots
-            offset += slot * bytes_of_slot
-            if math.prod(shape) * torch_dtype(record["dtype"]).itemsize > bytes_of_slot:  # the shape counts all slots
-                shape = shape[1:] if shape[0] == slots and len(shape) > 1 else [shape[0] // slots, *shape[1:]]
-        return self.workspace.view(root["pool"], offset, shape, record["dtype"])
+        root = self._root(record)
+        offset = root["offset"] + record["alias_offset"] + slot * (record["size"] // record["rotate"])
+        return self.workspace.view(root["pool"], offset, record["shape"], record["dtype"])
 
     def _root(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         while record["alias_of"] is not None:

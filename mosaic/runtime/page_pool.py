@@ -1,7 +1,7 @@
 """PagePool on a CPU: large ranges of address space, reserved once, of which a prefix is committed.
 
-Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes
-[0, n) readable and writable, decommitting hands the pages back and makes them fault again, so a stray access is caught.
+Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes [0, n) readable and writable,
+decommitting hands the pages back and makes them fault again, so that a stray access is caught.
 Linux: mmap, mprotect, madvise, mincore through ctypes.
 """
 
@@ -14,7 +14,7 @@ import os
 import weakref
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.units import format_bytes, round_up
 
-__all__ = ["PAGE_BYTES", "PagePool", "PageRange", "System"]
+__all__ = ["PAGE_BYTES", "Access", "PagePool", "PageRange", "System"]
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 """Granularity of commits: the system's page, as in the built-in profile of a CPU."""
 
-_PROT_NONE: Final = 0
-_PROT_READ_WRITE: Final = 3
+Access = Literal["none", "read", "write"]
+_PROTECTION: Final[dict[Access, int]] = {"none": 0, "read": 1, "write": 3}
 _MAP_PRIVATE: Final = 0x02
 _MAP_ANONYMOUS: Final = 0x20
 _MAP_NORESERVE: Final = 0x4000
@@ -39,13 +39,13 @@ _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class System(Protocol):
-    """The four calls to the operating system; tests replace them."""
+    """The calls to the operating system; tests replace them."""
 
     def reserve(self, size: int) -> int:
         """Reserve inaccessible address space and give its address."""
 
-    def protect(self, address: int, size: int, accessible: bool) -> None:
-        """Make pages accessible, or not."""
+    def protect(self, address: int, size: int, access: Access) -> None:
+        """Allow what `access` says and nothing else; "write" includes reading."""
 
     def populate(self, address: int, size: int) -> None:
         """Make accessible pages resident."""
@@ -75,14 +75,14 @@ class Linux:
     def reserve(self, size: int) -> int:
         """Reserve inaccessible address space; counts against no limit of memory."""
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-        address = self._libc.mmap(None, size, _PROT_NONE, flags, -1, 0)
+        address = self._libc.mmap(None, size, _PROTECTION["none"], flags, -1, 0)
         if address is None or address == _MAP_FAILED:
             raise _os_error()
         return int(address)
 
-    def protect(self, address: int, size: int, accessible: bool) -> None:
+    def protect(self, address: int, size: int, access: Access) -> None:
         """Call mprotect."""
-        _check(self._libc.mprotect(address, size, _PROT_READ_WRITE if accessible else _PROT_NONE))
+        _check(self._libc.mprotect(address, size, _PROTECTION[access]))
 
     def populate(self, address: int, size: int) -> None:
         """Fault the pages in; a kernel older than 5.14 leaves that to the first touch.
@@ -144,12 +144,14 @@ class PageRange:
     bytes is a segmentation fault, by design. Tensors keep the addresses reserved after `close`, never the memory.
     """
 
-    def __init__(self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, system: System) -> None:
+    def __init__(
+        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, system: System, released: Access
+    ) -> None:
         self.name, self.page_bytes = name, page_bytes
         self.capacity_bytes = round_up(max(capacity_bytes, 1), page_bytes)
         self.committed_bytes = 0
         self._high_water = 0
-        self._ledger, self._system = ledger, system
+        self._ledger, self._system, self._released = ledger, system, released
         try:
             self.address = system.reserve(self.capacity_bytes)
         except OSError as error:
@@ -203,7 +205,7 @@ class PageRange:
             undo.callback(self._ledger.release, self.name, size)
             try:
                 undo.callback(self._withdraw, start, size)
-                self._system.protect(start, size, True)
+                self._system.protect(start, size, "write")
                 if populate:
                     self._system.populate(start, size)
             except OSError as error:
@@ -217,12 +219,12 @@ class PageRange:
         self._high_water = max(self._high_water, end)
 
     def _withdraw(self, start: int, size: int) -> None:
-        """Make pages fault again and give them back; also of pages that never were accessible."""
+        """Give pages back and guard them; also pages that never were accessible."""
         self._system.discard(start, size)
-        self._system.protect(start, size, False)
+        self._system.protect(start, size, self._released)
 
     def decommit(self, num_bytes: int = 0) -> None:
-        """Give back the memory beyond `[0, num_bytes)`, rounded up to pages; touching it faults from now on."""
+        """Give back the memory beyond `[0, num_bytes)`, rounded up to pages; touching it faults, or see `released`."""
         end = round_up(num_bytes, self.page_bytes)
         if end < self.committed_bytes:
             size = self.committed_bytes - end
@@ -252,6 +254,18 @@ class PageRange:
 class PagePool:
     """The ranges of one device, charged to one ledger.
 
+    Parameters
+    ----------
+    ledger
+        Owner of the budget; a fresh one without a limit if not given.
+    page_bytes
+        Granularity of commits.
+    system
+        The calls to the operating system.
+    released
+        What may be done with memory that was given back: "none", so that a stray access faults; or "read", which finds
+        zeros, where views were handed to users whom a forgotten `.clone()` must not cost the process.
+
     Examples
     --------
     >>> with PagePool() as pool:
@@ -262,12 +276,17 @@ class PagePool:
     """
 
     def __init__(
-        self, ledger: DeviceLedger | None = None, *, page_bytes: int = PAGE_BYTES, system: System | None = None
+        self,
+        ledger: DeviceLedger | None = None,
+        *,
+        page_bytes: int = PAGE_BYTES,
+        system: System | None = None,
+        released: Access = "none",
     ) -> None:
         if page_bytes <= 0 or page_bytes % mmap.PAGESIZE:
             raise ValueError(f"page_bytes is a multiple of {mmap.PAGESIZE}, got {page_bytes}")
         self.ledger = ledger if ledger is not None else DeviceLedger()
-        self.page_bytes = page_bytes
+        self.page_bytes, self._released = page_bytes, released
         self._system: System = system if system is not None else Linux()
         self._ranges: dict[str, PageRange] = {}
 
@@ -280,7 +299,7 @@ class PagePool:
         """Reserve a range; it holds no memory yet."""
         if name in self._ranges:
             raise RuntimeMemoryError(f"the range {name} exists already: close it first, or choose another name.")
-        self._ranges[name] = PageRange(name, capacity_bytes, self.ledger, self.page_bytes, self._system)
+        self._ranges[name] = PageRange(name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._released)
         return self._ranges[name]
 
     @property

@@ -1,7 +1,7 @@
 """Offset assignment: give each buffer an address, so that buffers that live together never overlap.
 
-`Problem` states it, `solve` answers with a `Solution` and what is proven about it, `validate` checks an answer, `Order` replays one
-for other sizes. Importing this needs NumPy only.
+`Problem` states it, `solve` answers with a `Solution` and what is proven about it, `validate` checks an answer,
+`Order` replays one for other sizes. Importing this needs NumPy only.
 """
 
 from .blocks import blocks_of

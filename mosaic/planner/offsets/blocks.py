@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from .problem import Interval, Problem, group_alignments, groups_of, largest_load, rectangles
 
@@ -22,8 +22,8 @@ __all__ = ["Blocks", "Sections", "blocks_of"]
 class Sections:
     """Time cut at the points that matter: two blocks overlap in time if and only if they share a section.
 
-    A section is a point just before the first end that follows a start; there is one per maximal live set. `spans[i]` are
-    the half-open ranges of sections that block `i` occupies.
+    A section is a point just before the first end that follows a start; there is one per maximal live set. `spans[i]`
+    are the half-open ranges of sections that block `i` occupies.
     """
 
     count: int
@@ -223,7 +223,7 @@ def _sections(blocks: Blocks) -> Sections:
     if blocks.pieces is None:
         return Sections(count=current, spans=[(pair,) for pair in pairs])
     cuts = [0, *accumulate(map(len, blocks.pieces))]
-    return Sections(count=current, spans=[tuple(pairs[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)])
+    return Sections(count=current, spans=[tuple(pairs[a:b]) for a, b in pairwise(cuts)])
 
 
 def _conflicts_of_hulls(blocks: Blocks) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Exact search: branch and bound over canonical placements, resumable, compiled where numba is installed.
 
-Follows what is published of MiniMalloc (Moffitt, ASPLOS 2024): canonical order, floors and totals per section, dominance, time
-decomposition. Ours differ in that a search can be stopped and resumed, so several preorders and capacities take turns without
-starting over; identical blocks are tried once; pinned blocks are obstacles.
+Follows what is published of MiniMalloc (Moffitt, ASPLOS 2024): canonical order, floors and totals per section,
+dominance, time decomposition. Ours differ in that a search can be stopped and resumed, so several preorders and
+capacities take turns without starting over; identical blocks are tried once; pinned blocks are obstacles.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -27,8 +28,14 @@ FAILED: Final = kernels.FAILED
 
 Int64s = NDArray[np.int64]
 
+_MOVING = ("floors", "totals", "crossing")
+_FIXED = (
+    "sizes", "low", "high", "piece_cuts", "piece_low", "piece_high", "near_cuts", "near", "member_cuts", "members",
+    "alignments", "pin_cuts", "pin_low", "pin_top", "twin", "salts",
+)  # fmt: skip
+
 _REMEMBERED = {True: 1 << 18, False: 1 << 14}
-"""Slots for refuted states, compiled or not; a power of two. Remembering them cut the search on A by a factor of three, and
+"""Slots for refuted states, compiled or not; a power of two. Remembering them cut the search on A to a third, and
 a 63-bit fingerprint makes a false match one in 10^12 for a million states."""
 
 
@@ -43,6 +50,11 @@ class Layout:
     parts: list[tuple[int, int, list[int]]]
     trail: int
     floor_trail: int
+
+    @cached_property
+    def arrays(self) -> list[Int64s]:
+        """The columns that a search only reads, as int64 arrays."""
+        return [_array(self.columns[name]) for name in _FIXED]
 
 
 class Search:
@@ -118,17 +130,14 @@ class Search:
         root = frames[0]
         root[kernels.F_ROW] = -1
         root[kernels.F_PARTS_END] = len(layout.parts)
-        names = ("sizes", "low", "high", "piece_cuts", "piece_low", "piece_high", "near_cuts", "near", "member_cuts")
-        names += ("members", "alignments", "pin_cuts", "pin_low", "pin_top", "twin")
         trail, floor_trail = layout.trail, layout.floor_trail
         zeros = [[0] * length for length in (n, sections, n, trail, trail, floor_trail, floor_trail)]
-        placed, dirty, stack, *trails = [make(column) for column in zeros]
-        return (
-            make(registers), frames, parts, listed, make(layout.starts), make(columns["floors"]),
-            make(columns["totals"]), make(columns["crossing"]), placed, dirty, stack, *trails,
-            *(make(columns[name]) for name in names),
-            make(_salts(n)), make([0] * _REMEMBERED[self.fast]),
-        )  # fmt: skip
+        if self.fast:
+            zeros = [np.zeros(len(column), dtype=np.int64) for column in zeros]  # type: ignore[misc]
+        moving = [make(column) for column in (layout.starts, *(columns[name] for name in _MOVING))]
+        refuted = np.zeros(_REMEMBERED[True], dtype=np.int64) if self.fast else [0] * _REMEMBERED[False]
+        fixed = layout.arrays if self.fast else [columns[name] for name in _FIXED]
+        return (make(registers), frames, parts, listed, *moving, *zeros, *fixed, refuted)
 
 
 def layout_of(blocks: Blocks, keys: str) -> Layout:
@@ -174,6 +183,7 @@ def layout_of(blocks: Blocks, keys: str) -> Layout:
         "pin_low": pin_low or [0],
         "pin_top": [bottom + blocks.sizes[other] for bottom, other in zip(pin_low, pin_rows, strict=True)] or [0],
         "twin": twin,
+        "salts": _salts(len(rows)),
         "floors": [min((starts[row] for row in rows_), default=0) for rows_ in members],
         "totals": [sum(sizes[row] for row in rows_) for rows_ in members],
         "crossing": crossing,

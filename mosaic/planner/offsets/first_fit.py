@@ -1,7 +1,7 @@
 """First fit: each block goes to the lowest hole that holds it, in a given order.
 
-In program order this is what a run-time allocator does, and needs only the blocks that are live. For any other order the holes are
-those between already placed blocks that share time.
+In program order this is what a run-time allocator does, and needs only the blocks that are live. For any other order
+the holes are those between already placed blocks that share time.
 """
 
 from __future__ import annotations

@@ -42,11 +42,12 @@ def first_fit_scan(order: Any, sizes: Any, starts: Any, ends: Any) -> Any:
 
 # -- exact search -----------------------------------------------------------------------------------------------------
 #
-# Depth-first over canonical placements. Rows are numbered by preorder. In a canonical placement every block lies on top of
-# what was placed before it, and blocks are placed by non-decreasing offset, equal offsets by row; every assignment can be
-# pushed down into one. A frame is a choice: which block of one part (a range of sections that no unplaced block leaves)
-# comes next. After a placement the part may fall apart; its parts are solved one by one, and if one fails the choice
-# fails, whatever the others found. All state is in arrays, so a search stops at a node limit and goes on later.
+# Depth-first over canonical placements. Rows are numbered by preorder. In a canonical placement every block lies on
+# top of what was placed before it, and blocks are placed by non-decreasing offset, equal offsets by row; every
+# assignment can be pushed down into one. A frame is a choice: which block of one part (a range of sections that no
+# unplaced block leaves) comes next. After a placement the part may fall apart; its parts are solved one by one, and
+# if one fails the choice fails, whatever the others found. All state is in arrays, so a search stops at a node limit
+# and goes on later.
 
 DEPTH, LISTED, PARTS, OFFSET_TRAIL, FLOOR_TRAIL, PLACED, CAPACITY, NODES, CHOOSING = range(9)
 """Registers: the deepest frame and the fill of each stack, the capacity in bytes, placements so far, and
@@ -100,8 +101,8 @@ def undo(frame: Any, registers: Any, offsets: Any, floors: Any, totals: Any, cro
 def choose(frame: Any, listed: Any, offsets: Any, sizes: Any, placed: Any, twin: Any) -> Any:
     """Return the frame's next candidate after its cursor, or -1.
 
-    Candidates come by (offset, row), not below the last placement, and below the lowest possible top: under a higher one there
-    would be room for the block of that top. Of identical blocks only the first unplaced one is tried.
+    Candidates come by (offset, row), not below the last placement, and below the lowest possible top: under a higher
+    one there would be room for the block of that top. Of identical blocks only the first unplaced one is tried.
     """
     limit, found, at = -1, -1, -1
     cursor, cursor_row = frame[F_OFFSET], frame[F_ROW]
@@ -121,7 +122,7 @@ def choose(frame: Any, listed: Any, offsets: Any, sizes: Any, placed: Any, twin:
 
 
 def fingerprint(frame: Any, listed: Any, offsets: Any, salts: Any) -> Any:
-    """Return a 63-bit hash of what a part's outcome depends on: its rows, their offsets, and which may still be chosen."""
+    """Return a 63-bit hash of what a part's outcome depends on: its rows, their offsets, which may be chosen."""
     total = 1
     cursor, cursor_row = frame[F_OFFSET], frame[F_ROW]
     for i in range(frame[F_LIST], frame[F_LIST_END]):
@@ -139,7 +140,8 @@ def fingerprint(frame: Any, listed: Any, offsets: Any, salts: Any) -> Any:
 def put(row: Any, frame: Any, registers: Any, offsets: Any, floors: Any, totals: Any, crossing: Any, placed: Any,
         sizes: Any, low: Any, high: Any, piece_cuts: Any, piece_low: Any, piece_high: Any, trail_row: Any,
         trail_offset: Any, trail_section: Any, trail_floor: Any, stack: Any, near_cuts: Any, near: Any,
-        member_cuts: Any, members: Any, alignments: Any, pin_cuts: Any, pin_low: Any, pin_top: Any, dirty: Any) -> Any:  # fmt: skip
+        member_cuts: Any, members: Any, alignments: Any, pin_cuts: Any, pin_low: Any, pin_top: Any,
+        dirty: Any) -> Any:  # fmt: skip
     """Place a row at its offset; raise what lies over it; return False if some section cannot hold its rest."""
     capacity = registers[CAPACITY]
     at = offsets[row]
@@ -197,7 +199,9 @@ def put(row: Any, frame: Any, registers: Any, offsets: Any, floors: Any, totals:
     return True
 
 
-def split(frame: Any, registers: Any, totals: Any, crossing: Any, placed: Any, low: Any, listed: Any, parts: Any) -> None:
+def split(
+    frame: Any, registers: Any, totals: Any, crossing: Any, placed: Any, low: Any, listed: Any, parts: Any
+) -> None:
     """List the parts that the frame's choice left of its sections, each with its unplaced rows."""
     section = frame[F_LOW]
     while section < frame[F_HIGH]:
@@ -222,9 +226,9 @@ def split(frame: Any, registers: Any, totals: Any, crossing: Any, placed: Any, l
     frame[F_PART] = frame[F_PARTS]
 
 
-def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: Any, offsets: Any, floors: Any, totals: Any,
-            crossing: Any, placed: Any, dirty: Any, stack: Any, trail_row: Any, trail_offset: Any, trail_section: Any,
-            trail_floor: Any, sizes: Any, low: Any, high: Any, piece_cuts: Any, piece_low: Any, piece_high: Any,
+def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: Any, offsets: Any, floors: Any,
+            totals: Any, crossing: Any, placed: Any, dirty: Any, stack: Any, trail_row: Any, trail_offset: Any,
+            trail_section: Any, trail_floor: Any, sizes: Any, low: Any, high: Any, piece_cuts: Any, piece_low: Any, piece_high: Any,
             near_cuts: Any, near: Any, member_cuts: Any, members: Any, alignments: Any, pin_cuts: Any, pin_low: Any,
             pin_top: Any, twin: Any, salts: Any, refuted: Any) -> Any:  # fmt: skip
     """Search on until solved, refuted or `node_limit` placements in all; return RUNNING, SOLVED or FAILED."""
@@ -321,9 +325,9 @@ def improve(steps: Any, goal: Any, state: Any, order: Any, best: Any, past: Any,
             pin_top: Any) -> Any:  # fmt: skip
     """Try `steps` moves of one row in the drop order by late acceptance; keep the best order; return its peak.
 
-    `state` holds the random state, the step, the current cost, the best peak and the best cost. A move takes a row that reaches
-    the peak, or one it rests on, and drops it earlier. Late acceptance: a move is taken if it is no worse than now or than
-    the cost some steps ago (`past`).
+    `state` holds the random state, the step, the current cost, the best peak and the best cost. A move takes a row
+    that reaches the peak, or one it rests on, and drops it earlier. Late acceptance: a move is taken if it is no
+    worse than now or than the cost some steps ago (`past`).
     """
     n = len(order)
     none = 1 << 62

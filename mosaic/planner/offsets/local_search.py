@@ -55,7 +55,7 @@ class LocalSearch:
 
     def offsets(self) -> list[int]:
         """Return the best placement, one offset per block."""
-        run = compiled.compiled("drop") if self._fast else kernels.drop
+        run: Any = compiled.compiled("drop") if self._fast else kernels.drop
         scratch = self._offsets.copy()
         run(self._best, scratch, self._tops.copy(), *self._fixed, 1 << 62)
         pins = self._blocks.pins

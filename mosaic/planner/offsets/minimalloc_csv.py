@@ -1,4 +1,4 @@
-"""MiniMalloc's CSV: one buffer a line, `id,lower,upper,size` and optionally `alignment,gaps,offset`, columns in any order.
+"""MiniMalloc's CSV: one buffer a line, `id,lower,upper,size[,alignment,gaps,offset]`, columns in any order.
 
 Lifetimes are half-open under `lower,upper`. A column named `end` holds the *last* time instead, as MiniMalloc reads it,
 so one is added (to the ends of gaps too).
@@ -164,8 +164,7 @@ class _Table:
         for line, cells in rows[1:]:
             if len(cells) != len(self.titles):
                 raise UsageError(f"{self.name}, line {line}: {len(cells)} fields, the header has {len(self.titles)}")
-        cells = list(zip(*(cells for _, cells in rows[1:]), strict=True)) or [()] * len(self.titles)
-        self.columns = {name: list(column) for name, column in zip(self.titles, cells, strict=True)}
+        self.columns = {title: [cells[i] for _, cells in rows[1:]] for i, title in enumerate(self.titles)}
 
     def _titles(self, header: list[str]) -> list[str]:
         titles = [_NAMES.get(title.lower(), title) for title in header]
@@ -210,7 +209,7 @@ class _Table:
         return [self._int(c, row, "offset", None) if c else None for row, c in enumerate(self.columns["offset"])]
 
     def gaps(self) -> list[tuple[Interval, ...]] | None:
-        """Return the gaps. Through one with a window (`a-b@c:d`) a part of the buffer stays in use: it counts as no gap."""
+        """Return the gaps; one with a window (`a-b@c:d`) keeps part of the buffer in use and counts as no gap."""
         if "gaps" not in self.columns or not any(self.columns["gaps"]):
             return None
         later = 1 if "end" in self.columns else 0

@@ -1,31 +1,59 @@
-"""One function over all solvers: cheap ones first, and stop as soon as the peak equals the lower bound."""
+"""One function over all solvers: cheap ones first, and stop as soon as the peak equals the lower bound.
+
+Then exact searches take turns, several preorders at several capacities, the lower bound first, without ever starting
+over; local search takes its turn too. Turns are counted in placements, so without a timeout the same problem gives
+the same answer.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 from mosaic.errors import UnknownName
 
+from . import compiled
 from .best_fit import best_fit
 from .blocks import Blocks, blocks_of
+from .exact import FAILED, SOLVED, Layout, Search, layout_of
 from .first_fit import first_fit
 from .greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
+from .incumbent import Incumbent
+from .local_search import LocalSearch
+from .periodic import fold
 from .problem import Problem, Solution
-from .skyline import skyline
+from .skyline import PREORDERS, skyline
 
 __all__ = ["SOLVERS", "solve"]
 
-_HEURISTICS: dict[str, Callable[[Blocks], list[int]]] = {
-    "greedy_by_size": greedy_by_size,
-    "skyline": skyline,
-    "best_fit": best_fit,
-    "first_fit": first_fit,
-    "greedy_by_area": greedy_by_area,
-    "greedy_by_conflicts": greedy_by_conflicts,
-}
+SOLVERS: Mapping[str, str] = MappingProxyType(
+    {
+        "auto": "the portfolio: cheap ones first, then exact and local search in turns",
+        "first_fit": "program order, lowest hole",
+        "best_fit": "program order, smallest hole",
+        "greedy_by_size": "largest first, lowest hole",
+        "greedy_by_area": "largest size times lifetime first, lowest hole",
+        "greedy_by_conflicts": "most simultaneous buffers first, lowest hole",
+        "skyline": "always the buffer that can lie lowest; the best of four preorders",
+        "periodic": "one period of a repeating program, solved exactly and tiled",
+        "local_search": "late acceptance over the drop order",
+        "exact": "branch and bound, several preorders and capacities in turns",
+        "ilp": "integer program with PuLP and CBC (extra: solve)",
+        "cpsat": "constraint program with OR-Tools CP-SAT (extra: solve)",
+    }
+)
+"""Solvers by name, with what they do."""
 
-SOLVERS: dict[str, str] = {"auto": "the portfolio", **{name: name for name in _HEURISTICS}}
+DEFAULT_NODES = 400_000
+"""Placements tried where neither a timeout nor a node limit is given: about a second compiled."""
+
+_PURE_NODES = 4_000  # placements before numba is loaded (half a second): about 0.1 s in plain Python
+_WINDOW_BLOCKS = 150  # one period of a model is 10 to 30
+_FIRST_TURN, _LONGEST_TURN = 500, 8_000
+_MOVES_PER_NODE = 0.25  # local search: a move costs about four placements
+_MANY_BLOCKS, _MANY_PAIRS, _MANY_CELLS = 6_000, 3_000_000, 20_000_000  # above these, exact search takes too much memory
 
 
 def solve(
@@ -36,23 +64,248 @@ def solve(
     node_limit: int | None = None,
     seed: int = 0,
 ) -> Solution:
-    """Place all buffers (first version)."""
+    """Give every buffer an offset.
+
+    Parameters
+    ----------
+    problem : Problem
+        What to place. Its capacity is a mark to reach early; the search goes on below it until the limit.
+    solver : str
+        A key of `SOLVERS`.
+    timeout_s : float, optional
+        Seconds of wall time for the searching solvers. The clock is read only if this is given; results may then differ
+        from run to run.
+    node_limit : int, optional
+        Placements to try in all; with neither limit, `DEFAULT_NODES`.
+    seed : int
+        Of the local search.
+
+    Returns
+    -------
+    Solution
+        Valid always; `optimal` if that is proven, `infeasible` if the capacity is proven too small.
+
+    Raises
+    ------
+    UnknownName
+        For a solver that is not in `SOLVERS`.
+    MissingExtra
+        For `ilp` and `cpsat` without their packages.
+
+    Examples
+    --------
+    >>> solution = solve(Problem(sizes=[4, 4, 8], starts=[0, 1, 2], ends=[2, 3, 4]))
+    >>> solution.peak_bytes, solution.optimal
+    (12, True)
+    """
     if solver not in SOLVERS:
         raise UnknownName("solver", solver, SOLVERS)
-    began = time.perf_counter() if timeout_s is not None else 0.0
     blocks = blocks_of(problem)
-    best: list[int] | None = None
-    winner = solver
-    for name in _HEURISTICS if solver == "auto" else (solver,):
-        offsets = _HEURISTICS[name](blocks)
-        if best is None or blocks.peak(offsets) < blocks.peak(best):
-            best, winner = offsets, name
-        if blocks.peak(best) <= blocks.lower_bound:
-            break
-    assert best is not None
-    peak = blocks.peak(best) if len(blocks) else 0
-    return Solution(
-        offsets=blocks.expand(best), peak_bytes=max(peak, blocks.lower_bound), lower_bound_bytes=blocks.lower_bound,
-        optimal=peak <= blocks.lower_bound, solver=winner, capacity=problem.capacity,
-        seconds=time.perf_counter() - began if timeout_s is not None else 0.0,
-    )
+    best = Incumbent(blocks, timeout_s)
+    if len(blocks) == 0:
+        best.offer([], solver if solver != "auto" else "first_fit")
+    elif solver in ("ilp", "cpsat"):
+        _by_model(blocks, best, solver, timeout_s, seed)
+    else:
+        nodes = node_limit if node_limit is not None else DEFAULT_NODES if timeout_s is None else None
+        _STRATEGIES[solver](blocks, best, nodes, seed)
+    return best.solution(problem)
+
+
+def _portfolio(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
+    for name, offsets in _cheap(blocks):
+        best.offer(offsets, name)
+        if best.done:
+            return
+    if blocks.capacity is not None and blocks.lower_bound > blocks.capacity:
+        return  # proven: searching for a better miss is no use to anyone
+    _periodic(blocks, best, nodes, seed)
+    if not best.done:
+        _exact(blocks, best, nodes, seed, local=True)
+
+
+def _cheap(blocks: Blocks) -> Iterator[tuple[str, list[int]]]:
+    """Yield heuristic answers, the likeliest to reach the lower bound first."""
+    yield "greedy_by_size", greedy_by_size(blocks)
+    yield "best_fit", best_fit(blocks)
+    if len(blocks) <= _MANY_BLOCKS:
+        for keys in PREORDERS:
+            yield "skyline", skyline(blocks, keys)
+    yield "first_fit", first_fit(blocks)
+    if len(blocks) <= _MANY_BLOCKS:
+        yield "greedy_by_area", greedy_by_area(blocks)
+
+
+def _skylines(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
+    for keys in PREORDERS:
+        best.offer(skyline(blocks, keys), "skyline")
+        if best.done:
+            return
+
+
+def _once(name: str, place: Callable[[Blocks], list[int]]) -> Callable[[Blocks, Incumbent, int | None, int], None]:
+    def run(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
+        best.offer(place(blocks), name)
+
+    return run
+
+
+def _periodic(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
+    """Solve one period of a repeating program and tile it; no repetition, no answer (the first skyline then)."""
+    if best.offsets is None:
+        best.offer(skyline(blocks), "skyline")
+    for folded in fold(blocks):
+        window = folded.window
+        inner = Incumbent(window, None)
+        for name, offsets in _cheap(window):
+            inner.offer(offsets, name)
+        if not inner.done and len(window) <= _WINDOW_BLOCKS:
+            _search(window, inner, min(_PURE_NODES, nodes or _PURE_NODES), fast=False)
+        assert inner.offsets is not None
+        best.offer(folded.unfold(inner.offsets), "periodic")
+        if best.done:
+            return
+
+
+def _local(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
+    best.offer(skyline(blocks), "skyline")
+    assert best.offsets is not None
+    fast = compiled.available()
+    search = LocalSearch(blocks, layout_of(blocks, PREORDERS[0]), best.offsets, seed=seed, fast=fast)
+    spent, turn = 0, 1_000 if fast else 50
+    while not best.done and not best.late and (nodes is None or spent * 4 < nodes):
+        if search.advance(turn, best.bound) < best.peak:
+            best.offer(search.offsets(), "local_search")
+        spent += turn
+
+
+def _exact_alone(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
+    best.offer(skyline(blocks), "skyline")
+    if not best.done:
+        _exact(blocks, best, nodes, seed, local=False)
+
+
+def _exact(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int, *, local: bool) -> None:
+    """Search in plain Python for a moment, then compiled."""
+    if len(blocks) > _MANY_BLOCKS or blocks.num_pairs > _MANY_PAIRS:
+        return
+    if len(blocks) * blocks.sections.count > _MANY_CELLS:
+        return
+    first = _PURE_NODES if nodes is None else min(nodes, _PURE_NODES)
+    if not compiled.available():
+        _search(blocks, best, nodes, fast=False, seed=seed if local else None)
+        return
+    if len(blocks) <= 60:
+        _search(blocks, best, first, fast=False)
+    if not best.done:
+        _search(blocks, best, nodes, fast=True, seed=seed if local else None)
+
+
+class _Rung:
+    """Searches for one capacity, one per preorder."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._searches: dict[str, Search] = {}
+
+    def search(self, layout: Layout, keys: str, fast: bool) -> Search:
+        """Return the search of a preorder, begun at its first turn."""
+        if keys not in self._searches:
+            self._searches[keys] = Search(layout, self.capacity, fast=fast)
+        return self._searches[keys]
+
+
+def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, seed: int | None = None) -> None:
+    """Let exact searches (and local search, given a seed) take turns until proven, out of nodes or out of time."""
+    layouts: dict[str, Layout] = {}
+
+    def layout(keys: str) -> Layout:
+        if keys not in layouts:
+            layouts[keys] = layout_of(blocks, keys)
+        return layouts[keys]
+
+    step = math.gcd(*blocks.sizes) if blocks.alignments is None and blocks.pins is None else 1
+    rungs = [_Rung(best.bound)]  # the first turn asks for the bound only: often one dive is enough
+    turn, spent = max(_FIRST_TURN, 2 * len(blocks)), 0
+    local: LocalSearch | None = None
+    workers = 2 if fast else 1
+    if fast:
+        compiled.compiled("advance")
+    with ThreadPoolExecutor(workers) as pool:
+        while not best.done and not best.late and (nodes is None or spent < nodes):
+            tasks = [(rung, keys) for rung in rungs for keys in PREORDERS]
+            quota = turn if nodes is None else max(1, min(turn, (nodes - spent) // len(tasks) + 1))
+            for first in range(0, len(tasks), workers):
+                pair = [rung.search(layout(keys), keys, fast) for rung, keys in tasks[first : first + workers]]
+                before = [task.nodes for task in pair]
+                statuses = list(pool.map(lambda task: task.advance(quota), pair))  # noqa: B023
+                spent += sum(task.nodes for task in pair) - sum(before)
+                for task, status in zip(pair, statuses, strict=True):
+                    if status == SOLVED and task.capacity < best.peak:
+                        best.offer(task.offsets(blocks), "exact")
+                    elif status == FAILED:
+                        best.refute(task.capacity, step)
+                if best.done or best.late:
+                    return
+            if seed is not None:
+                assert best.offsets is not None
+                local = local or LocalSearch(blocks, layout(PREORDERS[0]), best.offsets, seed=seed, fast=fast)
+                if local.advance(int(turn * _MOVES_PER_NODE), best.bound) < best.peak:
+                    best.offer(local.offsets(), "local_search")
+            turn = max(turn, min(2 * turn, _LONGEST_TURN))
+            rungs = _rungs(rungs, best, step, blocks.capacity)
+
+
+def _rungs(rungs: list[_Rung], best: Incumbent, step: int, capacity: int | None) -> list[_Rung]:
+    """Return the capacities to ask for: the bound, then the given capacity, else steps between bound and peak."""
+    bound, peak = best.bound, best.peak
+    wanted = [bound]
+    if capacity is not None and bound < capacity < peak:
+        wanted.append(capacity // step * step)
+    else:
+        room = (peak - bound) // step
+        wanted += [bound + step * (room * part // 8) for part in (4, 6, 7)]
+        wanted.append(peak - step)
+    kept = {rung.capacity: rung for rung in rungs if bound <= rung.capacity < peak}
+    if len(kept) >= 4 and bound in kept:  # let searches under way go on rather than ask much the same again
+        return sorted(kept.values(), key=lambda rung: rung.capacity)
+    for value in wanted:
+        if bound <= value < peak and len(kept) < 5:
+            kept.setdefault(value, _Rung(value))
+    return sorted(kept.values(), key=lambda rung: rung.capacity)
+
+
+def _by_model(blocks: Blocks, best: Incumbent, solver: str, timeout_s: float | None, seed: int) -> None:
+    """Hand the problem to an outside solver, with the best cheap answer as a start."""
+    for name, offsets in _cheap(blocks):
+        best.offer(offsets, name)
+    if best.done:
+        return
+    if solver == "ilp":
+        from .ilp import solve_ilp
+
+        outcome = solve_ilp(blocks, best.peak, timeout_s=timeout_s)
+    else:
+        from .cpsat import solve_cpsat
+
+        outcome = solve_cpsat(blocks, best, timeout_s=timeout_s, seed=seed)
+    if outcome.offsets is not None:
+        best.offer(outcome.offsets, solver)
+    if outcome.exhausted:
+        best.bound = best.peak
+    else:
+        best.bound = max(best.bound, outcome.bound)
+
+
+_STRATEGIES: dict[str, Callable[[Blocks, Incumbent, int | None, int], None]] = {
+    "auto": _portfolio,
+    "first_fit": _once("first_fit", first_fit),
+    "best_fit": _once("best_fit", best_fit),
+    "greedy_by_size": _once("greedy_by_size", greedy_by_size),
+    "greedy_by_area": _once("greedy_by_area", greedy_by_area),
+    "greedy_by_conflicts": _once("greedy_by_conflicts", greedy_by_conflicts),
+    "skyline": _skylines,
+    "periodic": _periodic,
+    "local_search": _local,
+    "exact": _exact_alone,
+}

@@ -44,8 +44,8 @@ class Problem:
     pins : sequence of int or None, optional
         Offsets that are given; None where the solver chooses.
     aliases : mapping of id to (id, int), optional
-        `{member: (root, byte_offset)}`: the member lies in the root's storage at that distance. A group is placed as one
-        block whose size covers all members and which is live whenever one of them is.
+        `{member: (root, byte_offset)}`: the member lies in the root's storage at that distance. A group is placed as
+        one block whose size covers all members and which is live whenever one of them is.
     capacity : int, optional
         Bytes available; a bound to reach, not a constraint that solvers fail on.
 
@@ -162,7 +162,8 @@ class Problem:
                 continue
             if pin < 0 or pin % self.alignment(row):
                 raise UsageError(
-                    f"buffer {self.ids[row]!r} is pinned at {pin}; it must be a multiple of {self.alignment(row)}, at least 0"
+                    f"buffer {self.ids[row]!r} is pinned at {pin}; "
+                    f"it must be a multiple of {self.alignment(row)}, at least 0"
                 )
         if clash := _first_clash(self, list(self.pins)):
             raise UsageError(f"pinned buffers overlap: {clash}")
@@ -181,7 +182,8 @@ class Solution:
     lower_bound_bytes : int
         The largest live set: no assignment can be below it.
     optimal : bool
-        True if the peak equals the lower bound (a certificate that anyone can check) or if an exhaustive search refuted every smaller peak.
+        True if the peak equals the lower bound (a certificate that anyone can check) or if an exhaustive search
+        refuted every smaller peak.
     solver : str
         The solver that found the offsets.
     seconds : float
@@ -346,7 +348,7 @@ def _united(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def groups_of(problem: Problem) -> tuple[list[int], list[int]]:
-    """Return for each row the row of its alias root and its distance from it in bytes (itself and 0 without an alias)."""
+    """Return for each row its alias root and its distance from it in bytes (itself and 0 without an alias)."""
     n = len(problem)
     if not problem.aliases:
         return list(range(n)), [0] * n

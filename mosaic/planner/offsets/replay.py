@@ -1,9 +1,9 @@
 """One plan for a family of shapes: the vertical order of a solution, replayed for other sizes.
 
-Each block keeps only the blocks that it sees directly below it; its offset is the aligned maximum of their tops. Any two
-blocks that share time are linked by a chain of such edges, so the result is valid for every vector of non-negative sizes, and
-the peak is an explicit maximum of sums (a max-plus form). Nothing here looks for a better order: compare the peak with the lower
-bound, and solve again where it falls short.
+Each block keeps only the blocks that it sees directly below it; its offset is the aligned maximum of their tops. Any
+two blocks that share time are linked by a chain of such edges, so the result is valid for every vector of non-
+negative sizes, and the peak is an explicit maximum of sums (a max-plus form). Nothing here looks for a better order:
+compare the peak with the lower bound, and solve again where it falls short.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
 
@@ -296,7 +296,7 @@ def _layout_of(order: Order) -> _Layout:
     for at, block in enumerate(blocks):
         position[block] = at
     cuts = [0, *(i for i in range(1, n) if keys[blocks[i]] != keys[blocks[i - 1]]), n] if n else []
-    levels = [_level_of(order, blocks, position, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    levels = [_level_of(order, blocks, position, a, b) for a, b in pairwise(cuts)]
     rows = [row for block in blocks for row in order.rows[block]]
     distances = [distance for block in blocks for distance in order.distances[block]]
     block_of_row, distance_of_row = [0] * order.num_buffers, [0] * order.num_buffers
@@ -333,11 +333,12 @@ def _order_of(problem: Problem, offsets: Sequence[int]) -> Order:
     if len(offsets) != len(problem):
         raise UsageError(f"{len(offsets)} offsets for {len(problem)} buffers")
     roots, distances = groups_of(problem)
+    found: list[tuple[int, int, int | None, tuple[Interval, ...]]]
     if not problem.aliases and problem.gaps is None and problem.pins is None:
-        spans = [((start, end),) for start, end in zip(problem.starts, problem.ends, strict=True)]
-        found = [(row, size, None, span) for row, (size, span) in enumerate(zip(problem.sizes, spans, strict=True))]
+        columns = zip(problem.sizes, problem.starts, problem.ends, strict=True)
+        found = [(row, size, None, ((start, end),)) for row, (size, start, end) in enumerate(columns)]
     else:
-        found = [(row, size, pin, tuple(pieces)) for row, size, pin, pieces in rectangles(problem)]  # type: ignore[misc]
+        found = [(row, size, pin, tuple(pieces)) for row, size, pin, pieces in rectangles(problem)]
     found.sort(key=lambda block: (offsets[block[0]], offsets[block[0]] + block[1]))
     pins = tuple(block[2] for block in found)
     pieces = [block[3] for block in found]

@@ -1,6 +1,7 @@
 """Skyline: always the block that can lie lowest, on top of what is placed; ties by a fixed preorder.
 
-One descent of the exact search without going back. No hole is ever filled, so the order it finds replays well for other sizes.
+One descent of the exact search without going back. No hole is ever filled, so the order it finds replays well for
+other sizes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from .blocks import Blocks
 __all__ = ["PREORDERS", "preorder", "skyline"]
 
 PREORDERS = ("TWA", "TAW", "ATW", "WAT")
-"""Keys, most important first, all decreasing: T the largest load that the block takes part in, W its width in sections, A its
-size times width. Each solves some hard instances at once that the others do not; widths in time units instead of sections made
-the search fail on one of five."""
+"""Keys, most important first, all decreasing: T the largest load that the block takes part in, W its width in sections,
+A its size times width. Each solves some hard instances at once that the others do not; widths in time units instead of
+sections made the search fail on one of five."""
 
 
 def preorder(blocks: Blocks, keys: str) -> list[int]:
@@ -34,7 +35,8 @@ def preorder(blocks: Blocks, keys: str) -> list[int]:
 def skyline(blocks: Blocks, keys: str = "TWA") -> list[int]:
     """Place by lowest possible offset, ties by the preorder; O(n log n + width) in practice.
 
-    The skyline only rises, so a stale offset in the heap is a lower bound and is looked up again when it comes to the top.
+    The skyline only rises, so a stale offset in the heap is a lower bound and is looked up again when it comes to the
+    top.
     """
     spans, lift = blocks.sections.spans, None if blocks.alignments is None and blocks.pins is None else blocks.lift
     sizes = blocks.sizes

@@ -1,0 +1,298 @@
+"""Checkpoints: every way a safetensors file can be wrong is one clear sentence; good ones load to the bit."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import allocated_bytes
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mosaic.errors import CheckpointError
+from mosaic.runtime.weights import (
+    Checkpoint,
+    SafetensorsFile,
+    adopt_tensors,
+    fill_randomly,
+    load_weights,
+    members,
+    save_checkpoint,
+)
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a.weight": torch.randn(5, 7, generator=generator),
+        "b.bias": torch.randn(3, generator=generator).bfloat16(),
+        "c": torch.arange(4, dtype=torch.int64),
+        "d": torch.randn(2, 2, generator=generator).double(),
+        "e": torch.zeros(0, 4),
+        "f": torch.tensor(1.5).half(),
+    }
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def write(path: Path, header: Any, data: bytes, *, text: bytes | None = None, length: int | None = None) -> None:
+    text = json.dumps(header).encode() if text is None else text
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_reads_what_safetensors_writes(folder: Path) -> None:
+    with Checkpoint(folder) as checkpoint:
+        assert sorted(checkpoint.names) == sorted(tensors())
+        for name, expected in tensors().items():
+            out = torch.empty_like(expected)
+            checkpoint.copy_into(name, out)
+            assert torch.equal(out, expected)
+
+
+def test_reads_tensors_at_odd_offsets(tmp_path: Path) -> None:
+    value = torch.arange(6, dtype=torch.float32)
+    header = {
+        "pad": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [3, 27]},
+    }
+    write(tmp_path / "model.safetensors", header, b"\x01\x02\x03" + value.numpy().tobytes())
+    with Checkpoint(tmp_path) as checkpoint:
+        out = torch.empty(2, 3)
+        checkpoint.copy_into("x", out)
+        assert torch.equal(out.view(-1), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_converts_between_floating_dtypes_without_a_second_copy(folder: Path, dtype: torch.dtype) -> None:
+    with Checkpoint(folder) as checkpoint:
+        for name in ("a.weight", "b.bias", "d"):
+            expected = tensors()[name]
+            out = torch.empty_like(expected, dtype=dtype)
+            assert allocated_bytes(lambda name=name, out=out: checkpoint.copy_into(name, out)) == 0
+            assert torch.equal(out, expected.to(dtype))
+        with pytest.raises(CheckpointError, match="tensor 'c': expected float32, found int64"):
+            checkpoint.copy_into("c", torch.empty(4))
+
+
+Corruption = Callable[[Path, dict[str, Any], bytes], None]
+
+
+def changed(name: str, **fields: Any) -> Corruption:
+    return lambda path, header, data: write(path, {**header, name: {**header[name], **fields}}, data)
+
+
+CORRUPTIONS: dict[str, tuple[Corruption, str]] = {
+    "empty": (lambda p, h, d: p.write_bytes(b"") and None, "at least 8 bytes, found 0 bytes"),
+    "7 bytes": (lambda p, h, d: p.write_bytes(b"1234567") and None, "found 7 bytes"),
+    "header cut": (lambda p, h, d: write(p, h, b"", length=100_000), "header: expected 100,000 bytes"),
+    "header huge": (lambda p, h, d: write(p, h, d, length=1 << 60), "at most 100,000,000 bytes"),
+    "not json": (lambda p, h, d: write(p, h, d, text=b"{oops"), "JSON with unique names"),
+    "not utf-8": (lambda p, h, d: write(p, h, d, text=b'{"\xff": 1}'), "JSON with unique names"),
+    "twice": (lambda p, h, d: write(p, h, d, text=b'{"a": 1, "a": 2}'), "the name 'a' twice"),
+    "a list": (lambda p, h, d: write(p, [], d), "a JSON object, found list"),
+    "metadata": (lambda p, h, d: write(p, {**h, "__metadata__": 3}, d), "__metadata__"),
+    "no entry": (lambda p, h, d: write(p, {**h, "c": 3}, d), "tensor 'c': expected dtype, shape and data_offsets"),
+    "extra key": (changed("c", extra=1), "tensor 'c': expected dtype, shape and data_offsets"),
+    "dtype": (changed("c", dtype="F8_E4M3"), r"tensor 'c': expected a dtype of .* found 'F8_E4M3'"),
+    "dtype list": (changed("c", dtype=[]), "tensor 'c': expected a dtype"),
+    "shape text": (changed("c", shape="4"), "integers >= 0"),
+    "shape negative": (changed("c", shape=[-4]), "integers >= 0"),
+    "shape bool": (changed("c", shape=[True]), "integers >= 0"),
+    "shape float": (changed("c", shape=[4.0]), "integers >= 0"),
+    "shape product": (changed("c", shape=[5]), "expected 40 bytes for I64"),
+    "offsets three": (changed("c", data_offsets=[0, 1, 2]), "two offsets"),
+    "offsets reversed": (changed("c", data_offsets=[32, 0]), "expected 32 bytes"),
+    "truncated": (lambda p, h, d: write(p, h, d[:-1]), "bytes of data"),
+    "trailing": (lambda p, h, d: write(p, h, d + b"x"), "the data section"),
+    "hole": (lambda p, h, d: write(p, {k: v for k, v in h.items() if k != "a.weight"}, d), "expected a start at byte"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_corrupt_file_is_refused_in_one_line(folder: Path, name: str) -> None:
+    corrupt, message = CORRUPTIONS[name]
+    path = folder / "model.safetensors"
+    corrupt(path, *header_of(path))
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        SafetensorsFile(path)
+    text = str(refusal.value)
+    assert str(path) in text and "\n" not in text and "expected" in text and "found" in text
+
+
+def test_overlapping_tensors_are_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    header, data = header_of(path)
+    header["again"] = dict(header["c"])
+    write(path, header, data)
+    with pytest.raises(CheckpointError, match="expected a start at byte"):
+        SafetensorsFile(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No such file"):
+        SafetensorsFile(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"expected model.safetensors or .*index.json, found neither"):
+        Checkpoint(tmp_path)
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def shard(folder: Path, **changes: str) -> None:
+    parts: dict[str, dict[str, Tensor]] = {"one.safetensors": {}, "two.safetensors": {}}
+    for i, (name, tensor) in enumerate(tensors().items()):
+        list(parts.values())[i % 2][name] = tensor
+    for file, content in parts.items():
+        save_file(content, folder / file)
+    where = {name: file for file, content in parts.items() for name in content}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {**where, **changes}})
+    )
+
+
+def test_reads_shards(tmp_path: Path) -> None:
+    shard(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        for name, expected in tensors().items():
+            out = torch.empty_like(expected)
+            checkpoint.copy_into(name, out)
+            assert torch.equal(out, expected)
+
+
+def test_a_missing_shard_or_tensor_is_named(tmp_path: Path) -> None:
+    shard(tmp_path)
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"shard 'two.safetensors': expected a file with 3 tensors, found no file"
+    ):
+        Checkpoint(tmp_path)
+    shard(tmp_path, ghost="one.safetensors")
+    with pytest.raises(CheckpointError, match=r"one.safetensors: tensor 'ghost'"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../one.safetensors", "/etc/passwd", "", 3])
+def test_an_index_may_not_point_elsewhere(tmp_path: Path, file: Any) -> None:
+    shard(tmp_path, a=file)
+    with pytest.raises(CheckpointError, match="the name of a file beside the index"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"a":1,"a":2}'])
+def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json: "):
+        Checkpoint(tmp_path)
+
+
+def resident_bytes_of(path: Path) -> int:
+    """Bytes of a mapped file that are in this process's memory."""
+    total, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            mine = line.endswith(str(path))
+        elif mine and first == "Rss:":
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_a_file_is_let_go_tensor_by_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({name: torch.ones(1 << 20) for name in "abc"}, path)
+    out = torch.empty(1 << 20)
+    with Checkpoint(tmp_path) as checkpoint:
+        for name in "abc":
+            checkpoint.copy_into(name, out)
+            # at most the two pages at the borders, and what the system reads around them
+            assert resident_bytes_of(path) < 1 << 20
+
+
+# --- the weights of a plan --------------------------------------------------------------------------------------------
+
+
+def test_loads_plain_tensors_stacks_and_constants(tmp_path: Path) -> None:
+    parts = {f"experts.{i}.up": torch.full((2, 3), float(i)) for i in range(3)}
+    save_file({**parts, "norm": torch.ones(4)}, tmp_path / "model.safetensors")
+    views = {
+        "experts.{0:3}.up": torch.empty(3, 2, 3),
+        "norm": torch.empty(4, dtype=torch.bfloat16),
+        "=inv_freq:theta=500000.0,dim=8": torch.empty(4),
+    }
+    with Checkpoint(tmp_path) as checkpoint:
+        load_weights(views, checkpoint)
+    assert torch.equal(views["experts.{0:3}.up"], torch.stack(list(parts.values())))
+    assert views["norm"].tolist() == [1.0] * 4
+    expected = 500000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    torch.testing.assert_close(views["=inv_freq:theta=500000.0,dim=8"].double(), expected, rtol=1e-6, atol=0)
+    with pytest.raises(CheckpointError, match=r"constant '=ones' .* is unknown"):
+        fill_randomly({"=ones": torch.empty(3)})
+
+
+def test_a_tensor_that_the_model_needs_is_missed_by_name_and_shape(folder: Path) -> None:
+    with Checkpoint(folder) as checkpoint:
+        with pytest.raises(CheckpointError, match=r"tensor 'lm_head.weight': expected shape \[9, 2\], found 6 others"):
+            load_weights({"lm_head.weight": torch.empty(9, 2)}, checkpoint)
+        with pytest.raises(CheckpointError, match=r"tensor 'a.weight': expected shape \[7, 5\], found \[5, 7\]"):
+            load_weights({"a.weight": torch.empty(7, 5)}, checkpoint)
+
+
+def test_members_of_a_stack() -> None:
+    assert members("a.b") == ["a.b"]
+    assert members("l.3.e.{0:2}.w") == ["l.3.e.0.w", "l.3.e.1.w"]
+
+
+def document(**fields: Any) -> Mapping[str, Any]:
+    record = {"kind": "weight", "tensor": "w", "shape": [2, 3], "dtype": "float32", **fields}
+    return {"buffers": [record]}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "found 0 others"),
+        ({"w": torch.ones(3, 2)}, r"found float32 \[3, 2\]"),
+        ({"w": torch.ones(2, 3).double()}, r"found float64"),
+        ({"w": torch.ones(3, 2).t()}, "non-contiguous"),
+        ({"w": torch.ones(2, 3, device="meta")}, "on meta"),
+    ],
+)
+def test_parameters_that_cannot_be_adopted_are_refused(state: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        adopt_tensors(document(), state)
+
+
+def test_adoption_shares_memory_and_leaves_stacks_alone() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    adopted = adopt_tensors(document(), {"w": parameter})
+    assert adopted["w"].data_ptr() == parameter.data_ptr() and not adopted["w"].requires_grad
+    with pytest.raises(CheckpointError, match="members of a stack lie apart"):
+        adopt_tensors(document(tensor="e.{0:2}.w"), {"e.0.w": parameter})
+
+
+def test_saving_writes_a_checkpoint_that_others_read(tmp_path: Path) -> None:
+    views = {
+        "e.{0:2}.w": torch.randn(2, 3, 4).bfloat16(),
+        "x": torch.randn(5),
+        "=inv_freq:theta=10000.0,dim=8": torch.ones(4),
+    }
+    save_checkpoint(tmp_path / "new", views, {"model_type": "llada"})
+    stored = load_file(tmp_path / "new" / "model.safetensors")
+    assert list(stored) == ["e.0.w", "e.1.w", "x"]
+    assert torch.equal(stored["e.1.w"], views["e.{0:2}.w"][1]) and torch.equal(stored["x"], views["x"])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["config.json", "model.safetensors"]

@@ -1,0 +1,270 @@
+"""The command line: stdout, stderr, exit codes and --json."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mosaic import cli
+from mosaic.models import PRESETS
+
+
+class Outcome:
+    """What one run left behind."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def mosaic(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["mosaic", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+PLAN = ("plan", "--model", "llada-8b", "--device", "rtx-3090")
+
+
+def test_plan_prints_the_table(mosaic: Any) -> None:
+    ran = mosaic(*PLAN, "--ctx", "128k")
+    assert ran.code == 0 and ran.err == ""
+    for part in ("131,072 tokens, 65,536 masked", "weights", "14.93 GiB", "fits, headroom", "largest context", "predicted step",
+                 "ffn 8 x 16,384 rows", "layers.0/q", "lower bound: optimal", "estimated"):  # fmt: skip
+        assert part in ran.out, part
+    assert "\x1b[" not in ran.out
+
+
+def test_plan_json_is_only_json_and_checks(mosaic: Any, tmp_path: Path) -> None:
+    ran = mosaic(*PLAN, "--ctx", "4k", "--masked", "100", "--json")
+    assert ran.code == 0 and ran.json["dims"] == {"tokens": 4096, "seqs": 1, "pairs": 4096**2, "masked": 100}
+    file = tmp_path / "plan.json"
+    assert mosaic(*PLAN, "--ctx", "4k", "--masked", "100", "--out", str(file)).code == 0
+    assert json.loads(file.read_text()) == ran.json
+    checked = mosaic("check", str(file), "--json")
+    assert checked.code == 0 and checked.json == {"valid": True, "violations": []}
+    assert "valid." in mosaic("check", str(file)).out
+    assert mosaic("show", str(file), "--json").json == ran.json
+
+
+def test_explain_shows_formula_and_search(mosaic: Any) -> None:
+    out = mosaic(*PLAN, "--ctx", "128k", "--explain").out
+    assert "32772*tokens + 8192*proj_rows" in out and "57344*ffn_rows + 8196*tokens" in out
+    assert "the fastest configuration" in out
+
+
+def test_auto_is_the_largest_context_that_fits(mosaic: Any) -> None:
+    plan = mosaic(*PLAN, "--ctx", "auto", "--json").json
+    longest = plan["dims"]["tokens"]
+    assert plan["fits"] and longest == plan["max_ctx_tokens"]
+    assert mosaic(*PLAN, "--ctx", str(longest + 1)).code == 3
+
+
+def test_a_plan_that_does_not_fit_says_what_would(mosaic: Any, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    ran = mosaic(*PLAN, "--ctx", "512k", "--out", str(target), "--json")
+    reason = ran.json["misfit"]
+    assert ran.code == 3 and not ran.json["fits"] and not target.exists()
+    assert reason["needed_bytes"] > reason["available_bytes"] and reason["floor"].startswith("layers.0/")
+    assert reason["largest"][0][0] == "hidden" and reason["device"] == "a100-40g"
+    assert f"--ctx {reason['max_ctx_tokens']}" in reason["suggestion"]
+    budget = str(reason["smallest_budget_bytes"])
+    assert mosaic("plan", "--model", "llada-8b", "--device", "a100-40g", "--ctx", "512k", "--budget", budget).code == 0
+    less = str(reason["needed_bytes"] - 2**21)
+    assert mosaic("plan", "--model", "llada-8b", "--device", "a100-40g", "--ctx", "512k", "--budget", less).code == 3
+    text = mosaic(*PLAN, "--ctx", "512k")
+    assert text.code == 3 and "does not fit: needs" in text.out and "smallest budget" in text.out and "Traceback" not in text.err
+
+
+def test_a_budget_below_the_weights_says_so(mosaic: Any) -> None:
+    ran = mosaic(*PLAN, "--ctx", "1k", "--budget", "10GiB")
+    assert ran.code == 3 and "held by the fixed part: weights 14.93 GiB" in ran.out and "--budget" in ran.out
+    auto = mosaic(*PLAN, "--ctx", "auto", "--budget", "10GiB")
+    assert auto.code == 3 and "no context fits" in auto.err and "--budget" in auto.err and auto.err.count("\n") == 1
+
+
+def test_packed_batches(mosaic: Any) -> None:
+    plan = mosaic(*PLAN, "--seq-lens", "4k,32k,100", "--json").json
+    assert plan["dims"]["tokens"] == 4096 + 32768 + 100 and plan["dims"]["seqs"] == 3
+
+
+def test_compare_sets_two_plans_side_by_side(mosaic: Any, tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for file, ctx in zip(files, ("4k", "64k"), strict=True):
+        mosaic(*PLAN, "--ctx", ctx, "--out", file)
+    out = mosaic("plan", "--compare", *files).out
+    assert "4,096" in out and "65,536" in out and "workspace" in out
+    assert set(mosaic("plan", "--compare", *files, "--json").json) == set(files)
+
+
+def test_every_export_is_written(mosaic: Any, tmp_path: Path) -> None:
+    names = {"--out": "p.json", "--html": "p.html", "--png": "p.png", "--trace": "t.json", "--snapshot": "s.pickle"}
+    arguments = [part for option, name in names.items() for part in (option, str(tmp_path / name))]
+    assert mosaic(*PLAN, "--ctx", "16k", *arguments).code == 0
+    assert (tmp_path / "p.html").read_text().lstrip().lower().startswith("<!doctype html")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"segments", "device_traces"} <= set(pickle.loads((tmp_path / "s.pickle").read_bytes()))
+
+
+def test_default_device_is_said(mosaic: Any) -> None:
+    ran = mosaic("plan", "--model", "llada-8b", "--ctx", "1k")
+    assert "no --device given: planning for the built-in rtx-4090" in ran.err and "rtx-4090" in ran.out
+
+
+def test_models_and_devices(mosaic: Any) -> None:
+    assert [row["name"] for row in mosaic("models", "--json").json] == list(PRESETS)
+    assert "llada-moe" in mosaic("models").out
+    rows = {row["name"]: row for row in mosaic("devices", "--json").json}
+    assert not rows["h200"]["estimated"] and rows["rtx-3090"]["estimated"]
+    fits = {row["name"]: row["fits"] for row in mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "512k", "--json").json}
+    assert fits["a100-40g"] and not fits["rtx-4090"]
+    assert mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "16m").code == 3
+    assert mosaic("devices", "--fits", "--ctx", "1k").code == 2
+
+
+def test_a_device_of_ones_own(mosaic: Any, tmp_path: Path) -> None:
+    card = tmp_path / "my-card.toml"
+    card.write_text('base = "rtx-3090"\nmemory_bytes = "12GiB"\nestimated = false\n')
+    plan = mosaic("plan", "--model", "llada-8b", "--ctx", "1k", "--device", str(card), "--json")
+    assert plan.code == 3 and plan.json["device"] == "my-card" and plan.json["budget_bytes"] == 12 << 30
+    card.write_text("memory_byte = 3\n")
+    bad = mosaic("plan", "--model", "llada-8b", "--ctx", "1k", "--device", str(card))
+    assert bad.code == 2 and "Did you mean 'memory_bytes'" in bad.err
+
+
+CSV = "id,lower,upper,size\n0,0,10,4\n1,5,15,4\n2,12,20,8\n"
+
+
+def test_pack_reads_and_writes_minimalloc_csv(mosaic: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "toy.12.csv", tmp_path / "out.csv"
+    source.write_text(CSV)
+    ran = mosaic("pack", str(source), "--out", str(target), "--json")
+    assert ran.code == 0 and ran.json["peak_bytes"] == ran.json["lower_bound_bytes"] == 12 and ran.json["capacity"] == 12
+    assert ran.json.keys() == {"peak_bytes", "lower_bound_bytes", "capacity", "solver", "optimal", "seconds"}
+    header, *rows = target.read_text().splitlines()
+    assert header.split(",") == ["id", "lower", "upper", "size", "offset"] and len(rows) == 3
+
+
+def test_pack_says_when_a_capacity_is_out_of_reach(mosaic: Any, tmp_path: Path) -> None:
+    source = tmp_path / "toy.csv"
+    source.write_text(CSV)
+    ran = mosaic("pack", str(source), "--capacity", "11", "--json")
+    assert ran.code == 3 and ran.json["capacity"] == 11 and "alive together take 12 B" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("plan", "--ctx", "1k"), 2, "give a model"),
+        (("plan", "--model", "llada-9b", "--ctx", "1k"), 2, "Did you mean 'llada-8b'"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--device", "rtx3090"), 2, "Did you mean 'rtx-3090'"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--device", "none.toml"), 2, "cannot read the device profile"),
+        (("plan", "--model", "llada-8b", "--ctx", "twelve"), 2, "cannot read the token count"),
+        (("plan", "--model", "llada-8b", "--ctx", "0"), 2, "at least 1"),
+        (("plan", "--model", "llada-8b", "--ctx=-5"), 2, "cannot read the token count"),
+        (("plan", "--model", "llada-8b"), 2, "give a context"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--seq-lens", "1k"), 2, "give a context"),
+        (("plan", "--model", "llada-8b", "--seq-lens", "1k,,2k"), 2, "cannot read the token count"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--masked", "2k"), 2, "between 1 and the 1,024 tokens, got 2,048"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--masked", "1", "--mask-ratio", "0.5"), 2, "not both"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--mask-ratio", "0"), 2, "mask ratio"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--budget", "12 bananas"), 2, "cannot read the size"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--solver", "magic"), 2, "unknown solver 'magic'"),
+        (("plan", "--model", "llada-8b", "--ctx", "1k", "--dtype", "float8"), 2, "unknown dtype"),
+        ((*PLAN, "--ctx", "1k", "--out", "/nowhere/plan.json"), 2, "does not exist"),
+        (("check", "missing.json"), 1, "cannot read the plan"),
+        (("show", "missing.json"), 1, "cannot read the plan"),
+        (("plan", "--compare", "a.json", "b.json"), 1, "cannot read the plan"),
+        (("pack", "missing.csv"), 1, "missing.csv"),
+        (("pack", "--timeout", "0", "missing.csv"), 2, "timeout"),
+        (("frobnicate",), 2, "frobnicate"),
+        (("plan", "--nonsense"), 2, "nonsense"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_an_exit_code(mosaic: Any, arguments: tuple[str, ...], code: int, message: str) -> None:
+    ran = mosaic(*arguments)
+    assert ran.code == code, ran.err
+    assert message in ran.err and "Traceback" not in ran.err and ran.out == ""
+    if arguments[0] not in ("frobnicate",) and "--nonsense" not in arguments:
+        assert ran.err.startswith("mosaic: ") and ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "schema", "field", "type", "binary"])
+def test_unreadable_plans_are_refused(mosaic: Any, tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "plan.json"
+    mosaic(*PLAN, "--ctx", "1k", "--out", str(file))
+    text = file.read_text()
+    document = json.loads(text)
+    if damage == "truncate":
+        file.write_text(text[: len(text) // 2])
+    elif damage == "schema":
+        file.write_text(json.dumps(document | {"schema": "mosaic.plan/9"}))
+    elif damage == "field":
+        del document["buffers"]
+        file.write_text(json.dumps(document))
+    elif damage == "type":
+        document["ops"] = "none"
+        file.write_text(json.dumps(document))
+    else:
+        file.write_bytes(b"\x80\x81\x82")
+    for command in (("check", str(file)), ("show", str(file)), ("plan", "--compare", str(file), str(file))):
+        ran = mosaic(*command)
+        assert ran.code == 1 and "Traceback" not in ran.err, command
+        assert ran.err.count("\n") == 1 and str(file) in ran.err, command
+
+
+def test_a_tampered_plan_fails_the_check(mosaic: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    mosaic(*PLAN, "--ctx", "1k", "--out", str(file))
+    document = json.loads(file.read_text())
+    victim = next(b for b in document["buffers"] if b["name"] == "layers.3/k")
+    victim["offset"] = next(b for b in document["buffers"] if b["name"] == "layers.3/v")["offset"]
+    file.write_text(json.dumps(document))
+    ran = mosaic("check", str(file))
+    assert ran.code == 1 and "overlap" in ran.out and "layers.3/k" in ran.out
+
+
+def run_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mosaic", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+
+
+def test_python_dash_m_and_no_color() -> None:
+    ran = run_process(*PLAN, "--ctx", "1k", NO_COLOR="1", FORCE_COLOR="1")
+    assert ran.returncode == 0 and "\x1b[3" not in ran.stdout and "fits" in ran.stdout
+    assert run_process("--version").stdout.startswith("mosaic 0.")
+
+
+def test_another_mosaic_is_named(tmp_path: Path) -> None:
+    from mosaic.cli.clash import other_mosaics
+
+    for name, file, text in (
+        ("torch_mosaic-1.0", "top_level.txt", "mosaic\n"),
+        ("mosaic_ml-2.0", "RECORD", "mosaic_ml/x.py,,\nmosaic/__init__.py,sha256=x,1\n"),
+        ("mosaic_dllm-0.1.0", "top_level.txt", "mosaic\n"),
+        ("numpy-2.0", "RECORD", "numpy/mosaic.py,,\n"),
+    ):
+        info = tmp_path / f"{name}.dist-info"
+        info.mkdir()
+        (info / file).write_text(text)
+    assert other_mosaics(tmp_path) == ["mosaic_ml", "torch_mosaic"]

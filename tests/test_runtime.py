@@ -1,0 +1,265 @@
+"""Ledger, page pool and workspace: commits are exact, measured and all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mosaic.errors import DoesNotFit, PlanFormatError, RuntimeMemoryError
+from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.page_pool import PAGE_BYTES, Access, Linux, PagePool
+from mosaic.runtime.workspace import Workspace
+
+MIB = 1 << 20
+
+
+class Faulty(Linux):
+    """Fails the calls named in `failing`; counts reservations that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing: set[str] = set()
+        self.alive = 0
+
+    def reserve(self, size: int) -> int:
+        if "reserve" in self.failing:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        self.alive += 1
+        return super().reserve(size)
+
+    def unmap(self, address: int, size: int) -> None:
+        self.alive -= 1
+        super().unmap(address, size)
+
+    def protect(self, address: int, size: int, access: Access) -> None:
+        if "protect" in self.failing and access == "write":
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        super().protect(address, size, access)
+
+    def populate(self, address: int, size: int) -> None:
+        super().populate(address, size)
+        if "populate" in self.failing:
+            raise OSError(errno.EFAULT, "Bad address")
+
+
+# --- ledger -----------------------------------------------------------------------------------------------------------
+
+
+def test_ledger_adds_up_and_refuses_with_numbers() -> None:
+    ledger = DeviceLedger(100 * MIB)
+    ledger.charge("weights", 60 * MIB)
+    ledger.charge("workspace", 30 * MIB)
+    with pytest.raises(DoesNotFit, match=r"state asks for 20.00 MiB .* 10.00 MiB of the budget") as refusal:
+        ledger.charge("state", 20 * MIB)
+    assert (refusal.value.needed_bytes, refusal.value.available_bytes) == (20 * MIB, 10 * MIB)
+    assert "weights 60.00 MiB, workspace 30.00 MiB" in str(refusal.value)
+    assert "Raise the budget to 110.00 MiB" in str(refusal.value)
+    assert ledger.held() == {"weights": 60 * MIB, "workspace": 30 * MIB}
+    ledger.release("weights", 60 * MIB)
+    ledger.charge("state", 70 * MIB)
+    assert ledger.free_bytes == 0
+
+
+def test_ledger_without_a_budget_only_counts() -> None:
+    ledger = DeviceLedger()
+    ledger.charge("workspace", 1 << 50)
+    assert ledger.free_bytes is None and ledger.committed_bytes == 1 << 50
+
+
+def test_ledger_catches_wrong_accounts() -> None:
+    ledger = DeviceLedger(10)
+    with pytest.raises(AssertionError):
+        ledger.release("nobody", 1)
+    with pytest.raises(ValueError, match="at least 0"):
+        ledger.charge("x", -1)
+    with pytest.raises(ValueError, match="at least 0"):
+        DeviceLedger(-1)
+
+
+# --- page pool --------------------------------------------------------------------------------------------------------
+
+
+def test_resident_bytes_follow_commits_and_decommits() -> None:
+    with PagePool() as pool:
+        part = pool.reserve("workspace", 1 << 40)
+        assert part.resident_bytes() == part.committed_bytes == 0
+        for size in (3 * MIB, 10 * MIB + 1, 4 * MIB, 0, 7 * MIB):
+            part.resize(size)
+            rounded = -(-size // PAGE_BYTES) * PAGE_BYTES
+            assert part.committed_bytes == part.resident_bytes() == rounded
+            assert pool.ledger.held().get("workspace", 0) == pool.committed_bytes == rounded
+
+
+def test_without_populating_pages_become_resident_when_touched() -> None:
+    with PagePool() as pool:
+        part = pool.reserve("weights", 64 * MIB)
+        part.commit(8 * MIB, populate=False)
+        assert part.resident_bytes() == 0
+        part.tensor[: 2 * PAGE_BYTES].fill_(1)
+        assert 2 * PAGE_BYTES <= part.resident_bytes() <= 8 * MIB
+        part.tensor[: 8 * MIB].fill_(1)
+        assert part.resident_bytes() == 8 * MIB
+
+
+def test_commit_keeps_what_is_there_and_gives_zeros() -> None:
+    with PagePool() as pool:
+        part = pool.reserve("workspace", 64 * MIB)
+        part.commit(MIB)
+        part.tensor[:MIB].fill_(7)
+        part.commit(2 * MIB)
+        assert bool((part.tensor[:MIB] == 7).all()) and not bool(part.tensor[MIB : 2 * MIB].any())
+        part.decommit(PAGE_BYTES)
+        part.commit(MIB)
+        assert bool((part.tensor[:PAGE_BYTES] == 7).all()) and not bool(part.tensor[PAGE_BYTES:MIB].any())
+
+
+@pytest.mark.parametrize("failing", ["protect", "populate"])
+@pytest.mark.parametrize("before", [0, 2 * MIB])
+def test_a_failed_commit_changes_nothing(failing: str, before: int) -> None:
+    system = Faulty()
+    with PagePool(DeviceLedger(64 * MIB), system=system) as pool:
+        part = pool.reserve("workspace", 64 * MIB)
+        part.commit(before)
+        if before:
+            part.tensor[:before].fill_(3)
+        system.failing = {failing}
+        with pytest.raises(RuntimeMemoryError, match=r"workspace: the system refused .* nothing was changed"):
+            part.commit(8 * MIB)
+        assert part.committed_bytes == pool.ledger.committed_bytes == before
+        assert part.resident_bytes() == before
+        system.failing = set()
+        part.commit(8 * MIB)
+        assert not before or bool((part.tensor[:before] == 3).all())
+        assert part.committed_bytes == part.resident_bytes() == 8 * MIB
+
+
+def test_a_commit_over_budget_changes_nothing() -> None:
+    with PagePool(DeviceLedger(4 * MIB)) as pool:
+        weights, workspace = pool.reserve("weights", 64 * MIB), pool.reserve("workspace", 64 * MIB)
+        weights.commit(3 * MIB)
+        with pytest.raises(DoesNotFit):
+            workspace.commit(2 * MIB)
+        assert workspace.committed_bytes == workspace.resident_bytes() == 0
+        weights.decommit()
+        workspace.commit(2 * MIB)
+
+
+def test_more_than_the_machine_has_is_refused_before_a_page_is_touched() -> None:
+    with PagePool() as pool:
+        part = pool.reserve("workspace", 1 << 46)
+        with pytest.raises(RuntimeMemoryError, match="of physical memory are available"):
+            part.commit(1 << 45)
+        assert part.committed_bytes == 0
+
+
+def test_a_range_that_is_too_small_or_cannot_be_reserved_says_so() -> None:
+    system = Faulty()
+    with PagePool(system=system) as pool:
+        part = pool.reserve("workspace", MIB)
+        with pytest.raises(RuntimeMemoryError, match="holds 1,048,576 at most"):
+            part.commit(MIB + 1)
+        with pytest.raises(RuntimeMemoryError, match="exists already"):
+            pool.reserve("workspace", MIB)
+        system.failing = {"reserve"}
+        with pytest.raises(RuntimeMemoryError, match="cannot reserve 1.00 MiB of address space for state"):
+            pool.reserve("state", MIB)
+
+
+def test_close_frees_memory_at_once_and_addresses_with_the_last_view() -> None:
+    system = Faulty()
+    pool = PagePool(system=system)
+    part = pool.reserve("workspace", 64 * MIB)
+    part.commit(8 * MIB)
+    view = part.tensor[:100]
+    pool.close()
+    pool.close()
+    assert pool.ledger.committed_bytes == 0 and system.alive == 1
+    with pytest.raises(RuntimeMemoryError, match="closed"):
+        _ = part.tensor
+    with pytest.raises(RuntimeMemoryError):
+        part.commit(1)
+    del view
+    gc.collect()
+    assert system.alive == 0
+
+
+STRAY = """
+import sys
+from mosaic.runtime.page_pool import PagePool
+pool = PagePool(released=sys.argv[2])
+part = pool.reserve("workspace", 64 << 20)
+part.commit(8 << 20)
+part.tensor[:8 << 20].fill_(1)
+view = part.tensor[4 << 20 : 8 << 20]
+part.decommit(4 << 20)
+print("alive", flush=True)
+print(int(view[5]) if sys.argv[1] == "read" else view.fill_(2)[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "released", "survives"), [("read", "none", False), ("read", "read", True), ("write", "read", False)]
+)
+def test_a_stray_access_to_released_memory_faults(action: str, released: str, survives: bool) -> None:
+    command = [sys.executable, "-c", STRAY, action, released]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout.startswith("alive")
+    if survives:
+        assert result.returncode == 0 and result.stdout == "alive\n0\n"
+    else:
+        assert result.returncode == -11  # SIGSEGV
+
+
+def test_page_bytes_are_whole_pages() -> None:
+    with pytest.raises(ValueError, match="multiple of"):
+        PagePool(page_bytes=1000)
+    with PagePool(page_bytes=2 * MIB) as pool:
+        part = pool.reserve("workspace", 64 * MIB)
+        part.commit(1)
+        assert part.committed_bytes == part.resident_bytes() == 2 * MIB
+
+
+# --- workspace --------------------------------------------------------------------------------------------------------
+
+
+def test_views_share_memory_at_their_offsets() -> None:
+    with Workspace() as workspace:
+        workspace.resize("workspace", 8192)
+        whole = workspace.view("workspace", 0, (2048,), "float32").zero_()
+        view = workspace.view("workspace", 512, (3, 5), "float32")
+        view.copy_(torch.arange(15.0).view(3, 5))
+        assert view.data_ptr() == workspace.range("workspace").address + 512
+        assert whole[128:143].tolist() == list(range(15)) and not bool(whole[:128].any())
+        assert workspace.view("workspace", 512, (15,), "int32")[1] == 0x3F800000
+        assert workspace.view("workspace", 4, (), "bool").shape == ()
+
+
+def test_views_beyond_the_commit_or_misaligned_are_refused() -> None:
+    with Workspace() as workspace:
+        workspace.resize("workspace", 4096)
+        with pytest.raises(RuntimeMemoryError, match="within the 4,096 committed bytes"):
+            workspace.view("workspace", 512, (1024,), "float32")
+        with pytest.raises(RuntimeMemoryError, match="aligned"):
+            workspace.view("workspace", 2, (1,), "float32")
+        with pytest.raises(RuntimeMemoryError):
+            workspace.view("workspace", -4, (1,), "float32")
+        with pytest.raises(PlanFormatError, match="unknown dtype 'float12'"):
+            workspace.view("workspace", 0, (1,), "float12")
+
+
+def test_pools_are_ranges_of_their_own_in_one_budget() -> None:
+    with Workspace(DeviceLedger(3 * MIB), capacities={"state": 2 * MIB}) as workspace:
+        workspace.resize("workspace", MIB)
+        workspace.resize("state", MIB)
+        assert workspace.range("state").capacity_bytes == 2 * MIB
+        assert workspace.committed_bytes() == workspace.resident_bytes() == {"workspace": MIB, "state": MIB}
+        with pytest.raises(DoesNotFit):
+            workspace.resize("weights", 2 * MIB)
+        workspace.resize("workspace", 0)
+        workspace.resize("weights", 2 * MIB)
+    assert workspace.ledger.committed_bytes == 0
