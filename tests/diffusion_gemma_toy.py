@@ -204,7 +204,7 @@ def denoise(g: Graph) -> None:
     canvas = g.dim("canvas")
     x = embed(g, canvas)
     soft = g.state("soft_embedding", (canvas, HIDDEN), "float32")
-    self_conditioning(g, x, soft, canvas)
+    x = self_conditioning(g, x, soft, canvas)
     stack(g, x, canvas, mode="decoder")
     head(g, x, soft, canvas)
 
@@ -215,13 +215,15 @@ def weight(g: Graph, name: str, *shape: int) -> Buffer:
     return g.weight(name, shape, DTYPE, tensor=f"model.decoder.{tensor}.weight")
 
 
-def self_conditioning(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -> None:
-    """x = norm(x + mlp(norm(soft))), the last norm without a weight."""
+def self_conditioning(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -> Buffer:
+    """norm(x + mlp(norm(soft))) over x, the last norm without a weight."""
+    y = g.buffer("conditioned", (canvas, HIDDEN), DTYPE)
+    g.add_alias(y, x)
     with g.scope("self_conditioning"), g.chunk("self_conditioning", over=canvas, tile=64):
         h = g.add_op(NORM, soft, weight(g, "pre_norm", HIDDEN), name="in", eps=EPS, dtype=DTYPE)
         dense(g, h, x)
-        normed = g.add_op(NORM, x, name="post_norm", eps=EPS, dtype=DTYPE, out=x)
-        assert normed is x
+        g.add_op(NORM, x, name="post_norm", eps=EPS, dtype=DTYPE, out=y)
+    return y
 
 
 def stack(g: Graph, x: Buffer, tokens: sympy.Symbol, *, mode: str) -> None:
@@ -281,7 +283,7 @@ def added(g: Graph, x: Buffer, y: Buffer, norm: str) -> None:
 
 def normed(g: Graph, x: Buffer, norm: str) -> Buffer:
     """norm(x), in place of x, which nobody needs any more."""
-    y: Buffer = g.add_op("rms_norm", x, weight(g, norm, HIDDEN), name=norm, eps=EPS)
+    y: Buffer = g.add_op("rms_norm", x, weight(g, norm, HIDDEN), name=f"{norm}_out", eps=EPS)
     g.add_alias(y, x)
     return y
 

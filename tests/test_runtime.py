@@ -166,7 +166,7 @@ def test_a_range_that_is_too_small_or_cannot_be_reserved_says_so() -> None:
         with pytest.raises(RuntimeMemoryError, match="exists already"):
             pool.reserve("workspace", MIB)
         system.failing = {"reserve"}
-        with pytest.raises(RuntimeMemoryError, match="cannot reserve 1.00 MiB of address space for state"):
+        with pytest.raises(RuntimeMemoryError, match=r"cannot reserve 1\.00 MiB of address space for state"):
             pool.reserve("state", MIB)
 
 

@@ -285,7 +285,7 @@ def test_the_step_itself_allocates_nothing(family: str) -> None:
     with mosaic.compile(config) as model:
         inputs = {"token_ids": torch.full((200,), int(config["mask_token_id"])), "rows": torch.arange(200)}
         model(inputs["token_ids"])
-        (executor,) = model._executors.values()
+        ((_, executor),) = model._bound.values()
         inputs |= {"positions": torch.arange(200, dtype=torch.int32), "cu_seqlens": torch.tensor([0, 200])}
 
         def step() -> None:
@@ -315,7 +315,18 @@ def test_plans_are_reused_while_rows_get_fewer() -> None:
         ids = torch.full((256,), 256)
         for masked in range(256, 224, -1):
             model(ids, masked=torch.arange(masked))
-        assert len(model._plans) <= 4
+        assert len(model._bound) <= 4
+
+
+def test_an_exact_plan_is_made_where_rounded_rows_do_not_fit() -> None:
+    """In a budget of exactly 33 rows' needs, 33 rows run although they would be rounded up to 36."""
+    ids = torch.full((40,), 256)
+    with mosaic.compile(LLADA) as model:
+        expected = model(ids, masked=torch.arange(33)).clone()
+        needs = [model._planner.needed(Request(seq_lens=(40,), masked=rows)) for rows in (33, 36)]
+    assert needs[0] <= needs[1]
+    with mosaic.compile(LLADA, budget=needs[0]) as model:
+        assert torch.equal(model(ids, masked=torch.arange(33)).maximum, expected.maximum)
 
 
 def test_a_closed_model_says_so() -> None:

@@ -72,48 +72,53 @@ class OpTimes:
         unembed = device.unembed_rates or device.gemm_rates
         grid = np.array(sorted(unembed), dtype=np.float64)
         self._unembed = np.log2(grid), np.array([unembed[int(r)] for r in grid])
-        self._kinds = np.array([("memory", "gemm", "attention", "unembed").index(c.rate) for c in self.classes])
+        self._is_gemm, self._is_unembed, self._is_memory = (
+            np.array([c.rate == rate for c in self.classes]) for rate in ("gemm", "unembed", "memory")
+        )
         self._index = {id(c): i for i, c in enumerate(self.classes)}
         self._members = {
             group: np.array([self._index[id(c)] for c in classes]) for group, classes in self._by_group.items()
         }
         self._counts = np.array([c.count for c in self.classes], dtype=np.float64)
 
-    def launch_seconds(self, values: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Seconds of one launch of each cost class at the given variables."""
-        powers = self.body.monomials(values).astype(np.float64)
-        flops, moved, rows = (self._coefficients @ powers).reshape(-1, 3).T
+    def launch_seconds(self, points: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
+        """Seconds of one launch of each cost class, [points, classes], at several values of the variables."""
+        powers = np.array([self.body.monomials(values) for values in points], dtype=np.float64)
+        flops, moved, rows = (powers @ self._coefficients.T).reshape(len(points), -1, 3).transpose(2, 0, 1)
         log_rows = np.log2(np.maximum(rows, 1.0))
-        rates = np.where(
-            self._kinds == 1,
-            np.interp(log_rows, *self._gemm),
-            np.where(self._kinds == 3, np.interp(log_rows, *self._unembed), self.device.attention_rate),
-        )
-        compute = np.where(self._kinds == 0, 0.0, flops / rates)
+        rates = np.where(self._is_gemm, np.interp(log_rows, *self._gemm), self.device.attention_rate)
+        if self._is_unembed.any():
+            rates = np.where(self._is_unembed, np.interp(log_rows, *self._unembed), rates)
+        compute = np.where(self._is_memory, 0.0, flops / rates)
         seconds: npt.NDArray[np.float64] = np.maximum(compute, moved / self.device.bandwidth) + self.device.launch_s
         return seconds
 
     def group_seconds(self, group: tuple[str, ...], values: Sequence[int], extents: Mapping[str, int]) -> float:
-        """Seconds of all ops that depend on exactly these knobs, all chunks together.
+        """Seconds of all ops that depend on exactly these knobs, all iterations together."""
+        iterations = _iterations(self.columns, group, list(values), extents)
+        return self._weighted(group, [point for _, point in iterations], [[weight for weight, _ in iterations]])[0]
 
-        Nested regions (more than one knob) are charged full chunks only, an upper bound.
-        """
+    def knob_seconds(
+        self, knob: str, values: Sequence[int], settings: Sequence[int], extents: Mapping[str, int]
+    ) -> list[float]:
+        """The same for a group of one knob, at several settings of its rows at once."""
+        points: list[list[int]] = []
+        weights: list[list[int]] = []
+        for rows in settings:
+            point = list(values)
+            point[self.columns[knob]] = rows
+            iterations = _iterations(self.columns, (knob,), point, extents)
+            weights.append([0] * len(points) + [weight for weight, _ in iterations])
+            points += [point for _, point in iterations]
+        return self._weighted((knob,), points, [row + [0] * (len(points) - len(row)) for row in weights])
+
+    def _weighted(
+        self, group: tuple[str, ...], points: Sequence[Sequence[int]], weights: Sequence[Sequence[int]]
+    ) -> list[float]:
         members = self._members[group]
-        once = float(self.launch_seconds(values)[members] @ self._counts[members])
-        if not group:
-            return once
-        if len(group) > 1:
-            loops = 1
-            for knob in group:
-                loops *= -(-extents[knob] // values[self.columns[knob]])
-            return once * loops
-        column = self.columns[group[0]]
-        full, rest = divmod(extents[group[0]], values[column])
-        if not rest:
-            return once * full
-        short = list(values)
-        short[column] = rest
-        return once * full + float(self.launch_seconds(short)[members] @ self._counts[members])
+        once = self.launch_seconds(points)[:, members] @ self._counts[members]
+        total: list[float] = (np.array(weights, dtype=np.float64) @ once).tolist()
+        return total
 
 
 def _knob_chain(body: Body, region: int | None) -> tuple[str, ...]:
@@ -129,41 +134,40 @@ def op_totals(body: Body, values: Sequence[int], extents: Mapping[str, int]) -> 
 
     `values` holds the rows of one full chunk per knob; a knob's region runs full chunks and one shorter last chunk.
     """
-    cache: dict[tuple[int, int, tuple[str, ...]], tuple[int, int]] = {}
+    columns = {name.removesuffix("_rows"): i for i, name in enumerate(body.variables) if name.endswith("_rows")}
+    chains: dict[int | None, tuple[str, ...]] = {}
+    points: dict[tuple[str, ...], list[tuple[int, list[int]]]] = {}
+    totals: dict[tuple[int, int, tuple[str, ...]], tuple[int, int]] = {}
     found = []
     for op in body.ops:
-        knobs = _knob_chain(body, op.region)
+        knobs = chains.get(op.region)
+        if knobs is None:
+            knobs = chains[op.region] = _knob_chain(body, op.region)
         key = (op.flops, op.bytes, knobs)
-        if key not in cache:
-            cache[key] = _total(body, key, values, extents)
-        found.append(cache[key])
+        if key not in totals:
+            if knobs not in points:
+                iterations = _iterations(columns, knobs, list(values), extents)
+                points[knobs] = [(weight, body.evaluate(point).tolist()) for weight, point in iterations]
+            totals[key] = (
+                sum(weight * at[op.flops] for weight, at in points[knobs]),
+                sum(weight * at[op.bytes] for weight, at in points[knobs]),
+            )
+        found.append(totals[key])
     return found
 
 
-def _total(
-    body: Body, key: tuple[int, int, tuple[str, ...]], values: Sequence[int], extents: Mapping[str, int]
-) -> tuple[int, int]:
-    flops, moved, knobs = key
-    total = [0, 0]
-    for weight, point in _iterations(body, knobs, list(values), extents):
-        powers = [int(p) for p in body.monomials(point)]
-        for slot, row in enumerate((flops, moved)):
-            value = sum(int(c) * p for c, p in zip(body.coefficients[row], powers, strict=True))
-            total[slot] += weight * (value // int(body.denominators[row]))
-    return total[0], total[1]
-
-
 def _iterations(
-    body: Body, knobs: tuple[str, ...], values: list[int], extents: Mapping[str, int]
+    columns: Mapping[str, int], knobs: tuple[str, ...], values: list[int], extents: Mapping[str, int]
 ) -> list[tuple[int, list[int]]]:
     """(how often, variables) of the distinct iterations of a nest of regions."""
     points = [(1, values)]
     for knob in knobs:
-        column = body.variables.index(f"{knob}_rows")
+        column = columns[knob]
         grown = []
         for weight, point in points:
             full, rest = divmod(extents[knob], point[column])
-            grown.append((weight * full, point))
+            if full:
+                grown.append((weight * full, point))
             if rest:
                 short = list(point)
                 short[column] = rest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mosaic.devices import DEFAULT_DEVICE, Device, load_device
 from mosaic.planner.limits import DimsAt
@@ -11,8 +11,10 @@ from mosaic.planner.plan import Plan
 from mosaic.planner.planner import plan_point
 from mosaic.planner.space import Space
 from mosaic.planner.template import compile_template
-from mosaic.registrar.graph import Graph
-from mosaic.registrar.program import Program
+
+if TYPE_CHECKING:
+    from mosaic.registrar.graph import Graph
+    from mosaic.registrar.program import Program
 
 __all__ = ["plan_graph", "plan_program"]
 
@@ -48,6 +50,8 @@ def plan_graph(
     >>> plan_graph(two_layers, dims={"tokens": 100}, device="h200").optimal
     True
     """
+    from mosaic.registrar.graph import Graph  # symbolic: kept out of the start of the command line
+
     card = device if isinstance(device, Device) else load_device(device)
 
     def register(choices: Mapping[str, str] | None) -> Graph:

@@ -45,26 +45,29 @@ class SearchResult:
 
 
 def search(point: Point, budget_bytes: int) -> SearchResult:
-    """Find the best configuration within a budget, one run of the descent per combination of choices."""
+    """Find the best configuration within a budget, one run of the descent per combination of choices
+    that could still win."""
     before = point.evaluations
-    runs = [_descend(point, choices, budget_bytes) for choices in point.space.choice_combinations]
+    starts = sorted((_fastest(point, choices) for choices in point.space.choice_combinations), key=point.seconds)
+    runs: list[tuple[bool, Config, list[TraceStep]]] = []
+    limit = float("inf")
+    for start in starts:
+        if point.seconds(start) > limit:
+            break  # even its fastest setting is slower than what has been found
+        runs.append(_descend(point, start, budget_bytes))
+        if runs[-1][0]:
+            limit = min(limit, point.seconds(runs[-1][1]) * (1 + TOLERANCE))
     feasible = [run for run in runs if run[0]]
     if not feasible:
         config = lowest(point)
         trace = min(runs, key=lambda run: point.total_bytes(run[1]))[2]
-        return SearchResult(
-            config=config, fits=False, seconds=point.seconds(config), evaluations=point.evaluations - before, trace=tuple(trace)
-        )
-    best = min(point.seconds(config) for _, config, _ in feasible)
-    limit = best * (1 + TOLERANCE)
-    finished = []
-    for _, config, trace in feasible:
-        if point.seconds(config) <= limit:
-            finished.append(_settle(point, config, limit, trace))
-    config, trace = min(finished, key=lambda item: _preference(point, item[0]))
+    else:
+        settled = [_settle(point, config, limit, trace) for _, config, trace in feasible if point.seconds(config) <= limit]
+        config, trace = min(settled, key=lambda item: _preference(point, item[0]))
     return SearchResult(
-        config=config, fits=True, seconds=point.seconds(config), evaluations=point.evaluations - before, trace=tuple(trace)
-    )
+        config=config, fits=bool(feasible), seconds=point.seconds(config), evaluations=point.evaluations - before,
+        trace=tuple(trace),
+    )  # fmt: skip
 
 
 def brute_force(point: Point, budget_bytes: int) -> SearchResult:
@@ -93,9 +96,8 @@ def _preference(point: Point, config: Config) -> tuple[int, int, float, int]:
     return point.total_bytes(config), moves, point.seconds(config), combination
 
 
-def _descend(point: Point, choices: tuple[str, ...], budget_bytes: int) -> tuple[bool, Config, list[TraceStep]]:
+def _descend(point: Point, config: Config, budget_bytes: int) -> tuple[bool, Config, list[TraceStep]]:
     """From the fastest setting down to one that fits, then back up wherever time can be saved for free."""
-    config = _fastest(point, choices)
     trace = [_step(point, config, "the fastest configuration")]
     while point.total_bytes(config) > budget_bytes:
         moves = list(_lowering(point, config))

@@ -399,6 +399,12 @@ class Graph:
             raise GraphError(f"{full} ({source}): {rule.name}({shown}): {error}") from None
         _plain_attributes(attrs, full, source)
         created = self._outputs(rule, inferred, out, full, source)
+        for buffer in created.values():
+            if any(buffer is operand for operand in operands.values()):
+                raise GraphError(
+                    f"{full} ({source}): out= gives {buffer}, which it also reads; write a buffer that aliases it, "
+                    f"or use a contract that updates it"
+                )
         for key, buffer in created.items():
             operands[key] = buffer
             specs[key] = self._seen(rule, key, buffer)

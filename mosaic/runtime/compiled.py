@@ -201,8 +201,7 @@ class CompiledModel:
     ) -> None:
         self._planner, self.debug = planner, debug
         self.model = planner.model
-        self._plans: dict[tuple[int, ...], Plan] = {}
-        self._executors: OrderedDict[tuple[int, ...], Executor] = OrderedDict()
+        self._bound: OrderedDict[tuple[int, ...], tuple[Plan, Executor]] = OrderedDict()
         self._current = _plan(planner, (1,), 1, 0)  # every plan of a model places its weights alike
         # Users hold views of outputs: one that outlives its memory reads zeros instead of ending the process.
         self.workspace = Workspace(
@@ -212,6 +211,8 @@ class CompiledModel:
                 released="read",
             )
         )
+        for fixed in ("context", "library"):
+            self.workspace.ledger.charge(fixed, self._current.components[fixed])
         self._adopted_bytes = 0
         try:
             self._weights = self._load(seed) if state is None else self._adopt(state)
@@ -301,7 +302,7 @@ class CompiledModel:
         packed, lengths = _pack(token_ids, self.model.architecture.vocabulary)
         rows = _rows("masked", packed == self.mask_token_id if masked is None else masked, lengths)
         chosen = _rows("logits_for", logits_for, lengths) if logits_for is not None else rows[:0]
-        executor = self._executor(lengths, _bucket(len(rows), len(packed)), _bucket(len(chosen), len(packed)))
+        executor = self._executor(lengths, len(rows), len(chosen))
         inputs = executor.inputs
         inputs["token_ids"].copy_(packed)
         bounds = [0, *accumulate(lengths)]
@@ -316,21 +317,28 @@ class CompiledModel:
 
     def _executor(self, lengths: tuple[int, ...], masked: int, logit_rows: int) -> Executor:
         """Find or bind the executor of a shape, and commit exactly its memory."""
-        key = (sum(lengths), len(lengths), max(masked, 1), logit_rows)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = _plan(self._planner, lengths, max(masked, 1), logit_rows)
-        for pool in ("workspace", "state"):
-            if plan.components[pool] or pool == "workspace":
-                self.workspace.resize(pool, plan.components[pool])
+        tokens = sum(lengths)
+        key = (tokens, len(lengths), max(_bucket(masked, tokens), 1), _bucket(logit_rows, tokens))
+        plan, executor = self._bound.pop(key, None) or (self._plan_of(lengths, max(masked, 1), logit_rows), None)
+        self.workspace.resize("workspace", plan.components["workspace"])
+        if plan.components["state"]:
+            self.workspace.resize("state", plan.components["state"])
         self._current = plan
-        executor = self._executors.pop(key, None)
         if executor is None:
             executor = Executor(plan, self.workspace, tensors=self._weights, debug=self.debug)
-        self._executors[key] = executor
-        while len(self._executors) > _KEPT_EXECUTORS:
-            self._executors.popitem(last=False)
+        if executor.inputs["rows"].numel() == key[2]:  # a plan for the exact number of rows serves no other
+            self._bound[key] = (plan, executor)
+        while len(self._bound) > _KEPT_EXECUTORS:
+            self._bound.popitem(last=False)
         return executor
+
+    def _plan_of(self, lengths: tuple[int, ...], masked: int, logit_rows: int) -> Plan:
+        """Plan with rows rounded up, to be used again; exactly, where only that fits."""
+        tokens = sum(lengths)
+        try:
+            return _plan(self._planner, lengths, _bucket(masked, tokens), _bucket(logit_rows, tokens))
+        except DoesNotFit:
+            return _plan(self._planner, lengths, masked, logit_rows)
 
     # --- looking and leaving --------------------------------------------------------------------------------------
 
@@ -354,7 +362,7 @@ class CompiledModel:
 
     def close(self) -> None:
         """Give all memory back. Closing twice is fine; calling the model afterwards is an error."""
-        self._executors.clear()
+        self._bound.clear()
         self._weights = {}
         self.workspace.close()
 

@@ -188,10 +188,10 @@ def layout_of(blocks: Blocks, keys: str) -> Layout:
         "totals": [sum(sizes[row] for row in rows_) for rows_ in members],
         "crossing": crossing,
     }
-    reach = sum(
-        max([high[row], *(high[o] for o in others)]) - min([low[row], *(low[o] for o in others)])
-        for row, others in enumerate(near)
-    )
+    reach = sum(high) - sum(low)  # what one placement can raise: its own sections and those of its neighbours
+    for row, others in enumerate(near):
+        if others:
+            reach += max(high[row], max([high[o] for o in others])) - min(low[row], min([low[o] for o in others]))
     return Layout(
         rows=rows,
         starts=starts,

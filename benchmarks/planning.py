@@ -1,0 +1,129 @@
+"""How long planning takes: whole processes with a warm cache, and in memory once the template is compiled."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.record import ROOT, environment, median_seconds, replace_section, table, write
+from mosaic.planner import Planner, Request
+from mosaic.planner.check import check_plan
+from mosaic.planner.offsets import Order, Problem, solve
+from mosaic.planner.placement import place
+from mosaic.planner.planner import plan_point
+from mosaic.planner.search import search
+from mosaic.planner.space import Config
+
+TOKENS = 131072
+
+
+def process_seconds(*arguments: str, repeats: int = 9) -> float:
+    """Median wall time of a whole Python process."""
+    return median_seconds(lambda: subprocess.run([sys.executable, *arguments], capture_output=True, check=True), repeats)
+
+
+def in_memory(repeats: int = 200) -> dict[str, float]:
+    """Milliseconds of the parts of one plan; every repeat plans another context, so that nothing is remembered."""
+    planner = Planner("llada-8b", device="rtx-3090")
+    planner.plan(Request(seq_lens=(TOKENS,)))
+    parts: dict[str, list[float]] = {"instantiate, search, offsets, check": [], "search": [], "offsets": [], "check": [], "largest context": []}
+    identity = {"model": "llada-8b", "dtype": "bfloat16"}
+    for i in range(repeats):
+        request = Request(seq_lens=(TOKENS - 7 * i,))
+        began = time.perf_counter()
+        made = plan_point(planner.space().at(request.dims()), planner.budget_bytes, identity=identity)
+        planned = time.perf_counter()
+        assert check_plan(made.document) == []
+        parts["instantiate, search, offsets, check"].append(time.perf_counter() - began)
+        parts["check"].append(time.perf_counter() - planned)
+        point = planner.space().at(request.dims())
+        began = time.perf_counter()
+        result = search(point, planner.budget_bytes)
+        parts["search"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        place(point, result.config)
+        parts["offsets"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        planner.max_context(request)
+        parts["largest context"].append(time.perf_counter() - began)
+    return {name: sorted(times)[len(times) // 2] * 1e3 for name, times in parts.items()}
+
+
+def formula_microseconds(repeats: int = 20000) -> float:
+    """Microseconds of one evaluation of LLaDA-8B's peak formula."""
+    point = Planner("llada-8b", device="rtx-3090").space().at(Request(seq_lens=(TOKENS,)).dims())
+    config = Config(("logits",), (256, 2048, 512))
+    variant = point.space.variant(config)
+    values = point.values(config)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        max(variant.formula.values(variant.body.monomials(values)).tolist())
+    return (time.perf_counter() - began) / repeats * 1e6
+
+
+def transformer_trace(layers: int, per_layer: int = 17) -> Problem:
+    """A transformer-like trace: short chains in every layer, two residual segments."""
+    rng = random.Random(0)
+    sizes, starts, ends = [], [], []
+    for layer in range(layers):
+        base = layer * per_layer
+        for i in range(per_layer):
+            sizes.append(512 * rng.choice((16, 64, 64, 192, 2048, 2048, 6144)))
+            starts.append(base + i)
+            ends.append(base + i + rng.choice((1, 2, 2, 3, 5)) + (per_layer if i == 0 else 0))
+    return Problem(sizes=sizes, starts=starts, ends=ends, alignments=512)
+
+
+def replay_milliseconds(candidates: int = 200) -> tuple[int, float]:
+    """Buffers of a trace, and milliseconds to re-plan it for 200 size vectors."""
+    problem = transformer_trace(30)
+    order = Order.of(problem, solve(problem, node_limit=10000))
+    sizes = np.array(problem.sizes, dtype=np.int64)
+    scales = np.random.default_rng(0).integers(1, 64, size=(candidates, 1))
+    batch = sizes[None, :] * scales
+    return len(problem.sizes), median_seconds(lambda: order.replay(batch), 50) * 1e3
+
+
+def measure() -> dict[str, Any]:
+    """Everything, with the target each figure is held against."""
+    plan = ("-m", "mosaic", "plan", "--model", "llada-8b", "--ctx", "128k", "--device", "rtx-3090")
+    large = transformer_trace(295)
+    empty = process_seconds("-c", "pass")
+    imported = process_seconds("-c", "import mosaic")
+    count, replayed = replay_milliseconds()
+    first_fit = median_seconds(lambda: solve(large, solver="first_fit"), 9) * 1e3
+    figures = {
+        "`mosaic plan` LLaDA-8B at 128K, whole process, warm cache": (process_seconds(*plan), "s", 0.7),
+        "`import mosaic` beyond an empty interpreter": ((imported - empty) * 1e3, "ms", 50),
+        "one evaluation of the peak formula": (formula_microseconds(), "µs", 20),
+        f"first-fit, {len(large.sizes):,} buffers": (first_fit, "ms", 50),
+        f"replay, 200 size vectors of {count} buffers": (replayed, "ms", 5),
+    }
+    memory = in_memory()
+    figures["instantiate, search, offsets and check in memory"] = (memory.pop("instantiate, search, offsets, check"), "ms", 5)
+    return {
+        "environment": environment("numpy", "sympy", "typer", "rich"),
+        "figures": [{"what": k, "value": round(v, 3), "unit": u, "target": t} for k, (v, u, t) in figures.items()],
+        "parts_ms": {name: round(value, 3) for name, value in memory.items()},
+    }
+
+
+def main() -> None:
+    """Measure, record, and rewrite the table in docs/performance.md."""
+    result = measure()
+    write("planning", result)
+    rows = [(f["what"], f"{f['value']:g} {f['unit']}", f"{f['target']:g} {f['unit']}") for f in result["figures"]]
+    env = result["environment"]
+    text = table(("medians", "measured", "target"), rows)
+    text += f"\n\n{env['machine']}, Python {env['python']}, commit {env['commit']}, `{env['command']}`."
+    replace_section(ROOT / "docs" / "performance.md", "planning", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
