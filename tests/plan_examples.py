@@ -1,7 +1,7 @@
 """Small plan documents written by hand: lifetimes, offsets and totals are typed in, not computed.
 
-Each example is a function that returns a fresh document, so that tests may break it. Unless said otherwise a row is 256 float32
-values, 1,024 bytes, and tensors are `[rows, 256]`.
+Each example is a function that returns a fresh document, so that tests may break it. A row is 256 float32 values,
+1,024 bytes, and tensors are `[rows, 256]`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def buffer(
 ) -> Row:
     """One buffer of `rows` KiB; `covers_kib` is the size of a root that its aliases make larger."""
     return {
-        "id": -1, "name": name, "kind": kind, "pool": pool, "offset": offset_kib * KIB, "size": max(rows, covers_kib) * KIB,
-        "start": life[0], "end": life[1], "gaps": [list(gap) for gap in gaps], "alias_of": alias_of, "alias_offset": alias_kib * KIB,
+        "id": -1, "name": name, "kind": kind, "pool": pool, "offset": offset_kib * KIB,
+        "size": max(rows, covers_kib) * KIB, "start": life[0], "end": life[1], "gaps": [list(gap) for gap in gaps],
+        "alias_of": alias_of, "alias_offset": alias_kib * KIB,
         "dtype": "float32", "shape": [rows, 256], "alignment": 512, "region": region, "tensor": None, "rotate": rotate,
     }  # fmt: skip
 
@@ -53,16 +54,17 @@ def op(
     operands = {f"r{k}": b for k, b in enumerate(reads)} | {f"w{k}": b for k, b in enumerate(writes)}
     sliced = [[operand, 0, by, 1] for b, by in slices for operand, at in operands.items() if at == b]
     return {
-        "index": -1, "name": name, "kernel": "linear", "stream": stream, "region": region, "reads": list(reads), "writes": list(writes),
-        "flops": 2, "bytes": 2048, "operands": operands, "attrs": {}, "inplace": [list(pair) for pair in inplace], "slices": sliced,
+        "index": -1, "name": name, "kernel": "linear", "stream": stream, "region": region,
+        "reads": list(reads), "writes": list(writes), "flops": 2, "bytes": 2048, "operands": operands, "attrs": {},
+        "inplace": [list(pair) for pair in inplace], "slices": sliced,
     }  # fmt: skip
 
 
 def region(name: str, span: tuple[int, int], extent: int, rows: int, count: int, parent: str | None = None) -> Row:
     """One chunk loop over `extent` rows."""
     return {
-        "name": name, "knob": name, "dim": "tokens", "extent": extent, "rows": rows, "count": count, "start": span[0], "end": span[1],
-        "parent": parent,
+        "name": name, "knob": name, "dim": "tokens", "extent": extent, "rows": rows, "count": count,
+        "start": span[0], "end": span[1], "parent": parent,
     }  # fmt: skip
 
 
@@ -101,8 +103,9 @@ def plan(
         row["id"] = b
     capacities = {"workspace": workspace_kib, "weights": weights_kib, "state": state_kib}
     return {
-        "schema": "mosaic.plan/1", "mosaic_version": "0.1.0", "model": "example", "phase": "full_step", "dtype": "float32",
-        "dims": {"tokens": 5, "masked": 2, "seqs": 1, "pairs": 25}, "device": "rtx-4090", "estimated": True, "page_bytes": PAGE_BYTES,
+        "schema": "mosaic.plan/1", "mosaic_version": "0.1.0", "model": "example", "phase": "full_step",
+        "dtype": "float32", "dims": {"tokens": 5, "masked": 2, "seqs": 1, "pairs": 25}, "device": "rtx-4090",
+        "estimated": True, "page_bytes": PAGE_BYTES,
         "mesh": {"size": 1, "axes": {"tensor": 1}},
         "pools": [{"name": name, "device": "cuda:0", "capacity": kib * KIB} for name, kib in capacities.items()],
         "regions": list(regions), "barriers": list(barriers),
@@ -113,7 +116,8 @@ def plan(
             "workspace": workspace_kib * KIB,
         },
         "total_bytes": total_kib * KIB, "peak_bytes": peak_kib * KIB, "lower_bound_bytes": lower_bound_kib * KIB,
-        "optimal": peak_kib == lower_bound_kib, "max_ctx_tokens": 5, "predicted_step_ms": 0.5, "formula": [], "trace": [],
+        "optimal": peak_kib == lower_bound_kib, "max_ctx_tokens": 5, "predicted_step_ms": 0.5,
+        "formula": [], "trace": [],
         "solver": "by hand", "ops": list(ops), "buffers": list(buffers),
     }  # fmt: skip
 
@@ -175,7 +179,7 @@ def chunked() -> Document:
 
 
 def nested() -> Document:
-    """Rows of 4 by 2 (outer), and inside them a loop of 3 by 1 (inner) that accumulates into a buffer of the outer body."""
+    """A loop of 4 rows by 2, and inside it a loop of 3 by 1 that accumulates into a buffer of the outer body."""
     return plan(
         [
             op("embed", [0], [1]),
@@ -205,7 +209,7 @@ def nested() -> Document:
 
 
 def carried() -> Document:
-    """A loop that reads the maximum of the iteration before, then writes the new one: it lives through the whole loop."""
+    """A loop that reads the maximum of the iteration before, then writes the new one, which lives throughout."""
     return plan(
         [
             op("embed", [0], [1]),
@@ -230,7 +234,13 @@ def carried() -> Document:
 def alias_group() -> Document:
     """Two values share the storage of a third, one behind the other; the third is dead by then."""
     return plan(
-        [op("qkv", [0], [1]), op("mix", [1], [2]), op("left", [2], [3]), op("right", [2], [4]), op("join", [3, 4], [5])],
+        [
+            op("qkv", [0], [1]),
+            op("mix", [1], [2]),
+            op("left", [2], [3]),
+            op("right", [2], [4]),
+            op("join", [3, 4], [5]),
+        ],
         [
             buffer("x", (0, 1), 0, 2, kind="input"),
             buffer("root", (0, 5), 2, 3, covers_kib=4),
@@ -262,7 +272,11 @@ def inplace_sliced() -> Document:
     """A loop overwrites a tensor of the outside slice by slice, through an op that may work in place."""
     cut = [(1, "rows"), (2, "rows")]
     return plan(
-        [op("embed", [0], [1]), op("norm", [1], [2], region="rows", inplace=[(2, 1)], slices=cut), op("head", [2], [3])],
+        [
+            op("embed", [0], [1]),
+            op("norm", [1], [2], region="rows", inplace=[(2, 1)], slices=cut),
+            op("head", [2], [3]),
+        ],
         [
             buffer("ids", (0, 1), 4, 4, kind="input"),
             buffer("x", (0, 3), 0, 4),
@@ -276,7 +290,7 @@ def inplace_sliced() -> Document:
 
 
 def side_stream() -> Document:
-    """A copy on a side stream into a slot, forked after op 1 and joined by op 4; what main frees before op 4 is not reused."""
+    """A copy into a slot on a side stream, forked after op 1 and joined by op 4."""
     return plan(
         [
             op("first", [0], [1]),
@@ -302,7 +316,7 @@ def side_stream() -> Document:
 
 
 def two_side_streams() -> Document:
-    """A slot that one side stream leaves and another takes over, ordered through main: copy -> op 3 -> op 4 -> index."""
+    """A slot that one side stream leaves and another takes over, ordered by the join of the one before the fork."""
     return plan(
         [
             op("first", [0], [1]),
@@ -369,17 +383,17 @@ def gap() -> Document:
 EXAMPLES: Mapping[str, Callable[[], Document]] = {
     build.__name__: build
     for build in (
-        chain, pools, chunked, nested, carried, alias_group, inplace, inplace_sliced, side_stream, two_side_streams, explicit_barrier,
-        gap,
+        chain, pools, chunked, nested, carried, alias_group, inplace, inplace_sliced, side_stream, two_side_streams,
+        explicit_barrier, gap,
     )
 }  # fmt: skip
 
 
 def decoder(layers: int = 32) -> Document:
-    """A decoder of LLaDA-8B's proportions, 16 ops and 9 weights a layer: attention over its queries, feed-forward in a chunk loop.
+    """A decoder of LLaDA-8B's proportions, for timing: 13 ops and 9 weights a layer, the feed-forward in a chunk loop.
 
-    For timing. Slots are in KiB: residual 0-8, then q and attention output 8-16, k 16-24, v 24-32, and the normed rows 32-40; the
-    feed-forward's chunk of 2 rows lies in the same range.
+    Offsets in KiB: residual 0, q and over it the attention's output 8, k 16, v 24, normed rows 32; the feed-forward's
+    chunks of 2 rows use the same range.
     """
     ops: list[Row] = [op("embed", [0, 1], [2])]
     buffers = [
@@ -421,8 +435,10 @@ def decoder(layers: int = 32) -> Document:
         buffers += [
             buffer(f"{name}/n", (s, s + 4), 32, 8), buffer(f"{name}/q", (s + 1, s + 8), 8, 8),
             buffer(f"{name}/k", (s + 2, s + 7), 16, 8), buffer(f"{name}/v", (s + 3, s + 7), 24, 8),
-            buffer(f"{name}/y", (s + 6, s + 8), 8, 8, alias_of=q), buffer(f"{ffn}/m", (s + 8, s + 11), 8, 2, region=ffn),
-            buffer(f"{ffn}/g", (s + 9, s + 13), 10, 2, region=ffn), buffer(f"{ffn}/u", (s + 10, s + 12), 12, 2, region=ffn),
+            buffer(f"{name}/y", (s + 6, s + 8), 8, 8, alias_of=q),
+            buffer(f"{ffn}/m", (s + 8, s + 11), 8, 2, region=ffn),
+            buffer(f"{ffn}/g", (s + 9, s + 13), 10, 2, region=ffn),
+            buffer(f"{ffn}/u", (s + 10, s + 12), 12, 2, region=ffn),
         ]  # fmt: skip
         ops += rows
         regions.append(region(ffn, (s + 8, s + 13), 8, 2, 4))
@@ -433,6 +449,6 @@ def decoder(layers: int = 32) -> Document:
         row["end"] = len(ops) if row["end"] == -1 else row["end"]
     weights_kib = -(-weights // 4) * 4
     return plan(
-        ops, buffers, peak_kib=40, lower_bound_kib=40, workspace_kib=40, weights_kib=weights_kib, total_kib=48 + weights_kib,
-        regions=regions, barriers=barriers,
+        ops, buffers, peak_kib=40, lower_bound_kib=40, workspace_kib=40, weights_kib=weights_kib,
+        total_kib=48 + weights_kib, regions=regions, barriers=barriers,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Ways to break a plan document, each of which the checker must refuse.
 
-A mutation takes a valid document and `pick`, a choice from a list (`random.Random(0).choice`, or hypothesis's). It returns a broken copy
-and a code that is among the checker's reasons, or None where the document offers nothing to break this way. A mutation that could
-leave a valid plan, such as moving a buffer into free space, is not among them.
+A mutation takes a valid document and `pick`, a choice from a list (`random.Random(0).choice`, or hypothesis's). It
+returns a broken copy and a code that is among the checker's reasons, or None where the document offers nothing to break
+this way. A mutation that could leave a valid plan, such as moving a buffer into free space, is not among them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def collide(document: Document, pick: Pick) -> Broken:
         for row in roots
     }
     pairs = [
-        (a["id"], b["id"]) for a in roots for b in roots if a["offset"] != b["offset"] and not held[a["id"]].isdisjoint(held[b["id"]])
+        (a["id"], b["id"])
+        for a in roots
+        for b in roots
+        if a["offset"] != b["offset"] and not held[a["id"]].isdisjoint(held[b["id"]])
     ]  # fmt: skip
     if not pairs:
         return None
@@ -122,7 +125,9 @@ def drop_explicit_barrier(document: Document, pick: Pick) -> Broken:
             and row["end"] not in ends
             and row["end"] < len(ops)
             and any(
-                buffers[b]["end"] == row["end"] and b not in ops[row["end"] - 1]["reads"] and b not in ops[row["end"] - 1]["writes"]
+                buffers[b]["end"] == row["end"]
+                and b not in ops[row["end"] - 1]["reads"]
+                and b not in ops[row["end"] - 1]["writes"]
                 and all(other["alias_of"] != b for other in buffers)
                 for b in row["inputs"]
             )
@@ -368,7 +373,8 @@ def drop_producer(document: Document, pick: Pick) -> Broken:
 
     def produces(row: Row) -> bool:
         return any(
-            buffers[b]["kind"] == "transient" and b in read and written.count(b) == 1 and b not in row["reads"] for b in row["writes"]
+            buffers[b]["kind"] == "transient" and b in read and written.count(b) == 1 and b not in row["reads"]
+            for b in row["writes"]
         )  # fmt: skip
 
     chosen = _choose(document, "ops", pick, produces)
@@ -429,8 +435,9 @@ MUTATIONS: Mapping[str, Mutation] = {
     mutate.__name__: mutate
     for mutate in (
         misalign, collide, leave_pool, shorten_lifetime, lengthen_lifetime, drop_region_barrier, drop_explicit_barrier,
-        drop_barrier_buffer, swap_barrier_lists, move_barrier, shift_alias, detach_alias, forbid_inplace, change_size, change_shape,
-        change_peak, change_lower_bound, claim_optimal, change_component, change_total, flip_fits, drop_edge, reverse_edge,
-        enlarge_gap, invent_gap, move_op, change_region, change_slice, drop_producer, rename, misplace, drop_field, renumber,
+        drop_barrier_buffer, swap_barrier_lists, move_barrier, shift_alias, detach_alias, forbid_inplace, change_size,
+        change_shape, change_peak, change_lower_bound, claim_optimal, change_component, change_total, flip_fits,
+        drop_edge, reverse_edge, enlarge_gap, invent_gap, move_op, change_region, change_slice, drop_producer, rename,
+        misplace, drop_field, renumber,
     )
 }  # fmt: skip

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mosaic.errors import CheckpointError
+from mosaic.runtime.checkpoint import Checkpoint, SafetensorsFile
 from mosaic.runtime.weights import (
-    Checkpoint,
-    SafetensorsFile,
     adopt_tensors,
     fill_randomly,
     load_weights,

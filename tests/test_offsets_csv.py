@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from test_offsets import problems, relaxed
 
 from mosaic.errors import UsageError
 from mosaic.planner.offsets import Problem, read_csv, solve, validate, write_csv
 from mosaic.planner.offsets.minimalloc_csv import read_offsets
-from test_offsets import problems, relaxed
 
 
 def write(tmp_path: Path, text: str, name: str = "x.csv") -> Path:
@@ -38,7 +38,9 @@ def test_round_trip(problem: Problem, tmp_path_factory: pytest.TempPathFactory) 
             problem.starts,
             problem.ends,
         )
-        assert [again.alignment(row) for row in range(len(again))] == [problem.alignment(row) for row in range(len(again))]
+        assert [again.alignment(row) for row in range(len(again))] == [
+            problem.alignment(row) for row in range(len(again))
+        ]
         assert again.pins is None and read_offsets(path) == solution.offsets
         assert read_csv(path, pin=True).pins == solution.offsets
         assert list(path.parent.iterdir()) == [path]
@@ -47,7 +49,13 @@ def test_round_trip(problem: Problem, tmp_path_factory: pytest.TempPathFactory) 
 def test_columns_in_any_order_and_capacity_of_the_name(tmp_path: Path) -> None:
     path = write(tmp_path, "size,upper,id,lower\n8,4,b0,1\n", "x.64.csv")
     problem = read_csv(path)
-    assert (problem.ids, problem.starts, problem.ends, problem.sizes, problem.capacity) == (("b0",), (1,), (4,), (8,), 64)
+    assert (problem.ids, problem.starts, problem.ends, problem.sizes, problem.capacity) == (
+        ("b0",),
+        (1,),
+        (4,),
+        (8,),
+        64,
+    )
     assert read_csv(path, capacity=32).capacity == 32
 
 

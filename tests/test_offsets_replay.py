@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_offsets import problems, relaxed
 
 from mosaic.errors import PlanFormatError, UsageError
 from mosaic.planner.offsets import Order, Problem, Solution, lower_bound, solve, validate
-from test_offsets import problems, relaxed
 
 
 def answer(problem: Problem, offsets: list[int], peak: int) -> Solution:

@@ -428,7 +428,7 @@ def _read(document: Mapping[str, Any], found: list[Violation]) -> _Plan | None:
 
 
 def _are_integers(values: Sequence[Any]) -> bool:
-    """Whether a sum of JSON values is an integer, thus each of them, far faster than asking each (`true` counts as 1)."""
+    """Whether the sum of JSON values, thus each, is an integer; faster than asking each (`true` counts as 1)."""
     try:
         return type(sum(values)) is int
     except TypeError:
@@ -593,13 +593,11 @@ def _check_slices(plan: _Plan) -> None:
 
 def _check_ops(plan: _Plan) -> None:
     """Check operands, in-place pairs and edges."""
-    touched = [{*reads, *writes} for reads, writes in zip(plan.reads, plan.writes, strict=True)]
-    named = list(map(set, map(dict.values, plan.operands)))
-    if touched != named:
-        for i, (ids, operands) in enumerate(zip(touched, named, strict=True)):
-            if ids != operands:
-                text = f"{plan.say_op(i)} touches {sorted(ids)}, its operands are {sorted(operands)}"
-                plan.fail("operands", text, ids ^ operands, (i,))
+    for i, (reads, writes, operands) in enumerate(zip(plan.reads, plan.writes, plan.operands, strict=True)):
+        if {*reads, *writes} != {*operands.values()}:
+            touched, named = {*reads, *writes}, {*operands.values()}
+            text = f"{plan.say_op(i)} touches {sorted(touched)}, its operands are {sorted(named)}"
+            plan.fail("operands", text, sorted(touched ^ named), (i,))
     for i, pairs in enumerate(plan.inplace):
         for written, read in pairs:
             if written == read or written not in plan.writes[i] or read not in plan.reads[i]:
@@ -925,8 +923,8 @@ def _check_aliases(plan: _Plan) -> None:
             text = f"{plan.say(b)} is at {plan.offset[b]}, its root {plan.say(root)} at {plan.offset[root]} + {at}"
             plan.fail("alias", text, (b, root))
         if at < 0 or at + plan.size[b] > plan.size[root]:
-            text = f"{plan.say(b)}: [{at}, {at + plan.size[b]}) is not inside the {plan.size[root]} bytes of {plan.say(root)}"
-            plan.fail("alias", text, (b, root))
+            bounds = f"[{at}, {at + plan.size[b]}) is not inside the {plan.size[root]} bytes"
+            plan.fail("alias", f"{plan.say(b)}: {bounds} of {plan.say(root)}", (b, root))
     for root in plan.members:
         group = plan.group(root)
         if not _is_plainly_legal(plan, group):
@@ -951,7 +949,7 @@ def _is_plainly_legal(plan: _Plan, group: Sequence[int]) -> bool:
 
 
 def _is_plain_inplace(plan: _Plan, t: int, old: int, new: int) -> bool:
-    """Whether op t reads `old` for the last time and writes `new` over it, in one and the same loop body, as it says it may."""
+    """Whether op t reads `old` last and writes `new` over it, in one and the same loop body, as it says it may."""
     return (
         plan.op_region[t] == plan.home[old] == plan.home[new]
         and old in plan.reads[t]
@@ -974,7 +972,7 @@ _Passes = Mapping[str, int]  # loop -> which of the two replayed iterations
 
 
 def _walk_values(plan: _Plan, group: Sequence[int]) -> None:
-    """Follow the values of an alias group through the program, each loop body twice, and report reads of overwritten ones."""
+    """Follow an alias group's values through the program, each loop body twice; report reads of overwritten ones."""
     events = sorted({i for ops in _accesses(plan, group).values() for i in ops})
     held: dict[int, tuple[_Slicing | None, set[tuple[int, ...]]]] = {}  # member -> what of it other members overwrote
     for b in group:
@@ -1159,7 +1157,7 @@ def _check_addresses(plan: _Plan, gaps: _Gaps) -> None:
 def _sweep(
     plan: _Plan, ids: Sequence[int], mark: Mapping[int, int], clash: Mapping[int, int], code: str, reason: str
 ) -> bool:
-    """Sweep addresses upwards with the union of the marks of the buffers at this address; False if a buffer clashes with it.
+    """Sweep addresses upwards with the union of the marks of the buffers there; False if a buffer clashes with it.
 
     The marks of buffers that share an address are disjoint up to the first clash, so leaving is an exclusive or.
     """
@@ -1212,8 +1210,8 @@ def _check_order(plan: _Plan, roots: Sequence[int]) -> None:
                 racing = touched[m] & others
                 if racing and plan.share_bytes(b, m):
                     other = racing.bit_length() - 1
-                    text = f"{plan.say_op(i)} writes {plan.say(b)} and {plan.say_op(other)} touches {plan.say(m)}, in no order"
-                    plan.fail("stream-race", text, sorted({b, m}), sorted((i, other)))
+                    text = f"{plan.say_op(i)} writes {plan.say(b)}, {plan.say_op(other)} touches {plan.say(m)}"
+                    plan.fail("stream-race", f"{text}, in no order", sorted({b, m}), sorted((i, other)))
     mark: dict[int, int] = {}
     clash: dict[int, int] = {}
     for b in roots:

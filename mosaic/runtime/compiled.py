@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
+from mosaic.runtime.checkpoint import Checkpoint
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.weights import (
-    Checkpoint,
     adopt_tensors,
     fill_randomly,
     load_weights,

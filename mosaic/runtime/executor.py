@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import signature
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -95,7 +96,7 @@ class Executor:
     plan
         A plan document (`mosaic.plan/1`), or an object with one as `document`.
     workspace
-        Its pools must be committed as far as the plan reaches; `commit` does that.
+        Its pools must be committed as far as the plan reaches.
     tensors
         Tensors to use for weight, state and external buffers instead of the plan's offsets, by the buffers' `tensor`
         names: parameters adopted from a module.
@@ -134,8 +135,13 @@ class Executor:
 
     def run(self) -> None:
         """Run the step. Inputs are read from `inputs`; afterwards the results stand in `outputs`."""
-        for call in self.calls:
-            call.function(**call.arguments)
+        call = None
+        try:
+            for call in self.calls:
+                call.function(**call.arguments)
+        except Exception as error:
+            error.add_note(f"in op {call.op} ({call.name}) of the plan" if call is not None else "before the first op")
+            raise
 
     def buffer(self, name: str) -> Tensor:
         """View a whole buffer by name; its contents are those of the plan's moment."""
@@ -249,7 +255,7 @@ class Executor:
             name: self._view(buffer, chunks, by_operand.get(name, ())) for name, buffer in op["operands"].items()
         }
         arguments.update(op["attrs"])
-        if "row_start" in signature(launch).parameters:
+        if _takes_row_start(launch):
             arguments["row_start"] = sum(
                 factor * chunks[region].start for axis, region, factor in by_operand.get("q", ()) if axis == 0
             )
@@ -315,6 +321,12 @@ class Executor:
                 view = self.workspace.view("workspace", position, (start - position,), "uint8")
                 yield Call(op=0, name="poison", function=view.fill_, arguments={"value": 0xFF})
             position = max(position, end)
+
+
+@cache
+def _takes_row_start(launch: Callable[..., object]) -> bool:
+    """Tell whether a kernel wants to know which row of the whole its first row is."""
+    return "row_start" in signature(launch).parameters
 
 
 def _poison_value(dtype: torch.dtype) -> float | int | bool:

@@ -389,9 +389,7 @@ def _visible_below(pieces: list[tuple[Interval, ...]], pins: tuple[int | None, .
     return tuple(below)
 
 
-def _pinned_neighbours(
-    pieces: list[tuple[Interval, ...]], pins: tuple[int | None, ...]
-) -> tuple[tuple[int, ...], ...]:
+def _pinned_neighbours(pieces: list[tuple[Interval, ...]], pins: tuple[int | None, ...]) -> tuple[tuple[int, ...], ...]:
     pinned = [block for block, pin in enumerate(pins) if pin is not None]  # ascending offsets already
     if not pinned:
         return ()
