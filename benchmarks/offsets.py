@@ -26,9 +26,9 @@ ONE_PASS = ("first_fit", "best_fit", "greedy_by_size", "skyline")
 SEARCHING = ("local_search", "cpsat")
 LARGE = 6_000  # buffers; above, only one-pass solvers and the portfolio run
 
-# Measured earlier by us on 2 cores, not in this run: MiniMalloc (C++, single thread, default round robin), seconds to reach the
-# capacity 1,048,576 (for the others: the lower bound given as capacity); OmniMalloc 1.0.0 supermalloc with its default threads,
-# peak over lower bound after its 3 s.
+# Measured earlier by us on 2 cores, not in this run. MiniMalloc (C++, single thread, default round robin): seconds to
+# reach the capacity 1,048,576 (for the others: the lower bound given as capacity). OmniMalloc 1.0.0, supermalloc with its
+# default threads: peak over lower bound after its 3 s.
 EARLIER: dict[str, tuple[str, str]] = {
     "A": ("4.67 s", "1.034"), "C": ("0.69 s", "1.164"), "F": ("4.74 s", "1.147"), "H": ("1.38 s", "1.078"),
     "J": ("1.17 s", "1.110"), "somas_resnet50": ("0.30 s", "1.003"), "iopddl_G_1": ("1.8 s", "1.000"),
@@ -124,9 +124,9 @@ def omnimalloc(problem: Problem) -> dict[str, Any] | None:
         columns = zip(problem.ids, problem.sizes, problem.starts, problem.ends, strict=True)
         allocations = [om.Allocation(id=i, size=s, start=a, end=b) for i, s, a, b in columns]
         began = time.perf_counter()
-        pool = om.allocate(om.Pool(id="pool", allocations=allocations), "supermalloc")
+        pool = om.allocate(om.Pool(id="pool", allocations=tuple(allocations)), "supermalloc")
         seconds = time.perf_counter() - began
-        peak = max(allocation.offset + allocation.size for allocation in pool.allocations)
+        peak = max((allocation.offset or 0) + allocation.size for allocation in pool.allocations)
     except Exception as error:  # a foreign package's interface may change: say so rather than stop
         print(f"omnimalloc: {error!r}", file=sys.stderr)
         return None

@@ -24,14 +24,22 @@ TOKENS = 131072
 
 def process_seconds(*arguments: str, repeats: int = 9) -> float:
     """Median wall time of a whole Python process."""
-    return median_seconds(lambda: subprocess.run([sys.executable, *arguments], capture_output=True, check=True), repeats)
+    return median_seconds(
+        lambda: subprocess.run([sys.executable, *arguments], capture_output=True, check=True), repeats
+    )
 
 
 def in_memory(repeats: int = 200) -> dict[str, float]:
     """Milliseconds of the parts of one plan; every repeat plans another context, so that nothing is remembered."""
     planner = Planner("llada-8b", device="rtx-3090")
     planner.plan(Request(seq_lens=(TOKENS,)))
-    parts: dict[str, list[float]] = {"instantiate, search, offsets, check": [], "search": [], "offsets": [], "check": [], "largest context": []}
+    parts: dict[str, list[float]] = {
+        "instantiate, search, offsets, check": [],
+        "search": [],
+        "offsets": [],
+        "check": [],
+        "largest context": [],
+    }
     identity = {"model": "llada-8b", "dtype": "bfloat16"}
     for i in range(repeats):
         request = Request(seq_lens=(TOKENS - 7 * i,))
@@ -105,7 +113,11 @@ def measure() -> dict[str, Any]:
         f"replay, 200 size vectors of {count} buffers": (replayed, "ms", 5),
     }
     memory = in_memory()
-    figures["instantiate, search, offsets and check in memory"] = (memory.pop("instantiate, search, offsets, check"), "ms", 5)
+    figures["instantiate, search, offsets and check in memory"] = (
+        memory.pop("instantiate, search, offsets, check"),
+        "ms",
+        5,
+    )
     return {
         "environment": environment("numpy", "sympy", "typer", "rich"),
         "figures": [{"what": k, "value": round(v, 3), "unit": u, "target": t} for k, (v, u, t) in figures.items()],

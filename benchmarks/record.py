@@ -20,10 +20,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def environment(*packages: str) -> dict[str, Any]:
     """Machine, versions, commit and command of this run."""
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = subprocess.run([*git, "status", "--porcelain", "mosaic"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    dirty = subprocess.run(
+        [*git, "status", "--porcelain", "mosaic"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "machine": f"{cpu or platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),

@@ -87,7 +87,10 @@ def compare_packers(model: str, tokens: int) -> dict[str, Any]:
     for solver in ("first_fit", "auto", "cpsat", "ilp"):
         began = time.perf_counter()
         _, peak, _ = place(point, result.config, solver=solver)
-        found[solver] = [round(peak / point.lower_bound(result.config), 4), round((time.perf_counter() - began) * 1e3, 2)]
+        found[solver] = [
+            round(peak / point.lower_bound(result.config), 4),
+            round((time.perf_counter() - began) * 1e3, 2),
+        ]
     return found
 
 
@@ -113,7 +116,10 @@ def main() -> None:
     cell = "{0[0]:.4f} in {0[1]:g} ms".format
     text += "\n\n" + table(
         ("peak over lower bound", "tokens", "first-fit", "planner", "CP-SAT", "ILP (CBC)"),
-        [(x["model"], f"{x['tokens']:,}", cell(x["first_fit"]), cell(x["auto"]), cell(x["cpsat"]), cell(x["ilp"])) for x in packers],
+        [
+            (x["model"], f"{x['tokens']:,}", cell(x["first_fit"]), cell(x["auto"]), cell(x["cpsat"]), cell(x["ilp"]))
+            for x in packers
+        ],
     )
     text += f"\n\n{env['machine']}, Python {env['python']}, commit {env['commit']}, `{env['command']}`."
     replace_section(ROOT / "docs" / "performance.md", "search", text)

@@ -38,11 +38,15 @@ def run(checkpoint: Path) -> None:
         plan = model.plan(TOKENS, masked=TOKENS // 2)
         plan.check()
         print(f"\n{checkpoint.name}: {TOKENS:,} tokens, {TOKENS // 2:,} masked, planned and checked")
-        print(f"  peak of the workspace {format_bytes(plan.peak_bytes)}, its lower bound {format_bytes(plan.lower_bound_bytes)}")
+        print(
+            f"  peak of the workspace {format_bytes(plan.peak_bytes)}, its lower bound {format_bytes(plan.lower_bound_bytes)}"
+        )
         chunks = ", ".join(f"{knob} {value}" for knob, value in plan.config.items() if value is not None)
         print(f"  chunks: {chunks}")
         step = model(token_ids)
-        print(f"\nstep done: {len(step.rows):,} masked rows; the surest token is {int(step.token_ids[step.confidence.argmax()])}")
+        print(
+            f"\nstep done: {len(step.rows):,} masked rows; the surest token is {int(step.token_ids[step.confidence.argmax()])}"
+        )
         print(f"with probability {float(step.confidence.max()):.4f}\n")
         print(model.memory())
 

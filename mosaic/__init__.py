@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mosaic.version import __version__
 
+__distribution__ = "mosaic-dllm"
+
 if TYPE_CHECKING:
     from mosaic.devices import DEVICES, Device, load_device
     from mosaic.errors import MosaicError

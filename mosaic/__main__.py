@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mosaic.cli import main
+from mosaic_dllm import main
 
 if __name__ == "__main__":
     main()

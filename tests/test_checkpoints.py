@@ -133,6 +133,29 @@ def test_a_corrupt_file_is_refused_in_one_line(folder: Path, name: str) -> None:
     assert str(path) in text and "\n" not in text and "expected" in text and "found" in text
 
 
+def test_a_deeply_nested_header_is_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    write(path, {}, b"", text=b'{"a":' * 100_000)
+    with pytest.raises(CheckpointError, match="header"):
+        SafetensorsFile(path)
+
+
+def test_any_damaged_byte_of_the_header_is_refused_or_harmless(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    end = len(whole) - len(header_of(path)[1])
+    for position in range(end):
+        for value in (0x00, 0x22, 0x39, 0xFF):
+            path.write_bytes(whole[:position] + bytes([value]) + whole[position + 1 :])
+            try:
+                file = SafetensorsFile(path)
+            except CheckpointError:
+                continue
+            for name in file.entries:
+                file.tensor(name)
+            file.close()
+
+
 def test_overlapping_tensors_are_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     header, data = header_of(path)

@@ -92,7 +92,12 @@ def test_a_plan_that_does_not_fit_says_what_would(mosaic: Any, tmp_path: Path) -
     less = str(reason["needed_bytes"] - 2**21)
     assert mosaic("plan", "--model", "llada-8b", "--device", "a100-40g", "--ctx", "512k", "--budget", less).code == 3
     text = mosaic(*PLAN, "--ctx", "512k")
-    assert text.code == 3 and "does not fit: needs" in text.out and "smallest budget" in text.out and "Traceback" not in text.err
+    assert (
+        text.code == 3
+        and "does not fit: needs" in text.out
+        and "smallest budget" in text.out
+        and "Traceback" not in text.err
+    )
 
 
 def test_a_budget_below_the_weights_says_so(mosaic: Any) -> None:
@@ -136,7 +141,10 @@ def test_models_and_devices(mosaic: Any) -> None:
     assert "llada-moe" in mosaic("models").out
     rows = {row["name"]: row for row in mosaic("devices", "--json").json}
     assert not rows["h200"]["estimated"] and rows["rtx-3090"]["estimated"]
-    fits = {row["name"]: row["fits"] for row in mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "512k", "--json").json}
+    fits = {
+        row["name"]: row["fits"]
+        for row in mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "512k", "--json").json
+    }
     assert fits["a100-40g"] and not fits["rtx-4090"]
     assert mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "16m").code == 3
     assert mosaic("devices", "--fits", "--ctx", "1k").code == 2
@@ -159,7 +167,9 @@ def test_pack_reads_and_writes_minimalloc_csv(mosaic: Any, tmp_path: Path) -> No
     source, target = tmp_path / "toy.12.csv", tmp_path / "out.csv"
     source.write_text(CSV)
     ran = mosaic("pack", str(source), "--out", str(target), "--json")
-    assert ran.code == 0 and ran.json["peak_bytes"] == ran.json["lower_bound_bytes"] == 12 and ran.json["capacity"] == 12
+    assert (
+        ran.code == 0 and ran.json["peak_bytes"] == ran.json["lower_bound_bytes"] == 12 and ran.json["capacity"] == 12
+    )
     assert ran.json.keys() == {"peak_bytes", "lower_bound_bytes", "capacity", "solver", "optimal", "seconds"}
     header, *rows = target.read_text().splitlines()
     assert header.split(",") == ["id", "lower", "upper", "size", "offset"] and len(rows) == 3
@@ -201,7 +211,9 @@ def test_pack_says_when_a_capacity_is_out_of_reach(mosaic: Any, tmp_path: Path) 
         (("plan", "--nonsense"), 2, "nonsense"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_an_exit_code(mosaic: Any, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_bad_input_is_one_line_and_an_exit_code(
+    mosaic: Any, arguments: tuple[str, ...], code: int, message: str
+) -> None:
     ran = mosaic(*arguments)
     assert ran.code == code, ran.err
     assert message in ran.err and "Traceback" not in ran.err and ran.out == ""
@@ -256,7 +268,7 @@ def test_python_dash_m_and_no_color() -> None:
 
 
 def test_another_mosaic_is_named(tmp_path: Path) -> None:
-    from mosaic.cli.clash import other_mosaics
+    from mosaic_dllm import other_mosaics
 
     for name, file, text in (
         ("torch_mosaic-1.0", "top_level.txt", "mosaic\n"),
@@ -268,3 +280,12 @@ def test_another_mosaic_is_named(tmp_path: Path) -> None:
         info.mkdir()
         (info / file).write_text(text)
     assert other_mosaics(tmp_path) == ["mosaic_ml", "torch_mosaic"]
+
+
+def test_a_mosaic_that_is_not_ours_is_told_apart(tmp_path: Path) -> None:
+    """Another distribution has overwritten our package: the command says so and stops."""
+    (tmp_path / "mosaic").mkdir()
+    (tmp_path / "mosaic" / "__init__.py").write_text("")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mosaic_dllm; mosaic_dllm.main()"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and "also installs a top-level 'mosaic'" in ran.stderr and ran.stderr.count("\n") == 1

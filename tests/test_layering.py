@@ -31,7 +31,18 @@ def run(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["registrar.graph", "registrar.program", "models", "planner", "planner.check", "planner.offsets", "viz", "devices", "cli"]
+    "module",
+    [
+        "registrar.graph",
+        "registrar.program",
+        "models",
+        "planner",
+        "planner.check",
+        "planner.offsets",
+        "viz",
+        "devices",
+        "cli",
+    ],
 )
 def test_the_planner_half_imports_nothing_heavy(module: str) -> None:
     found = run(f"import sys, mosaic.{module}; print([m for m in {HEAVY!r} if m in sys.modules])")
@@ -39,7 +50,9 @@ def test_the_planner_half_imports_nothing_heavy(module: str) -> None:
 
 
 def test_planning_imports_nothing_heavy() -> None:
-    code = f"import sys, mosaic; mosaic.plan('llada-8b', tokens=4096); print([m for m in {HEAVY!r} if m in sys.modules])"
+    code = (
+        f"import sys, mosaic; mosaic.plan('llada-8b', tokens=4096); print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
     assert run(code) == "[]"
 
 

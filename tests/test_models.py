@@ -54,7 +54,9 @@ def write_config(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_a_directory_is_read_like_a_preset(tmp_path: Path) -> None:
-    model = load(write_config(tmp_path, num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2))
+    model = load(
+        write_config(tmp_path, num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    )
     assert model.family == "dream" and model.architecture.layers == 2 and model.path == tmp_path
     assert load(tmp_path / "config.json").architecture == model.architecture
 
@@ -68,7 +70,10 @@ def test_llada_moe_is_told_by_its_architecture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, r"'gpt2'; supported: llada, dream, llada-moe.*README"),
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            r"'gpt2'; supported: llada, dream, llada-moe.*README",
+        ),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"hidden_size": -4}, "'hidden_size' must be a positive integer"),
         ({"num_hidden_layers": "28"}, "'num_hidden_layers' must be a positive integer"),

@@ -1,4 +1,4 @@
-"""Offset assignment: every solver's answers hold up to an independent check, and the certificates mean what they say."""
+"""Offset assignment: every solver's answers pass an independent check, and certificates mean what they say."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_a_repeating_program_is_folded_and_tiled() -> None:
     solution = solve(problem, solver="periodic", node_limit=20_000)
     assert validate(problem, solution) == []
     assert solution.optimal
-    assert len(set(solution.offsets[7 * k : 7 * k + 7] for k in range(2, 22))) == 1
+    assert len({solution.offsets[7 * k : 7 * k + 7] for k in range(2, 22)}) == 1
 
 
 def test_search_refutes_a_capacity_below_the_bound() -> None:

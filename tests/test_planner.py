@@ -65,7 +65,9 @@ def test_max_context_of_24_gib_is_the_hand_computed_one() -> None:
     device = DEVICES["rtx-3090"]
     planner = Planner("llada-8b", device=device, budget_bytes=24 * GIB)
     longest = planner.max_context(Request(seq_lens=(1,)))
-    left = 24 * GIB - planner.space().at(Request(seq_lens=(1,)).dims()).fixed_bytes(Config(("logits",), (None, None, None)))
+    left = 24 * GIB - planner.space().at(Request(seq_lens=(1,)).dims()).fixed_bytes(
+        Config(("logits",), (None, None, None))
+    )
     assert abs(longest / (left / 32776) - 1) < 0.01
     assert 260_000 < longest < 280_000
 

@@ -25,7 +25,9 @@ def test_malformed_sizes_are_refused(text: str) -> None:
         parse_bytes(text)
 
 
-@pytest.mark.parametrize(("text", "expected"), [("131072", 131072), ("128k", 131072), ("128K", 131072), ("1m", 1 << 20), ("1.5k", 1536)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("131072", 131072), ("128k", 131072), ("128K", 131072), ("1m", 1 << 20), ("1.5k", 1536)]
+)
 def test_contexts_are_read_1024_based(text: str, expected: int) -> None:
     assert parse_tokens(text) == expected
 

@@ -12,7 +12,6 @@ import sys
 import typer
 
 from mosaic.cli import check, devices, models, pack, plan, show
-from mosaic.cli.clash import warn_of_other_mosaics
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
 
@@ -20,7 +19,6 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="mosaic",
-    help="Plan a diffusion LLM to the byte: where every buffer goes, whether a request fits, how long a step takes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,8 +33,10 @@ def _version(value: bool) -> None:
 
 
 @app.callback()
-def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
-    warn_of_other_mosaics()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Plan a diffusion LLM to the byte: where every buffer goes, whether a request fits, how long a step takes."""
 
 
 for command in (plan.plan, check.check, show.show, pack.pack, models.models, devices.devices):

@@ -24,9 +24,13 @@ def check(
     plan = Plan.load(file)
     violations = check_plan(plan.document)
     if as_json:
-        print_json({"valid": not violations, "violations": [{"code": v.code, "message": v.message} for v in violations]})
+        print_json(
+            {"valid": not violations, "violations": [{"code": v.code, "message": v.message} for v in violations]}
+        )
     elif violations:
-        results().print(f"{file}: not valid, {len(violations)} violation{'s' if len(violations) > 1 else ''}", markup=False)
+        results().print(
+            f"{file}: not valid, {len(violations)} violation{'s' if len(violations) > 1 else ''}", markup=False
+        )
         for violation in violations:
             results().print(f"  {violation.code}: {violation.message}", markup=False)
     else:

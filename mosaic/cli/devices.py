@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +13,11 @@ __all__ = ["devices"]
 
 
 def devices(
-    fits: Annotated[bool, typer.Option("--fits", help="Say which devices hold a request, and with what chunks.")] = False,
-    model: Annotated[Optional[str], typer.Option(help="Preset, checkpoint directory or config.json.")] = None,
-    ctx: Annotated[Optional[str], typer.Option(help="Context in tokens, such as 128k.")] = None,
+    fits: Annotated[
+        bool, typer.Option("--fits", help="Say which devices hold a request, and with what chunks.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="Preset, checkpoint directory or config.json.")] = None,
+    ctx: Annotated[str | None, typer.Option(help="Context in tokens, such as 128k.")] = None,
     mask_ratio: Annotated[float, typer.Option(help="Share of masked tokens.")] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
@@ -85,10 +87,17 @@ def _print(rows: list[dict[str, Any]]) -> None:
         else ("device", "memory", "bandwidth", "GEMM", "attention", "figures")
     )
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if 1 < i < 6 or column == "memory" else "left", header_style="dim", no_wrap=column != "chunks")
+        table.add_column(
+            column,
+            justify="right" if 1 < i < 6 or column == "memory" else "left",
+            header_style="dim",
+            no_wrap=column != "chunks",
+        )
     for row in rows:
         if fitting:
-            chunks = ", ".join(f"{k} {v if isinstance(v, str) else f'{v:,}'}" for k, v in row["config"].items() if v is not None)
+            chunks = ", ".join(
+                f"{k} {v if isinstance(v, str) else f'{v:,}'}" for k, v in row["config"].items() if v is not None
+            )
             step = f"{row['predicted_step_ms'] / 1e3:,.2f} s" if row["fits"] else ""
             table.add_row(
                 row["name"], "[green]yes[/]" if row["fits"] else "[red]no[/]", format_bytes(row["total_bytes"]),

@@ -35,10 +35,27 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and 
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1))
-    for column in ("name", "family", "layers", "hidden", "heads", "kv heads", "ffn", "experts", "vocabulary", "weights"):
-        table.add_column(column, justify="left" if column in ("name", "family") else "right", header_style="dim", no_wrap=True)
+    for column in (
+        "name",
+        "family",
+        "layers",
+        "hidden",
+        "heads",
+        "kv heads",
+        "ffn",
+        "experts",
+        "vocabulary",
+        "weights",
+    ):
+        table.add_column(
+            column, justify="left" if column in ("name", "family") else "right", header_style="dim", no_wrap=True
+        )
     for row in rows:
         numbers = (row[key] for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "experts", "vocabulary"))
-        table.add_row(str(row["name"]), str(row["family"]), *(f"{n:,}" for n in numbers), format_bytes(int(row["weights_bytes"])))  # type: ignore[call-overload]
+        table.add_row(
+            str(row["name"]), str(row["family"]), *(f"{n:,}" for n in numbers), format_bytes(int(row["weights_bytes"]))
+        )  # type: ignore[call-overload]
     results().print(table)
-    results().print("Any checkpoint directory or config.json of these families works too: --model path/to/checkpoint", style="dim")
+    results().print(
+        "Any checkpoint directory or config.json of these families works too: --model path/to/checkpoint", style="dim"
+    )

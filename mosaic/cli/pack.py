@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -14,11 +14,17 @@ __all__ = ["pack"]
 
 
 def pack(
-    file: Annotated[Path, typer.Argument(help="id,lower,upper,size[,offset] with half-open lifetimes.", metavar="INSTANCE.CSV")],
-    solver: Annotated[str, typer.Option(help="auto (the portfolio) or one solver; `--solver help` lists them.")] = "auto",
+    file: Annotated[
+        Path, typer.Argument(help="id,lower,upper,size[,offset] with half-open lifetimes.", metavar="INSTANCE.CSV")
+    ],
+    solver: Annotated[
+        str, typer.Option(help="auto (the portfolio) or one solver; `--solver help` lists them.")
+    ] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds that the search may take.")] = 60.0,
-    capacity: Annotated[Optional[str], typer.Option(help="Bytes to reach; by default from the file name (A.1048576.csv).")] = None,
-    out: Annotated[Optional[Path], typer.Option(help="Write the instance with its offsets.")] = None,
+    capacity: Annotated[
+        str | None, typer.Option(help="Bytes to reach; by default from the file name (A.1048576.csv).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the instance with its offsets.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Give every buffer an address. Exit code 3 when a capacity is given and not reached."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,22 +18,26 @@ __all__ = ["plan"]
 
 
 def plan(
-    model: Annotated[Optional[str], typer.Option(help="Preset, checkpoint directory or config.json.")] = None,
-    ctx: Annotated[Optional[str], typer.Option(help="Context in tokens: 131072, 128k, or auto = the largest that fits.")] = None,
-    seq_lens: Annotated[Optional[str], typer.Option(help="Plan a packed batch: lengths such as 4k,32k.")] = None,
-    mask_ratio: Annotated[Optional[float], typer.Option(help="Share of masked tokens, default 0.5.")] = None,
-    masked: Annotated[Optional[str], typer.Option(help="Masked rows as a number.")] = None,
-    device: Annotated[Optional[str], typer.Option(help="Device profile: a name or my-card.toml.")] = None,
-    budget: Annotated[Optional[str], typer.Option(help="Bytes that may be used, such as 24GiB; default all of the device.")] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Override the checkpoint's dtype.")] = None,
+    model: Annotated[str | None, typer.Option(help="Preset, checkpoint directory or config.json.")] = None,
+    ctx: Annotated[
+        str | None, typer.Option(help="Context in tokens: 131072, 128k, or auto = the largest that fits.")
+    ] = None,
+    seq_lens: Annotated[str | None, typer.Option(help="Plan a packed batch: lengths such as 4k,32k.")] = None,
+    mask_ratio: Annotated[float | None, typer.Option(help="Share of masked tokens, default 0.5.")] = None,
+    masked: Annotated[str | None, typer.Option(help="Masked rows as a number.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device profile: a name or my-card.toml.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Bytes that may be used, such as 24GiB; default all of the device.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
     solver: Annotated[str, typer.Option(help="Offset solver; see `mosaic pack --help`.")] = "auto",
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
-    compare: Annotated[Optional[tuple[Path, Path]], typer.Option(help="Set two plan files side by side.")] = None,
-    out: Annotated[Optional[Path], typer.Option(help="Write the plan's JSON.")] = None,
-    html: Annotated[Optional[Path], typer.Option(help="Write a self-contained HTML report.")] = None,
-    png: Annotated[Optional[Path], typer.Option(help="Write the timeline and address map as PNG.")] = None,
-    trace: Annotated[Optional[Path], typer.Option(help="Write a trace for Perfetto.")] = None,
-    snapshot: Annotated[Optional[Path], typer.Option(help="Write a snapshot for PyTorch's memory_viz.")] = None,
+    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Set two plan files side by side.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan's JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the timeline and address map as PNG.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+    snapshot: Annotated[Path | None, typer.Option(help="Write a snapshot for PyTorch's memory_viz.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan's JSON and nothing else.")] = False,
 ) -> None:
     """Plan one denoising step: every byte, the chunks, the predicted time. Exit code 3 when it does not fit."""
@@ -98,7 +102,9 @@ def _request(
                 needed_bytes=needed, available_bytes=planner.budget_bytes,
             )  # fmt: skip
         return Request(seq_lens=(longest,), **asked)
-    lengths = [parse_tokens(part) for part in (seq_lens or ctx or "").split(",")] if seq_lens else [parse_tokens(ctx or "")]
+    lengths = (
+        [parse_tokens(part) for part in (seq_lens or ctx or "").split(",")] if seq_lens else [parse_tokens(ctx or "")]
+    )
     return Request(seq_lens=tuple(lengths), **asked)
 
 

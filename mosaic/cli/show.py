@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -15,10 +15,10 @@ __all__ = ["show"]
 def show(
     file: Annotated[Path, typer.Argument(help="A plan's JSON.", metavar="PLAN.JSON")],
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
-    html: Annotated[Optional[Path], typer.Option(help="Write a self-contained HTML report.")] = None,
-    png: Annotated[Optional[Path], typer.Option(help="Write the timeline and address map as PNG.")] = None,
-    trace: Annotated[Optional[Path], typer.Option(help="Write a trace for Perfetto.")] = None,
-    snapshot: Annotated[Optional[Path], typer.Option(help="Write a snapshot for PyTorch's memory_viz.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the timeline and address map as PNG.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+    snapshot: Annotated[Path | None, typer.Option(help="Write a snapshot for PyTorch's memory_viz.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan's JSON and nothing else.")] = False,
 ) -> None:
     """Show a plan."""

@@ -36,7 +36,9 @@ def _headline(document: Mapping[str, Any]) -> RenderableType:
     parts = [f"{format_tokens(dims[name])} {name}" for name in ("tokens", "masked") if name in dims]
     if dims.get("seqs", 1) > 1:
         parts.append(f"{dims['seqs']} sequences")
-    title.append(f": {', '.join(parts)}, {document['dtype']}, on {document['device']}{_estimated(document)}", style="not bold")
+    title.append(
+        f": {', '.join(parts)}, {document['dtype']}, on {document['device']}{_estimated(document)}", style="not bold"
+    )
     return title
 
 
@@ -77,7 +79,9 @@ def _facts(document: Mapping[str, Any]) -> RenderableType:
     milliseconds = document["predicted_step_ms"]
     shown = f"{milliseconds / 1e3:,.2f} s" if milliseconds >= 1e3 else f"{milliseconds:.2f} ms"
     table.add_row("predicted step", shown + (" (estimated)" if document["estimated"] else ""))
-    table.add_row("largest context", f"{format_tokens(document['max_ctx_tokens'])} tokens (same device, budget and mask)")
+    table.add_row(
+        "largest context", f"{format_tokens(document['max_ctx_tokens'])} tokens (same device, budget and mask)"
+    )
     return table
 
 
@@ -108,7 +112,9 @@ def _at_peak(document: Mapping[str, Any]) -> RenderableType:
 
 def explanation(document: Mapping[str, Any]) -> RenderableType:
     """The peak formula and the search trace."""
-    law = Table(box=None, padding=(0, 2), title="peak of the workspace = maximum of", title_justify="left", title_style="dim")
+    law = Table(
+        box=None, padding=(0, 2), title="peak of the workspace = maximum of", title_justify="left", title_style="dim"
+    )
     law.add_column("bytes", header_style="dim")
     law.add_column("at", style="dim", header_style="dim")
     for line in document["formula"]:

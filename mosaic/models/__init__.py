@@ -143,5 +143,3 @@ def _architecture(family: str, config: Mapping[str, Any]) -> Architecture:
     if dtype not in ITEMSIZE:
         raise UnsupportedModel(f"config.json: unknown dtype '{dtype}'.")
     return replace(arch, dtype=dtype)
-
-

@@ -81,7 +81,9 @@ class Architecture:
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise UnsupportedModel(f"config.json: {self.heads} heads do not divide into {self.kv_heads} key-value heads.")
+            raise UnsupportedModel(
+                f"config.json: {self.heads} heads do not divide into {self.kv_heads} key-value heads."
+            )
         if self.experts and not 0 < self.experts_per_token <= self.experts:
             raise UnsupportedModel(f"config.json: {self.experts_per_token} experts per token of {self.experts}.")
 

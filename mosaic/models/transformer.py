@@ -59,7 +59,11 @@ def attention(
     q = g.buffer("q", (tokens, width), arch.dtype)
     k = g.buffer("k", (tokens, kv_width), arch.dtype)
     v = g.buffer("v", (tokens, kv_width), arch.dtype)
-    plan = ((q, names.query, names.query_norm, arch.heads), (k, names.key, names.key_norm, arch.kv_heads), (v, names.value, "", 0))
+    plan = (
+        (q, names.query, names.query_norm, arch.heads),
+        (k, names.key, names.key_norm, arch.kv_heads),
+        (v, names.value, "", 0),
+    )
     norm = norm_weight(g, arch, "attention_norm", names.attention_norm.format(layer=layer))
     with g.chunk("proj", over=tokens, tile=PROJECTION_TILE):
         h = g.add_op("rms_norm", x, norm, name="attention_in", eps=arch.norm_eps)
@@ -67,13 +71,17 @@ def attention(
             name = out.name.rsplit("/", 1)[-1]
             stem = tensor.format(layer=layer)
             weight = g.weight(f"{name}_proj", (out.shape[1], arch.hidden), arch.dtype, tensor=f"{stem}.weight")
-            bias = g.weight(f"{name}_bias", (out.shape[1],), arch.dtype, tensor=f"{stem}.bias") if arch.qkv_bias else None
+            bias = (
+                g.weight(f"{name}_bias", (out.shape[1],), arch.dtype, tensor=f"{stem}.bias") if arch.qkv_bias else None
+            )
             g.add_op("linear", h, weight, bias, out=out, name=f"{name}_linear")
             if heads and arch.head_norms:
                 scale = g.weight(f"{name}_norm", (arch.head_size,), arch.dtype, tensor=norm_tensor.format(layer=layer))
                 g.add_op("head_norm", out, scale, name=f"{name}_head_norm", heads=heads, eps=arch.norm_eps)
             if heads:
-                g.add_op("rotary", out, positions, inv_freq, name=f"{name}_rotary", heads=heads, head_size=arch.head_size)
+                g.add_op(
+                    "rotary", out, positions, inv_freq, name=f"{name}_rotary", heads=heads, head_size=arch.head_size
+                )
     y = g.add_op(
         "attention", q, k, v, cu_seqlens, heads=arch.heads, kv_heads=arch.kv_heads, head_size=arch.head_size,
         scale=arch.head_size**-0.5, pairs=g.dim("pairs"),
@@ -128,7 +136,9 @@ def head(g: Graph, arch: Architecture, x: Buffer, table: Buffer, cu_seqlens: Buf
     """Statistics of the masked rows, from logits by chunks of rows or fused with the unembedding."""
     masked = g.dim("masked", at_most="tokens")
     norm = norm_weight(g, arch, "final_norm", arch.names.final_norm)
-    weight = table if arch.tied else g.weight("head", (arch.vocabulary, arch.hidden), arch.dtype, tensor=arch.names.head)
+    weight = (
+        table if arch.tied else g.weight("head", (arch.vocabulary, arch.hidden), arch.dtype, tensor=arch.names.head)
+    )
     rows = g.input("rows", (masked,), "int64")
     stats = (g.output("token", (masked,), "int64"),) + tuple(
         g.output(name, (masked,), "float32") for name in ("maximum", "second", "logsumexp", "entropy")
@@ -148,7 +158,9 @@ def head(g: Graph, arch: Architecture, x: Buffer, table: Buffer, cu_seqlens: Buf
         with g.scope("returned"):
             source = g.add_op("shift_rows", chosen, cu_seqlens, name="source_rows") if arch.shifted else chosen
             h = unembedding_rows(g, arch, x, source, norm)
-        g.add_op("linear", h, weight, out=g.output("logits", (returned, arch.vocabulary), arch.dtype), name="returned_logits")
+        g.add_op(
+            "linear", h, weight, out=g.output("logits", (returned, arch.vocabulary), arch.dtype), name="returned_logits"
+        )
 
 
 def unembedding_rows(g: Graph, arch: Architecture, x: Buffer, rows: Buffer, norm: Buffer) -> Buffer:

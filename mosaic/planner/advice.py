@@ -54,7 +54,11 @@ class Misfit:
         yield f"does not fit: needs {format_bytes(self.needed_bytes)}, available {format_bytes(self.available_bytes)}"
         shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.largest)
         yield f"the floor is held by {self.floor}: {shown}"
-        longest = f"{format_tokens(self.max_ctx_tokens)} tokens" if self.max_ctx_tokens else "none: the fixed part alone exceeds it"
+        longest = (
+            f"{format_tokens(self.max_ctx_tokens)} tokens"
+            if self.max_ctx_tokens
+            else "none: the fixed part alone exceeds it"
+        )
         yield f"largest context in this budget: {longest}"
         yield f"smallest budget for this request: {format_bytes(self.smallest_budget_bytes)}"
         yield f"would fit: {self.suggestion}"
@@ -68,8 +72,12 @@ def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
     components = plan.components
     fixed = sum(components.values()) - components["workspace"]
     if fixed > planner.budget_bytes:
-        floor, largest = "the fixed part", sorted(
-            ((name, size) for name, size in components.items() if name != "workspace" and size), key=lambda item: -item[1]
+        floor, largest = (
+            "the fixed part",
+            sorted(
+                ((name, size) for name, size in components.items() if name != "workspace" and size),
+                key=lambda item: -item[1],
+            ),
         )
     else:
         floor, largest = _at_peak(plan)
@@ -94,7 +102,9 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
     points = sorted({b["start"] for b in buffers})
 
     def live(at: int) -> list[dict[str, Any]]:
-        return [b for b in buffers if b["start"] <= at < b["end"] and not any(low <= at < high for low, high in b["gaps"])]
+        return [
+            b for b in buffers if b["start"] <= at < b["end"] and not any(low <= at < high for low, high in b["gaps"])
+        ]
 
     at = max(points, key=lambda point: sum(b["size"] for b in live(point)))
     found = sorted(((b["name"], b["size"]) for b in live(at)), key=lambda item: -item[1])

@@ -66,7 +66,9 @@ class OpTimes:
         self._rows = np.array(used, dtype=np.int64)
         # float64 from here on: predictions need no exact FLOPs, and products beyond 64 bits stay finite.
         self._coefficients = body.coefficients[self._rows].astype(np.float64) / body.denominators[self._rows, None]
-        self.columns = {name.removesuffix("_rows"): i for i, name in enumerate(body.variables) if name.endswith("_rows")}
+        self.columns = {
+            name.removesuffix("_rows"): i for i, name in enumerate(body.variables) if name.endswith("_rows")
+        }
         grid = np.array(sorted(device.gemm_rates), dtype=np.float64)
         self._gemm = np.log2(grid), np.array([device.gemm_rates[int(r)] for r in grid])
         unembed = device.unembed_rates or device.gemm_rates

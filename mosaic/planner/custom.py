@@ -79,7 +79,15 @@ def plan_program(
     """
     card = device if isinstance(device, Device) else load_device(device)
     return {
-        step: _plan(lambda choices, step=step: program.graph(step, choices), program.name, card, dims, budget_bytes, None, solver)  # type: ignore[misc]
+        step: _plan(
+            lambda choices, step=step: program.graph(step, choices),
+            program.name,
+            card,
+            dims,
+            budget_bytes,
+            None,
+            solver,
+        )  # type: ignore[misc]
         for step in program.steps
     }
 

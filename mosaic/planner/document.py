@@ -71,7 +71,8 @@ def assemble(
         "page_bytes": pages,
         "mesh": {"size": 1, "axes": {"tensor": 1}},
         "pools": [
-            {"name": name, "device": on_device, "capacity": components[name]} for name in ("workspace", "weights", "state")
+            {"name": name, "device": on_device, "capacity": components[name]}
+            for name in ("workspace", "weights", "state")
         ],
         "budget_bytes": budget_bytes,
         "fits": total <= budget_bytes,
@@ -132,7 +133,9 @@ def _trace_step(point: Point, step: Any) -> dict[str, Any]:
 
 def _regions(point: Point, variant: Variant, config: Config) -> list[dict[str, Any]]:
     rows = {
-        knob.name: value for knob, value in zip(point.space.template.knobs, config.rows, strict=True) if value is not None
+        knob.name: value
+        for knob, value in zip(point.space.template.knobs, config.rows, strict=True)
+        if value is not None
     }
     found = []
     for index in variant.life.regions:

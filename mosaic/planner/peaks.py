@@ -56,12 +56,13 @@ class PeakFormula:
     plain: bool
 
     def class_sizes(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Bytes of each size class, rounded up to `ALIGNMENT` per slot."""
+        """Bytes of each size class, rounded up to `ALIGNMENT` per slot; [classes], or [classes, k] for k columns."""
         slots = (self.size_table @ monomials + (ALIGNMENT - 1)) & -ALIGNMENT
         if self.plain:
             return slots
-        extents = self.offset_table @ monomials + slots * self.rotates
-        return extents if len(extents) == len(self.begins) else np.maximum.reduceat(extents, self.begins)
+        rotates = self.rotates if monomials.ndim == 1 else self.rotates[:, None]
+        extents = self.offset_table @ monomials + slots * rotates
+        return extents if len(extents) == len(self.begins) else np.maximum.reduceat(extents, self.begins, axis=0)
 
     def values(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes of every form; their maximum is the lower bound of the workspace."""
@@ -105,7 +106,7 @@ def peak_formula(body: Body, life: Lifetimes) -> PeakFormula:
 def _undominated(live: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
     """Distinct rows that no other row covers, with the first op at which each occurs, in program order."""
     distinct, first = np.unique(live, axis=0, return_index=True)
-    covered = (distinct[:, None, :] <= distinct[None, :, :]).all(axis=2)
+    covered: npt.NDArray[np.bool_] = np.all(distinct[:, None, :] <= distinct[None, :, :], axis=2)
     np.fill_diagonal(covered, False)
     keep = np.flatnonzero(~covered.any(axis=1))
     keep = keep[np.argsort(first[keep])]

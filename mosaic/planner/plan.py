@@ -146,7 +146,9 @@ class Plan:
         if not isinstance(schema, str) or not schema.startswith("mosaic.plan/"):
             raise PlanFormatError("not a plan: it has no schema 'mosaic.plan/…'.")
         if schema != SCHEMA:
-            raise PlanFormatError(f"the plan is of schema '{schema}', this version reads '{SCHEMA}'; upgrade mosaic-dllm.")
+            raise PlanFormatError(
+                f"the plan is of schema '{schema}', this version reads '{SCHEMA}'; upgrade mosaic-dllm."
+            )
         return cls(document)
 
     @classmethod

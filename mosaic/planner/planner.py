@@ -22,7 +22,7 @@ from mosaic.planner.limits import DimsAt, max_context, smallest_total
 from mosaic.planner.placement import place
 from mosaic.planner.plan import Plan
 from mosaic.planner.search import SearchResult, search
-from mosaic.planner.space import Point, Space
+from mosaic.planner.space import Config, Point, Space
 from mosaic.version import __version__
 
 __all__ = ["DEFAULT_MASK_RATIO", "Planner", "Request", "plan", "plan_point"]
@@ -120,13 +120,23 @@ class Planner:
             self._spaces[logits] = Space(template, self.device)
         return self._spaces[logits]
 
-    def plan(self, request: Request, *, solver: str = "auto") -> Plan:
-        """Plan one request; a plan that does not fit says so, it is not an error."""
+    def plan(
+        self, request: Request, *, solver: str = "auto", config: Mapping[str, int | str | None] | None = None
+    ) -> Plan:
+        """Plan one request; a plan that does not fit says so, it is not an error.
+
+        Parameters
+        ----------
+        config
+            Take this configuration instead of searching: rows per chunk by knob, an option by choice. What is not named
+            is off, or the first option. For ablations and tests; the search finds better ones.
+        """
         space = self.space(logits=bool(request.logit_rows))
         identity = {"model": self.model.name, "dtype": self.model.architecture.dtype}
         return plan_point(
-            space.at(request.dims()), self.budget_bytes, identity=identity, dims_at=request.dims_at, solver=solver
-        )
+            space.at(request.dims()), self.budget_bytes, identity=identity, dims_at=request.dims_at, solver=solver,
+            config=None if config is None else space.config(config),
+        )  # fmt: skip
 
     def max_context(self, request: Request) -> int:
         """Largest context for requests like this one, in tokens; 0 if not even one token fits."""
@@ -144,6 +154,7 @@ def plan_point(
     identity: Mapping[str, Any],
     dims_at: DimsAt | None = None,
     solver: str = "auto",
+    config: Config | None = None,
 ) -> Plan:
     """Search, place and assemble at fixed dims.
 
@@ -151,10 +162,18 @@ def plan_point(
     ----------
     dims_at
         Dims at another context, to solve `max_ctx_tokens`; without it that is the context itself, or 0.
+    config
+        A configuration to take instead of searching.
     """
-    result, offsets, peak, used = _search_and_place(point, budget_bytes, solver)
+    if config is None:
+        result, offsets, peak, used = _search_and_place(point, budget_bytes, solver)
+    else:
+        result = SearchResult(config=config, fits=True, seconds=point.seconds(config), evaluations=0, trace=())
+        offsets, peak, used = place(point, config, solver=solver)
     fits = point.total_bytes(result.config, peak) <= budget_bytes
-    longest = max_context(point.space, dims_at, budget_bytes) if dims_at else (point.dims.get("tokens", 0) if fits else 0)
+    longest = (
+        max_context(point.space, dims_at, budget_bytes) if dims_at else (point.dims.get("tokens", 0) if fits else 0)
+    )
     return Plan(
         assemble(
             point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,
@@ -216,5 +235,3 @@ def plan(
     lengths = tuple(seq_lens) if seq_lens is not None else (int(tokens or 0),)
     planner = Planner(model, device=device, budget_bytes=budget_bytes)
     return planner.plan(Request(seq_lens=lengths, masked=masked, mask_ratio=mask_ratio), solver=solver)
-
-

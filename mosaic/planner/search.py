@@ -62,7 +62,9 @@ def search(point: Point, budget_bytes: int) -> SearchResult:
         config = lowest(point)
         trace = min(runs, key=lambda run: point.total_bytes(run[1]))[2]
     else:
-        settled = [_settle(point, config, limit, trace) for _, config, trace in feasible if point.seconds(config) <= limit]
+        settled = [
+            _settle(point, config, limit, trace) for _, config, trace in feasible if point.seconds(config) <= limit
+        ]
         config, trace = min(settled, key=lambda item: _preference(point, item[0]))
     return SearchResult(
         config=config, fits=bool(feasible), seconds=point.seconds(config), evaluations=point.evaluations - before,
@@ -80,7 +82,11 @@ def brute_force(point: Point, budget_bytes: int) -> SearchResult:
     else:
         config = lowest(point)
     return SearchResult(
-        config=config, fits=bool(feasible), seconds=point.seconds(config), evaluations=point.evaluations - before, trace=()
+        config=config,
+        fits=bool(feasible),
+        seconds=point.seconds(config),
+        evaluations=point.evaluations - before,
+        trace=(),
     )
 
 
@@ -138,10 +144,11 @@ def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str
     for knob, rows in enumerate(config.rows):
         options = point.options(knob)
         smaller = options[options.index(rows) + 1 :]
-        if not smaller or point.dominating(_with(config, knob, smaller[-1])) >= now:
+        moves = [_with(config, knob, setting) for setting in smaller]
+        if not moves or point.dominating(moves[-1]) >= now:
             continue
-        for setting in smaller:
-            moved = _with(config, knob, setting)
+        point.prepare(moves)
+        for setting, moved in zip(smaller, moves, strict=True):
             if point.dominating(moved) < now:
                 yield point.seconds(moved) - point.seconds(config), moved, _describe(point, knob, setting)
 
@@ -159,7 +166,9 @@ def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tu
         improved = False
         for knob in range(len(config.rows)):
             faster = [_with(config, knob, rows) for rows in point.options(knob)]
-            faster = [c for c in faster if point.seconds(c) < point.seconds(config) and point.total_bytes(c) <= budget_bytes]
+            faster = [
+                c for c in faster if point.seconds(c) < point.seconds(config) and point.total_bytes(c) <= budget_bytes
+            ]
             if faster:
                 config = min(faster, key=point.seconds)
                 improved = True
@@ -178,7 +187,9 @@ def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) 
     for knob in range(len(config.rows)):
         for rows in point.options(knob):
             kept = _with(config, knob, rows)
-            if rows == config.rows[knob] or (point.total_bytes(kept) <= point.total_bytes(config) and point.seconds(kept) <= limit):
+            if rows == config.rows[knob] or (
+                point.total_bytes(kept) <= point.total_bytes(config) and point.seconds(kept) <= limit
+            ):
                 break
         if kept != config:
             config = kept

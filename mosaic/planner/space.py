@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import Device
+from mosaic.errors import UnknownName, UsageError
 from mosaic.planner.cost import OpTimes
 from mosaic.planner.lifetimes import Lifetimes, derive
 from mosaic.planner.offsets import Order
@@ -84,6 +85,36 @@ class Space:
             self._variants[key] = Variant(body=body, life=life, formula=peak_formula(body, life))
         return self._variants[key]
 
+    def config(self, settings: Mapping[str, int | str | None]) -> Config:
+        """The configuration that settings by name describe; what is not named is off, or the first option.
+
+        Raises
+        ------
+        UnknownName
+            A name that is no knob or choice, or an option that is none.
+        UsageError
+            Rows that are not a positive multiple of the knob's tile.
+        """
+        known = [name for name, _ in self.template.choices] + [knob.name for knob in self.template.knobs]
+        for name in settings:
+            if name not in known:
+                raise UnknownName("knob", name, known)
+        choices = []
+        for name, options in self.template.choices:
+            chosen = str(settings.get(name, options[0]))
+            if chosen not in options:
+                raise UnknownName(f"option of '{name}'", chosen, options)
+            choices.append(chosen)
+        rows = []
+        for knob in self.template.knobs:
+            value = settings.get(knob.name)
+            if value is not None and (not isinstance(value, int) or value <= 0 or value % knob.tile):
+                raise UsageError(
+                    f"'{knob.name}' takes rows that are a multiple of {knob.tile}, or none; got {value!r}."
+                )
+            rows.append(value)
+        return Config(tuple(choices), tuple(rows))
+
     def times(self, choices: tuple[str, ...]) -> OpTimes:
         """The cost classes of the body with these choices."""
         if choices not in self._times:
@@ -149,7 +180,9 @@ class Point:
 
     def smallest(self) -> Iterator[Config]:
         """Every subset of knobs at its smallest chunk: one of these has the lowest peak there is."""
-        settings = [sorted({options[0], options[-1]}, key=lambda r: r or 0) for options in map(self.options, self._knobs)]
+        settings = [
+            sorted({options[0], options[-1]}, key=lambda r: r or 0) for options in map(self.options, self._knobs)
+        ]
         for choices in self.space.choice_combinations:
             for rows in product(*settings):
                 yield Config(choices, rows)
@@ -190,6 +223,20 @@ class Point:
             peak = max(values)
             self._peaks[config] = peak, values.count(peak)
         return self._peaks[config]
+
+    def prepare(self, configs: Sequence[Config]) -> None:
+        """Evaluate the peak formula of several configurations of one variant at once, for `dominating`."""
+        missing = [config for config in configs if config not in self._peaks]
+        if not missing:
+            return
+        self.evaluations += len(missing)
+        variant = self.space.variant(missing[0])
+        columns = np.stack([variant.body.monomials(self.values(config)) for config in missing], axis=1)
+        values = variant.formula.values(columns)
+        peaks = values.max(axis=0)
+        ties = (values == peaks).sum(axis=0)
+        for config, peak, count in zip(missing, peaks.tolist(), ties.tolist(), strict=True):
+            self._peaks[config] = peak, count
 
     def lower_bound(self, config: Config) -> int:
         """Bytes of the largest live set: what any offset assignment needs at least."""

@@ -19,7 +19,17 @@ import numpy.typing as npt
 
 from mosaic.errors import GraphError
 
-__all__ = ["Body", "BufferRecord", "DimRecord", "KnobRecord", "OpRecord", "RegionRecord", "Template", "compile_template", "linear_columns"]
+__all__ = [
+    "Body",
+    "BufferRecord",
+    "DimRecord",
+    "KnobRecord",
+    "OpRecord",
+    "RegionRecord",
+    "Template",
+    "compile_template",
+    "linear_columns",
+]
 
 
 class DimRecord(NamedTuple):
@@ -112,7 +122,8 @@ class Body:
         """Values of the monomials; a gather where all are linear, as they are unless a model says otherwise."""
         if self.linear is not None:
             return np.array([*values, 1], dtype=np.int64)[self.linear]
-        return np.prod(np.asarray(values, dtype=np.int64) ** self.exponents, axis=1)
+        powers: npt.NDArray[np.int64] = np.asarray(values, dtype=np.int64) ** self.exponents
+        return powers.prod(axis=1)
 
 
 def linear_columns(exponents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
@@ -156,7 +167,9 @@ class Template:
         for dim in self.dims:
             value = given.get(dim.name, dim.value)
             if value is None:
-                raise GraphError(f"the plan needs a value for the dim '{dim.name}'; dims: {', '.join(d.name for d in self.dims)}")
+                raise GraphError(
+                    f"the plan needs a value for the dim '{dim.name}'; dims: {', '.join(d.name for d in self.dims)}"
+                )
             if value < 1:
                 raise GraphError(f"the dim '{dim.name}' must be at least 1, got {value}")
             values[dim.name] = int(value)
@@ -228,7 +241,11 @@ def compile_template(register: Callable[[Mapping[str, str] | None], Any]) -> Tem
     options = tuple(first.choices[name].options for name in names)
     bodies = {}
     for combination in product(*options):
-        graph = first if combination == tuple(o[0] for o in options) else register(dict(zip(names, combination, strict=True)))
+        graph = (
+            first
+            if combination == tuple(o[0] for o in options)
+            else register(dict(zip(names, combination, strict=True)))
+        )
         validate(graph)
         bodies[combination] = compile_body(graph)
     over = {region.knob: str(region.over) for region in first.regions}
@@ -260,7 +277,9 @@ def compile_body(graph: Any) -> Body:
     def op_record(op: Any) -> OpRecord:
         updates = [op.operands[name].id for name in op.contract.updates]
         inplace = [
-            [op.operands[w].id, op.operands[r].id] for w, r in op.contract.inplace if w in op.operands and r in op.operands
+            [op.operands[w].id, op.operands[r].id]
+            for w, r in op.contract.inplace
+            if w in op.operands and r in op.operands
         ]
         return OpRecord(
             op.name, op.contract.name, op.stream, at(op.region.name) if op.region else None,

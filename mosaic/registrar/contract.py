@@ -21,6 +21,7 @@ __all__ = ["Contract", "Dim", "Rate", "Spec", "require"]
 Dim: TypeAlias = int | sympy.Expr
 Rate: TypeAlias = Literal["memory", "gemm", "attention", "unembed"]
 
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Shape and dtype of one operand, the shape possibly symbolic."""

@@ -29,7 +29,7 @@ def from_json(text: str) -> Graph:
     Raises
     ------
     GraphError
-        Not a graph, or of another schema.
+        Not a graph, of another schema, or damaged.
     """
     try:
         plain = json.loads(text)
@@ -38,7 +38,10 @@ def from_json(text: str) -> Graph:
     if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
         found = plain.get("schema") if isinstance(plain, dict) else None
         raise GraphError(f"not a graph of schema '{SCHEMA}', found {found!r}")
-    return _Reader(plain).graph
+    try:
+        return _Reader(plain).graph
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise GraphError(f"damaged graph: {type(error).__name__}: {error}") from None
 
 
 def _graph(graph: Graph) -> dict[str, Any]:
@@ -53,7 +56,16 @@ def _graph(graph: Graph) -> dict[str, Any]:
             [r.name, r.knob, str(r.over), r.parent.name if r.parent else None, r.start, r.end] for r in graph.regions
         ],
         "buffers": [
-            [b.name, b.kind, [_terms(d) for d in b.shape], b.dtype, b.home.name if b.home else None, b.tensor, b.rotate, b.source]
+            [
+                b.name,
+                b.kind,
+                [_terms(d) for d in b.shape],
+                b.dtype,
+                b.home.name if b.home else None,
+                b.tensor,
+                b.rotate,
+                b.source,
+            ]
             for b in graph.buffers
         ],
         "aliases": [[a, root.id, _terms(offset)] for a, (root, offset) in graph.aliases.items()],
@@ -68,11 +80,21 @@ def _op(op: Op) -> dict[str, Any]:
     return {
         "name": op.name,
         "contract": rule.name,
-        "rule": [list(rule.reads), list(rule.writes), list(rule.updates), sorted(rule.whole), [list(p) for p in rule.inplace], rule.rate],
+        "rule": [
+            list(rule.reads),
+            list(rule.writes),
+            list(rule.updates),
+            sorted(rule.whole),
+            [list(p) for p in rule.inplace],
+            rule.rate,
+        ],
         "operands": {key: b.id for key, b in op.operands.items()},
         "reads": [b.id for b in op.reads],
         "writes": [b.id for b in op.writes],
-        "attrs": {key: value if isinstance(value, bool | int | float | str) else {"terms": _terms(value)} for key, value in op.attrs.items()},
+        "attrs": {
+            key: value if isinstance(value, bool | int | float | str) else {"terms": _terms(value)}
+            for key, value in op.attrs.items()
+        },
         "region": op.region.name if op.region else None,
         "stream": op.stream,
         "slices": [[s.operand, s.axis, s.region, s.factor] for s in op.slices],
@@ -89,7 +111,7 @@ def _terms(value: Dim) -> Any:
         return value
     symbols = sorted(value.free_symbols, key=str)
     if not symbols:
-        return [[int(value.p), int(value.q), {}]]  # type: ignore[attr-defined]
+        return [[int(value.p), int(value.q), {}]]
     poly = sympy.Poly(value, *symbols, domain="QQ")
     return [
         [int(c.p), int(c.q), {str(s): int(power) for s, power in zip(symbols, powers, strict=True) if power}]
@@ -141,7 +163,18 @@ class _Reader:
             total += product
         return total
 
-    def _buffer(self, number: int, name: str, kind: Any, shape: list[Any], dtype: str, home: str | None, tensor: str | None, rotate: int, source: str) -> Buffer:
+    def _buffer(
+        self,
+        number: int,
+        name: str,
+        kind: Any,
+        shape: list[Any],
+        dtype: str,
+        home: str | None,
+        tensor: str | None,
+        rotate: int,
+        source: str,
+    ) -> Buffer:
         return Buffer(
             id=number, name=name, kind=kind, shape=tuple(self._dim(d) for d in shape), dtype=dtype,
             home=self.regions.get(home) if home else None, tensor=tensor, rotate=rotate, source=source,

@@ -35,7 +35,9 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
     _streams_are_closed(graph)
     for op in graph.ops:
         if kernels is not None and op.contract.name not in kernels:
-            raise GraphError(f"{op.name} ({op.source}): no kernel '{op.contract.name}'; there are {', '.join(sorted(kernels))}")
+            raise GraphError(
+                f"{op.name} ({op.source}): no kernel '{op.contract.name}'; there are {', '.join(sorted(kernels))}"
+            )
 
 
 def _reads_follow_writes(graph: Graph) -> None:
@@ -132,7 +134,12 @@ def _replayed(ops: Sequence[Op], depth: int = 0) -> Iterator[Op | Region]:
 def _reads_another_slice(op: Op, old: Buffer, lost: Op, new: Buffer, advanced: Sequence[Region]) -> bool:
     """Whether loops that cut both members alike have moved on from the bytes that were overwritten."""
     cuts = _cuts(op, old)
-    return bool(cuts) and cuts == _cuts(lost, new) and old.spec == new.spec and any(r.name in {c[1] for c in cuts} for r in advanced)
+    return (
+        bool(cuts)
+        and cuts == _cuts(lost, new)
+        and old.spec == new.spec
+        and any(r.name in {c[1] for c in cuts} for r in advanced)
+    )
 
 
 def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
@@ -144,7 +151,9 @@ def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
 
 def _works_in_place(op: Op, new: Buffer, old: Buffer) -> bool:
     pairs = op.contract.inplace
-    return any(op.operands.get(w) is new and op.operands.get(r) is old for w, r in pairs) and _cuts(op, new) == _cuts(op, old)
+    return any(op.operands.get(w) is new and op.operands.get(r) is old for w, r in pairs) and _cuts(op, new) == _cuts(
+        op, old
+    )
 
 
 def _overlap(graph: Graph, a: Buffer, b: Buffer) -> bool:
@@ -175,10 +184,16 @@ def _streams_are_closed(graph: Graph) -> None:
         joins = [e.target for e in waits if e.source >= op.index and graph.ops[e.source].stream == op.stream]
         workspace = next((b for b in (*op.reads, *op.writes) if b.pool == "workspace"), None)
         if not joins and workspace is not None:
-            raise GraphError(f"{op.name} ({op.source}): stream '{op.stream}' is never joined, yet it touches {workspace}; wait for it")
+            raise GraphError(
+                f"{op.name} ({op.source}): stream '{op.stream}' is never joined, yet it touches {workspace}; wait for it"
+            )
         region = op.region
         if region is not None:
-            forks = [e.source for e in graph.edges if e.kind == "fork" and e.target <= op.index and graph.ops[e.target].stream == op.stream]
+            forks = [
+                e.source
+                for e in graph.edges
+                if e.kind == "fork" and e.target <= op.index and graph.ops[e.target].stream == op.stream
+            ]
             if not forks or not joins or not region.start <= forks[-1] or min(joins) >= region.end:
                 raise GraphError(
                     f"{op.name} ({op.source}): stream '{op.stream}' must fork and join inside region {region.name}, "

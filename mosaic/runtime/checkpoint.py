@@ -125,7 +125,7 @@ def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> tuple[dict[
         raise _wrong(path, "the header", f"{length:,} bytes", f"{len(text):,} bytes before the file ends", _AGAIN)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _wrong(path, "the header", "JSON with unique names", f"{error}", _AGAIN) from None
     if not isinstance(header, dict):
         raise _wrong(path, "the header", "a JSON object", type(header).__name__, _AGAIN)
@@ -256,7 +256,7 @@ class Checkpoint:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _wrong(path, "the index", "JSON with unique names", error, "download it again") from None
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not where:
@@ -270,7 +270,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a file, straight from their memory. The file appears whole: it is written under another name first.
+    """Write tensors to a file, straight from their memory; it appears whole, written under another name first.
 
     Parameters
     ----------

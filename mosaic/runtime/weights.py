@@ -1,4 +1,4 @@
-"""Weights of a plan: loaded from a checkpoint straight into the weights range, drawn at random, or adopted from a module.
+"""Weights of a plan: loaded straight into the weights range, drawn at random, or adopted from a module.
 
 Also the constants that plans ask for, and saving.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 from .blocks import Blocks
 from .first_fit import first_fit_in_order
 
@@ -26,5 +28,14 @@ def greedy_by_area(blocks: Blocks) -> list[int]:
 
 def greedy_by_conflicts(blocks: Blocks) -> list[int]:
     """Place by decreasing number of blocks that share time, ties by decreasing size, then row."""
-    keys = [(-len(others), -size) for others, size in zip(blocks.conflicts, blocks.sizes, strict=True)]
+    keys = [(-degree, -size) for degree, size in zip(_degrees(blocks), blocks.sizes, strict=True)]
     return first_fit_in_order(blocks, sorted(range(len(keys)), key=keys.__getitem__))
+
+
+def _degrees(blocks: Blocks) -> list[int]:
+    """Return how many blocks share time with each: those begun before its end, less those over before its start."""
+    if blocks.pieces is not None:
+        return [len(others) for others in blocks.conflicts]
+    starts, ends = sorted(blocks.starts), sorted(blocks.ends)
+    spans = zip(blocks.starts, blocks.ends, strict=True)
+    return [bisect_left(starts, end) - bisect_right(ends, start) - 1 for start, end in spans]

@@ -7,6 +7,7 @@ minute.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 from mosaic.errors import MissingExtra
@@ -29,17 +30,23 @@ def solve_ilp(blocks: Blocks, upper_bound: int, *, timeout_s: float | None) -> O
     MissingExtra
         Without PuLP.
     """
-    try:
-        import pulp  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingExtra("pulp", "solve", "the solver 'ilp'") from error
     if blocks.num_pairs > _MANY_PAIRS:
         return Outcome(offsets=None, bound=blocks.lower_bound, exhausted=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces the names of PuLP 4 on every call
+        try:
+            import pulp  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise MissingExtra("pulp", "solve", "the solver 'ilp'") from error
+        return _solve(pulp, blocks, upper_bound, timeout_s if timeout_s is not None else 30)
+
+
+def _solve(pulp: Any, blocks: Blocks, upper_bound: int, timeout_s: float) -> Outcome:
     pins = [pin for pin in blocks.pins or () if pin is not None]
     unit = math.gcd(*blocks.sizes, *pins, *(blocks.alignments or ()))
     limit = upper_bound // unit
     model = pulp.LpProblem("offsets", pulp.LpMinimize)
-    peak = pulp.LpVariable("peak", blocks.lower_bound // unit, limit, "Integer")
+    peak = pulp.LpVariable("peak", -(-blocks.lower_bound // unit), limit, "Integer")
     model += peak
     places = [_place(pulp, model, blocks, row, limit, unit) for row in range(len(blocks))]
     heights = [size // unit for size in blocks.sizes]
@@ -50,14 +57,13 @@ def solve_ilp(blocks: Blocks, upper_bound: int, *, timeout_s: float | None) -> O
                 below = pulp.LpVariable(f"below_{row}_{other}", cat="Binary")
                 model += place + heights[row] <= places[other] + limit * (1 - below)
                 model += places[other] + heights[other] <= place + limit * below
-    status = model.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=timeout_s if timeout_s is not None else 30))
+    status = model.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=timeout_s))
     if status != pulp.LpStatusOptimal or peak.value() is None:
         return Outcome(offsets=None, bound=blocks.lower_bound, exhausted=False)
-    offsets = [round(place.value()) * unit if not isinstance(place, int) else place * unit for place in places]
+    offsets = [place * unit if isinstance(place, int) else round(pulp.value(place)) * unit for place in places]
     if not _valid(blocks, offsets):  # CBC answers within a tolerance, and big-M pairs may round into each other
         return Outcome(offsets=None, bound=blocks.lower_bound, exhausted=False)
-    exhausted = model.sol_status == pulp.LpSolutionOptimal
-    return Outcome(offsets=offsets, bound=blocks.lower_bound, exhausted=exhausted)
+    return Outcome(offsets=offsets, bound=blocks.lower_bound, exhausted=model.sol_status == pulp.LpSolutionOptimal)
 
 
 def _place(pulp: Any, model: Any, blocks: Blocks, row: int, limit: int, unit: int) -> Any:

@@ -228,9 +228,9 @@ def split(
 
 def advance(node_limit: Any, registers: Any, frames: Any, parts: Any, listed: Any, offsets: Any, floors: Any,
             totals: Any, crossing: Any, placed: Any, dirty: Any, stack: Any, trail_row: Any, trail_offset: Any,
-            trail_section: Any, trail_floor: Any, sizes: Any, low: Any, high: Any, piece_cuts: Any, piece_low: Any, piece_high: Any,
-            near_cuts: Any, near: Any, member_cuts: Any, members: Any, alignments: Any, pin_cuts: Any, pin_low: Any,
-            pin_top: Any, twin: Any, salts: Any, refuted: Any) -> Any:  # fmt: skip
+            trail_section: Any, trail_floor: Any, sizes: Any, low: Any, high: Any, piece_cuts: Any, piece_low: Any,
+            piece_high: Any, near_cuts: Any, near: Any, member_cuts: Any, members: Any, alignments: Any, pin_cuts: Any,
+            pin_low: Any, pin_top: Any, twin: Any, salts: Any, refuted: Any) -> Any:  # fmt: skip
     """Search on until solved, refuted or `node_limit` placements in all; return RUNNING, SOLVED or FAILED."""
     while True:
         frame = frames[registers[DEPTH]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MappingProxyType
 
 from mosaic.errors import UnknownName
@@ -17,7 +18,7 @@ from mosaic.errors import UnknownName
 from . import compiled
 from .best_fit import best_fit
 from .blocks import Blocks, blocks_of
-from .exact import FAILED, SOLVED, Layout, Search, layout_of
+from .exact import FAILED, RUNNING, SOLVED, Layout, Search, layout_of
 from .first_fit import first_fit
 from .greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from .incumbent import Incumbent
@@ -51,9 +52,9 @@ DEFAULT_NODES = 400_000
 
 _PURE_NODES = 4_000  # placements before numba is loaded (half a second): about 0.1 s in plain Python
 _WINDOW_BLOCKS = 150  # one period of a model is 10 to 30
-_FIRST_TURN, _LONGEST_TURN = 500, 8_000
+_FIRST_TURN, _LONGEST_TURN, _STRIDE = 500, 8_000, 500
 _MOVES_PER_NODE = 0.25  # local search: a move costs about four placements
-_MANY_BLOCKS, _MANY_PAIRS, _MANY_CELLS = 6_000, 3_000_000, 20_000_000  # above these, exact search takes too much memory
+_MANY_BLOCKS, _MANY_PAIRS, _MANY_CELLS = 3_000, 3_000_000, 9_000_000  # above these, exact search takes too much memory
 
 
 def solve(
@@ -150,10 +151,18 @@ def _once(name: str, place: Callable[[Blocks], list[int]]) -> Callable[[Blocks, 
     return run
 
 
-def _periodic(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
-    """Solve one period of a repeating program and tile it; no repetition, no answer (the first skyline then)."""
-    if best.offsets is None:
+def _start(blocks: Blocks, best: Incumbent) -> None:
+    """Offer a first answer; the skyline in plain Python takes minutes for tens of thousands of blocks."""
+    if len(blocks) <= _MANY_BLOCKS:
         best.offer(skyline(blocks), "skyline")
+    else:
+        best.offer(greedy_by_size(blocks), "greedy_by_size")
+
+
+def _periodic(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
+    """Solve one period of a repeating program and tile it; no repetition, only the first answer."""
+    if best.offsets is None:
+        _start(blocks, best)
     for folded in fold(blocks):
         window = folded.window
         inner = Incumbent(window, None)
@@ -168,7 +177,9 @@ def _periodic(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> 
 
 
 def _local(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
-    best.offer(skyline(blocks), "skyline")
+    _start(blocks, best)
+    if best.done or len(blocks) > _MANY_BLOCKS:
+        return
     assert best.offsets is not None
     fast = compiled.available()
     search = LocalSearch(blocks, layout_of(blocks, PREORDERS[0]), best.offsets, seed=seed, fast=fast)
@@ -180,7 +191,7 @@ def _local(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> Non
 
 
 def _exact_alone(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
-    best.offer(skyline(blocks), "skyline")
+    _start(blocks, best)
     if not best.done:
         _exact(blocks, best, nodes, seed, local=False)
 
@@ -238,7 +249,7 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
             for first in range(0, len(tasks), workers):
                 pair = [rung.search(layout(keys), keys, fast) for rung, keys in tasks[first : first + workers]]
                 before = [task.nodes for task in pair]
-                statuses = list(pool.map(lambda task: task.advance(quota), pair))  # noqa: B023
+                statuses = list(pool.map(partial(_take_turn, quota=quota, best=best), pair))
                 spent += sum(task.nodes for task in pair) - sum(before)
                 for task, status in zip(pair, statuses, strict=True):
                     if status == SOLVED and task.capacity < best.peak:
@@ -254,6 +265,14 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
                     best.offer(local.offsets(), "local_search")
             turn = max(turn, min(2 * turn, _LONGEST_TURN))
             rungs = _rungs(rungs, best, step, blocks.capacity)
+
+
+def _take_turn(task: Search, *, quota: int, best: Incumbent) -> int:
+    """Advance a search by its quota, in strides short enough to notice a timeout."""
+    for stride in range(0, quota, _STRIDE):
+        if best.late or task.advance(min(_STRIDE, quota - stride)) != RUNNING:
+            break
+    return task.status
 
 
 def _rungs(rungs: list[_Rung], best: Incumbent, step: int, capacity: int | None) -> list[_Rung]:

@@ -222,7 +222,7 @@ class Order:
         low, other_low = self.pins[block], self.pins[other]
         assert low is not None and other_low is not None
         for mine, its in zip(size, other_size, strict=True):
-            if low < other_low + its and other_low < low + mine:
+            if mine and its and low < other_low + its and other_low < low + mine:
                 raise UsageError(
                     f"buffers {self.rows[block][0]} and {self.rows[other][0]} are pinned at {low} and {other_low}; "
                     f"with sizes of {mine} and {its} bytes they overlap"

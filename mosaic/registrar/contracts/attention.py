@@ -14,7 +14,9 @@ def infer(
 ) -> tuple[Spec]:
     require(heads % kv_heads == 0, f"{heads} query heads do not divide into {kv_heads} groups")
     require(q.shape[-1] == heads * head_size, f"q must have {heads} heads of {head_size}")
-    require(k.shape == v.shape and k.shape[-1] == kv_heads * head_size, f"k and v must have {kv_heads} heads of {head_size}")
+    require(
+        k.shape == v.shape and k.shape[-1] == kv_heads * head_size, f"k and v must have {kv_heads} heads of {head_size}"
+    )
     return (q,)
 
 

@@ -15,6 +15,4 @@ def flops(x: Spec, weight: Spec, bias: Spec | None = None) -> Dim:
     return 2 * x.elements * weight.shape[0]
 
 
-CONTRACT = Contract(
-    name="linear", reads=("x", "weight", "bias?"), writes=("y",), infer=infer, flops=flops, rate="gemm"
-)
+CONTRACT = Contract(name="linear", reads=("x", "weight", "bias?"), writes=("y",), infer=infer, flops=flops, rate="gemm")

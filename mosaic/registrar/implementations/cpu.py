@@ -18,15 +18,8 @@ __all__ = [
     "TILES",
     "TILE_ALIGNMENT",
     "Tile",
-    "attention_tiles",
     "compute_dtype",
     "linear_tiles",
-    "moe_route_rows",
-    "moe_row_tile",
-    "norm_rows",
-    "product_tile",
-    "rotary_rows",
-    "statistics_tile",
 ]
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
@@ -80,32 +73,22 @@ def _rows_for(width: int, most: int = 256) -> int:
     return max(8, min(most, TILE_ELEMENTS // max(width, 1)))
 
 
-def norm_rows(width: int) -> int:
+def _norm_rows(width: int) -> int:
     """Rows that the norms convert at a time when the activations are not in the compute dtype."""
     return _rows_for(width)
 
 
-def rotary_rows(heads: int, head_size: int) -> int:
+def _rotary_rows(heads: int, head_size: int) -> int:
     """Rows that rotary works on at a time."""
     return _rows_for(heads * head_size)
 
 
-def moe_route_rows() -> int:
-    """Rows that moe_route works on at a time."""
-    return ROUTE_ROWS
-
-
-def moe_row_tile() -> int:
-    """Rows that moe_combine works on at a time."""
-    return COMBINE_ROWS
-
-
-def statistics_tile(vocabulary: int) -> tuple[int, int]:
+def _statistics_tile(vocabulary: int) -> tuple[int, int]:
     """Rows and vocabulary columns of one tile of logits."""
     return STATISTICS_ROWS, min(VOCABULARY_COLUMNS, vocabulary)
 
 
-def product_tile(inner: int, outer: int) -> tuple[int, int]:
+def _product_tile(inner: int, outer: int) -> tuple[int, int]:
     """Rows of x and rows of the weight that a 16-bit matrix product converts to float32 at a time."""
     rows = _rows_for(inner)
     return rows, min(rows, outer)
@@ -119,7 +102,7 @@ def linear_tiles(inner: int, outer: int, dtype: str) -> tuple[Tile, ...]:
     """
     if compute_dtype(dtype) == dtype:
         return ()
-    rows, columns = product_tile(inner, outer)
+    rows, columns = _product_tile(inner, outer)
     return Tile((rows, inner), "float32"), Tile((columns, inner), "float32"), Tile((rows, columns), "float32")
 
 
@@ -133,7 +116,7 @@ def _norm(rows: Any, heads: int, width: int, dtype: str) -> tuple[Tile, ...]:
     constants = Tile((2,), compute)
     if compute == dtype:
         return constants, Tile((rows, heads), compute)
-    tile = norm_rows(heads * width)
+    tile = _norm_rows(heads * width)
     return constants, Tile((tile, heads), compute), Tile((tile, heads * width), compute), Tile((width,), compute)
 
 
@@ -148,14 +131,14 @@ def _head_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]
 
 def _rotary(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
     heads, half = attrs["heads"], shapes["inv_freq"][0]
-    rows, compute = rotary_rows(heads, attrs["head_size"]), compute_dtype(dtypes["x"])
+    rows, compute = _rotary_rows(heads, attrs["head_size"]), compute_dtype(dtypes["x"])
     angles = Tile((rows, half), "float32")
     halves = () if compute == dtypes["x"] else (Tile((rows, heads, 2 * half), compute),)
     table = () if compute == "float32" else (Tile((rows, half), compute), Tile((rows, half), compute))
     return Tile((rows,), "float32"), angles, angles, Tile((rows, heads, half), compute), *table, *halves
 
 
-def attention_tiles(head_size: int, dtype: str) -> tuple[Tile, ...]:
+def _attention_tiles(head_size: int, dtype: str) -> tuple[Tile, ...]:
     """List the tiles of attention: scores, accumulator, five vectors; for 16-bit inputs query, key and value too."""
     compute = compute_dtype(dtype)
     vector = Tile((QUERY_ROWS,), compute)
@@ -166,7 +149,7 @@ def attention_tiles(head_size: int, dtype: str) -> tuple[Tile, ...]:
 
 
 def _attention(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
-    return attention_tiles(attrs["head_size"], dtypes["q"])
+    return _attention_tiles(attrs["head_size"], dtypes["q"])
 
 
 def _shift_rows(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
@@ -175,7 +158,7 @@ def _shift_rows(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...
 
 
 def _statistics(vocabulary: int) -> tuple[Tile, ...]:
-    rows, columns = statistics_tile(vocabulary)
+    rows, columns = _statistics_tile(vocabulary)
     vector = Tile((rows,), "float32")
     tile = Tile((rows, columns), "float32")
     return tile, tile, *(vector,) * 6, Tile((rows,), "int64"), Tile((rows,), "bool"), Tile((1,), "int64")
@@ -190,7 +173,7 @@ def _unembed_stats(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, 
     own = _statistics(vocabulary)
     if dtypes["x"] == "float32":
         return own
-    rows, columns = statistics_tile(vocabulary)
+    rows, columns = _statistics_tile(vocabulary)
     return (*own, Tile((rows, inner), "float32"), Tile((columns, inner), "float32"))
 
 

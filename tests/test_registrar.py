@@ -1,0 +1,656 @@
+"""The DSL: what it infers, what it refuses and where it says so, slices, streams, serialisation, drawings, operator lists."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusion_gemma_toy as toy
+import pytest
+import sympy
+
+import mosaic.registrar.contracts as contracts
+from mosaic.errors import GraphError, UnknownName
+from mosaic.kernels import KERNELS
+from mosaic.models import PRESETS, load
+from mosaic.registrar.contract import Contract, Spec
+from mosaic.registrar.contracts import OPERATORS, contract
+from mosaic.registrar.draw import to_dot, to_mermaid, to_networkx
+from mosaic.registrar.graph import Buffer, Edge, Graph, Slice
+from mosaic.registrar.implementations import BACKENDS, cpu, cuda, scratch_bytes
+from mosaic.registrar.program import Program
+from mosaic.registrar.serialize import from_json, to_json
+from mosaic.registrar.validate import validate
+
+COPY = Contract(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
+OVER = Contract(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
+TOUCH = Contract(name="touch", reads=("x",), updates=("x",), infer=lambda x: ())
+LOOK = Contract(name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),))
+PAIR = Contract(name="pair", reads=("x", "y?"), writes=("z",), infer=lambda x, y=None: (x,))
+WIDE = 64
+
+
+def start(width: int = WIDE) -> tuple[Graph, sympy.Symbol, Buffer]:
+    """A graph with one dim and one input of [tokens, width]."""
+    g = Graph("test")
+    tokens = g.dim("tokens")
+    return g, tokens, g.input("x", (tokens, width), "float32")
+
+
+def finish(g: Graph, x: Buffer) -> None:
+    """Write an output from x, so that the graph is complete."""
+    g.add_op(COPY, x, out=g.output("out", x.shape, x.dtype), name="finish")
+
+
+def here() -> str:
+    """`file:line` of the line after the caller's."""
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return f"test_registrar.py:{frame.f_back.f_lineno + 1}"
+
+
+# -- errors at registration ----------------------------------------------------------------------------------------
+
+
+def test_a_mismatch_names_the_op_the_operands_their_shapes_and_the_line() -> None:
+    g, _, x = start()
+    w = g.weight("w", (32, 48), "float32")
+    with g.scope("layers.3"), pytest.raises(GraphError) as caught:
+        line = here()
+        g.add_op("linear", x, w, name="up")
+    assert str(caught.value) == (
+        f"layers.3/up ({line}): linear(x float32[tokens, 64], weight float32[32, 48]): weight must be [out, 64]"
+    )
+
+
+def test_the_line_is_the_users_own_in_a_region_too() -> None:
+    g, tokens, x = start()
+    with pytest.raises(GraphError) as caught, g.chunk("ffn", over=tokens):
+        line = here()
+        g.add_op("rms_norm", x, g.weight("w", (63,), "float32"), eps=1e-6)
+    assert f"rms_norm ({line}): rms_norm(x float32[ffn_rows, 64], weight float32[63])" in str(caught.value)
+
+
+Wrong = Callable[[Graph, sympy.Symbol, Buffer], Any]
+
+
+def _in_region(g: Graph, tokens: sympy.Symbol, body: Callable[[], Any]) -> None:
+    with g.chunk("a", over=tokens):
+        body()
+
+
+def _chunks(g: Graph, x: Buffer, *knobs: tuple[str, sympy.Symbol, int]) -> None:
+    for serial, (knob, over, tile) in enumerate(knobs):
+        with g.chunk(knob, over=over, tile=tile, name=f"r{serial}"):
+            g.add_op(LOOK, x)
+
+
+def _nested(g: Graph, tokens: sympy.Symbol, x: Buffer) -> None:
+    with g.chunk("a", over=tokens), g.chunk("b", over=tokens):
+        g.add_op(COPY, x)
+
+
+def _empty_region(g: Graph, tokens: sympy.Symbol, _: Buffer) -> None:
+    with g.chunk("a", over=tokens):
+        pass
+
+
+def _side_of_side(g: Graph) -> None:
+    with g.stream("s"), g.stream("t"):
+        pass
+
+
+def _other() -> Buffer:
+    return Graph("other").input("foreign", (4,), "float32")
+
+
+REFUSED: dict[str, tuple[str, Wrong]] = {
+    "too few operands": (r"linear reads x, weight, bias\?, got 1 operands", lambda g, t, x: g.add_op("linear", x)),
+    "too many operands": (r"copy reads x, got 2 operands", lambda g, t, x: g.add_op(COPY, x, x)),
+    "an operand that is none": (r"'x' must be a buffer of this graph, got 3", lambda g, t, x: g.add_op(COPY, 3)),
+    "a required operand left out": (r"'x' must be a buffer of this graph, got None", lambda g, t, x: g.add_op(COPY, None)),
+    "a buffer of another graph": (r"'x' must be a buffer of this graph, got foreign", lambda g, t, x: g.add_op(COPY, _other())),
+    "an unknown attribute": (r"rms_norm\(x .*\): .*unexpected keyword argument 'epsilon'", lambda g, t, x: g.add_op(
+        "rms_norm", x, g.weight("w", (WIDE,), "float32"), epsilon=1.0)),
+    "an attribute that is no JSON": (r"attribute rows=\[1, 2\] must be a number", lambda g, t, x: g.add_op(
+        Contract(name="any", reads=("x",), writes=("y",), infer=lambda x, **_: (x,), flops=lambda *_, **__: 0,
+                 rate_rows=lambda *_, **__: 1), x, rows=[1, 2])),
+    "out= of another shape": (r"writes y float32\[tokens, 64\], but out= is y: float32\[tokens, 8\] \(test_registrar",
+        lambda g, t, x: g.add_op(COPY, x, out=g.output("y", (t, 8), "float32"))),
+    "out= of another dtype": (r"but out= is y: bfloat16", lambda g, t, x: g.add_op(
+        COPY, x, out=g.output("y", (t, WIDE), "bfloat16"))),
+    "too many out=": (r"copy writes y, out= gives 2", lambda g, t, x: g.add_op(COPY, x, out=(x, x))),
+    "out= that is an operand": (r"out= gives x: .*, which it also reads", lambda g, t, x: g.add_op(COPY, x, out=x)),
+    "out= of another graph": (r"out= must give buffers of this graph, got foreign", lambda g, t, x: g.add_op(COPY, x, out=_other())),
+    "a write to a weight": (r"touch \(.*: writes the weight w: float32\[4\]", lambda g, t, x: g.add_op(
+        TOUCH, g.weight("w", (4,), "float32"))),
+    "an unknown dtype": (r"y \(.*unknown dtype 'fp8'", lambda g, t, x: g.input("y", (t,), "fp8")),
+    "a size of zero": (r"y \(.*\): 0 is no size", lambda g, t, x: g.input("y", (t, 0), "float32")),
+    "a dim of nobody": (r"y \(.*\): n is no size", lambda g, t, x: g.input("y", (sympy.Symbol("n"),), "float32")),
+    "a name twice": (r"x \(.*the name is taken by x: float32\[tokens, 64\] \(test_reg", lambda g, t, x: g.input("x", (t,), "float32")),
+    "a weight of two shapes": (r"w \(.*asked for a weight float32\[5\], but it is a weight float32\[4\]", lambda g, t, x: (
+        g.weight("w", (4,), "float32"), g.weight("w", (5,), "float32"))),
+    "a weight of two tensors": (r"w \(.*asked for tensor 'b', but it is 'a'", lambda g, t, x: (
+        g.weight("w", (4,), "float32", tensor="a"), g.weight("w", (4,), "float32", tensor="b"))),
+    "a state asked for as a carry": (r"asked for a carry .* but it is a state", lambda g, t, x: (
+        g.state("s", (4,), "float32"), g.carry("s", (4,), "float32"))),
+    "a dim of two bounds": (r"dim 'n' \(.*asked for at_most=m, declared with at_most=tokens", lambda g, t, x: (
+        g.dim("m"), g.dim("n", at_most="tokens"), g.dim("n", at_most="m"))),
+    "a dim of two values": (r"asked for value=4, declared with value=3", lambda g, t, x: (g.dim("n", value=3), g.dim("n", value=4))),
+    "a bound that is no dim": (r"bounded by 'all', which is not declared", lambda g, t, x: g.dim("n", at_most="all")),
+    "a buffer that is not there": (r"no buffer 'y' in graph 'test'", lambda g, t, x: g["y"]),
+    "a region without ops": (r"region a \(.*has no ops", _empty_region),
+    "a region's name twice": (r"region a \(.*the name is taken", lambda g, t, x: (
+        _in_region(g, t, lambda: g.add_op(COPY, x)), _in_region(g, t, lambda: g.add_op(COPY, x)))),
+    "a region over no dim": (r"over= must be a dim of this graph, got 2\*tokens", lambda g, t, x: _chunks(g, x, ("a", 2 * t, 8))),
+    "a knob over two dims": (r"over n, but the same knob of r0 is over tokens", lambda g, t, x: _chunks(
+        g, x, ("a", t, 8), ("a", g.dim("n"), 8))),
+    "a knob of two tiles": (r"tile 16, but the same knob was given tile 8", lambda g, t, x: _chunks(g, x, ("a", t, 8), ("a", t, 16))),
+    "a dim sliced twice": (r"a region over tokens is open already", _nested),
+    "a dim that cannot be sliced": (r"region a cannot slice axis 0 of x e: int32\[tokens \+ 1\]: tokens \+ 1 is no multiple of tokens",
+        lambda g, t, x: _in_region(g, t, lambda: g.add_op(COPY, g.input("e", (t + 1,), "int32")))),
+    "an alias of itself": (r"x \(.*aliases itself", lambda g, t, x: g.add_alias(x, x)),
+    "an alias twice": (r"is an alias already", lambda g, t, x: (
+        y := g.add_op(COPY, x), g.add_alias(y, x), g.add_alias(y, x))),
+    "an alias under aliases": (r"others alias it already; alias the root first", lambda g, t, x: (
+        y := g.add_op(COPY, x), z := g.add_op(COPY, y), g.add_alias(z, y), g.add_alias(y, x))),
+    "an alias of a weight": (r"a transient cannot alias a weight", lambda g, t, x: g.add_alias(
+        g.add_op(COPY, x), g.weight("w", (4,), "float32"))),
+    "a barrier before any op": (r"nothing has been registered yet", lambda g, t, x: g.add_barrier(x)),
+    "a barrier for nothing": (r"name the buffers", lambda g, t, x: (g.add_op(COPY, x), g.add_barrier())),
+    "a barrier since the future": (r"since=7 is no earlier mark", lambda g, t, x: (g.add_op(COPY, x), g.add_barrier(x, since=7))),
+    "a wait without a stream": (r"wait\('s'\) \(.*nothing was registered on that stream", lambda g, t, x: g.wait("s")),
+    "a stream named main": (r"streams fork from the main stream only", lambda g, t, x: g.stream("main").__enter__()),
+    "a stream in a stream": (r"streams fork from the main stream only", lambda g, t, x: _side_of_side(g)),
+    "an unknown option": (r"choice 'how' .* is one of a, b, got 'c'", lambda g, t, x: Graph("h", choices={"how": "c"}).choice(
+        "how", ("a", "b"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_at_registration(what: str) -> None:
+    message, register = REFUSED[what]
+    with pytest.raises(GraphError, match=message) as caught:
+        register(*start())
+    if what != "a buffer that is not there":
+        assert re.search(r"\(test_registrar\.py:\d+\)", str(caught.value)), "the message must show the user's line"
+
+
+def test_an_unknown_operator_is_guessed() -> None:
+    g, _, x = start()
+    with pytest.raises(UnknownName, match=r"Did you mean 'rms_norm'\?.*Pass a Contract of your own"):
+        g.add_op("rmsnorm", x)
+
+
+def test_a_contract_cannot_update_what_it_does_not_read() -> None:
+    with pytest.raises(GraphError, match=r"contract 'bad' updates \['y'\]"):
+        Contract(name="bad", reads=("x",), updates=("y",))
+
+
+def test_optional_operands_may_be_left_out_or_none() -> None:
+    g, _, x = start()
+    assert [set(g.add_op(PAIR, *args, name=f"z{i}").name for _ in "1") for i, args in enumerate(((x,), (x, None), (x, x)))]
+    assert [set(op.operands) for op in g.ops] == [{"x", "z"}, {"x", "z"}, {"x", "y", "z"}]
+    assert g.ops[2].reads == (x, x)
+
+
+def test_results_are_what_the_op_writes_or_updates() -> None:
+    g, _, x = start()
+    scores, experts = g.add_op("moe_route", x, g.weight("r", (8, WIDE), "float32"), top_k=2, normalize=False)
+    assert (scores.name, experts.name) == ("moe_route.scores", "moe_route.experts")
+    assert g.add_op(TOUCH, x) is x
+    assert [g.add_op(TOUCH, x) is x and op.name for op in g.ops[-1:]] == ["touch"]
+    assert g.ops[-1].name == "touch.2"
+
+
+def test_a_contract_may_read_nothing() -> None:
+    g, tokens, _ = start()
+    zeros = Contract(name="zeros", reads=(), writes=("y",), infer=lambda *, rows: (Spec((rows, 2), "float32"),))
+    with g.chunk("a", over=tokens) as rows:
+        y = g.add_op(zeros, rows=rows)
+    assert y.shape == (rows, 2)
+    assert g.ops[0].rate_rows == 1
+
+
+# -- validation ----------------------------------------------------------------------------------------------------
+
+
+def _read_before_write(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    y = g.buffer("y", (t, WIDE), "float32")
+    g.add_op(COPY, y, name="early")
+
+
+def _carry_nobody_wrote(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    g.add_op(COPY, g.carry("c", (t,), "float32"), name="early")
+
+
+def _output_never_written(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    g.output("y", (t,), "float32")
+    g.add_op(COPY, x)
+
+
+def _never_used(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    g.buffer("y", (t,), "float32")
+    g.add_op(COPY, x)
+
+
+def _slice_used_outside(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    with g.chunk("a", over=t):
+        y = g.add_op(COPY, x, name="y")
+    g.add_op(COPY, y, name="late")
+
+
+def _stale_read(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    y = g.add_op(COPY, x, name="y")
+    z = g.add_op(OVER, y, name="z")
+    g.add_alias(z, y)
+    g.add_op(COPY, y, name="late")
+
+
+def _not_in_place(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    y = g.add_op(COPY, x, name="y")
+    g.add_alias(g.add_op(COPY, y, name="z"), y)
+
+
+def _stale_input(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    g.add_alias(g.add_op(OVER, x, name="y"), x)
+    g.add_op(COPY, x, name="late")
+
+
+def _stale_second_write(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    y, z = (g.buffer(name, (t, WIDE), "float32") for name in "yz")
+    g.add_alias(z, y)
+    for into in (z, y, z):
+        g.add_op(COPY, x, out=into)
+    g.add_op(COPY, y, name="late")
+
+
+def _output_overwritten(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    y = g.output("y", (t, WIDE), "float32")
+    g.add_op(COPY, x, out=y)
+    g.add_alias(g.add_op(OVER, y, name="z"), y)
+
+
+def _stale_in_the_next_iteration(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    y = g.add_op(COPY, x, name="y")
+    with g.chunk("a", over=t):
+        g.add_op(LOOK, y, name="all_of_y")
+        z = g.add_op(COPY, x, name="z")
+    g.add_alias(z, y)
+
+
+def _whole_read_written_by_slices(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    """In place holds only where the loop cuts both alike."""
+    y = g.add_op(COPY, x, name="y")
+    z = g.buffer("z", (t, WIDE), "float32")
+    g.add_alias(z, y)
+    whole = Contract(name="mix", reads=("x", "r"), writes=("y",), whole=frozenset({"x"}), inplace=(("y", "x"),), infer=lambda x, r: (r,))
+    with g.chunk("a", over=t):
+        g.add_op(whole, y, x, out=z)
+
+
+def _wait_for_nobody(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    with g.stream("s"):
+        g.add_op(LOOK, x)
+    g.wait("s")
+
+
+def _never_joined(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    with g.stream("s"):
+        g.add_op(LOOK, x, name="side")
+
+
+def _forked_outside_its_loop(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    g.add_op(COPY, x)
+    with g.chunk("a", over=t):
+        with g.stream("s"):
+            g.add_op(LOOK, x, name="side")
+        g.wait("s")
+        g.add_op(COPY, x)
+
+
+INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = {
+    "read before write": (r"early \(LINE\): reads y: float32\[tokens, 64\] before anything writes it \(LINE\)", _read_before_write),
+    "a carry of no phase": (r"early \(LINE\): reads c: float32\[tokens\] before anything writes it", _carry_nobody_wrote),
+    "output never written": (r"output y: float32\[tokens\] \(LINE\) is never written", _output_never_written),
+    "never used": (r"y: float32\[tokens\] \(LINE\) is never used", _never_used),
+    "a slice used outside": (r"late \(LINE\): touches y: .* \(LINE\) outside its region a", _slice_used_outside),
+    "stale alias read": (r"alias of z and y: late \(LINE\) reads y after z \(LINE\) has overwritten it", _stale_read),
+    "alias of what is read, not in place": (r"alias of z and y: z \(LINE\) reads y after z", _not_in_place),
+    "alias of an input": (r"alias of y and x: late \(LINE\) reads x after y \(LINE\)", _stale_input),
+    "a second write": (r"alias of z and y: late \(LINE\) reads y after copy.3 \(LINE\)", _stale_second_write),
+    "an output overwritten": (r"z \(LINE\) overwrites the output y, which must hold", _output_overwritten),
+    "the next iteration": (r"alias of z and y: all_of_y \(LINE\) reads y after z \(LINE\)", _stale_in_the_next_iteration),
+    "whole read, slices written": (r"alias of z and y: mix \(LINE\) reads y", _whole_read_written_by_slices),
+    "wait without an op after it": (r"wait\(\) with no op after it", _wait_for_nobody),
+    "a stream never joined": (r"side \(LINE\): stream 's' is never joined, yet it touches x", _never_joined),
+    "a stream that leaves its loop": (r"side \(LINE\): stream 's' must fork and join inside region a", _forked_outside_its_loop),
+}
+
+
+@pytest.mark.parametrize("what", INVALID)
+def test_invalid(what: str) -> None:
+    message, register = INVALID[what]
+    g, tokens, x = start()
+    register(g, tokens, x)
+    with pytest.raises(GraphError, match=message.replace("LINE", r"test_registrar\.py:\d+")):
+        validate(g)
+
+
+def test_a_graph_without_ops_is_invalid() -> None:
+    with pytest.raises(GraphError, match="graph 'empty' has no ops"):
+        validate(Graph("empty"))
+
+
+def test_a_missing_kernel_is_named() -> None:
+    g, _, x = start()
+    finish(g, x)
+    validate(g)
+    validate(g, kernels=("copy",))
+    with pytest.raises(GraphError, match=r"finish \(test_registrar\.py:\d+\): no kernel 'copy'; there are linear"):
+        validate(g, kernels=("linear",))
+
+
+def test_legal_aliases() -> None:
+    """In place, one after the other, at disjoint offsets, and slice by slice in a loop that cuts both alike."""
+    g, tokens, x = start()
+    y = g.add_op(COPY, x, name="y")
+    z = g.add_op(OVER, y, name="z")
+    g.add_alias(z, y)
+    high = g.buffer("high", (tokens, WIDE), "float32")
+    g.add_alias(high, z, offset=z.bytes)
+    w = g.buffer("w", (tokens, WIDE), "float32")
+    g.add_alias(w, z)
+    with g.chunk("a", over=tokens):
+        g.add_op(OVER, z, out=w, name="slices")
+        g.add_op(COPY, w, out=high, name="beside")
+    finish(g, w)
+    validate(g)
+    assert g.root(w) is g.root(high) is y
+    assert g.aliases[high.id] == (y, y.bytes)
+
+
+def test_a_double_buffer_may_be_read_before_its_body_writes_it() -> None:
+    g, tokens, x = start()
+    with g.chunk("a", over=tokens) as rows:
+        slot = g.buffer("slot", (rows, WIDE), "float32", rotate=2)
+        g.add_op(COPY, slot, name="use")
+        g.add_op(COPY, x, out=slot, name="fetch")
+    validate(g)
+    assert slot.bytes == 2 * slot.spec.bytes
+
+
+# -- slices, regions, barriers, streams ----------------------------------------------------------------------------
+
+
+def test_slices_have_factors_and_whole_operands_have_none() -> None:
+    g, tokens, x = start()
+    r = g.weight("r", (8, WIDE), "float32")
+    with g.chunk("experts", over=tokens):
+        scores, experts = g.add_op("moe_route", x, r, top_k=2, normalize=False)
+        order, _ = g.add_op("moe_sort", experts, num_experts=8)
+        rows = g.add_op("moe_gather", x, order, top_k=2)
+        g.add_op("gather_rows", x, g.input("rows", (tokens,), "int64"))
+        g.add_op("moe_combine", rows, order, scores, x)
+    assert rows.shape == (2 * g.regions[0].rows, WIDE)
+    _, sort, gather, chosen, combine = g.ops
+    assert set(gather.slices) == {Slice("x", 0, "experts", 1), Slice("order", 0, "experts", 2), Slice("y", 0, "experts", 2)}
+    assert Slice("order", 0, "experts", 2) in sort.slices
+    assert {s.operand for s in chosen.slices} == {"rows", "y"}
+    assert Slice("x", 0, "experts", 1) in combine.slices
+
+
+def test_nested_regions_slice_each_dim_at_its_own_axis() -> None:
+    g, tokens, x = start()
+    vocabulary = g.dim("vocabulary", value=1000)
+    table = g.weight("table", (vocabulary, WIDE), "float32")
+    with g.chunk("rows", over=tokens) as rows:
+        h = g.add_op(COPY, x, name="h")
+        with g.chunk("tiles", over=vocabulary) as columns:
+            scores = g.add_op("linear", h, table, name="scores")
+    assert scores.shape == (rows, columns)
+    inner = g.regions[1]
+    assert (inner.parent, inner.chain) == (g.regions[0], tuple(g.regions))
+    assert g.ops[1].region is inner
+    assert set(g.ops[1].slices) == {
+        Slice("x", 0, "rows", 1), Slice("weight", 0, "tiles", 1), Slice("y", 0, "rows", 1), Slice("y", 1, "tiles", 1),
+    }  # fmt: skip
+    assert g.ops[1].flops == 2 * rows * WIDE * columns
+
+
+def test_outputs_are_filled_slice_by_slice() -> None:
+    g, tokens, x = start()
+    y = g.output("y", (tokens, WIDE), "float32")
+    with g.chunk("a", over=tokens):
+        g.add_op(COPY, x, out=y)
+    validate(g)
+    assert y.home is None
+    assert set(g.ops[0].slices) == {Slice("x", 0, "a", 1), Slice("y", 0, "a", 1)}
+
+
+def test_scratch_is_private_to_its_op() -> None:
+    g = Graph("test", backend="cuda")
+    q = g.input("q", (g.dim("tokens"), WIDE), "float32")
+    g.add_op("attention", q, q, q, g.input("cu", (2,), "int32"), heads=2, kv_heads=2, head_size=32, scale=1.0, pairs=g.dim("pairs"))
+    scratch = g.ops[0].operands["scratch"]
+    assert (scratch.kind, scratch.shape, scratch.dtype) == ("scratch", (256,), "uint8")
+    assert scratch in g.ops[0].writes and scratch not in g.ops[0].reads
+
+
+def test_barriers_remember_where_they_were_put() -> None:
+    g, _, x = start()
+    y = g.add_op(COPY, x)
+    since = g.mark()
+    g.add_op(COPY, x)
+    g.add_barrier(y, since=since)
+    g.add_barrier(x, y)
+    assert [(b.name, b.start, b.end) for b in g.barriers] == [("barrier", 1, 2), ("barrier.2", None, 2)]
+    assert g.barriers[0].source.startswith("test_registrar.py:")
+
+
+def test_streams_fork_from_the_last_main_op_and_join_at_the_next() -> None:
+    g, _, x = start()
+    g.add_op(COPY, x)
+    g.add_op(COPY, x)
+    with g.stream("copies"):
+        g.add_op(COPY, x, name="side")
+        g.add_op(COPY, x, name="side")
+    g.add_op(COPY, x)
+    g.wait("copies")
+    g.add_op(COPY, x, name="join")
+    with g.stream("copies"):
+        g.add_op(COPY, x, name="again")
+    g.wait("copies")
+    g.add_op(COPY, x, name="join")
+    assert g.edges == [Edge("fork", 1, 2), Edge("wait", 3, 5), Edge("fork", 5, 6), Edge("wait", 6, 7)]
+    assert [op.stream for op in g.ops] == ["main"] * 2 + ["copies"] * 2 + ["main"] * 2 + ["copies", "main"]
+    validate(g)
+
+
+def test_a_stream_before_any_main_op_needs_no_fork() -> None:
+    g, _, x = start()
+    with g.stream("s"):
+        g.add_op(COPY, x, name="side")
+    g.wait("s")
+    g.add_op(COPY, x, name="join")
+    assert g.edges == [Edge("wait", 0, 1)]
+    validate(g)
+
+
+# -- programs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_keeps_values_and_bounds_of_dims_that_shape_its_state() -> None:
+    """A phase that never mentions them still plans the other phase's state."""
+
+    def write(g: Graph) -> None:
+        g.dim("kept_at_most", value=7)
+        kept = g.dim("kept", at_most="kept_at_most")
+        g.add_op(TOUCH, g.state("cache", (kept, 4), "float32"))
+
+    def other(g: Graph) -> None:
+        finish(g, g.input("x", (g.dim("tokens"),), "float32"))
+
+    program = Program("p")
+    program.add_phase("write", write)
+    program.add_phase("other", other)
+    g = program.graph("other")
+    assert [(name, d.at_most, d.value) for name, d in g.dims.items()] == [
+        ("kept_at_most", None, 7), ("kept", "kept_at_most", None), ("tokens", None, None),
+    ]  # fmt: skip
+    assert [b.name for b in g.buffers] == ["cache", "x", "out"]
+
+
+def test_phases_and_steps_have_one_name_each_and_agree_about_what_they_share() -> None:
+    program = Program("p")
+    program.add_phase("a", lambda g: finish(g, g.weight("w", (4,), "float32")))
+    program.add_phase("b", lambda g: finish(g, g.weight("w", (5,), "float32")))
+    with pytest.raises(GraphError, match="has a phase or step 'a' already"):
+        program.add_phase("a", lambda g: None)
+    with pytest.raises(UnknownName, match="unknown phase 'c'"):
+        program.add_step("both", ("a", "c"))
+    with pytest.raises(UnknownName, match="unknown step 'd'"):
+        program.graph("d")
+    with pytest.raises(GraphError, match=r"w \(.*asked for a weight float32\[5\], but it is a weight float32\[4\]"):
+        program.graph("a")
+
+
+def test_a_joined_step_prefixes_what_is_a_phases_own_and_carries_the_rest() -> None:
+    program = Program("p")
+
+    def make(g: Graph) -> None:
+        g.add_op(COPY, g.input("x", (g.dim("n"),), "float32"), out=g.carry("c", (g.dim("n"),), "float32"))
+
+    program.add_phase("make", make)
+    program.add_phase("use", lambda g: finish(g, g.carry("c", (g.dim("n"),), "float32")))
+    program.add_step("both", ("make", "use"))
+    g = program.graph("both")
+    assert [op.name for op in g.ops] == ["make/copy", "use/finish"]
+    assert [b.name for b in g.buffers] == ["make/x", "c", "use/out"]
+    assert program.steps == ("make", "use", "both")
+    with pytest.raises(GraphError, match="reads c.* before anything writes it"):
+        program.graph("use")
+
+
+# -- serialisation and drawing -------------------------------------------------------------------------------------
+
+
+def small() -> Graph:
+    """Everything that a graph may hold: nested regions, aliases, barriers, streams, choices, rotation, own contracts."""
+    g, tokens, x = start()
+    g.choice("head", ("plain", "fused"))
+    half = g.dim("half", at_most="tokens")
+    y = g.add_op(COPY, x, name="y")
+    with g.stream("side"):
+        g.add_op(LOOK, y, name='quoted "name" | pipe')
+    with g.scope("layers.0"), g.chunk("a", over=tokens), g.chunk("b", over=half):
+        g.buffer("slot", (half, 3), "int32", rotate=2, tensor=None)
+        g.add_op(TOUCH, g["layers.0/slot"], name="fill")
+    g.wait("side")
+    z = g.add_op(OVER, y, name="z")
+    g.add_alias(z, y)
+    g.add_barrier(x, since=1)
+    g.add_op("linear", z, g.weight("w", (WIDE, WIDE), "float32", tensor="model.w"), out=g.output("out", x.shape, x.dtype))
+    return g
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {
+    "small": small,
+    **{name: (lambda name=name: load(name).graph(logits=True)) for name in PRESETS},  # type: ignore[misc]
+    "toy": lambda: toy.program().graph("commit_then_denoise"),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_survives_json_byte_for_byte(name: str) -> None:
+    g = GRAPHS[name]()
+    text = to_json(g)
+    assert to_json(GRAPHS[name]()) == text, "registering twice must give the same bytes"
+    back = from_json(text)
+    assert to_json(back) == text
+    assert json.loads(text)["schema"] == "mosaic.graph/1"
+    assert [b.shape for b in back.buffers] == [b.shape for b in g.buffers]
+    assert [op.flops for op in back.ops] == [sympy.expand(op.flops) for op in g.ops]
+
+
+@pytest.mark.parametrize("name", ["llada-8b", "toy"])
+def test_lifetimes_of_a_graph_read_back_are_the_same(name: str) -> None:
+    from mosaic.planner.lifetimes import derive
+    from mosaic.planner.template import compile_body
+
+    g = GRAPHS[name]()
+    bodies = [compile_body(graph) for graph in (g, from_json(to_json(g)))]
+    first, second = (derive(body, set(g.tiles)) for body in bodies)
+    assert first == second
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema":"mosaic.plan/1"}', "nonsense"])
+def test_what_is_no_graph_is_refused(text: str) -> None:
+    with pytest.raises(GraphError, match="not a graph"):
+        from_json(text)
+
+
+def test_a_damaged_graph_is_refused() -> None:
+    plain = json.loads(to_json(small()))
+    for key in plain:
+        damaged = {**plain, key: None} if key == "buffers" else {k: v for k, v in plain.items() if k != key}
+        with pytest.raises(GraphError, match="not a graph|damaged"):
+            from_json(json.dumps(damaged))
+    plain["ops"][0]["reads"] = [10**6]
+    with pytest.raises(GraphError, match="damaged graph: IndexError"):
+        from_json(json.dumps(plain))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_drawings_are_balanced_and_mention_every_op(name: str) -> None:
+    g = GRAPHS[name]()
+    dot, mermaid = to_dot(g), to_mermaid(g)
+    assert unquoted(dot).count("{") == unquoted(dot).count("}") == 1 + len(g.regions)
+    assert dot.count('"') % 2 == dot.count('\\"') % 2
+    blocks = [line.split()[0] for line in mermaid.splitlines()]
+    assert blocks.count("subgraph") == blocks.count("end") == len(g.regions)
+    for op in g.ops:
+        assert op.name.replace('"', '\\"') in dot
+        assert f'op{op.index}["{op.name.replace(chr(34), chr(39)).replace("|", "/")}' in mermaid
+    flow = to_networkx(g)
+    assert list(flow.nodes) == [op.name for op in g.ops]
+    assert all(a != b for a, b in flow.edges())
+
+
+def unquoted(dot: str) -> str:
+    return re.sub(r'"(\\.|[^"\\])*"', "", dot)
+
+
+# -- one name for an operator everywhere ---------------------------------------------------------------------------
+
+
+def test_operators_are_the_contract_files() -> None:
+    folder = Path(contracts.__file__).parent
+    assert tuple(sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")) == OPERATORS
+    assert all(contract(name).name == name for name in OPERATORS)
+
+
+def test_operators_are_the_kernels() -> None:
+    assert tuple(sorted(KERNELS)) == OPERATORS
+
+
+def test_scratch_is_declared_for_operators_only() -> None:
+    for table in (cpu.SCRATCH, cuda.SCRATCH):
+        assert set(table) <= set(OPERATORS)
+    with pytest.raises(UnknownName, match="unknown backend 'tpu'"):
+        scratch_bytes("tpu", "linear", {}, {})
+    assert {scratch_bytes(backend, "silu_mul", {}, {}) for backend in BACKENDS} == {0}
+
+
+def test_contracts_say_only_what_they_have() -> None:
+    for name in OPERATORS:
+        rule = contract(name)
+        reads = {read.rstrip("?") for read in rule.reads}
+        assert set(rule.updates) <= reads and rule.whole <= reads
+        assert not reads & set(rule.writes)
+        assert all(w in rule.writes and r in reads for w, r in rule.inplace)
+        assert rule.writes or rule.updates
