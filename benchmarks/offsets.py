@@ -27,8 +27,8 @@ SEARCHING = ("local_search", "cpsat")
 LARGE = 6_000  # buffers; above, only one-pass solvers and the portfolio run
 
 # Measured earlier by us on 2 cores, not in this run. MiniMalloc (C++, single thread, default round robin): seconds to
-# reach the capacity 1,048,576 (for the others: the lower bound given as capacity). OmniMalloc 1.0.0, supermalloc with its
-# default threads: peak over lower bound after its 3 s.
+# reach the capacity 1,048,576 (for the others: the lower bound given as capacity). OmniMalloc 1.0.0, supermalloc with
+# its default threads: peak over lower bound after its 3 s.
 EARLIER: dict[str, tuple[str, str]] = {
     "A": ("4.67 s", "1.034"), "C": ("0.69 s", "1.164"), "F": ("4.74 s", "1.147"), "H": ("1.38 s", "1.078"),
     "J": ("1.17 s", "1.110"), "somas_resnet50": ("0.30 s", "1.003"), "iopddl_G_1": ("1.8 s", "1.000"),

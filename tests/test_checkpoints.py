@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mosaic.errors import CheckpointError
+from mosaic.models.safetensors import members
 from mosaic.runtime.checkpoint import Checkpoint, SafetensorsFile
 from mosaic.runtime.weights import (
     adopt_tensors,
     fill_randomly,
     load_weights,
-    members,
     save_checkpoint,
 )
 

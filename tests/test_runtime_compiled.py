@@ -36,7 +36,7 @@ MOE = {
 
 def weights_of(model: CompiledModel) -> dict[str, Tensor]:
     """The model's weights as a checkpoint names them."""
-    from mosaic.runtime.weights import members
+    from mosaic.models.safetensors import members
 
     return {
         name: (view if len(members(tensor)) == 1 else view[i])

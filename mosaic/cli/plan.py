@@ -73,7 +73,9 @@ def _planner(model: str, dtype: str | None, device: str, budget: str | None) -> 
     loaded = load(model)
     if dtype is not None:
         loaded = loaded.with_dtype(dtype)
-    return Planner(loaded, device=device, budget_bytes=parse_bytes(budget) if budget else None)
+    planner = Planner(loaded, device=device, budget_bytes=parse_bytes(budget) if budget else None)
+    planner.verify_checkpoint()
+    return planner
 
 
 def _request(

@@ -16,6 +16,7 @@ from typing import Any
 from mosaic.devices import DEFAULT_DEVICE, Device, load_device
 from mosaic.errors import UsageError
 from mosaic.models import Model, load
+from mosaic.models.safetensors import Layout
 from mosaic.planner.cache import template_of
 from mosaic.planner.document import assemble
 from mosaic.planner.limits import DimsAt, max_context, smallest_total
@@ -119,6 +120,23 @@ class Planner:
             template = template_of(self.model, backend=self.device.backend, logits=logits)
             self._spaces[logits] = Space(template, self.device)
         return self._spaces[logits]
+
+    def verify_checkpoint(self) -> None:
+        """Make sure that the model's directory, if it has weights, holds every tensor in its shape, by headers alone.
+
+        Raises
+        ------
+        CheckpointError
+            Naming file, tensor, what was expected and what was found.
+        """
+        if self.model.path is None or not Layout.exists(self.model.path):
+            return
+        body = next(iter(self.space().template.bodies.values()))
+        sizes = body.evaluate([1] * len(body.variables)).tolist()
+        weights = [
+            (b.tensor, tuple(sizes[row] for row in b.shape)) for b in body.buffers if b.kind == "weight" and b.tensor is not None
+        ]
+        Layout(self.model.path).verify(weights)
 
     def plan(
         self, request: Request, *, solver: str = "auto", config: Mapping[str, int | str | None] | None = None

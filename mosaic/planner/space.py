@@ -26,6 +26,9 @@ from mosaic.planner.peaks import ALIGNMENT, PeakFormula, peak_formula
 from mosaic.planner.template import Body, Template
 from mosaic.units import round_up
 
+_Tables = tuple[float, list[dict[int | None, float]], list[tuple[str, ...]]]
+"""Seconds that no knob changes, seconds by setting of each knob, and the groups of nested knobs."""
+
 __all__ = ["MAX_ROWS", "Config", "Point", "Space", "Variant"]
 
 MAX_ROWS = 16384
@@ -150,9 +153,8 @@ class Point:
         template = space.template
         self._dim_values = [dims[dim.name] for dim in template.dims]
         self.extents = {knob.name: dims[knob.over] for knob in template.knobs}
-        self._seconds: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]], float] = {}
         self._options: dict[int, list[int | None]] = {}
-        self._total_seconds: dict[Config, float] = {}
+        self._tables: dict[tuple[str, ...], _Tables] = {}
         self._fixed: dict[tuple[str, ...], int] = {}
         self._peaks: dict[Config, tuple[int, int]] = {}
         self.evaluations = 0
@@ -262,29 +264,35 @@ class Point:
         return self.fixed_bytes(config) + round_up(workspace, self.space.device.page_bytes)
 
     def seconds(self, config: Config) -> float:
-        """Predicted time of the step."""
-        if config not in self._total_seconds:
+        """Predicted time of the step: what no knob changes, each knob's own ops, and what nested knobs share."""
+        if config.choices not in self._tables:
+            self._tables[config.choices] = self._tabulate(config.choices)
+        total, tables, nested = self._tables[config.choices]
+        for table, rows in zip(tables, config.rows, strict=True):
+            if rows not in table:  # a setting off the grid
+                return self._exact_seconds(config)
+            total += table[rows]
+        if nested:
             times, values = self.space.times(config.choices), self.values(config)
-            self._total_seconds[config] = sum(
-                self._group_seconds(times, config.choices, group, values) for group in times.groups
-            )
-        return self._total_seconds[config]
+            total += sum(times.group_seconds(group, values, self.extents) for group in nested)
+        return total
 
-    def _group_seconds(
-        self, times: OpTimes, choices: tuple[str, ...], group: tuple[str, ...], values: Sequence[int]
-    ) -> float:
-        rows = tuple([values[times.columns[knob]] for knob in group])
-        key = (choices, group, rows)
-        if key not in self._seconds:
-            if len(group) == 1:
-                self._tabulate(times, choices, group[0], values)
-            if key not in self._seconds:
-                self._seconds[key] = times.group_seconds(group, values, self.extents)
-        return self._seconds[key]
+    def _exact_seconds(self, config: Config) -> float:
+        times, values = self.space.times(config.choices), self.values(config)
+        return sum(times.group_seconds(group, values, self.extents) for group in times.groups)
 
-    def _tabulate(self, times: OpTimes, choices: tuple[str, ...], knob: str, values: Sequence[int]) -> None:
-        """Times of one knob at all its settings: a few vector operations instead of a few each."""
-        index = next(i for i, record in enumerate(self.space.template.knobs) if record.name == knob)
-        settings = [self.extents[knob] if rows is None else rows for rows in self.options(index)]
-        for rows, seconds in zip(settings, times.knob_seconds(knob, values, settings, self.extents), strict=True):
-            self._seconds[choices, (knob,), (rows,)] = seconds
+    def _tabulate(self, choices: tuple[str, ...]) -> _Tables:
+        """Times of every knob at all its settings: a few vector operations instead of a few each."""
+        times = self.space.times(choices)
+        values = self.values(Config(choices, (None,) * len(self._knobs)))
+        tables: list[dict[int | None, float]] = []
+        for index, knob in enumerate(self.space.template.knobs):
+            options = self.options(index)
+            if (knob.name,) not in times.groups:
+                tables.append(dict.fromkeys(options, 0.0))
+                continue
+            settings = [self.extents[knob.name] if rows is None else rows for rows in options]
+            seconds = times.knob_seconds(knob.name, values, settings, self.extents)
+            tables.append(dict(zip(options, seconds, strict=True)))
+        fixed = times.group_seconds((), values, self.extents) if () in times.groups else 0.0
+        return fixed, tables, [group for group in times.groups if len(group) > 1]

@@ -12,6 +12,7 @@ ITEMSIZE: Final[Mapping[str, int]] = {
     "int64": 8,
     "float32": 4,
     "int32": 4,
+    "int16": 2,
     "bfloat16": 2,
     "float16": 2,
     "int8": 1,

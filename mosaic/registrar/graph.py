@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import sympy
 
-from mosaic.errors import GraphError
+from mosaic.errors import GraphError, MissingExtra
 from mosaic.registrar.contract import Contract, Dim, Spec, require
 from mosaic.registrar.contracts import contract as shipped_contract
 from mosaic.registrar.dtypes import ITEMSIZE
@@ -621,6 +621,15 @@ class Graph:
             f"Graph '{self.name}': {len(self.ops)} ops, {len(self.buffers)} buffers, {len(self.regions)} regions; "
             f"dims {', '.join(self.dims) or 'none'}; knobs {knobs}"
         )
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture of the graph, where matplotlib is installed (notebooks)."""
+        from mosaic.viz.graph_picture import graph_png  # upwards, but only when a notebook asks for a picture
+
+        try:
+            return graph_png(self)
+        except MissingExtra:
+            return None
 
     def root(self, buffer: Buffer) -> Buffer:
         """The buffer whose storage this one occupies."""

@@ -18,26 +18,14 @@ from torch import Tensor
 
 from mosaic.errors import CheckpointError
 from mosaic.files import write_atomic
+from mosaic.models.safetensors import is_stack, members
 from mosaic.runtime.checkpoint import Checkpoint, write_safetensors
 from mosaic.runtime.workspace import Workspace
 
-__all__ = ["adopt_tensors", "fill_randomly", "load_weights", "members", "save_checkpoint", "weight_views"]
+__all__ = ["adopt_tensors", "fill_randomly", "load_weights", "save_checkpoint", "weight_views"]
 
-_STACK = re.compile(r"\{0:(\d+)\}")
 _CONSTANT = re.compile(r"=inv_freq:theta=([0-9.eE+-]+),dim=(\d+)")
 INIT_STD: Final = 0.02
-
-
-def members(tensor: str) -> list[str]:
-    """List the checkpoint tensors that a buffer's `tensor` stands for: itself, or the members of a stack.
-
-    >>> members("experts.{0:2}.up")
-    ['experts.0.up', 'experts.1.up']
-    """
-    match = _STACK.search(tensor)
-    if match is None:
-        return [tensor]
-    return [tensor[: match.start()] + str(i) + tensor[match.end() :] for i in range(int(match[1]))]
 
 
 def _stored(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -66,7 +54,7 @@ def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     for tensor, view in views.items():
         if tensor.startswith("="):
             _fill_constant(tensor, view)
-        elif _STACK.search(tensor) is None:
+        elif not is_stack(tensor):
             checkpoint.copy_into(tensor, view)
         else:
             for part, name in zip(_parts(tensor, view), members(tensor), strict=True):
@@ -90,7 +78,7 @@ def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0) -> None:
 
 
 def _parts(tensor: str, view: Tensor) -> list[Tensor]:
-    return [view] if _STACK.search(tensor) is None else list(view.unbind(0))
+    return list(view.unbind(0)) if is_stack(tensor) else [view]
 
 
 def _fill_constant(tensor: str, out: Tensor) -> None:
@@ -130,7 +118,7 @@ def adopt_tensors(document: Mapping[str, Any], state: Mapping[str, Tensor]) -> d
         if record["kind"] not in ("weight", "external") or name is None or name.startswith("="):
             continue
         if name not in state:
-            detail = "members of a stack lie apart" if _STACK.search(name) else f"{len(state)} others"
+            detail = "members of a stack lie apart" if is_stack(name) else f"{len(state)} others"
             raise CheckpointError(
                 f"the module: parameter '{name}': expected {record['dtype']} {record['shape']}, found {detail}; "
                 f"save the model and compile the checkpoint directory instead."

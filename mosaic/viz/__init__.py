@@ -15,6 +15,7 @@ from mosaic.viz.charts import (
     plan_png,
     timeline_figure,
 )
+from mosaic.viz.graph_picture import graph_figure, graph_png
 from mosaic.viz.perfetto import trace_events, trace_json
 from mosaic.viz.profile import CATEGORIES, Document, LiveBuffer, LiveProfile, largest_live, live_profile
 from mosaic.viz.report import html_report
@@ -31,6 +32,8 @@ __all__ = [
     "before_after_figure",
     "context_figure",
     "figure_png",
+    "graph_figure",
+    "graph_png",
     "html_report",
     "largest_live",
     "live_profile",

@@ -1,6 +1,6 @@
 """Pictures of plans with matplotlib: timelines, address maps, before and after, peak against context.
 
-The one module that imports matplotlib (extra `viz`), and only when a picture is
+Imports matplotlib (extra `viz`), as `graph_picture` does, only when a picture is
 drawn. Figures are drawn by Agg and belong to the caller: no pyplot, no global state.
 """
 

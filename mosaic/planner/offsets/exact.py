@@ -35,8 +35,11 @@ _FIXED = (
 )  # fmt: skip
 
 _REMEMBERED = {True: 1 << 18, False: 1 << 14}
-"""Slots for refuted states, compiled or not; a power of two. Remembering them cut the search on A to a third, and
-a 63-bit fingerprint makes a false match one in 10^12 for a million states."""
+"""Slots for refuted states, compiled or not; a power of two. Remembering them cut the search on A to a third.
+
+A fingerprint has 63 bits, 18 of which choose the slot: a lookup matches a wrong state with odds of 2**-45, one in
+thirty million for a million lookups. It could make a proof wrong, never an assignment.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

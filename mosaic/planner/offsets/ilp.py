@@ -35,7 +35,7 @@ def solve_ilp(blocks: Blocks, upper_bound: int, *, timeout_s: float | None) -> O
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces the names of PuLP 4 on every call
         try:
-            import pulp  # type: ignore[import-untyped]
+            import pulp
         except ImportError as error:
             raise MissingExtra("pulp", "solve", "the solver 'ilp'") from error
         return _solve(pulp, blocks, upper_bound, timeout_s if timeout_s is not None else 30)

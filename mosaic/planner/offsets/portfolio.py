@@ -52,6 +52,7 @@ DEFAULT_NODES = 400_000
 
 _PURE_NODES = 4_000  # placements before numba is loaded (half a second): about 0.1 s in plain Python
 _WINDOW_BLOCKS = 150  # one period of a model is 10 to 30
+_RUNGS = 5  # capacities asked for at the same time
 _FIRST_TURN, _LONGEST_TURN, _STRIDE = 500, 8_000, 500
 _MOVES_PER_NODE = 0.25  # local search: a move costs about four placements
 _MANY_BLOCKS, _MANY_PAIRS, _MANY_CELLS = 3_000, 3_000_000, 9_000_000  # above these, exact search takes too much memory
@@ -278,20 +279,21 @@ def _take_turn(task: Search, *, quota: int, best: Incumbent) -> int:
 def _rungs(rungs: list[_Rung], best: Incumbent, step: int, capacity: int | None) -> list[_Rung]:
     """Return the capacities to ask for: the bound, then the given capacity, else steps between bound and peak."""
     bound, peak = best.bound, best.peak
-    wanted = [bound]
-    if capacity is not None and bound < capacity < peak:
-        wanted.append(capacity // step * step)
-    else:
-        room = (peak - bound) // step
-        wanted += [bound + step * (room * part // 8) for part in (4, 6, 7)]
-        wanted.append(peak - step)
+    room = (peak - bound) // step
     kept = {rung.capacity: rung for rung in rungs if bound <= rung.capacity < peak}
-    if len(kept) >= 4 and bound in kept:  # let searches under way go on rather than ask much the same again
-        return sorted(kept.values(), key=lambda rung: rung.capacity)
+    if capacity is not None and bound < capacity < peak:
+        wanted = [bound, capacity // step * step]
+    elif len(kept) < 4:
+        wanted = [bound, *(bound + step * (room * part // 8) for part in (4, 6, 7)), peak - step]
+    elif max(kept) < peak - step * (room // 4):  # the steps that were near are far by now: ask for a little less again
+        wanted = [bound, peak - step, bound + step * (room * 7 // 8)]
+    else:  # let searches under way go on rather than ask much the same again
+        wanted = [bound]
     for value in wanted:
-        if bound <= value < peak and len(kept) < 5:
+        if bound <= value < peak:
             kept.setdefault(value, _Rung(value))
-    return sorted(kept.values(), key=lambda rung: rung.capacity)
+    highest = sorted((value for value in kept if value > bound), reverse=True)
+    return [kept[value] for value in (bound, *sorted(highest[: _RUNGS - 1]))]
 
 
 def _by_model(blocks: Blocks, best: Incumbent, solver: str, timeout_s: float | None, seed: int) -> None:

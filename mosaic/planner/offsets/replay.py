@@ -52,7 +52,7 @@ class Order:
     >>> problem = Problem(sizes=[4, 4, 8], starts=[0, 1, 2], ends=[2, 3, 4])
     >>> order = Order.of(problem, solve(problem))
     >>> order.replay([10, 10, 30])
-    ([30, 0, 10], 40)
+    ([0, 30, 0], 40)
     """
 
     below: tuple[tuple[int, ...], ...]

@@ -25,7 +25,7 @@ def preorder(blocks: Blocks, keys: str) -> list[int]:
     --------
     >>> from mosaic.planner.offsets import Problem, blocks_of
     >>> preorder(blocks_of(Problem(sizes=[1, 2, 3], starts=[0, 0, 5], ends=[9, 2, 6])), "WAT")
-    [0, 1, 2]
+    [0, 2, 1]
     """
     columns = [_COLUMNS[key](blocks) for key in keys]
     ranks = [tuple(-column[row] for column in columns) for row in range(len(blocks))]
