@@ -77,7 +77,9 @@ def _packed_gate(x: Spec) -> tuple[Spec]:
 
 
 def _router(x: Spec, scale: Spec, weight: Spec, per_expert: Spec, *, top_k: int) -> tuple[Spec, Spec]:
-    require(weight.shape == (*per_expert.shape, *scale.shape), f"weight must be [{per_expert.shape[0]}, {scale.shape[0]}]")
+    require(
+        weight.shape == (*per_expert.shape, *scale.shape), f"weight must be [{per_expert.shape[0]}, {scale.shape[0]}]"
+    )
     return Spec((x.shape[0], top_k), x.dtype), Spec((x.shape[0], top_k), "int64")
 
 
@@ -86,7 +88,9 @@ def _expert_sum(y: Spec, order: Spec, scores: Spec) -> tuple[Spec]:
     return (Spec((scores.shape[0], y.shape[1]), y.dtype),)
 
 
-def _cached(q: Spec, k: Spec, v: Spec, keys: Spec, values: Spec, lengths: Spec, *, kv_heads: int, head_size: int, **_: Any) -> tuple[Spec]:
+def _cached(
+    q: Spec, k: Spec, v: Spec, keys: Spec, values: Spec, lengths: Spec, *, kv_heads: int, head_size: int, **_: Any
+) -> tuple[Spec]:
     width = kv_heads * head_size
     require(k == v and k.shape[-1] == width, f"k and v must have {kv_heads} heads of {head_size}")
     require(keys == values and keys.shape[-1] == width, f"the committed keys and values must be {width} wide")
@@ -153,7 +157,9 @@ CACHED_ATTENTION = Contract(
     name="cached_attention", reads=("q", "k", "v", "keys", "values", "lengths"), writes=("y",),
     whole=frozenset({"k", "v", "keys", "values"}), inplace=(("y", "q"),), infer=_cached, flops=_cached_flops, rate="attention",
 )  # fmt: skip
-COMMIT = Contract(name="commit", reads=("k", "v", "lengths", "keys", "values"), updates=("keys", "values"), infer=_commit)
+COMMIT = Contract(
+    name="commit", reads=("k", "v", "lengths", "keys", "values"), updates=("keys", "values"), infer=_commit
+)
 SOFTCAP_TILE = Contract(name="softcap_tile", reads=("logits", "temperature"), writes=("scores",), infer=_softcap)
 VOCABULARY_START = Contract(
     name="vocab_start", reads=("h",), writes=ACCUMULATORS, infer=_vocabulary_start, bytes_moved=_only_rows
@@ -252,11 +258,17 @@ def attention(
         h = g.add_op("rms_norm", x, weight(g, "input_layernorm", HIDDEN), name="attention_in", eps=EPS)
         g.add_op("linear", h, weight(g, "q_proj", width, HIDDEN), out=q, name="q_linear")
         g.add_op("linear", h, weight(g, "k_proj", kv_width, HIDDEN), out=k, name="k_linear")
-        raw = k if layer.keys_are_values else g.add_op("linear", h, weight(g, "v_proj", kv_width, HIDDEN), name="v_linear")
+        raw = (
+            k
+            if layer.keys_are_values
+            else g.add_op("linear", h, weight(g, "v_proj", kv_width, HIDDEN), name="v_linear")
+        )
         g.add_op(HEAD_VALUES, raw, out=v, name="v_norm", heads=layer.kv_heads, eps=EPS)  # before k is normed in place
         for out, heads in ((q, layer.heads), (k, layer.kv_heads)):
             name = out.name.rsplit("/", 1)[-1]
-            g.add_op("head_norm", out, weight(g, f"{name}_norm", layer.head_size), name=f"{name}_norm", heads=heads, eps=EPS)
+            g.add_op(
+                "head_norm", out, weight(g, f"{name}_norm", layer.head_size), name=f"{name}_norm", heads=heads, eps=EPS
+            )
             g.add_op("rotary", out, positions, inv_freq, name=f"{name}_rotary", heads=heads, head_size=layer.head_size)
     prefix = g.dim(layer.prefix, at_most=window(g) if layer.window else None)
     keys, values = (g.state(name, (prefix, kv_width), DTYPE) for name in ("committed_keys", "committed_values"))
@@ -294,7 +306,9 @@ def dense(g: Graph, h: Buffer, x: Buffer | None) -> Buffer:
     up = g.add_op("linear", h, weight(g, "up_proj", DENSE, HIDDEN), name="up")
     g.add_op(GELU_MUL, gate, up, name="act")
     down = weight(g, "down_proj", HIDDEN, DENSE)
-    found: Buffer = g.add_op("linear", gate, down, name="down") if x is None else g.add_op("linear_add", gate, down, x, name="down")
+    found: Buffer = (
+        g.add_op("linear", gate, down, name="down") if x is None else g.add_op("linear_add", gate, down, x, name="down")
+    )
     return found
 
 
@@ -313,13 +327,21 @@ def feed_forward(g: Graph, x: Buffer, tokens: sympy.Symbol, *, mode: str) -> Non
 def experts(g: Graph, x: Buffer) -> Buffer:
     """The sum over each token's eight experts, gate and up in one weight."""
     h = g.add_op("rms_norm", x, weight(g, "pre_feedforward_layernorm_2", HIDDEN), name="experts_in", eps=EPS)
-    router = weight(g, "router.scale", HIDDEN), weight(g, "router.proj", EXPERTS, HIDDEN), weight(g, "router.per_expert", EXPERTS)
+    router = (
+        weight(g, "router.scale", HIDDEN),
+        weight(g, "router.proj", EXPERTS, HIDDEN),
+        weight(g, "router.per_expert", EXPERTS),
+    )
     scores, chosen = g.add_op(ROUTER, x, *router, name="route", top_k=TOP_K)
     order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=EXPERTS)
     rows = g.add_op("moe_gather", h, order, name="dispatch", top_k=TOP_K)
-    wide = g.add_op("grouped_linear", rows, weight(g, "gate_up_proj", EXPERTS, 2 * EXPERT, HIDDEN), offsets, name="gate_up")
+    wide = g.add_op(
+        "grouped_linear", rows, weight(g, "gate_up_proj", EXPERTS, 2 * EXPERT, HIDDEN), offsets, name="gate_up"
+    )
     act = g.add_op(GELU_PACKED, wide, name="expert_act")
-    down = g.add_op("grouped_linear", act, weight(g, "experts.down_proj", EXPERTS, HIDDEN, EXPERT), offsets, name="expert_down")
+    down = g.add_op(
+        "grouped_linear", act, weight(g, "experts.down_proj", EXPERTS, HIDDEN, EXPERT), offsets, name="expert_down"
+    )
     found: Buffer = g.add_op(EXPERT_SUM, down, order, scores, name="combine")
     return found
 
@@ -332,7 +354,9 @@ def head(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -> None:
     """
     table, vocabulary = embedding_table(g), g.dim("vocabulary")
     temperature, seed = g.input("temperature", (1,), "float32"), g.input("seed", (2,), "int64")
-    maximum, total, weighted, noisy = (g.buffer(name, (canvas,), "float32") for name in ("maximum", "total", "weighted", "noisy"))
+    maximum, total, weighted, noisy = (
+        g.buffer(name, (canvas,), "float32") for name in ("maximum", "total", "weighted", "noisy")
+    )
     token, sample = (g.output(name, (canvas,), "int64") for name in ("token", "sample"))
     entropy = g.output("entropy", (canvas,), "float32")
     accumulators = (maximum, total, weighted, token, noisy, sample, soft)

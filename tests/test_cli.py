@@ -289,3 +289,46 @@ def test_a_mosaic_that_is_not_ours_is_told_apart(tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mosaic_dllm; mosaic_dllm.main()"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 1 and "also installs a top-level 'mosaic'" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "model_type": "llada", "d_model": 64, "n_layers": 2, "n_heads": 4, "mlp_hidden_size": 96, "embedding_size": 256,
+    "mask_token_id": 255, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    pytest.importorskip("torch")
+    from mosaic.runtime.compiled import compile
+
+    with compile(SMALL) as model:
+        model.save(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def test_a_checkpoint_directory_is_planned_like_a_preset(mosaic: Any, checkpoint: Path) -> None:
+    plan = mosaic("plan", "--model", str(checkpoint), "--ctx", "300", "--device", "cpu", "--json")
+    assert plan.code == 0 and plan.json["model"] == "small" and plan.json["dtype"] == "float32"
+    (checkpoint / "model.safetensors").unlink()
+    assert mosaic("plan", "--model", str(checkpoint), "--ctx", "300", "--device", "cpu").code == 0
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbled", "missing tensor", "misshapen"])
+def test_a_checkpoint_that_could_not_be_loaded_is_refused(mosaic: Any, checkpoint: Path, tmp_path: Path, damage: str) -> None:
+    file, target = checkpoint / "model.safetensors", tmp_path / "plan.json"
+    data = file.read_bytes()
+    config = json.loads((checkpoint / "config.json").read_text())
+    if damage == "truncated":
+        file.write_bytes(data[: len(data) - 100])
+    elif damage == "garbled":
+        file.write_bytes(data[:8] + b"!" * 100 + data[108:])
+    elif damage == "missing tensor":
+        (checkpoint / "config.json").write_text(json.dumps(config | {"n_layers": 3}))
+    else:
+        (checkpoint / "config.json").write_text(json.dumps(config | {"mlp_hidden_size": 128}))
+    ran = mosaic("plan", "--model", str(checkpoint), "--ctx", "300", "--device", "cpu", "--out", str(target))
+    assert ran.code == 1 and ran.out == "" and ran.err.count("\n") == 1 and not target.exists()
+    assert "expected" in ran.err and "found" in ran.err and "model.safetensors" in ran.err or "blocks.2" in ran.err

@@ -43,12 +43,17 @@ def by_name(plan: Plan) -> dict[str, Mapping[str, Any]]:
 
 
 CASES = [
-    (size, device, mib) for size in SIZES for device in ("h200", "rtx-4090") for mib in (None, 64 if size != "long prefix" else 512)
+    (size, device, mib)
+    for size in SIZES
+    for device in ("h200", "rtx-4090")
+    for mib in (None, 64 if size != "long prefix" else 512)
 ]
 
 
 @pytest.mark.parametrize(("size", "device", "workspace_mib"), CASES)
-def test_every_step_fits_is_proved_optimal_and_passes_the_checker(size: str, device: str, workspace_mib: int | None) -> None:
+def test_every_step_fits_is_proved_optimal_and_passes_the_checker(
+    size: str, device: str, workspace_mib: int | None
+) -> None:
     plans = planned(size, device, workspace_mib)
     assert tuple(plans) == STEPS
     for plan in plans.values():
@@ -61,7 +66,11 @@ def test_every_step_fits_is_proved_optimal_and_passes_the_checker(size: str, dev
 def test_weights_and_state_have_one_address_in_all_steps(size: str) -> None:
     plans = planned(size, "h200")
     places = [
-        {b["name"]: (b["pool"], b["offset"], b["size"]) for b in plan.document["buffers"] if b["kind"] in ("weight", "state")}
+        {
+            b["name"]: (b["pool"], b["offset"], b["size"])
+            for b in plan.document["buffers"]
+            if b["kind"] in ("weight", "state")
+        }
         for plan in plans.values()
     ]
     assert len(places[0]) > 40
@@ -111,7 +120,11 @@ def test_values_of_the_full_layer_come_from_keys_before_these_are_normed() -> No
 
 def largest_by_elements(plan: Plan) -> int:
     """Elements of the largest buffer of the workspace and the state that runs along the vocabulary."""
-    found = [b for b in plan.document["buffers"] if b["pool"] != "weights" and len(b["shape"]) == 2 and b["name"].startswith("head/")]
+    found = [
+        b
+        for b in plan.document["buffers"]
+        if b["pool"] != "weights" and len(b["shape"]) == 2 and b["name"].startswith("head/")
+    ]
     return max(b["shape"][0] * b["shape"][1] for b in found)
 
 
@@ -125,9 +138,9 @@ def test_a_small_budget_turns_the_vocabulary_tiles_on(device: str) -> None:
     assert free.peak_bytes > 384 * MIB
     assert largest_by_elements(tight) <= canvas * rows
     assert tight.peak_bytes < 64 * MIB
-    assert all(
-        toy.VOCABULARY not in b["shape"] for b in tight.document["buffers"] if b["pool"] != "weights"
-    ), "something of canvas x vocabulary is materialised"
+    assert all(toy.VOCABULARY not in b["shape"] for b in tight.document["buffers"] if b["pool"] != "weights"), (
+        "something of canvas x vocabulary is materialised"
+    )
 
 
 def test_rows_and_tiles_are_chunked_independently() -> None:
@@ -152,7 +165,10 @@ def test_accumulators_live_through_the_tiles_behind_a_barrier(step: str) -> None
     region = next(r for r in plan.document["regions"] if r["knob"] == "vocabulary")
     barrier = next(b for b in plan.document["barriers"] if b["region"] == region["name"])
     buffers = by_name(plan)
-    accumulators = ["soft_embedding", *(prefix + name for name in ("maximum", "total", "weighted", "noisy", "token", "sample"))]
+    accumulators = [
+        "soft_embedding",
+        *(prefix + name for name in ("maximum", "total", "weighted", "noisy", "token", "sample")),
+    ]
     for name in accumulators:
         b = buffers[name]
         assert b["id"] in barrier["outputs"]

@@ -16,7 +16,9 @@ from mosaic.registrar.validate import validate
 COPY = Contract(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
 OVER = Contract(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
 ADD = Contract(name="add", reads=("x", "y"), updates=("y",), infer=lambda x, y: ())
-LOOK = Contract(name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),))
+LOOK = Contract(
+    name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),)
+)
 
 
 class Small:
@@ -178,7 +180,10 @@ def test_barriers_stretch_and_are_recorded_only_if_they_do() -> None:
     s.g.add_barrier(z, name="needless")
     alive = s.alive()
     assert (alive["y"], alive["z"], alive["v"]) == ((0, 4), (1, 5), (2, 4))
-    assert [(b.name, b.region, b.start, b.end) for b in s.derive().barriers] == [("barrier", None, 3, 4), ("early", None, 2, 4)]
+    assert [(b.name, b.region, b.start, b.end) for b in s.derive().barriers] == [
+        ("barrier", None, 3, 4),
+        ("early", None, 2, 4),
+    ]
 
 
 def streamed(*, fork: bool = True) -> Small:

@@ -29,7 +29,9 @@ from mosaic.registrar.validate import validate
 COPY = Contract(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
 OVER = Contract(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
 TOUCH = Contract(name="touch", reads=("x",), updates=("x",), infer=lambda x: ())
-LOOK = Contract(name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),))
+LOOK = Contract(
+    name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),)
+)
 PAIR = Contract(name="pair", reads=("x", "y?"), writes=("z",), infer=lambda x, y=None: (x,))
 WIDE = 64
 
@@ -193,7 +195,9 @@ def test_a_contract_cannot_update_what_it_does_not_read() -> None:
 
 def test_optional_operands_may_be_left_out_or_none() -> None:
     g, _, x = start()
-    assert [set(g.add_op(PAIR, *args, name=f"z{i}").name for _ in "1") for i, args in enumerate(((x,), (x, None), (x, x)))]
+    assert [
+        set(g.add_op(PAIR, *args, name=f"z{i}").name for _ in "1") for i, args in enumerate(((x,), (x, None), (x, x)))
+    ]
     assert [set(op.operands) for op in g.ops] == [{"x", "z"}, {"x", "z"}, {"x", "y", "z"}]
     assert g.ops[2].reads == (x, x)
 
@@ -288,7 +292,14 @@ def _whole_read_written_by_slices(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     y = g.add_op(COPY, x, name="y")
     z = g.buffer("z", (t, WIDE), "float32")
     g.add_alias(z, y)
-    whole = Contract(name="mix", reads=("x", "r"), writes=("y",), whole=frozenset({"x"}), inplace=(("y", "x"),), infer=lambda x, r: (r,))
+    whole = Contract(
+        name="mix",
+        reads=("x", "r"),
+        writes=("y",),
+        whole=frozenset({"x"}),
+        inplace=(("y", "x"),),
+        infer=lambda x, r: (r,),
+    )
     with g.chunk("a", over=t):
         g.add_op(whole, y, x, out=z)
 
@@ -314,8 +325,14 @@ def _forked_outside_its_loop(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
 
 
 INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = {
-    "read before write": (r"early \(LINE\): reads y: float32\[tokens, 64\] before anything writes it \(LINE\)", _read_before_write),
-    "a carry of no phase": (r"early \(LINE\): reads c: float32\[tokens\] before anything writes it", _carry_nobody_wrote),
+    "read before write": (
+        r"early \(LINE\): reads y: float32\[tokens, 64\] before anything writes it \(LINE\)",
+        _read_before_write,
+    ),
+    "a carry of no phase": (
+        r"early \(LINE\): reads c: float32\[tokens\] before anything writes it",
+        _carry_nobody_wrote,
+    ),
     "output never written": (r"output y: float32\[tokens\] \(LINE\) is never written", _output_never_written),
     "never used": (r"y: float32\[tokens\] \(LINE\) is never used", _never_used),
     "a slice used outside": (r"late \(LINE\): touches y: .* \(LINE\) outside its region a", _slice_used_outside),
@@ -324,11 +341,17 @@ INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = 
     "alias of an input": (r"alias of y and x: late \(LINE\) reads x after y \(LINE\)", _stale_input),
     "a second write": (r"alias of z and y: late \(LINE\) reads y after copy.3 \(LINE\)", _stale_second_write),
     "an output overwritten": (r"z \(LINE\) overwrites the output y, which must hold", _output_overwritten),
-    "the next iteration": (r"alias of z and y: all_of_y \(LINE\) reads y after z \(LINE\)", _stale_in_the_next_iteration),
+    "the next iteration": (
+        r"alias of z and y: all_of_y \(LINE\) reads y after z \(LINE\)",
+        _stale_in_the_next_iteration,
+    ),
     "whole read, slices written": (r"alias of z and y: mix \(LINE\) reads y", _whole_read_written_by_slices),
     "wait without an op after it": (r"wait\(\) with no op after it", _wait_for_nobody),
     "a stream never joined": (r"side \(LINE\): stream 's' is never joined, yet it touches x", _never_joined),
-    "a stream that leaves its loop": (r"side \(LINE\): stream 's' must fork and join inside region a", _forked_outside_its_loop),
+    "a stream that leaves its loop": (
+        r"side \(LINE\): stream 's' must fork and join inside region a",
+        _forked_outside_its_loop,
+    ),
 }
 
 
@@ -398,7 +421,11 @@ def test_slices_have_factors_and_whole_operands_have_none() -> None:
         g.add_op("moe_combine", rows, order, scores, x)
     assert rows.shape == (2 * g.regions[0].rows, WIDE)
     _, sort, gather, chosen, combine = g.ops
-    assert set(gather.slices) == {Slice("x", 0, "experts", 1), Slice("order", 0, "experts", 2), Slice("y", 0, "experts", 2)}
+    assert set(gather.slices) == {
+        Slice("x", 0, "experts", 1),
+        Slice("order", 0, "experts", 2),
+        Slice("y", 0, "experts", 2),
+    }
     assert Slice("order", 0, "experts", 2) in sort.slices
     assert {s.operand for s in chosen.slices} == {"rows", "y"}
     assert Slice("x", 0, "experts", 1) in combine.slices
@@ -435,7 +462,18 @@ def test_outputs_are_filled_slice_by_slice() -> None:
 def test_scratch_is_private_to_its_op() -> None:
     g = Graph("test", backend="cuda")
     q = g.input("q", (g.dim("tokens"), WIDE), "float32")
-    g.add_op("attention", q, q, q, g.input("cu", (2,), "int32"), heads=2, kv_heads=2, head_size=32, scale=1.0, pairs=g.dim("pairs"))
+    g.add_op(
+        "attention",
+        q,
+        q,
+        q,
+        g.input("cu", (2,), "int32"),
+        heads=2,
+        kv_heads=2,
+        head_size=32,
+        scale=1.0,
+        pairs=g.dim("pairs"),
+    )
     scratch = g.ops[0].operands["scratch"]
     assert (scratch.kind, scratch.shape, scratch.dtype) == ("scratch", (256,), "uint8")
     assert scratch in g.ops[0].writes and scratch not in g.ops[0].reads
@@ -554,7 +592,9 @@ def small() -> Graph:
     z = g.add_op(OVER, y, name="z")
     g.add_alias(z, y)
     g.add_barrier(x, since=1)
-    g.add_op("linear", z, g.weight("w", (WIDE, WIDE), "float32", tensor="model.w"), out=g.output("out", x.shape, x.dtype))
+    g.add_op(
+        "linear", z, g.weight("w", (WIDE, WIDE), "float32", tensor="model.w"), out=g.output("out", x.shape, x.dtype)
+    )
     return g
 
 

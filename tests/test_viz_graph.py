@@ -8,8 +8,10 @@ import sys
 import diffusion_gemma_toy as toy
 import pytest
 
+from mosaic import viz
 from mosaic.errors import MissingExtra
 from mosaic.models import PRESETS, load
+from mosaic.planner import plan_program
 from mosaic.registrar.contract import Contract, Spec
 from mosaic.registrar.graph import Graph
 from mosaic.viz.graph_picture import _Picture, graph_figure, graph_png
@@ -119,5 +121,19 @@ def test_without_matplotlib_notebooks_fall_back_to_text(monkeypatch: pytest.Monk
     g = layered(1)
     assert g._repr_png_() is None
     assert repr(g).startswith("Graph 'layered': 5 ops")
-    with pytest.raises(MissingExtra, match=r"drawing a picture of a graph needs matplotlib: pip install 'mosaic-dllm\[viz\]'"):
+    with pytest.raises(
+        MissingExtra, match=r"drawing a picture of a graph needs matplotlib: pip install 'mosaic-dllm\[viz\]'"
+    ):
         graph_png(g)
+
+
+@pytest.mark.parametrize("step", ["encode", "denoise", "commit_then_denoise"])
+def test_plans_of_a_users_own_dims_can_be_drawn(step: str) -> None:
+    """Pictures and reports must not take a dim named `tokens` for granted."""
+    pytest.importorskip("matplotlib")
+    plan = plan_program(toy.program(), dims=toy.dims(prefix=8192), device="h200")[step]
+    assert "8,192 kv_tokens" in viz.text_timeline(plan.document)
+    assert "8,192 kv_tokens" in viz.html_report(plan.document)
+    assert "kv_tokens=8192" in repr(plan)
+    assert viz.plan_png(plan.document).startswith(b"\x89PNG")
+    assert viz.trace_json(plan.document) and viz.snapshot_pickle(plan.document)

@@ -107,8 +107,13 @@ class Plan:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        tokens, state = self.document["dims"].get("tokens"), "fits" if self.fits else "does not fit"
-        return f"Plan({self.model}, tokens={tokens}, device={self.device}, {self.total_bytes} of {self.budget_bytes} B, {state})"
+        sizes = ", ".join(
+            f"{name}={value}" for name, value in self.dims.items() if name == "tokens" or "tokens" not in self.dims
+        )
+        state = "fits" if self.fits else "does not fit"
+        return (
+            f"Plan({self.model}, {sizes}, device={self.device}, {self.total_bytes} of {self.budget_bytes} B, {state})"
+        )
 
     def _repr_png_(self) -> bytes | None:
         """The timeline and the address map, where matplotlib is installed (notebooks)."""

@@ -24,9 +24,7 @@ from mosaic.registrar.implementations import scratch_bytes
 
 __all__ = ["Barrier", "Buffer", "Choice", "DimInfo", "Edge", "Graph", "Kind", "Op", "Region", "Slice"]
 
-Kind: TypeAlias = Literal[
-    "weight", "state", "carry", "transient", "scratch", "input", "output", "host", "external"
-]
+Kind: TypeAlias = Literal["weight", "state", "carry", "transient", "scratch", "input", "output", "host", "external"]
 
 MAIN: Final = "main"
 SHARED: Final = frozenset({"weight", "state", "carry"})
@@ -297,7 +295,9 @@ class Graph:
             if not self._is_size(dim):
                 raise GraphError(f"{full} ({source}): {dim!r} is no size; use positive integers and dims of this graph")
         if full in self._names:
-            raise GraphError(f"{full} ({source}): the name is taken by {self._names[full]} ({self._names[full].source})")
+            raise GraphError(
+                f"{full} ({source}): the name is taken by {self._names[full]} ({self._names[full].source})"
+            )
         home = None if outside or kind not in ("transient", "scratch") else self._region
         buffer = Buffer(
             id=len(self.buffers), name=full, kind=kind, shape=tuple(shape), dtype=dtype, home=home, tensor=tensor,
@@ -343,7 +343,9 @@ class Graph:
                 f"but it is a {found.kind} {found.spec} ({found.source})"
             )
         if tensor is not None and tensor != found.tensor:
-            raise GraphError(f"{found.name} ({_caller()}): asked for tensor '{tensor}', but it is '{found.tensor}' ({found.source})")
+            raise GraphError(
+                f"{found.name} ({_caller()}): asked for tensor '{tensor}', but it is '{found.tensor}' ({found.source})"
+            )
         return found
 
     def __getitem__(self, name: str) -> Buffer:
@@ -411,7 +413,9 @@ class Graph:
         sliced += self._sliced(rule, created, full, source)
         scratch = scratch_bytes(self.backend, rule.name, specs, attrs)
         if scratch != 0:
-            operands["scratch"] = self.buffer(f"{name or rule.name}:scratch@{len(self.ops)}", (scratch,), "uint8", kind="scratch")
+            operands["scratch"] = self.buffer(
+                f"{name or rule.name}:scratch@{len(self.ops)}", (scratch,), "uint8", kind="scratch"
+            )
             sliced += self._sliced(rule, {"scratch": operands["scratch"]}, full, source)
         updated = [operands[key] for key in rule.updates if key in operands]
         for buffer in (*created.values(), *updated):
@@ -429,9 +433,7 @@ class Graph:
         results = tuple(created.values()) or tuple(updated)
         return results[0] if len(results) == 1 else results
 
-    def _operands(
-        self, rule: Contract, reads: Sequence[Buffer | None], full: str, source: str
-    ) -> dict[str, Buffer]:
+    def _operands(self, rule: Contract, reads: Sequence[Buffer | None], full: str, source: str) -> dict[str, Buffer]:
         required = sum(not name.endswith("?") for name in rule.reads)
         if not required <= len(reads) <= len(rule.reads):
             raise GraphError(f"{full} ({source}): {rule.name} reads {', '.join(rule.reads)}, got {len(reads)} operands")
@@ -508,7 +510,9 @@ class Graph:
     # -- constraints --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def chunk(self, knob: str, *, over: sympy.Symbol, tile: int = 128, name: str | None = None) -> Iterator[sympy.Symbol]:
+    def chunk(
+        self, knob: str, *, over: sympy.Symbol, tile: int = 128, name: str | None = None
+    ) -> Iterator[sympy.Symbol]:
         """Open a region whose ops see slices of `over`; yields the symbol of the slice's rows.
 
         Regions with the same `knob` share one chunk size, so they run over the same dim and have the same `tile`, the
@@ -544,9 +548,13 @@ class Graph:
             raise GraphError(f"chunk '{knob}' ({source}): over= must be a dim of this graph, got {over}")
         for other in self.regions:
             if other.knob == knob and other.over != over:
-                raise GraphError(f"chunk '{knob}' ({source}): over {over}, but the same knob of {other.name} is over {other.over}")
+                raise GraphError(
+                    f"chunk '{knob}' ({source}): over {over}, but the same knob of {other.name} is over {other.over}"
+                )
         if self.tiles.get(knob, tile) != tile:
-            raise GraphError(f"chunk '{knob}' ({source}): tile {tile}, but the same knob was given tile {self.tiles[knob]}")
+            raise GraphError(
+                f"chunk '{knob}' ({source}): tile {tile}, but the same knob was given tile {self.tiles[knob]}"
+            )
         if any(open_region.over == over for open_region in self._enclosing()):
             raise GraphError(f"chunk '{knob}' ({source}): a region over {over} is open already")
 
@@ -655,13 +663,17 @@ def _plain_attributes(attrs: Mapping[str, Any], full: str, source: str) -> None:
     """Plans are JSON: an attribute is a number, a string or a boolean, or a symbolic size."""
     for key, value in attrs.items():
         if not isinstance(value, bool | int | float | str | sympy.Expr):
-            raise GraphError(f"{full} ({source}): attribute {key}={value!r} must be a number, a string, a boolean or a dim")
+            raise GraphError(
+                f"{full} ({source}): attribute {key}={value!r} must be a number, a string, a boolean or a dim"
+            )
 
 
 def _caller() -> str:
     """`file:line` of the registering code: the first frame outside this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("mosaic.registrar", "contextlib")):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("mosaic.registrar", "contextlib")
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
 

@@ -24,6 +24,7 @@ from mosaic.viz.profile import (
     optimality,
     placed_roots,
     root_categories,
+    sizes_text,
 )
 
 if TYPE_CHECKING:
@@ -241,8 +242,7 @@ def _figure(width: float, height: float) -> Figure:
 
 def _subject(doc: Document) -> str:
     estimated = ", estimated profile" if doc["estimated"] else ""
-    tokens = format_tokens(doc["dims"]["tokens"])
-    return f"{doc['model']}, {doc['phase']}, {tokens} tokens, {doc['dtype']}, {doc['device']}{estimated}"
+    return f"{doc['model']}, {doc['phase']}, {sizes_text(doc)}, {doc['dtype']}, {doc['device']}{estimated}"
 
 
 def _map_title(doc: Document) -> str:

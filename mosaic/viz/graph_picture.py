@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mosaic.registrar.graph import Buffer, Graph, Op, Region  # symbolic, slow to import: not for every plan's picture
+    from mosaic.registrar.graph import (
+        Buffer,
+        Graph,
+        Op,
+        Region,
+    )  # symbolic, slow to import: not for every plan's picture
 
 __all__ = ["graph_figure", "graph_png"]
 
@@ -184,7 +189,11 @@ class _Picture:
                 rows = regions[region.name]
                 self.frames.append(
                     _Frame(
-                        label=_loop(region), first=rows[0], last=rows[-1], depth=len(region.chain), tint=tints[region.knob]
+                        label=_loop(region),
+                        first=rows[0],
+                        last=rows[-1],
+                        depth=len(region.chain),
+                        tint=tints[region.knob],
                     )
                 )
 
@@ -293,9 +302,21 @@ class _Picture:
         top = self.y[frame.first] - _ROW / 2 - _HEADER * (1 + len(opened))
         bottom = self.y[frame.last] + _ROW / 2 + _INSET * (0.6 + len(closed))
         left, right = _MARGIN + inset, self.right - inset
-        style: dict[str, Any] = {"facecolor": frame.tint or "none", "edgecolor": _LINE, "zorder": 0.1 + frame.depth * 0.01}
-        axes.fill([left, right, right, left], [top, top, bottom, bottom], linewidth=0.8, linestyle="-" if frame.tint else "--", **style)
-        axes.text(left + 0.07, top + _HEADER / 2, frame.label, fontsize=7.5, color=_INK, va="center", style="italic", zorder=1)
+        style: dict[str, Any] = {
+            "facecolor": frame.tint or "none",
+            "edgecolor": _LINE,
+            "zorder": 0.1 + frame.depth * 0.01,
+        }
+        axes.fill(
+            [left, right, right, left],
+            [top, top, bottom, bottom],
+            linewidth=0.8,
+            linestyle="-" if frame.tint else "--",
+            **style,
+        )
+        axes.text(
+            left + 0.07, top + _HEADER / 2, frame.label, fontsize=7.5, color=_INK, va="center", style="italic", zorder=1
+        )
 
     def _draw_rails(self, axes: Axes) -> None:
         for rail in self.rails:
@@ -319,7 +340,9 @@ class _Picture:
         face, edge = ("#F2EEF8" if row.kind == "input" else "#FBF8DC", "none") if given else ("white", PEAK_COLOR)
         ys = [y - _BOX / 2, y - _BOX / 2, y + _BOX / 2, y + _BOX / 2]
         linestyle = "-" if row.stream == 0 else "--"
-        axes.fill([left, right, right, left], ys, facecolor=face, edgecolor=edge, linewidth=0.8, linestyle=linestyle, zorder=3)
+        axes.fill(
+            [left, right, right, left], ys, facecolor=face, edgecolor=edge, linewidth=0.8, linestyle=linestyle, zorder=3
+        )
         axes.text(left + 0.07, y, row.label, fontsize=8, color=_INK, va="center_baseline", zorder=5)
         if row.note:
             axes.text(right - 0.07, y, row.note, fontsize=7, color=_FAINT, va="center_baseline", ha="right", zorder=5)

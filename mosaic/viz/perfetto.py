@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from mosaic.units import format_bytes
-from mosaic.viz.profile import CATEGORIES, Document, LiveProfile, check_schema, largest_live, live_profile
+from mosaic.viz.profile import CATEGORIES, Document, LiveProfile, check_schema, largest_live, live_profile, sizes_text
 
 __all__ = ["trace_events", "trace_json"]
 
@@ -87,7 +87,7 @@ def _tracks(doc: Document) -> dict[str, int]:
 
 
 def _metadata(doc: Document) -> list[_Event]:
-    name = f"{doc['model']}, {doc['phase']}, {doc['dims']['tokens']:,} tokens on {doc['device']}"
+    name = f"{doc['model']}, {doc['phase']}, {sizes_text(doc)} on {doc['device']}"
     events = [{"ph": "M", "pid": _PID, "tid": 0, "name": "process_name", "args": {"name": name}}]
     for stream, tid in _tracks(doc).items():
         common = {"ph": "M", "pid": _PID, "tid": tid}

@@ -27,6 +27,7 @@ __all__ = [
     "optimality",
     "placed_roots",
     "root_categories",
+    "sizes_text",
 ]
 
 Document = Mapping[str, Any]
@@ -138,6 +139,19 @@ class LiveProfile:
         """How far the peak stands out: 1.0 is a flat profile."""
         total = sum(self.total_bytes)
         return self.peak_bytes * self.num_ops / total if total else 1.0
+
+
+def sizes_text(doc: Document) -> str:
+    """Say how large a step is: its tokens, or for a graph without that dim, every dim that counts tokens, else all.
+
+    >>> sizes_text({"dims": {"tokens": 131072, "seqs": 1}})
+    '131,072 tokens'
+    >>> sizes_text({"dims": {"kv_tokens": 8192, "q_tokens": 256, "canvas": 256}})
+    '8,192 kv_tokens, 256 q_tokens'
+    """
+    dims: Mapping[str, int] = doc["dims"]
+    shown = ["tokens"] if "tokens" in dims else [name for name in dims if "tokens" in name] or list(dims)
+    return ", ".join(f"{dims[name]:,} {name}" for name in shown)
 
 
 def check_schema(doc: Document) -> None:

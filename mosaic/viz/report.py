@@ -24,6 +24,7 @@ from mosaic.viz.profile import (
     optimality,
     placed_roots,
     root_categories,
+    sizes_text,
 )
 from mosaic.viz.report_assets import SCRIPT, STYLE
 
@@ -54,7 +55,7 @@ def html_report(doc: Document) -> str:
     """
     check_schema(doc)
     profile = live_profile(doc)
-    title = f"{doc['model']}, {format_tokens(doc['dims']['tokens'])} tokens on {doc['device']}"
+    title = f"{doc['model']}, {sizes_text(doc)} on {doc['device']}"
     sections = (
         _summary(doc, title),
         _facts(doc, profile),

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from mosaic.errors import UsageError
-from mosaic.units import format_bytes, format_tokens
-from mosaic.viz.profile import Document, LiveProfile, live_profile, optimality
+from mosaic.units import format_bytes
+from mosaic.viz.profile import Document, LiveProfile, live_profile, optimality, sizes_text
 
 __all__ = ["sparkline", "text_timeline"]
 
@@ -81,7 +81,7 @@ def text_timeline(doc: Document, width: int = 80, *, height: int = 4, ascii_only
     chart = [f"{margin:>{len(label)}} │{row}".rstrip() for margin, row in zip(margins, rows, strict=True)]
     column = profile.peak_index * len(rows[0]) // max(profile.num_ops, 1)
     pointer = " " * (len(label) + 2 + _first_full(rows[0], column)) + "▲"
-    title = f"{doc['model']} {doc['phase']}, {format_tokens(doc['dims']['tokens'])} tokens, {doc['device']}"
+    title = f"{doc['model']} {doc['phase']}, {sizes_text(doc)}, {doc['device']}"
     captions = [line for caption in _captions(doc, profile) for line in textwrap.wrap(caption, width)]
     lines = [*textwrap.wrap(title, width), *chart, pointer, *captions]
     text = "\n".join(lines)
