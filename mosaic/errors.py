@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "DoesNotFit",
     "GraphError",
+    "InstanceFormatError",
     "MissingExtra",
     "MosaicError",
     "PlanFormatError",
@@ -73,6 +74,10 @@ class UnsupportedModel(UsageError):
 
 class PlanFormatError(MosaicError):
     """A plan file that cannot be read, or of a schema this version does not know."""
+
+
+class InstanceFormatError(MosaicError):
+    """An offset-assignment instance (CSV) that cannot be read."""
 
 
 class CheckFailed(MosaicError):

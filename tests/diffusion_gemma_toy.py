@@ -253,7 +253,6 @@ def attention(
     inv_freq = g.weight(
         "inv_freq", (layer.head_size // 2,), "float32", tensor=f"=inv_freq:theta={layer.theta},dim={layer.head_size}"
     )
-    sizes = {"heads": layer.heads, "kv_heads": layer.kv_heads, "head_size": layer.head_size}
     with g.chunk(f"{mode}_proj", over=tokens):
         h = g.add_op("rms_norm", x, weight(g, "input_layernorm", HIDDEN), name="attention_in", eps=EPS)
         g.add_op("linear", h, weight(g, "q_proj", width, HIDDEN), out=q, name="q_linear")
@@ -274,7 +273,7 @@ def attention(
     keys, values = (g.state(name, (prefix, kv_width), DTYPE) for name in ("committed_keys", "committed_values"))
     y = g.add_op(
         CACHED_ATTENTION, q, k, v, keys, values, lengths, name="attention", scale=1.0, causal=mode == "encoder",
-        window=layer.window, **sizes,
+        window=layer.window, heads=layer.heads, kv_heads=layer.kv_heads, head_size=layer.head_size,
     )  # fmt: skip
     g.add_alias(y, q)
     if mode == "encoder":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -120,12 +122,10 @@ def test_values_of_the_full_layer_come_from_keys_before_these_are_normed() -> No
 
 def largest_by_elements(plan: Plan) -> int:
     """Elements of the largest buffer of the workspace and the state that runs along the vocabulary."""
-    found = [
-        b
-        for b in plan.document["buffers"]
-        if b["pool"] != "weights" and len(b["shape"]) == 2 and b["name"].startswith("head/")
+    shapes: list[list[int]] = [
+        b["shape"] for b in plan.document["buffers"] if b["pool"] != "weights" and b["name"].startswith("head/")
     ]
-    return max(b["shape"][0] * b["shape"][1] for b in found)
+    return max(math.prod(shape) for shape in shapes if len(shape) == 2)
 
 
 @pytest.mark.parametrize("device", ["h200", "rtx-4090"])
@@ -178,6 +178,16 @@ def test_accumulators_live_through_the_tiles_behind_a_barrier(step: str) -> None
     tile = buffers[f"{prefix}head/scores"]
     assert (tile["start"], tile["end"]) == (region["start"] + 1, region["end"])
     assert buffers[f"{prefix}head/logits"]["end"] == region["start"] + 2
+
+
+def test_the_checker_refuses_an_accumulator_that_is_given_up_inside_the_tiles() -> None:
+    document = json.loads(planned("one canvas", "h200", 24)["denoise"].to_json())
+    region = next(r for r in document["regions"] if r["knob"] == "vocabulary")
+    maximum = next(b for b in document["buffers"] if b["name"] == "maximum")
+    maximum["start"], maximum["end"] = region["start"] + 2, region["start"] + 3
+    barrier = next(b for b in document["barriers"] if b["region"] == region["name"])
+    barrier["outputs"].remove(maximum["id"])
+    assert {"lifetime-short", "barrier-mismatch"} <= {violation.code for violation in check_plan(document)}
 
 
 def test_the_soft_embedding_is_carried_between_steps_in_the_state() -> None:

@@ -124,7 +124,7 @@ def nested() -> Small:
     s = Small()
     other = s.g.dim("other")
     y, out = s.copy(s.x, "y"), s.output("out")
-    with s.g.chunk("outer", over=s.tokens) as rows:
+    with s.g.chunk("outer", over=s.tokens):
         h = s.copy(s.x, "h")
         acc = s.g.buffer("acc", (1,), "float32")
         with s.g.chunk("inner", over=other):

@@ -88,7 +88,7 @@ def test_unusable_configs_are_refused(tmp_path: Path, changes: dict[str, Any], m
 
 
 def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no config.json"):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot read"):
@@ -96,5 +96,5 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_model_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownName, match="Did you mean 'llada-8b'"):
+    with pytest.raises(UnknownName, match=r"Did you mean 'llada-8b'\?"):
         load("llada8b")

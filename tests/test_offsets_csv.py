@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from test_offsets import problems, relaxed
 
-from mosaic.errors import UsageError
+from mosaic.errors import InstanceFormatError, UsageError
 from mosaic.planner.offsets import Problem, read_csv, solve, validate, write_csv
 from mosaic.planner.offsets.minimalloc_csv import read_offsets
 
@@ -59,8 +59,13 @@ def test_columns_in_any_order_and_capacity_of_the_name(tmp_path: Path) -> None:
     assert read_csv(path, capacity=32).capacity == 32
 
 
-def test_end_is_the_last_time_as_minimalloc_reads_it(tmp_path: Path) -> None:
-    problem = read_csv(write(tmp_path, "buffer_id,start,end,size,gaps\n7,1,4,8,2-2\n"))
+def test_lifetimes_are_half_open_under_every_name(tmp_path: Path) -> None:
+    problem = read_csv(write(tmp_path, "buffer_id,start,end,size,gaps\n7,1,4,8,2-3\n"))
+    assert problem.ids == (7,) and problem.ends == (4,) and problem.gaps == (((2, 3),),)
+
+
+def test_ends_may_be_read_as_last_times_as_minimalloc_does(tmp_path: Path) -> None:
+    problem = read_csv(write(tmp_path, "buffer_id,start,end,size,gaps\n7,1,4,8,2-2\n"), inclusive_end=True)
     assert problem.ids == (7,) and problem.ends == (5,) and problem.gaps == (((2, 3),),)
 
 
@@ -85,7 +90,7 @@ def test_a_gap_with_a_window_is_no_gap(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files_are_named_by_line_and_column(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises(InstanceFormatError, match=message) as caught:
         read_csv(write(tmp_path, text))
     assert "\n" not in str(caught.value)
 
@@ -93,5 +98,5 @@ def test_bad_files_are_named_by_line_and_column(tmp_path: Path, text: str, messa
 def test_binary_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(gzip.compress(b"id"))
-    with pytest.raises(UsageError, match="not a CSV text"):
+    with pytest.raises(InstanceFormatError, match="not a CSV text"):
         read_csv(path)

@@ -46,7 +46,9 @@ def plans() -> list[dict[str, Any]]:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @pytest.mark.parametrize("mutation", sorted(MUTATIONS.keys() - ELSEWHERE))
 @given(seed=st.integers(0, 1 << 30), number=st.integers(0, len(CONFIGURATIONS)))
-def test_every_mutant_of_a_real_plan_is_rejected(mutation: str, plans: list[dict[str, Any]], seed: int, number: int) -> None:
+def test_every_mutant_of_a_real_plan_is_rejected(
+    mutation: str, plans: list[dict[str, Any]], seed: int, number: int
+) -> None:
     broken = MUTATIONS[mutation](plans[number], random.Random(seed).choice)
     assume(broken is not None)
     assert broken is not None

@@ -211,7 +211,7 @@ def test_plans_round_trip_and_are_byte_identical(llada: Planner, no_cache: None)
 
 def test_a_newer_schema_is_refused_by_name(llada: Planner) -> None:
     document = dict(llada.plan(Request(seq_lens=(64,))).document) | {"schema": "mosaic.plan/2"}
-    with pytest.raises(PlanFormatError, match="'mosaic.plan/2', this version reads 'mosaic.plan/1'"):
+    with pytest.raises(PlanFormatError, match=r"'mosaic\.plan/2', this version reads 'mosaic.plan/1'"):
         Plan.from_json(json.dumps(document))
 
 

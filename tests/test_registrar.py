@@ -1,5 +1,6 @@
 """The DSL: what it infers, what it refuses and where it says so, slices, streams, serialisation, drawings, operator lists."""
 
+# mypy: disable-error-code="func-returns-value, arg-type"
 from __future__ import annotations
 
 import inspect
@@ -127,13 +128,15 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         COPY, x, out=g.output("y", (t, WIDE), "bfloat16"))),
     "too many out=": (r"copy writes y, out= gives 2", lambda g, t, x: g.add_op(COPY, x, out=(x, x))),
     "out= that is an operand": (r"out= gives x: .*, which it also reads", lambda g, t, x: g.add_op(COPY, x, out=x)),
-    "out= of another graph": (r"out= must give buffers of this graph, got foreign", lambda g, t, x: g.add_op(COPY, x, out=_other())),
+    "out= of another graph": (r"out= must give buffers of this graph, got foreign",
+        lambda g, t, x: g.add_op(COPY, x, out=_other())),
     "a write to a weight": (r"touch \(.*: writes the weight w: float32\[4\]", lambda g, t, x: g.add_op(
         TOUCH, g.weight("w", (4,), "float32"))),
     "an unknown dtype": (r"y \(.*unknown dtype 'fp8'", lambda g, t, x: g.input("y", (t,), "fp8")),
     "a size of zero": (r"y \(.*\): 0 is no size", lambda g, t, x: g.input("y", (t, 0), "float32")),
     "a dim of nobody": (r"y \(.*\): n is no size", lambda g, t, x: g.input("y", (sympy.Symbol("n"),), "float32")),
-    "a name twice": (r"x \(.*the name is taken by x: float32\[tokens, 64\] \(test_reg", lambda g, t, x: g.input("x", (t,), "float32")),
+    "a name twice": (r"x \(.*the name is taken by x: float32\[tokens, 64\] \(test_reg",
+        lambda g, t, x: g.input("x", (t,), "float32")),
     "a weight of two shapes": (r"w \(.*asked for a weight float32\[5\], but it is a weight float32\[4\]", lambda g, t, x: (
         g.weight("w", (4,), "float32"), g.weight("w", (5,), "float32"))),
     "a weight of two tensors": (r"w \(.*asked for tensor 'b', but it is 'a'", lambda g, t, x: (
@@ -142,7 +145,8 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         g.state("s", (4,), "float32"), g.carry("s", (4,), "float32"))),
     "a dim of two bounds": (r"dim 'n' \(.*asked for at_most=m, declared with at_most=tokens", lambda g, t, x: (
         g.dim("m"), g.dim("n", at_most="tokens"), g.dim("n", at_most="m"))),
-    "a dim of two values": (r"asked for value=4, declared with value=3", lambda g, t, x: (g.dim("n", value=3), g.dim("n", value=4))),
+    "a dim of two values": (r"asked for value=4, declared with value=3", lambda g, t, x: (
+        g.dim("n", value=3), g.dim("n", value=4))),
     "a bound that is no dim": (r"bounded by 'all', which is not declared", lambda g, t, x: g.dim("n", at_most="all")),
     "a buffer that is not there": (r"no buffer 'y' in graph 'test'", lambda g, t, x: g["y"]),
     "a region without ops": (r"region a \(.*has no ops", _empty_region),
@@ -151,9 +155,14 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
     "a region over no dim": (r"over= must be a dim of this graph, got 2\*tokens", lambda g, t, x: _chunks(g, x, ("a", 2 * t, 8))),
     "a knob over two dims": (r"over n, but the same knob of r0 is over tokens", lambda g, t, x: _chunks(
         g, x, ("a", t, 8), ("a", g.dim("n"), 8))),
-    "a knob of two tiles": (r"tile 16, but the same knob was given tile 8", lambda g, t, x: _chunks(g, x, ("a", t, 8), ("a", t, 16))),
+    "a knob of two tiles": (r"tile 16, but the same knob was given tile 8", lambda g, t, x: _chunks(
+        g, x, ("a", t, 8), ("a", t, 16))),
+    "a knob whose rows are a dim": (r"its rows would be called a_rows, which is a dim", lambda g, t, x: (
+        g.dim("a_rows"), _in_region(g, t, lambda: g.add_op(COPY, x)))),
+    "a dim named as a knob's rows": (r"the rows of the chunk knob 'a' are called so", lambda g, t, x: (
+        _in_region(g, t, lambda: g.add_op(COPY, x)), g.dim("a_rows"))),
     "a dim sliced twice": (r"a region over tokens is open already", _nested),
-    "a dim that cannot be sliced": (r"region a cannot slice axis 0 of x e: int32\[tokens \+ 1\]: tokens \+ 1 is no multiple of tokens",
+    "a dim that cannot be sliced": (r"region a cannot slice axis 0 of x e: .*: tokens \+ 1 is no multiple of tokens",
         lambda g, t, x: _in_region(g, t, lambda: g.add_op(COPY, g.input("e", (t + 1,), "int32")))),
     "an alias of itself": (r"x \(.*aliases itself", lambda g, t, x: g.add_alias(x, x)),
     "an alias twice": (r"is an alias already", lambda g, t, x: (
@@ -164,7 +173,8 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         g.add_op(COPY, x), g.weight("w", (4,), "float32"))),
     "a barrier before any op": (r"nothing has been registered yet", lambda g, t, x: g.add_barrier(x)),
     "a barrier for nothing": (r"name the buffers", lambda g, t, x: (g.add_op(COPY, x), g.add_barrier())),
-    "a barrier since the future": (r"since=7 is no earlier mark", lambda g, t, x: (g.add_op(COPY, x), g.add_barrier(x, since=7))),
+    "a barrier since the future": (r"since=7 is no earlier mark", lambda g, t, x: (
+        g.add_op(COPY, x), g.add_barrier(x, since=7))),
     "a wait without a stream": (r"wait\('s'\) \(.*nothing was registered on that stream", lambda g, t, x: g.wait("s")),
     "a stream named main": (r"streams fork from the main stream only", lambda g, t, x: g.stream("main").__enter__()),
     "a stream in a stream": (r"streams fork from the main stream only", lambda g, t, x: _side_of_side(g)),
@@ -195,9 +205,8 @@ def test_a_contract_cannot_update_what_it_does_not_read() -> None:
 
 def test_optional_operands_may_be_left_out_or_none() -> None:
     g, _, x = start()
-    assert [
-        set(g.add_op(PAIR, *args, name=f"z{i}").name for _ in "1") for i, args in enumerate(((x,), (x, None), (x, x)))
-    ]
+    for operands in ((x,), (x, None), (x, x)):
+        g.add_op(PAIR, *operands)
     assert [set(op.operands) for op in g.ops] == [{"x", "z"}, {"x", "z"}, {"x", "y", "z"}]
     assert g.ops[2].reads == (x, x)
 
@@ -207,7 +216,7 @@ def test_results_are_what_the_op_writes_or_updates() -> None:
     scores, experts = g.add_op("moe_route", x, g.weight("r", (8, WIDE), "float32"), top_k=2, normalize=False)
     assert (scores.name, experts.name) == ("moe_route.scores", "moe_route.experts")
     assert g.add_op(TOUCH, x) is x
-    assert [g.add_op(TOUCH, x) is x and op.name for op in g.ops[-1:]] == ["touch"]
+    assert g.add_op(TOUCH, x) is x
     assert g.ops[-1].name == "touch.2"
 
 
@@ -570,7 +579,7 @@ def test_a_joined_step_prefixes_what_is_a_phases_own_and_carries_the_rest() -> N
     assert [op.name for op in g.ops] == ["make/copy", "use/finish"]
     assert [b.name for b in g.buffers] == ["make/x", "c", "use/out"]
     assert program.steps == ("make", "use", "both")
-    with pytest.raises(GraphError, match="reads c.* before anything writes it"):
+    with pytest.raises(GraphError, match=r"reads c.* before anything writes it"):
         program.graph("use")
 
 
@@ -638,7 +647,7 @@ def test_a_damaged_graph_is_refused() -> None:
     plain = json.loads(to_json(small()))
     for key in plain:
         damaged = {**plain, key: None} if key == "buffers" else {k: v for k, v in plain.items() if k != key}
-        with pytest.raises(GraphError, match="not a graph|damaged"):
+        with pytest.raises(GraphError, match=r"not a graph|damaged"):
             from_json(json.dumps(damaged))
     plain["ops"][0]["reads"] = [10**6]
     with pytest.raises(GraphError, match="damaged graph: IndexError"):

@@ -12,8 +12,8 @@ from mosaic.units import GIB, format_bytes, parse_bytes, parse_tokens, round_up
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("24GiB", 24 * GIB), ("24 gib", 24 * GIB), ("6g", 6 * GIB), ("1.5GiB", 3 * GIB // 2), ("512MiB", 1 << 29), ("1048576", 1 << 20),
-     ("0.1GiB", GIB // 10)],
+    [("24GiB", 24 * GIB), ("24 gib", 24 * GIB), ("6g", 6 * GIB), ("1.5GiB", 3 * GIB // 2), ("512MiB", 1 << 29),
+     ("1048576", 1 << 20), ("0.1GiB", GIB // 10)],
 )  # fmt: skip
 def test_sizes_are_read_1024_based(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected

@@ -45,7 +45,7 @@ def labels(g: Graph) -> list[str]:
 def test_equal_layers_are_drawn_once() -> None:
     picture = _Picture(layered(5))
     assert labels(layered(5)) == ["beside", "h", "y", "end", "seen_end"]
-    assert [frame.label for frame in picture.frames] == ["layers.0 … 4   × 5", "k: chunks of tokens"]
+    assert [frame.label for frame in picture.frames] == ["layers.0 … 4   x 5", "k: chunks of tokens"]
     assert [(frame.first, frame.last) for frame in picture.frames] == [(2, 3), (2, 3)]
     assert {picture.row_of[op.index] for op in picture.graph.ops if op.name.endswith("/h")} == {2}
 
@@ -53,7 +53,7 @@ def test_equal_layers_are_drawn_once() -> None:
 def test_layers_that_differ_are_not_folded() -> None:
     assert labels(layered(4, odd=2)) == ["beside", "h", "y", "h", "y", "h", "y", "end", "seen_end"]
     frames = [frame.label for frame in _Picture(layered(4, odd=2)).frames if frame.label.startswith("layers")]
-    assert frames == ["layers.0 … 1   × 2", "layers.2", "layers.3"]
+    assert frames == ["layers.0 … 1   x 2", "layers.2", "layers.3"]
 
 
 def test_rails_show_who_writes_and_reads() -> None:
@@ -88,7 +88,7 @@ def test_every_op_has_a_row_and_every_row_its_height(name: str) -> None:
     g = load(name).graph() if name in PRESETS else toy.program().graph(name)
     picture = _Picture(g)
     assert set(picture.row_of) == set(range(len(g.ops)))
-    drawn = {row for row in picture.row_of.values()}
+    drawn = set(picture.row_of.values())
     assert len(drawn) + sum(row.kind is not None for row in picture.rows) == len(picture.rows)
     assert picture.y == sorted(picture.y)
     if name in PRESETS:
@@ -98,7 +98,7 @@ def test_every_op_has_a_row_and_every_row_its_height(name: str) -> None:
 def test_the_picture_names_ops_and_buffers() -> None:
     pytest.importorskip("matplotlib")
     texts = {text.get_text() for text in graph_figure(layered(3)).axes[0].texts}
-    assert {"layered", "beside", "h", "y", "end", "copy", "layers.0 … 2   × 3", "k: chunks of tokens"} <= texts
+    assert {"layered", "beside", "h", "y", "end", "copy", "layers.0 … 2   x 3", "k: chunks of tokens"} <= texts
     assert "out float32 [tokens, 8]" in texts
     assert "10 ops, 4 of them folded into repeats; dims tokens" not in texts  # 9 ops: 1 + 3 x 2 + 2
     assert "9 ops, 4 of them folded into repeats; dims tokens" in texts

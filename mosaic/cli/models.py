@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and 
     from mosaic.planner.planner import Planner, Request
     from mosaic.units import format_bytes
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in PRESETS:
         model = load(name)
         arch = model.architecture
@@ -52,9 +52,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and 
         )
     for row in rows:
         numbers = (row[key] for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "experts", "vocabulary"))
-        table.add_row(
-            str(row["name"]), str(row["family"]), *(f"{n:,}" for n in numbers), format_bytes(int(row["weights_bytes"]))
-        )  # type: ignore[call-overload]
+        table.add_row(row["name"], row["family"], *(f"{n:,}" for n in numbers), format_bytes(row["weights_bytes"]))
     results().print(table)
     results().print(
         "Any checkpoint directory or config.json of these families works too: --model path/to/checkpoint", style="dim"

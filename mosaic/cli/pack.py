@@ -24,11 +24,14 @@ def pack(
     capacity: Annotated[
         str | None, typer.Option(help="Bytes to reach; by default from the file name (A.1048576.csv).")
     ] = None,
+    inclusive_end: Annotated[
+        bool, typer.Option("--inclusive-end", help="Upper ends are last times, as MiniMalloc reads a column 'end'.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the instance with its offsets.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Give every buffer an address. Exit code 3 when a capacity is given and not reached."""
-    from mosaic.planner.offsets import SOLVERS, read_csv, solve, validate, write_csv
+    from mosaic.planner.offsets import SOLVERS, names_end, read_csv, solve, validate, write_csv
     from mosaic.units import format_bytes, parse_bytes
 
     if solver == "help":
@@ -37,7 +40,9 @@ def pack(
         return
     if timeout <= 0:
         raise UsageError(f"--timeout must be positive, got {timeout}.")
-    problem = read_csv(file, capacity=parse_bytes(capacity) if capacity else None)
+    problem = read_csv(file, capacity=parse_bytes(capacity) if capacity else None, inclusive_end=inclusive_end)
+    if names_end(file) and not inclusive_end:
+        note("reading the column 'end' as half-open; MiniMalloc reads it as the last time: --inclusive-end does too.")
     if out is not None and not out.parent.is_dir():
         raise UsageError(f"cannot write {out}: the directory {out.parent} does not exist.")
     solution = solve(problem, solver=solver, timeout_s=timeout)
@@ -63,8 +68,8 @@ def pack(
     if missed and problem.capacity is not None:
         if solution.lower_bound_bytes > problem.capacity:
             note(
-                f"cannot fit: buffers alive together take {solution.lower_bound_bytes:,} B, the capacity is {problem.capacity:,} B; "
-                f"give --capacity {solution.lower_bound_bytes} or more."
+                f"cannot fit: buffers alive together take {solution.lower_bound_bytes:,} B, the capacity is "
+                f"{problem.capacity:,} B; give --capacity {solution.lower_bound_bytes} or more."
             )
         else:
             note(

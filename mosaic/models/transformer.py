@@ -140,9 +140,8 @@ def head(g: Graph, arch: Architecture, x: Buffer, table: Buffer, cu_seqlens: Buf
         table if arch.tied else g.weight("head", (arch.vocabulary, arch.hidden), arch.dtype, tensor=arch.names.head)
     )
     rows = g.input("rows", (masked,), "int64")
-    stats = (g.output("token", (masked,), "int64"),) + tuple(
-        g.output(name, (masked,), "float32") for name in ("maximum", "second", "logsumexp", "entropy")
-    )
+    scores = [g.output(name, (masked,), "float32") for name in ("maximum", "second", "logsumexp", "entropy")]
+    stats = (g.output("token", (masked,), "int64"), *scores)
     source = g.add_op("shift_rows", rows, cu_seqlens, name="source_rows") if arch.shifted else rows
     how = g.choice("head", ("logits", "fused"))
     with g.scope("head"), g.chunk("logits", over=masked, tile=LOGITS_TILE):

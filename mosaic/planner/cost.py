@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log2
 
 import numpy as np
@@ -29,7 +30,7 @@ def rate_at(rates: Mapping[int, float], rows: float) -> float:
     points = sorted(rates.items())
     if rows <= points[0][0]:
         return points[0][1]
-    for (low, a), (high, b) in zip(points, points[1:], strict=False):
+    for (low, a), (high, b) in pairwise(points):
         if rows <= high:
             return a + (b - a) * (log2(rows) - log2(low)) / (log2(high) - log2(low))
     return points[-1][1]

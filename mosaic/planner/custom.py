@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mosaic.devices import DEFAULT_DEVICE, Device, load_device
@@ -78,18 +79,11 @@ def plan_program(
         Values for the dims of all phases together.
     """
     card = device if isinstance(device, Device) else load_device(device)
-    return {
-        step: _plan(
-            lambda choices, step=step: program.graph(step, choices),
-            program.name,
-            card,
-            dims,
-            budget_bytes,
-            None,
-            solver,
-        )  # type: ignore[misc]
-        for step in program.steps
-    }
+    plans = {}
+    for step in program.steps:
+        register = partial(program.graph, step)
+        plans[step] = _plan(register, program.name, card, dims, budget_bytes, None, solver)
+    return plans
 
 
 def _plan(

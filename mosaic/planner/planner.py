@@ -134,7 +134,9 @@ class Planner:
         body = next(iter(self.space().template.bodies.values()))
         sizes = body.evaluate([1] * len(body.variables)).tolist()
         weights = [
-            (b.tensor, tuple(sizes[row] for row in b.shape)) for b in body.buffers if b.kind == "weight" and b.tensor is not None
+            (b.tensor, tuple(sizes[row] for row in b.shape))
+            for b in body.buffers
+            if b.kind == "weight" and b.tensor is not None
         ]
         Layout(self.model.path).verify(weights)
 

@@ -46,8 +46,8 @@ class Config(NamedTuple):
 class Variant:
     """A body with some of its regions on.
 
-    `orders` are packings found at reference sizes, with the solver that found them, replayed for new sizes. The last three fields keep what plans say of this
-    variant whatever the dims; the document module fills them.
+    `orders` are packings found at reference sizes, with the solver that found them, replayed for new sizes. The last
+    three fields keep what plans say of this variant whatever the dims; the document module fills them.
     """
 
     body: Body

@@ -121,9 +121,11 @@ class Body:
     def monomials(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
         """Values of the monomials; a gather where all are linear, as they are unless a model says otherwise."""
         if self.linear is not None:
-            return np.array([*values, 1], dtype=np.int64)[self.linear]
+            gathered: npt.NDArray[np.int64] = np.array([*values, 1], dtype=np.int64)[self.linear]
+            return gathered
         powers: npt.NDArray[np.int64] = np.asarray(values, dtype=np.int64) ** self.exponents
-        return powers.prod(axis=1)
+        products: npt.NDArray[np.int64] = np.multiply.reduce(powers, axis=1)
+        return products
 
 
 def linear_columns(exponents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:

@@ -223,6 +223,10 @@ class Graph:
         if at_most is not None and at_most not in self.dims:
             raise GraphError(f"dim '{name}' ({_caller()}): bounded by '{at_most}', which is not declared yet")
         known = self.dims.get(name)
+        if name.removesuffix("_rows") in self.tiles and name.endswith("_rows"):
+            raise GraphError(
+                f"dim '{name}' ({_caller()}): the rows of the chunk knob '{name.removesuffix('_rows')}' are called so"
+            )
         if known is None:
             symbol = sympy.Symbol(name, positive=True, integer=True)
         else:
@@ -554,6 +558,10 @@ class Graph:
         if self.tiles.get(knob, tile) != tile:
             raise GraphError(
                 f"chunk '{knob}' ({source}): tile {tile}, but the same knob was given tile {self.tiles[knob]}"
+            )
+        if f"{knob}_rows" in self.dims:
+            raise GraphError(
+                f"chunk '{knob}' ({source}): its rows would be called {knob}_rows, which is a dim; name it otherwise"
             )
         if any(open_region.over == over for open_region in self._enclosing()):
             raise GraphError(f"chunk '{knob}' ({source}): a region over {over} is open already")

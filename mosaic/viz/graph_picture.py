@@ -181,7 +181,7 @@ class _Picture:
                 for op in ops:
                     self.row_of[op.index + copy * len(ops)] = self.row_of[op.index]
             if scope:
-                label = f"{scope} … {_last(scope, count)}   × {count}" if count > 1 else scope
+                label = f"{scope} … {_last(scope, count)}   x {count}" if count > 1 else scope
                 self.frames.append(_Frame(label=label, first=first, last=len(self.rows) - 1, depth=0, tint=None))
         tints = {knob: _TINTS[i % len(_TINTS)] for i, knob in enumerate(self.graph.tiles)}
         for region in self.graph.regions:
@@ -289,7 +289,7 @@ class _Picture:
         facts = f"{len(g.ops)} ops{folded}; dims {', '.join(g.dims) or 'none'}"
         axes.text(_MARGIN, 0.5, facts, fontsize=8, color=_FAINT, va="center")
         x = self.right
-        for kind in reversed(_RAILS):
+        for kind in reversed(list(_RAILS)):
             if any(rail.kind == kind for rail in self.rails):
                 axes.text(x, 0.28, kind, fontsize=8, color=_RAILS[kind], va="center", ha="right")
                 x -= len(kind) * _CHARACTER + 0.14

@@ -5,7 +5,7 @@
 """
 
 from .blocks import blocks_of
-from .minimalloc_csv import read_csv, write_csv
+from .minimalloc_csv import names_end, read_csv, write_csv
 from .portfolio import SOLVERS, solve
 from .problem import Problem, Solution, lower_bound, validate
 from .replay import Order
@@ -17,6 +17,7 @@ __all__ = [
     "Solution",
     "blocks_of",
     "lower_bound",
+    "names_end",
     "read_csv",
     "solve",
     "validate",

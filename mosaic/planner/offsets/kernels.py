@@ -193,7 +193,7 @@ def put(row: Any, frame: Any, registers: Any, offsets: Any, floors: Any, totals:
                 good = False
     if not good:
         return False
-    for s in range(frame[F_LOW], frame[F_HIGH]):
+    for s in range(frame[F_LOW], frame[F_HIGH]):  # noqa: SIM110  (numba compiles loops, not generators)
         if totals[s] > 0 and floors[s] < at and at + totals[s] > capacity:
             return False
     return True

@@ -1,7 +1,7 @@
 """MiniMalloc's CSV: one buffer a line, `id,lower,upper,size[,alignment,gaps,offset]`, columns in any order.
 
-Lifetimes are half-open under `lower,upper`. A column named `end` holds the *last* time instead, as MiniMalloc reads it,
-so one is added (to the ends of gaps too).
+Lifetimes are half-open under every name: `lower,upper`, `start,end`. MiniMalloc itself reads a column named `end` as the
+*last* time; ask for that with `inclusive_end` (one is added then, to the ends of gaps too).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import gzip
 import io
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mosaic.errors import UsageError
+from mosaic.errors import InstanceFormatError, UsageError
+from mosaic.files import write_atomic
 
 from .problem import BufferId, Interval, Problem, Solution
 
-__all__ = ["capacity_of_name", "read_csv", "read_offsets", "write_csv"]
+__all__ = ["capacity_of_name", "names_end", "read_csv", "read_offsets", "write_csv"]
 
 _NAMES = {
     "id": "id", "buffer": "id", "buffer_id": "id",
     "lower": "lower", "start": "lower", "begin": "lower",
-    "upper": "upper", "end": "end",
+    "upper": "upper", "end": "upper",
     "size": "size", "alignment": "alignment", "gaps": "gaps", "offset": "offset",
 }  # fmt: skip
 _GAP = re.compile(r"(-?\d+)-(-?\d+)(@\d+:\d+)?")
@@ -43,7 +43,9 @@ def capacity_of_name(path: str | os.PathLike[str]) -> int | None:
     return int(found[1]) if found else None
 
 
-def read_csv(path: str | os.PathLike[str], *, capacity: int | None = None, pin: bool = False) -> Problem:
+def read_csv(
+    path: str | os.PathLike[str], *, capacity: int | None = None, pin: bool = False, inclusive_end: bool = False
+) -> Problem:
     """Read a problem from a `.csv` or `.csv.gz` file.
 
     Parameters
@@ -52,15 +54,17 @@ def read_csv(path: str | os.PathLike[str], *, capacity: int | None = None, pin: 
         The file. A name such as `A.1048576.csv` states a capacity.
     capacity : int, optional
         Bytes; overrides the file name.
+    inclusive_end : bool
+        The upper ends are last times, as in files of MiniMalloc with a column `end`.
     pin : bool
         Take an `offset` column as given offsets. Otherwise it is ignored; see `read_offsets`.
 
     Raises
     ------
-    UsageError
-        One line that names file, line and column. `FileNotFoundError` and the like pass through.
+    InstanceFormatError
+        One line that names file, line and column.
     """
-    table = _Table(path)
+    table = _Table(path, inclusive_end)
     capacity = capacity if capacity is not None else capacity_of_name(path)
     try:
         return Problem(
@@ -74,8 +78,12 @@ def read_csv(path: str | os.PathLike[str], *, capacity: int | None = None, pin: 
             capacity=capacity,
         )
     except UsageError as error:
-        message = str(error)
-        raise UsageError(message if message.startswith(table.name) else f"{table.name}: {message}") from None
+        raise InstanceFormatError(f"{table.name}: {error}") from None
+
+
+def names_end(path: str | os.PathLike[str]) -> bool:
+    """Whether the header calls the upper end `end`, which MiniMalloc reads as inclusive."""
+    return "end" in _Table(path).header
 
 
 def read_offsets(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
@@ -96,25 +104,8 @@ def write_csv(path: str | os.PathLike[str], problem: Problem, solution: Solution
     """
     if problem.aliases:
         raise UsageError(f"the CSV format has no aliases; this problem has {len(problem.aliases)}")
-    path = Path(path)
-    text = _text(problem, solution).encode()
-    if path.name.endswith(".gz"):
-        text = gzip.compress(text, mtime=0)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    data = _text(problem, solution).encode()
+    write_atomic(path, gzip.compress(data, mtime=0) if os.fspath(path).endswith(".gz") else data)
 
 
 def _text(problem: Problem, solution: Solution | None) -> str:
@@ -140,13 +131,17 @@ def _text(problem: Problem, solution: Solution | None) -> str:
 class _Table:
     """The cells of a file by column, with the place of each for messages."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], inclusive_end: bool = False) -> None:
         self.name = os.path.basename(os.fspath(path))
-        raw = Path(path).read_bytes()
+        self.later = int(inclusive_end)
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise InstanceFormatError(f"cannot read {os.fspath(path)}: {error.strerror}; check the path.") from None
         try:
             text = (gzip.decompress(raw) if self.name.endswith(".gz") else raw).decode("utf-8-sig")
         except (UnicodeDecodeError, OSError, EOFError) as error:
-            raise UsageError(f"{self.name}: not a CSV text: {error}") from error
+            raise InstanceFormatError(f"{self.name}: not a CSV text: {error}") from error
         self.columns: dict[str, list[str]] = {}
         self.lines: list[int] = []
         self._parse(text)
@@ -156,26 +151,29 @@ class _Table:
         try:
             rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
         except csv.Error as error:
-            raise UsageError(f"{self.name}, line {reader.line_num}: {error}") from error
+            raise InstanceFormatError(f"{self.name}, line {reader.line_num}: {error}") from error
         if not rows:
-            raise UsageError(f"{self.name}: the file is empty; expected a header such as id,lower,upper,size")
+            raise InstanceFormatError(f"{self.name}: the file is empty; expected a header such as id,lower,upper,size")
         self.titles = self._titles(rows[0][1])
         self.lines = [line for line, _ in rows[1:]]
         for line, cells in rows[1:]:
             if len(cells) != len(self.titles):
-                raise UsageError(f"{self.name}, line {line}: {len(cells)} fields, the header has {len(self.titles)}")
+                raise InstanceFormatError(
+                    f"{self.name}, line {line}: {len(cells)} fields, the header has {len(self.titles)}"
+                )
         self.columns = {title: [cells[i] for _, cells in rows[1:]] for i, title in enumerate(self.titles)}
 
     def _titles(self, header: list[str]) -> list[str]:
+        self.header = {title.lower() for title in header}
         titles = [_NAMES.get(title.lower(), title) for title in header]
-        if len(set(titles)) != len(titles) or {"upper", "end"} <= set(titles):
-            raise UsageError(f"{self.name}, line 1: the header {','.join(header)} names a column twice")
-        for name, also in (("id", "buffer"), ("lower", "start"), ("size", "")):
+        if len(set(titles)) != len(titles):
+            raise InstanceFormatError(f"{self.name}, line 1: the header {','.join(header)} names a column twice")
+        for name, also in (("id", "buffer"), ("lower", "start"), ("upper", "end"), ("size", "")):
             if name not in titles:
                 hint = f" (or '{also}')" if also else ""
-                raise UsageError(f"{self.name}, line 1: there is no column '{name}'{hint} in {','.join(header)}")
-        if "upper" not in titles and "end" not in titles:
-            raise UsageError(f"{self.name}, line 1: there is no column 'upper' (or 'end') in {','.join(header)}")
+                raise InstanceFormatError(
+                    f"{self.name}, line 1: there is no column '{name}'{hint} in {','.join(header)}"
+                )
         return titles
 
     def ints(self, column: str, default: int | None = None) -> list[int]:
@@ -188,9 +186,7 @@ class _Table:
 
     def ends(self) -> list[int]:
         """Return half-open ends."""
-        if "end" in self.columns:
-            return [end + 1 for end in self.ints("end")]
-        return self.ints("upper")
+        return [end + self.later for end in self.ints("upper")]
 
     def ids(self) -> list[BufferId]:
         """Return the ids, as ints where all of them are plain ints."""
@@ -198,7 +194,9 @@ class _Table:
         seen: dict[str, int] = {}
         for row, cell in enumerate(cells):
             if cell in seen:
-                raise UsageError(f"{self._place(row, 'id')}: id {cell!r} occurs on line {self.lines[seen[cell]]} too")
+                raise InstanceFormatError(
+                    f"{self._place(row, 'id')}: id {cell!r} occurs on line {self.lines[seen[cell]]} too"
+                )
             seen[cell] = row
         if all(cell.isascii() and cell.isdigit() and str(int(cell)) == cell for cell in cells):
             return [int(cell) for cell in cells]
@@ -212,13 +210,12 @@ class _Table:
         """Return the gaps; one with a window (`a-b@c:d`) keeps part of the buffer in use and counts as no gap."""
         if "gaps" not in self.columns or not any(self.columns["gaps"]):
             return None
-        later = 1 if "end" in self.columns else 0
         found = []
         for row, cell in enumerate(self.columns["gaps"]):
             matches = [_GAP.fullmatch(word) for word in cell.split()]
             if None in matches:
-                raise UsageError(f"{self._place(row, 'gaps')}: {cell!r} is not of the form '3-5 8-9'")
-            found.append(tuple((int(m[1]), int(m[2]) + later) for m in matches if m is not None and m[3] is None))
+                raise InstanceFormatError(f"{self._place(row, 'gaps')}: {cell!r} is not of the form '3-5 8-9'")
+            found.append(tuple((int(m[1]), int(m[2]) + self.later) for m in matches if m is not None and m[3] is None))
         return found
 
     def _int(self, cell: str, row: int, column: str, default: int | None) -> int:
@@ -227,7 +224,7 @@ class _Table:
         try:
             return int(cell)
         except ValueError:
-            raise UsageError(f"{self._place(row, column)}: {cell!r} is not an integer") from None
+            raise InstanceFormatError(f"{self._place(row, column)}: {cell!r} is not an integer") from None
 
     def _place(self, row: int, column: str) -> str:
         return f"{self.name}, line {self.lines[row]}, column {column}"
