@@ -49,9 +49,17 @@ def test_plan_prints_the_table(mosaic: Any) -> None:
     ran = mosaic(*PLAN, "--ctx", "128k")
     assert ran.code == 0 and ran.err == ""
     for part in ("131,072 tokens, 65,536 masked", "weights", "14.93 GiB", "fits, headroom", "largest context", "predicted step",
-                 "ffn 8 x 16,384 rows", "layers.0/q", "lower bound: optimal", "estimated"):  # fmt: skip
+                 "chunks", "layers.0/q", "lower bound: optimal", "estimated"):  # fmt: skip
         assert part in ran.out, part
     assert "\x1b[" not in ran.out
+
+
+def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    command, _, shown = readme.split("```console\n$ ")[1].split("```")[0].partition("\n")
+    printed = [" ".join(line.split()) for line in mosaic(*command.split()[1:]).out.splitlines()]
+    for line in shown.strip().splitlines():
+        assert " ".join(line.split()) in printed
 
 
 def test_plan_json_is_only_json_and_checks(mosaic: Any, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 def test_every_cell_runs_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     display = types.ModuleType("IPython.display")
     display.Image = lambda data: data  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    ipython = types.ModuleType("IPython")
+    ipython.version_info, ipython.get_ipython = (9, 0), lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     scope: dict[str, Any] = {}
     for cell in json.loads(path.read_text())["cells"]:

@@ -18,7 +18,7 @@ from mosaic.planner.offsets import Order, Problem, Solution, solve
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
 
-__all__ = ["NODE_LIMIT", "place"]
+__all__ = ["NODE_LIMIT", "place", "problem_of"]
 
 NODE_LIMIT: Final = 200_000
 """Search nodes that an exact solver may spend on one plan: a count, so that the same input gives the same plan."""
@@ -61,16 +61,17 @@ def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order
         values = [extent if dim.value is None else dim.value for dim in dims]
         values += [rows] * (len(variant.body.variables) - len(dims))
         sizes = variant.formula.root_sizes(variant.body.monomials(values))
-        solution = solve(problem := _problem(variant, sizes.tolist()), node_limit=NODE_LIMIT)
+        solution = solve(problem := problem_of(variant, sizes.tolist()), node_limit=NODE_LIMIT)
         variant.orders.append((Order.of(problem, solution), solution.solver))
     return variant.orders[number]
 
 
 def _solve(variant: Variant, sizes: npt.NDArray[np.int64], solver: str) -> Solution:
-    return solve(_problem(variant, sizes.tolist()), solver=solver, node_limit=NODE_LIMIT)
+    return solve(problem_of(variant, sizes.tolist()), solver=solver, node_limit=NODE_LIMIT)
 
 
-def _problem(variant: Variant, sizes: list[int]) -> Problem:
+def problem_of(variant: Variant, sizes: list[int]) -> Problem:
+    """The offset-assignment problem of a variant at given sizes of its roots."""
     life, roots = variant.life, variant.formula.roots.tolist()
     gaps = [life.gaps[b] for b in roots]
     return Problem(

@@ -29,10 +29,7 @@ from mosaic.units import round_up
 _Tables = tuple[float, list[dict[int | None, float]], list[tuple[str, ...]]]
 """Seconds that no knob changes, seconds by setting of each knob, and the groups of nested knobs."""
 
-__all__ = ["MAX_ROWS", "Config", "Point", "Space", "Variant"]
-
-MAX_ROWS = 16384
-"""Largest chunk on the grid; beyond it a chunk saves launches that nobody can measure."""
+__all__ = ["Config", "Point", "Space", "Variant"]
 
 
 class Config(NamedTuple):
@@ -162,12 +159,12 @@ class Point:
     # -- configurations -----------------------------------------------------------------------------------------
 
     def options(self, knob: int) -> list[int | None]:
-        """Settings of one knob, from off through ever smaller chunks: powers of two times its tile."""
+        """Settings of one knob, from off through ever smaller chunks: its tile times powers of two."""
         if knob not in self._options:
             record = self.space.template.knobs[knob]
             found: list[int | None] = []
             rows = record.tile
-            while rows < self.extents[record.name] and rows <= MAX_ROWS:
+            while rows < self.extents[record.name]:
                 found.append(rows)
                 rows *= 2
             self._options[knob] = [None, *reversed(found)]
