@@ -134,8 +134,9 @@ def test_a_small_budget_turns_the_vocabulary_tiles_on(device: str) -> None:
     free, tight = planned("one canvas", device)["denoise"], planned("one canvas", device, 64)["denoise"]
     rows = tight.config["vocabulary"]
     assert isinstance(rows, int)
-    assert largest_by_elements(free) == canvas * toy.VOCABULARY  # 256 MiB of scores and 128 MiB of logits
-    assert free.peak_bytes > 384 * MIB
+    width = free.config["vocabulary"] or toy.VOCABULARY  # off: 256 MiB of scores and 128 MiB of logits
+    assert largest_by_elements(free) == canvas * int(width)
+    assert free.peak_bytes > 6 * canvas * int(width) >= 4 * tight.peak_bytes / 3
     assert largest_by_elements(tight) <= canvas * rows
     assert tight.peak_bytes < 64 * MIB
     assert all(toy.VOCABULARY not in b["shape"] for b in tight.document["buffers"] if b["pool"] != "weights"), (
@@ -144,7 +145,9 @@ def test_a_small_budget_turns_the_vocabulary_tiles_on(device: str) -> None:
 
 
 def test_rows_and_tiles_are_chunked_independently() -> None:
-    tight = planned("four canvases", "rtx-4090", 64)["denoise"]
+    config = {"canvas_rows": 256, "vocabulary": 8192}
+    tight = plan_program(toy.program(), dims=SIZES["four canvases"], device="rtx-4090", config=config)["denoise"]
+    assert check_plan(tight.document) == []
     regions = {r["name"]: r for r in tight.document["regions"]}
     assert regions["head/vocabulary"]["parent"] == "head/canvas_rows"
     assert regions["head/canvas_rows"]["count"] * regions["head/canvas_rows"]["rows"] >= 1024
@@ -219,9 +222,9 @@ def test_the_formula_is_the_head_or_the_experts() -> None:
 def test_the_joined_step_costs_no_more_than_its_larger_phase_and_its_own_inputs() -> None:
     plans = planned("one canvas", "h200")
     larger = max(plans["encode"].peak_bytes, plans["denoise"].peak_bytes)
-    assert larger <= plans["commit_then_denoise"].peak_bytes <= larger + 64 * 1024
-    joined = plans["commit_then_denoise"].predicted_step_ms
-    assert joined == pytest.approx(plans["encode"].predicted_step_ms + plans["denoise"].predicted_step_ms, rel=1e-6)
+    assert plans["commit_then_denoise"].peak_bytes <= larger + 64 * 1024
+    apart = plans["encode"].predicted_step_ms + plans["denoise"].predicted_step_ms
+    assert apart * 0.999 <= plans["commit_then_denoise"].predicted_step_ms <= apart * 1.005
 
 
 # -- the graph itself ----------------------------------------------------------------------------------------------

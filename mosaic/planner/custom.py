@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mosaic.devices import DEFAULT_DEVICE, Device, load_device
 from mosaic.planner.limits import DimsAt
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_graph", "plan_program"]
 
+Settings: TypeAlias = Mapping[str, int | str | None] | None
+
 
 def plan_graph(
     build: Callable[[Graph], None],
@@ -29,6 +31,7 @@ def plan_graph(
     budget_bytes: int | None = None,
     dims_at: DimsAt | None = None,
     solver: str = "auto",
+    config: Settings = None,
 ) -> Plan:
     """Plan a graph of your own.
 
@@ -40,6 +43,8 @@ def plan_graph(
         A value for every dim without a fixed one.
     dims_at
         Dims at another context length, to solve the largest context; without it the plan reports the one it was given.
+    config
+        Take this configuration instead of searching, as in `Planner.plan`.
 
     Examples
     --------
@@ -60,7 +65,7 @@ def plan_graph(
         build(g)
         return g
 
-    return _plan(register, name, card, dims, budget_bytes, dims_at, solver)
+    return _plan(register, name, card, dims, budget_bytes, dims_at, solver, config)
 
 
 def plan_program(
@@ -70,6 +75,7 @@ def plan_program(
     device: Device | str = DEFAULT_DEVICE,
     budget_bytes: int | None = None,
     solver: str = "auto",
+    config: Settings = None,
 ) -> dict[str, Plan]:
     """Plan every phase and joined step of a program; weights and state have the same addresses in all of them.
 
@@ -77,18 +83,27 @@ def plan_program(
     ----------
     dims
         Values for the dims of all phases together.
+    config
+        Take this configuration instead of searching; each step takes the knobs that it has.
     """
     card = device if isinstance(device, Device) else load_device(device)
     plans = {}
     for step in program.steps:
         register = partial(program.graph, step)
-        plans[step] = _plan(register, program.name, card, dims, budget_bytes, None, solver)
+        known = _knobs(program, step)
+        settings = None if config is None else {key: value for key, value in config.items() if key in known}
+        plans[step] = _plan(register, program.name, card, dims, budget_bytes, None, solver, settings)
     return plans
+
+
+def _knobs(program: Program, step: str) -> set[str]:
+    graph = program.graph(step)
+    return {*graph.tiles, *graph.choices}
 
 
 def _plan(
     register: Callable[[Mapping[str, str] | None], Any], name: str, card: Device, dims: Mapping[str, int],
-    budget_bytes: int | None, dims_at: DimsAt | None, solver: str,
+    budget_bytes: int | None, dims_at: DimsAt | None, solver: str, settings: Settings,
 ) -> Plan:  # fmt: skip
     space = Space(compile_template(register), card)
     known = {dim.name for dim in space.template.dims}
@@ -96,4 +111,5 @@ def _plan(
     dtypes = [b.dtype for body in space.template.bodies.values() for b in body.buffers if b.kind == "weight"]
     identity = {"model": name, "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32"}
     budget = card.memory_bytes if budget_bytes is None else budget_bytes
-    return plan_point(point, budget, identity=identity, dims_at=dims_at, solver=solver)
+    config = None if settings is None else space.config(settings)
+    return plan_point(point, budget, identity=identity, dims_at=dims_at, solver=solver, config=config)
