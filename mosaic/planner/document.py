@@ -196,7 +196,7 @@ def _buffers(
         if b in place:
             offset, size = place[b]
         else:
-            size = round_up(polynomials[record.bytes], ALIGNMENT) * record.rotate
+            size = (polynomials[record.bytes] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT * record.rotate
             if record.alias_of is not None:
                 at = polynomials[record.alias_offset]
                 offset = place[record.alias_of][0] + at

@@ -56,13 +56,12 @@ class PeakFormula:
     plain: bool
 
     def class_sizes(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Bytes of each size class, rounded up to `ALIGNMENT` per slot; [classes], or [classes, k] for k columns."""
+        """Bytes of each size class, rounded up to `ALIGNMENT` per slot."""
         slots = (self.size_table @ monomials + (ALIGNMENT - 1)) & -ALIGNMENT
         if self.plain:
             return slots
-        rotates = self.rotates if monomials.ndim == 1 else self.rotates[:, None]
-        extents = self.offset_table @ monomials + slots * rotates
-        return extents if len(extents) == len(self.begins) else np.maximum.reduceat(extents, self.begins, axis=0)
+        extents = self.offset_table @ monomials + slots * self.rotates
+        return extents if len(extents) == len(self.begins) else np.maximum.reduceat(extents, self.begins)
 
     def values(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes of every form; their maximum is the lower bound of the workspace."""

@@ -119,11 +119,7 @@ def _descend(point: Point, config: Config, budget_bytes: int) -> tuple[bool, Con
 
 def _fastest(point: Point, choices: tuple[str, ...]) -> Config:
     """Every knob at its own fastest setting (their times add); off where equal."""
-    config = Config(choices, (None,) * len(point.space.template.knobs))
-    for knob in range(len(config.rows)):
-        options = point.options(knob)
-        config = min((_with(config, knob, rows) for rows in options), key=point.seconds)
-    return config
+    return Config(choices, tuple(point.by_time(choices, knob)[0] for knob in range(len(point.space.template.knobs))))
 
 
 def _with(config: Config, knob: int, rows: int | None) -> Config:
@@ -136,21 +132,22 @@ def _describe(point: Point, knob: int, rows: int | None) -> str:
 
 
 def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str]]:
-    """Every smaller setting of one knob that lowers the dominating live sets, with the time it costs.
+    """Per knob the cheapest smaller setting that lowers the dominating live sets, with the time it costs.
 
-    Not only the next smaller one: rates are no smooth function of rows, and a smaller chunk can be the faster one.
+    Not the next smaller one: rates are no smooth function of rows, and a smaller chunk can be the faster one.
     """
     now = point.dominating(config)
     for knob, rows in enumerate(config.rows):
-        options = point.options(knob)
-        smaller = options[options.index(rows) + 1 :]
-        moves = [_with(config, knob, setting) for setting in smaller]
-        if not moves or point.dominating(moves[-1]) >= now:
+        smallest = point.options(knob)[-1]
+        if rows == smallest or point.dominating(_with(config, knob, smallest)) >= now:
             continue
-        point.prepare(moves)
-        for setting, moved in zip(smaller, moves, strict=True):
+        for setting in point.by_time(config.choices, knob):
+            if setting is None or (rows is not None and setting >= rows):
+                continue
+            moved = _with(config, knob, setting)
             if point.dominating(moved) < now:
                 yield point.seconds(moved) - point.seconds(config), moved, _describe(point, knob, setting)
+                break
 
 
 def _cheapest(moves: list[tuple[float, Config, str]]) -> tuple[Config, str]:
@@ -165,14 +162,15 @@ def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tu
     while improved:
         improved = False
         for knob in range(len(config.rows)):
-            faster = [_with(config, knob, rows) for rows in point.options(knob)]
-            faster = [
-                c for c in faster if point.seconds(c) < point.seconds(config) and point.total_bytes(c) <= budget_bytes
-            ]
-            if faster:
-                config = min(faster, key=point.seconds)
-                improved = True
-                yield config, _describe(point, knob, config.rows[knob])
+            for rows in point.by_time(config.choices, knob):
+                faster = _with(config, knob, rows)
+                if point.seconds(faster) >= point.seconds(config):
+                    break
+                if point.total_bytes(faster) <= budget_bytes:
+                    config = faster
+                    improved = True
+                    yield config, _describe(point, knob, rows)
+                    break
 
 
 def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) -> tuple[Config, list[TraceStep]]:

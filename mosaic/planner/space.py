@@ -8,7 +8,7 @@ only; variants are compiled on demand and kept.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -69,17 +69,15 @@ class Space:
 
     def __init__(self, template: Template, device: Device) -> None:
         self.template, self.device = template, device
-        self._variants: dict[tuple[tuple[str, ...], frozenset[str]], Variant] = {}
+        self._variants: dict[tuple[tuple[str, ...], tuple[bool, ...]], Variant] = {}
         self._times: dict[tuple[str, ...], OpTimes] = {}
         self._pool_rows: dict[tuple[tuple[str, ...], str], Mapping[int, int]] = {}
 
     def variant(self, config: Config) -> Variant:
         """The compiled variant of a configuration."""
-        active = frozenset(
-            knob.name for knob, rows in zip(self.template.knobs, config.rows, strict=True) if rows is not None
-        )
-        key = (config.choices, active)
+        key = (config.choices, tuple([rows is not None for rows in config.rows]))
         if key not in self._variants:
+            active = {knob.name for knob, on in zip(self.template.knobs, key[1], strict=True) if on}
             body = self.template.bodies[config.choices]
             life = derive(body, active)
             self._variants[key] = Variant(body=body, life=life, formula=peak_formula(body, life))
@@ -150,8 +148,10 @@ class Point:
         template = space.template
         self._dim_values = [dims[dim.name] for dim in template.dims]
         self.extents = {knob.name: dims[knob.over] for knob in template.knobs}
+        self._knob_extents = list(self.extents.values())
         self._options: dict[int, list[int | None]] = {}
         self._tables: dict[tuple[str, ...], _Tables] = {}
+        self._by_time: dict[tuple[tuple[str, ...], int], list[int | None]] = {}
         self._fixed: dict[tuple[str, ...], int] = {}
         self._peaks: dict[Config, tuple[int, int]] = {}
         self.evaluations = 0
@@ -192,11 +192,11 @@ class Point:
 
     def values(self, config: Config) -> list[int]:
         """Values of the body's variables: dims, then rows per knob (its whole dim when off)."""
-        rows = (
-            min(row, self.extents[knob.name]) if row is not None else self.extents[knob.name]
-            for knob, row in zip(self.space.template.knobs, config.rows, strict=True)
-        )
-        return [*self._dim_values, *rows]
+        rows = [
+            extent if given is None or given > extent else given
+            for given, extent in zip(config.rows, self._knob_extents, strict=True)
+        ]
+        return self._dim_values + rows
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
@@ -222,20 +222,6 @@ class Point:
             peak = max(values)
             self._peaks[config] = peak, values.count(peak)
         return self._peaks[config]
-
-    def prepare(self, configs: Sequence[Config]) -> None:
-        """Evaluate the peak formula of several configurations of one variant at once, for `dominating`."""
-        missing = [config for config in configs if config not in self._peaks]
-        if not missing:
-            return
-        self.evaluations += len(missing)
-        variant = self.space.variant(missing[0])
-        columns = np.stack([variant.body.monomials(self.values(config)) for config in missing], axis=1)
-        values = variant.formula.values(columns)
-        peaks = values.max(axis=0)
-        ties = (values == peaks).sum(axis=0)
-        for config, peak, count in zip(missing, peaks.tolist(), ties.tolist(), strict=True):
-            self._peaks[config] = peak, count
 
     def lower_bound(self, config: Config) -> int:
         """Bytes of the largest live set: what any offset assignment needs at least."""
@@ -273,6 +259,15 @@ class Point:
             times, values = self.space.times(config.choices), self.values(config)
             total += sum(times.group_seconds(group, values, self.extents) for group in nested)
         return total
+
+    def by_time(self, choices: tuple[str, ...], knob: int) -> list[int | None]:
+        """Settings of one knob, the fastest first, larger chunks first where equal (nested knobs: at the others off)."""
+        key = (choices, knob)
+        if key not in self._by_time:
+            off = (None,) * len(self._knobs)
+            configs = {rows: Config(choices, (*off[:knob], rows, *off[knob + 1 :])) for rows in self.options(knob)}
+            self._by_time[key] = sorted(self.options(knob), key=lambda rows: self.seconds(configs[rows]))
+        return self._by_time[key]
 
     def _exact_seconds(self, config: Config) -> float:
         times, values = self.space.times(config.choices), self.values(config)
