@@ -77,6 +77,11 @@ class Device:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise UsageError(f"device '{self.name}': {name} must be positive, got {getattr(self, name)}")
+        if self.memory_bytes <= self.context_bytes + self.library_bytes:
+            raise UsageError(
+                f"device '{self.name}': memory_bytes {self.memory_bytes} is not more than context and libraries take, "
+                f"{self.context_bytes + self.library_bytes}"
+            )
         if not self.gemm_rates or min(self.gemm_rates.values()) <= 0 or min(self.gemm_rates) < 1:
             raise UsageError(f"device '{self.name}': gemm_rates must map rows to positive FLOP/s")
         if self.page_bytes & (self.page_bytes - 1):

@@ -18,7 +18,7 @@ GIB: Final = 1 << 30
 
 _BYTE_UNITS: Final = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
-_TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([km]?)", re.IGNORECASE)
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)", re.IGNORECASE)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -54,7 +54,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_tokens(text: str) -> int:
-    """Read a token count: `131072`, or `128k` = 131,072, or `1m` = 1,048,576.
+    """Read a token count: `131072`, or `128k` = 131,072, or `1m` = 1,048,576; a fraction of a unit if it is whole tokens.
 
     >>> parse_tokens("128k")
     131072

@@ -112,7 +112,9 @@ def test_a_budget_below_the_weights_says_so(mosaic: Any) -> None:
     ran = mosaic(*PLAN, "--ctx", "1k", "--budget", "10GiB")
     assert ran.code == 3 and "held by the fixed part: weights 14.93 GiB" in ran.out and "--budget" in ran.out
     auto = mosaic(*PLAN, "--ctx", "auto", "--budget", "10GiB")
-    assert auto.code == 3 and "no context fits" in auto.err and "--budget" in auto.err and auto.err.count("\n") == 1
+    assert auto.code == 3 and "held by the fixed part" in auto.out and "--budget" in auto.out
+    reason = mosaic(*PLAN, "--ctx", "auto", "--budget", "10GiB", "--json").json["misfit"]
+    assert reason["max_ctx_tokens"] == 0 and reason["largest"][0][0] == "weights"
 
 
 def test_packed_batches(mosaic: Any) -> None:
@@ -126,7 +128,8 @@ def test_compare_sets_two_plans_side_by_side(mosaic: Any, tmp_path: Path) -> Non
         mosaic(*PLAN, "--ctx", ctx, "--out", file)
     out = mosaic("plan", "--compare", *files).out
     assert "4,096" in out and "65,536" in out and "workspace" in out
-    assert set(mosaic("plan", "--compare", *files, "--json").json) == set(files)
+    assert [entry["file"] for entry in mosaic("plan", "--compare", *files, "--json").json] == files
+    assert mosaic("plan", "--compare", *files, "--model", "llada-8b").code == 2
 
 
 def test_every_export_is_written(mosaic: Any, tmp_path: Path) -> None:
@@ -137,6 +140,17 @@ def test_every_export_is_written(mosaic: Any, tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {"segments", "device_traces"} <= set(pickle.loads((tmp_path / "s.pickle").read_bytes()))
+
+
+def test_a_budget_beyond_the_card_is_said(mosaic: Any) -> None:
+    assert "is more than rtx-3090 has" in mosaic(*PLAN, "--ctx", "1k", "--budget", "1TiB").err
+
+
+def test_a_full_disk_is_one_line(mosaic: Any) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mosaic", *PLAN, "--ctx", "1k", "--json"]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == 1 and ran.stderr.count("\n") == 1 and "No space left" in ran.stderr
 
 
 def test_default_device_is_said(mosaic: Any) -> None:
@@ -215,6 +229,12 @@ def test_pack_says_when_a_capacity_is_out_of_reach(mosaic: Any, tmp_path: Path) 
         (("plan", "--compare", "a.json", "b.json"), 1, "cannot read the plan"),
         (("pack", "missing.csv"), 1, "missing.csv"),
         (("pack", "--timeout", "0", "missing.csv"), 2, "timeout"),
+        ((*PLAN, "--ctx", "40000m"), 2, "at most 2,147,483,647 tokens"),
+        ((*PLAN, "--ctx", "1k", "--out", "/"), 2, "is a directory"),
+        (("devices", "--fits", "--model", "llada-8b", "--ctx", "auto"), 2, "--ctx auto is for"),
+        (("devices", "--masked", "3"), 2, "go with --fits"),
+        (("pack", "--timeout", "nan", "missing.csv"), 2, "timeout"),
+        (("pack", "/tmp"), 1, "cannot read /tmp"),
         (("frobnicate",), 2, "frobnicate"),
         (("plan", "--nonsense"), 2, "nonsense"),
     ],
@@ -229,7 +249,7 @@ def test_bad_input_is_one_line_and_an_exit_code(
         assert ran.err.startswith("mosaic: ") and ran.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("damage", ["truncate", "schema", "field", "type", "binary"])
+@pytest.mark.parametrize("damage", ["truncate", "schema", "field", "type", "binary", "nested", "formula"])
 def test_unreadable_plans_are_refused(mosaic: Any, tmp_path: Path, damage: str) -> None:
     file = tmp_path / "plan.json"
     mosaic(*PLAN, "--ctx", "1k", "--out", str(file))
@@ -245,6 +265,10 @@ def test_unreadable_plans_are_refused(mosaic: Any, tmp_path: Path, damage: str) 
     elif damage == "type":
         document["ops"] = "none"
         file.write_text(json.dumps(document))
+    elif damage == "nested":
+        file.write_text("[" * 100_000)
+    elif damage == "formula":
+        file.write_text(json.dumps(document | {"formula": [1], "trace": ["x"]}))
     else:
         file.write_bytes(b"\x80\x81\x82")
     for command in (("check", str(file)), ("show", str(file)), ("plan", "--compare", str(file), str(file))):

@@ -260,11 +260,38 @@ def test_varlen_batches_cost_attention_by_sequence(llada: Planner) -> None:
         ({"seq_lens": (10,), "mask_ratio": 0.0}, r"in \(0, 1\]"),
         ({"seq_lens": (10,), "mask_ratio": 1.5}, r"in \(0, 1\]"),
         ({"seq_lens": (10,), "logit_rows": 11}, "logit rows"),
+        ({"seq_lens": (10.5,)}, "a context must be an integer, got 10.5"),
+        ({"seq_lens": (10,), "masked": 2.5}, "masked must be an integer"),
+        ({"seq_lens": (True,)}, "must be an integer, got True"),
+        ({"seq_lens": (2**31,)}, "at most 2,147,483,647 tokens"),
     ],
 )
 def test_impossible_requests_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Request(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5e10, float("nan"), "24GiB", True])
+def test_budgets_are_positive_integers(budget: object) -> None:
+    with pytest.raises(UsageError, match="positive number of bytes"):
+        Planner("llada-8b", budget_bytes=budget)  # type: ignore[arg-type]
+
+
+def test_masked_rows_and_a_ratio_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="not both"):
+        plan("llada-8b", tokens=100, masked=5, mask_ratio=0.5)
+
+
+def test_a_chunk_as_large_as_its_dim_is_off(llada: Planner) -> None:
+    made = llada.plan(Request(seq_lens=(1024,)), config={"ffn": 1 << 20, "logits": 64})
+    assert made.config["ffn"] is None and made.config["logits"] == 64 and check_plan(made.document) == []
+
+
+def test_contexts_of_a_billion_tokens_stay_exact(llada: Planner) -> None:
+    """FLOPs exceed 64 bits; bytes do not."""
+    made = Planner("llada-8b", device="h200", budget_bytes=1 << 50).plan(Request(seq_lens=(1 << 30,)))
+    attention = next(op for op in made.document["ops"] if op["kernel"] == "attention")
+    assert attention["flops"] == 4 * (1 << 60) * 4096 and made.fits and made.max_ctx_tokens > 1 << 30
 
 
 def test_dims_are_checked_against_their_bounds(llada: Planner) -> None:

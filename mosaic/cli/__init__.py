@@ -54,5 +54,8 @@ def main() -> None:
         # The reader (head, less) has gone; keep the interpreter from complaining when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as error:
+        print(f"mosaic: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mosaic.cli.output import print_json, results
+from mosaic.cli.request import read_model, read_request
 from mosaic.errors import UsageError
+
+if TYPE_CHECKING:
+    from mosaic.models import Model
+    from mosaic.planner.planner import Request
 
 __all__ = ["devices"]
 
@@ -18,16 +23,18 @@ def devices(
     ] = False,
     model: Annotated[str | None, typer.Option(help="Preset, checkpoint directory or config.json.")] = None,
     ctx: Annotated[str | None, typer.Option(help="Context in tokens, such as 128k.")] = None,
-    mask_ratio: Annotated[float, typer.Option(help="Share of masked tokens.")] = 0.5,
+    seq_lens: Annotated[str | None, typer.Option(help="A packed batch instead: lengths such as 4k,32k.")] = None,
+    mask_ratio: Annotated[float | None, typer.Option(help="Share of masked tokens, default 0.5.")] = None,
+    masked: Annotated[str | None, typer.Option(help="Masked rows as a number.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """List the devices, or with --fits those that would do. Exit code 3 when none would."""
+    request = (model, ctx, seq_lens, mask_ratio, masked, dtype)
     if fits:
-        if model is None or ctx is None:
-            raise UsageError("--fits needs a request: --model llada-8b --ctx 128k.")
-        rows = _fitting(model, ctx, mask_ratio)
-    elif model is not None or ctx is not None:
-        raise UsageError("--model and --ctx go with --fits.")
+        rows = _fitting(read_model(model, dtype), read_request(ctx, seq_lens, mask_ratio, masked))
+    elif any(option is not None for option in request):
+        raise UsageError("--model, --ctx and what else describes a request go with --fits.")
     else:
         rows = _profiles()
     if as_json:
@@ -51,19 +58,15 @@ def _profiles() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _fitting(model: str, ctx: str, mask_ratio: float) -> list[dict[str, Any]]:
+def _fitting(model: Model, request: Request) -> list[dict[str, Any]]:
     from mosaic.devices import DEVICES
-    from mosaic.models import load
-    from mosaic.planner.planner import Planner, Request
-    from mosaic.units import parse_tokens
+    from mosaic.planner.planner import Planner
 
-    loaded = load(model)
-    request = Request(seq_lens=(parse_tokens(ctx),), mask_ratio=mask_ratio)
     rows = []
     for device in DEVICES.values():
         if device.backend != "cuda":
             continue
-        plan = Planner(loaded, device=device).plan(request)
+        plan = Planner(model, device=device).plan(request)
         rows.append(
             {
                 "name": device.name, "fits": plan.fits, "total_bytes": plan.total_bytes, "memory_bytes": device.memory_bytes,

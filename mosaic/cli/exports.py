@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mosaic.errors import UsageError
 from mosaic.files import write_atomic
 
-__all__ = ["export"]
+__all__ = ["check_targets", "export"]
 
 Document = Mapping[str, Any]
 
 
-def export(document: Document, targets: Mapping[str, Path | None]) -> None:
-    """Render `document` for every target that is given, then write the files whole."""
-    wanted = {kind: path for kind, path in targets.items() if path is not None}
-    for path in wanted.values():
+def check_targets(targets: Iterable[Path | None]) -> None:
+    """Refuse files that could not be written, before any work is done for them."""
+    for path in targets:
+        if path is None:
+            continue
         if not path.parent.is_dir():
             raise UsageError(f"cannot write {path}: the directory {path.parent} does not exist.")
         if path.is_dir():
             raise UsageError(f"cannot write {path}: it is a directory; give a file name.")
-    rendered = [(path, _RENDERERS[kind](document)) for kind, path in wanted.items()]
-    for path, data in rendered:
-        write_atomic(path, data)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"cannot write {path}: no permission.")
+
+
+def export(document: Document, targets: Mapping[str, Path | None]) -> None:
+    """Render `document` for every target that is given, then write the files whole; if one fails, none is left."""
+    rendered = [(path, _RENDERERS[kind](document)) for kind, path in targets.items() if path is not None]
+    written: list[Path] = []
+    try:
+        for path, data in rendered:
+            write_atomic(path, data)
+            written.append(path)
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _json(document: Document) -> str:

@@ -27,10 +27,12 @@ def pack(
     inclusive_end: Annotated[
         bool, typer.Option("--inclusive-end", help="Upper ends are last times, as MiniMalloc reads a column 'end'.")
     ] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep the offsets that the file gives.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the instance with its offsets.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Give every buffer an address. Exit code 3 when a capacity is given and not reached."""
+    from mosaic.cli.exports import check_targets
     from mosaic.planner.offsets import SOLVERS, names_end, read_csv, solve, validate, write_csv
     from mosaic.units import format_bytes, parse_bytes
 
@@ -38,13 +40,12 @@ def pack(
         for name, text in SOLVERS.items():
             results().print(f"{name:20} {text}", markup=False)
         return
-    if timeout <= 0:
+    if not 0 < timeout < float("inf"):
         raise UsageError(f"--timeout must be positive, got {timeout}.")
-    problem = read_csv(file, capacity=parse_bytes(capacity) if capacity else None, inclusive_end=inclusive_end)
+    check_targets([out])
+    problem = read_csv(file, capacity=parse_bytes(capacity) if capacity else None, pin=pin, inclusive_end=inclusive_end)
     if names_end(file) and not inclusive_end:
         note("reading the column 'end' as half-open; MiniMalloc reads it as the last time: --inclusive-end does too.")
-    if out is not None and not out.parent.is_dir():
-        raise UsageError(f"cannot write {out}: the directory {out.parent} does not exist.")
     solution = solve(problem, solver=solver, timeout_s=timeout)
     violations = validate(problem, solution)
     if violations:

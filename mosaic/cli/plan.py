@@ -12,7 +12,6 @@ from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
-    from mosaic.planner.planner import Planner, Request
 
 __all__ = ["plan"]
 
@@ -42,20 +41,34 @@ def plan(
 ) -> None:
     """Plan one denoising step: every byte, the chunks, the predicted time. Exit code 3 when it does not fit."""
     if compare is not None:
+        if any(
+            (model, ctx, seq_lens, masked, mask_ratio, device, budget, dtype, out, html, png, trace, snapshot, explain)
+        ):
+            raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)
         return
-    from mosaic.cli.exports import export
+    from mosaic.cli.exports import check_targets, export
+    from mosaic.cli.request import read_model, read_request
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
+    from mosaic.planner.planner import Planner
+    from mosaic.units import format_bytes, parse_bytes
 
-    if model is None:
-        raise UsageError("give a model: --model llada-8b (see `mosaic models`), or --compare a.json b.json.")
-    planner = _planner(model, dtype, device or DEFAULT_DEVICE, budget)
-    request = _request(planner, ctx, seq_lens, mask_ratio, masked)
-    made = planner.plan(request, solver=solver)
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
+    check_targets(targets.values())
+    planner = Planner(
+        read_model(model, dtype), device=device or DEFAULT_DEVICE, budget_bytes=parse_bytes(budget) if budget else None
+    )
+    planner.verify_checkpoint()
+    request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
+    made = planner.plan(request, solver=solver)
     if device is None and not as_json:
         note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
+    if planner.budget_bytes > planner.device.memory_bytes:
+        note(
+            f"the budget of {format_bytes(planner.budget_bytes)} is more than {planner.device.name} has, "
+            f"{format_bytes(planner.device.memory_bytes)}."
+        )
     if not made.fits:
         _report_misfit(made, misfit(planner, request, made), as_json, explain)
         if any(targets.values()):
@@ -63,51 +76,6 @@ def plan(
         raise typer.Exit(3)
     export(made.document, targets)
     _report(made, as_json, explain)
-
-
-def _planner(model: str, dtype: str | None, device: str, budget: str | None) -> Planner:
-    from mosaic.models import load
-    from mosaic.planner.planner import Planner
-    from mosaic.units import parse_bytes
-
-    loaded = load(model)
-    if dtype is not None:
-        loaded = loaded.with_dtype(dtype)
-    planner = Planner(loaded, device=device, budget_bytes=parse_bytes(budget) if budget else None)
-    planner.verify_checkpoint()
-    return planner
-
-
-def _request(
-    planner: Planner, ctx: str | None, seq_lens: str | None, mask_ratio: float | None, masked: str | None
-) -> Request:
-    from mosaic.errors import DoesNotFit
-    from mosaic.planner.planner import DEFAULT_MASK_RATIO, Request
-    from mosaic.units import format_bytes, parse_tokens
-
-    if (ctx is None) == (seq_lens is None):
-        raise UsageError("give a context (--ctx 128k, --ctx auto) or the lengths of a batch (--seq-lens 4k,32k).")
-    if mask_ratio is not None and masked is not None:
-        raise UsageError("give either --mask-ratio or --masked, not both.")
-    asked: dict[str, Any] = {
-        "mask_ratio": DEFAULT_MASK_RATIO if mask_ratio is None else mask_ratio,
-        "masked": None if masked is None else parse_tokens(masked),
-    }
-    if ctx == "auto":
-        probe = Request(seq_lens=(asked["masked"] or 1,), **asked)
-        longest = planner.max_context(probe)
-        if longest < (asked["masked"] or 1):
-            needed = planner.needed(probe)
-            raise DoesNotFit(
-                f"no context fits: {planner.model.name} needs {format_bytes(needed)} for {probe.tokens:,} tokens, the budget is "
-                f"{format_bytes(planner.budget_bytes)}; give --budget {-(-needed // 2**20)}MiB or a larger --device.",
-                needed_bytes=needed, available_bytes=planner.budget_bytes,
-            )  # fmt: skip
-        return Request(seq_lens=(longest,), **asked)
-    lengths = (
-        [parse_tokens(part) for part in (seq_lens or ctx or "").split(",")] if seq_lens else [parse_tokens(ctx or "")]
-    )
-    return Request(seq_lens=tuple(lengths), **asked)
 
 
 def _report(made: Plan, as_json: bool, explain: bool) -> None:
@@ -139,7 +107,12 @@ def _compare(files: tuple[Path, Path], as_json: bool) -> None:
     if as_json:
         keys = ("model", "device", "dims", "config", "components", "total_bytes", "budget_bytes", "peak_bytes",
                 "lower_bound_bytes", "predicted_step_ms", "max_ctx_tokens", "fits")  # fmt: skip
-        print_json({str(file): {key: p.document[key] for key in keys} for file, p in zip(files, plans, strict=True)})
+        print_json(
+            [
+                {"file": str(file), **{key: p.document[key] for key in keys}}
+                for file, p in zip(files, plans, strict=True)
+            ]
+        )
         return
     from mosaic.cli.summary import comparison
 

@@ -22,11 +22,13 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan's JSON and nothing else.")] = False,
 ) -> None:
     """Show a plan."""
-    from mosaic.cli.exports import export
+    from mosaic.cli.exports import check_targets, export
     from mosaic.planner.plan import Plan
 
+    targets = {"html": html, "png": png, "trace": trace, "snapshot": snapshot}
+    check_targets(targets.values())
     plan = Plan.load(file)
-    export(plan.document, {"html": html, "png": png, "trace": trace, "snapshot": snapshot})
+    export(plan.document, targets)
     if as_json:
         print_json(plan.document)
         return

@@ -108,7 +108,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file.parent} has no config.json; point to a Hugging Face checkpoint directory.")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {file}: {error}; download it again.") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object; point to a model's config.json.")

@@ -79,7 +79,7 @@ def _through_disk(key: str, compile_now: Callable[[], Template]) -> Template:
     file = directory / f"template-{key}.json"
     try:
         return _decode(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, IndexError):
+    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
         pass
     template = compile_now()
     try:

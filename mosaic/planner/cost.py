@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log2
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -150,13 +151,16 @@ def op_totals(body: Body, values: Sequence[int], extents: Mapping[str, int]) -> 
         if key not in totals:
             if knobs not in points:
                 iterations = _iterations(columns, knobs, list(values), extents)
-                points[knobs] = [(weight, body.evaluate(point).tolist()) for weight, point in iterations]
-            totals[key] = (
-                sum(weight * at[op.flops] for weight, at in points[knobs]),
-                sum(weight * at[op.bytes] for weight, at in points[knobs]),
-            )
+                points[knobs] = [(weight, body.monomials(point).tolist()) for weight, point in iterations]
+            totals[key] = (_total(body, op.flops, points[knobs]), _total(body, op.bytes, points[knobs]))
         found.append(totals[key])
     return found
+
+
+def _total(body: Body, row: int, points: Sequence[tuple[int, Sequence[int]]]) -> int:
+    """One polynomial over all iterations in Python integers: FLOPs of long contexts exceed 64 bits."""
+    coefficients, denominator = body.coefficients[row].tolist(), int(body.denominators[row])
+    return sum(weight * (sum(map(mul, coefficients, powers)) // denominator) for weight, powers in points)
 
 
 def _iterations(

@@ -111,5 +111,5 @@ def _plan(
     dtypes = [b.dtype for body in space.template.bodies.values() for b in body.buffers if b.kind == "weight"]
     identity = {"model": name, "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32"}
     budget = card.memory_bytes if budget_bytes is None else budget_bytes
-    config = None if settings is None else space.config(settings)
+    config = None if settings is None else point.config(settings)
     return plan_point(point, budget, identity=identity, dims_at=dims_at, solver=solver, config=config)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mosaic.planner.space import Config, Point, Space
-from mosaic.units import round_up
 
-__all__ = ["DimsAt", "budget_for", "max_context", "smallest_total"]
+__all__ = ["DimsAt", "max_context", "smallest_total"]
 
 DimsAt = Callable[[int], Mapping[str, int]]
 _PROBE = 1 << 22
@@ -22,7 +21,7 @@ def smallest_total(point: Point) -> tuple[int, Config]:
     return min(((point.total_bytes(config), config) for config in point.smallest()), key=lambda item: item[0])
 
 
-def max_context(space: Space, dims_at: DimsAt, budget_bytes: int, *, limit: int = 1 << 26) -> int:
+def max_context(space: Space, dims_at: DimsAt, budget_bytes: int, *, limit: int) -> int:
     """Largest context L with a configuration that fits the budget; 0 if none does.
 
     Parameters
@@ -31,6 +30,8 @@ def max_context(space: Space, dims_at: DimsAt, budget_bytes: int, *, limit: int 
         Dims of the request at a context length (its masked rows follow by ratio or stay as given).
     limit
         Where to stop looking.
+
+    Needs that more tokens never need fewer bytes, which holds for sizes that grow with the dims.
     """
 
     configs = list(space.at(dims_at(_PROBE)).smallest())
@@ -68,8 +69,3 @@ def _solve(space: Space, dims_at: DimsAt, budget_bytes: int, config: Config) -> 
         if slope > 0:
             contexts.append((available - (2 * low - high)) * _PROBE // slope)
     return min(contexts, default=0)
-
-
-def budget_for(point: Point) -> int:
-    """The smallest budget, in whole pages, that holds the request."""
-    return round_up(smallest_total(point)[0], point.space.device.page_bytes)

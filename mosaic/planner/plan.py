@@ -145,7 +145,7 @@ class Plan:
         """
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanFormatError(f"not a plan: {error}.") from None
         schema = document.get("schema") if isinstance(document, dict) else None
         if not isinstance(schema, str) or not schema.startswith("mosaic.plan/"):

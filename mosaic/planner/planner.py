@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mosaic.devices import DEFAULT_DEVICE, Device, load_device
 from mosaic.errors import UsageError
@@ -28,7 +28,9 @@ from mosaic.version import __version__
 
 __all__ = ["DEFAULT_MASK_RATIO", "Planner", "Request", "plan", "plan_point"]
 
-DEFAULT_MASK_RATIO = 0.5
+DEFAULT_MASK_RATIO: Final = 0.5
+MAX_TOKENS: Final = 2**31 - 1
+"""Positions and sequence bounds are int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +55,20 @@ class Request:
     logit_rows: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in (
+            ("masked", self.masked),
+            ("logit_rows", self.logit_rows),
+            *(("a context", n) for n in self.seq_lens),
+        ):
+            if value is not None and type(value) is not int:
+                raise UsageError(f"{name} must be an integer, got {value!r}.")
         for length in self.seq_lens:
             if length < 1:
                 raise UsageError(f"a context must be at least 1 token, got {length:,}.")
         if not self.seq_lens:
             raise UsageError("a request needs at least one sequence.")
+        if self.tokens > MAX_TOKENS:
+            raise UsageError(f"at most {MAX_TOKENS:,} tokens (positions are 32-bit), got {self.tokens:,}.")
         if self.masked is None and not 0 < self.mask_ratio <= 1:
             raise UsageError(f"the mask ratio must be in (0, 1], got {self.mask_ratio}.")
         if self.masked is not None and not 1 <= self.masked <= self.tokens:
@@ -112,6 +123,8 @@ class Planner:
         self.model = model if isinstance(model, Model) else load(model)
         self.device = device if isinstance(device, Device) else load_device(device)
         self.budget_bytes = self.device.memory_bytes if budget_bytes is None else budget_bytes
+        if type(self.budget_bytes) is not int or self.budget_bytes < 1:
+            raise UsageError(f"a budget is a positive number of bytes (an int), got {budget_bytes!r}.")
         self._spaces: dict[bool, Space] = {}
 
     def space(self, *, logits: bool = False) -> Space:
@@ -153,14 +166,17 @@ class Planner:
         """
         space = self.space(logits=bool(request.logit_rows))
         identity = {"model": self.model.name, "dtype": self.model.architecture.dtype}
+        point = space.at(request.dims())
         return plan_point(
-            space.at(request.dims()), self.budget_bytes, identity=identity, dims_at=request.dims_at, solver=solver,
-            config=None if config is None else space.config(config),
+            point, self.budget_bytes, identity=identity, dims_at=request.dims_at, solver=solver,
+            config=None if config is None else point.config(config),
         )  # fmt: skip
 
     def max_context(self, request: Request) -> int:
         """Largest context for requests like this one, in tokens; 0 if not even one token fits."""
-        return max_context(self.space(logits=bool(request.logit_rows)), request.dims_at, self.budget_bytes)
+        return max_context(
+            self.space(logits=bool(request.logit_rows)), request.dims_at, self.budget_bytes, limit=MAX_TOKENS
+        )
 
     def needed(self, request: Request) -> int:
         """Bytes of the smallest budget that holds the request."""
@@ -191,9 +207,10 @@ def plan_point(
         result = SearchResult(config=config, fits=True, seconds=point.seconds(config), evaluations=0, trace=())
         offsets, peak, used = place(point, config, solver=solver)
     fits = point.total_bytes(result.config, peak) <= budget_bytes
-    longest = (
-        max_context(point.space, dims_at, budget_bytes) if dims_at else (point.dims.get("tokens", 0) if fits else 0)
-    )
+    if dims_at is not None:
+        longest = max_context(point.space, dims_at, budget_bytes, limit=MAX_TOKENS)
+    else:
+        longest = point.dims.get("tokens", 0) if fits else 0
     return Plan(
         assemble(
             point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,
@@ -220,7 +237,7 @@ def plan(
     tokens: int | None = None,
     seq_lens: Sequence[int] | None = None,
     masked: int | None = None,
-    mask_ratio: float = DEFAULT_MASK_RATIO,
+    mask_ratio: float | None = None,
     device: Device | str = DEFAULT_DEVICE,
     budget_bytes: int | None = None,
     solver: str = "auto",
@@ -234,7 +251,7 @@ def plan(
     tokens
         Context of one sequence, in tokens; or `seq_lens` for a packed batch.
     masked, mask_ratio
-        Rows to unembed, as a number or as a share of the tokens.
+        Rows to unembed, as a number or as a share of the tokens (half of them if neither is given).
     device, budget_bytes
         Profile by name or object, and the bytes that may be used of it.
     solver
@@ -252,6 +269,9 @@ def plan(
     """
     if (tokens is None) == (seq_lens is None):
         raise UsageError("give either tokens (one sequence) or seq_lens (a packed batch).")
-    lengths = tuple(seq_lens) if seq_lens is not None else (int(tokens or 0),)
-    planner = Planner(model, device=device, budget_bytes=budget_bytes)
-    return planner.plan(Request(seq_lens=lengths, masked=masked, mask_ratio=mask_ratio), solver=solver)
+    if masked is not None and mask_ratio is not None:
+        raise UsageError("give either masked (rows) or mask_ratio (a share of the tokens), not both.")
+    lengths = tuple(seq_lens) if seq_lens is not None else (tokens,)
+    ratio = DEFAULT_MASK_RATIO if mask_ratio is None else mask_ratio
+    request = Request(seq_lens=lengths, masked=masked, mask_ratio=ratio)  # type: ignore[arg-type]
+    return Planner(model, device=device, budget_bytes=budget_bytes).plan(request, solver=solver)

@@ -181,7 +181,7 @@ def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) 
         if not moves:
             break
         config, move = _cheapest(moves)
-        trace.append(_step(point, config, f"{move} (free)"))
+        trace.append(_step(point, config, f"{move} (within the tolerance)"))
     for knob in range(len(config.rows)):
         for rows in point.options(knob):
             kept = _with(config, knob, rows)

@@ -83,36 +83,6 @@ class Space:
             self._variants[key] = Variant(body=body, life=life, formula=peak_formula(body, life))
         return self._variants[key]
 
-    def config(self, settings: Mapping[str, int | str | None]) -> Config:
-        """The configuration that settings by name describe; what is not named is off, or the first option.
-
-        Raises
-        ------
-        UnknownName
-            A name that is no knob or choice, or an option that is none.
-        UsageError
-            Rows that are not a positive multiple of the knob's tile.
-        """
-        known = [name for name, _ in self.template.choices] + [knob.name for knob in self.template.knobs]
-        for name in settings:
-            if name not in known:
-                raise UnknownName("knob", name, known)
-        choices = []
-        for name, options in self.template.choices:
-            chosen = str(settings.get(name, options[0]))
-            if chosen not in options:
-                raise UnknownName(f"option of '{name}'", chosen, options)
-            choices.append(chosen)
-        rows = []
-        for knob in self.template.knobs:
-            value = settings.get(knob.name)
-            if value is not None and (not isinstance(value, int) or value <= 0 or value % knob.tile):
-                raise UsageError(
-                    f"'{knob.name}' takes rows that are a multiple of {knob.tile}, or none; got {value!r}."
-                )
-            rows.append(value)
-        return Config(tuple(choices), tuple(rows))
-
     def times(self, choices: tuple[str, ...]) -> OpTimes:
         """The cost classes of the body with these choices."""
         if choices not in self._times:
@@ -169,6 +139,37 @@ class Point:
                 rows *= 2
             self._options[knob] = [None, *reversed(found)]
         return self._options[knob]
+
+    def config(self, settings: Mapping[str, int | str | None]) -> Config:
+        """The configuration that settings by name describe; what is not named is off, or the first option,
+        and a chunk as large as its dim is off too.
+
+        Raises
+        ------
+        UnknownName
+            A name that is no knob or choice, or an option that is none.
+        UsageError
+            Rows that are not a positive multiple of the knob's tile.
+        """
+        known = [name for name, _ in self.space.template.choices] + [knob.name for knob in self.space.template.knobs]
+        for name in settings:
+            if name not in known:
+                raise UnknownName("knob", name, known)
+        choices = []
+        for name, options in self.space.template.choices:
+            chosen = str(settings.get(name, options[0]))
+            if chosen not in options:
+                raise UnknownName(f"option of '{name}'", chosen, options)
+            choices.append(chosen)
+        rows = []
+        for knob in self.space.template.knobs:
+            value = settings.get(knob.name)
+            if value is not None and (not isinstance(value, int) or value <= 0 or value % knob.tile):
+                raise UsageError(
+                    f"'{knob.name}' takes rows that are a multiple of {knob.tile}, or none; got {value!r}."
+                )
+            rows.append(value if value is not None and value < self.extents[knob.name] else None)
+        return Config(tuple(choices), tuple(rows))
 
     def grid(self) -> Iterator[Config]:
         """Every configuration of the stated grid, in a fixed order."""

@@ -130,11 +130,6 @@ class LiveProfile:
     peak_index: int
 
     @property
-    def average_bytes(self) -> int:
-        """Mean of the live bytes over ops (every op weighs the same), rounded down."""
-        return sum(self.total_bytes) // self.num_ops if self.num_ops else 0
-
-    @property
     def peak_to_average(self) -> float:
         """How far the peak stands out: 1.0 is a flat profile."""
         total = sum(self.total_bytes)

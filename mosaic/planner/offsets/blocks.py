@@ -68,13 +68,6 @@ class Blocks:
         return self.pieces is None and self.alignments is None and self.pins is None
 
     @cached_property
-    def free_rows(self) -> list[int]:
-        """The blocks that solvers may move."""
-        if self.pins is None:
-            return list(range(len(self)))
-        return [row for row, pin in enumerate(self.pins) if pin is None]
-
-    @cached_property
     def lengths(self) -> list[int]:
         """Time units that each block is live."""
         if self.pieces is None:

@@ -1,0 +1,54 @@
+"""From options to a planner and a request: what `plan` and `devices --fits` have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mosaic.errors import UsageError
+
+if TYPE_CHECKING:
+    from mosaic.models import Model
+    from mosaic.planner.planner import Planner, Request
+
+__all__ = ["read_model", "read_request"]
+
+
+def read_model(model: str | None, dtype: str | None) -> Model:
+    """The model that `--model` and `--dtype` describe."""
+    from mosaic.models import load
+
+    if model is None:
+        raise UsageError("give a model: --model llada-8b (see `mosaic models`).")
+    loaded = load(model)
+    return loaded if dtype is None else loaded.with_dtype(dtype)
+
+
+def read_request(
+    ctx: str | None, seq_lens: str | None, mask_ratio: float | None, masked: str | None, *, auto: Planner | None = None
+) -> Request:
+    """The request that the options describe; `auto` is the planner that solves `--ctx auto`, where that is allowed.
+
+    A context that is asked for with `auto` and does not exist is answered with the smallest request there is, which
+    does not fit.
+    """
+    from mosaic.planner.planner import DEFAULT_MASK_RATIO, Request
+    from mosaic.units import parse_tokens
+
+    if (ctx is None) == (seq_lens is None):
+        raise UsageError("give a context (--ctx 128k, --ctx auto) or the lengths of a batch (--seq-lens 4k,32k).")
+    if mask_ratio is not None and masked is not None:
+        raise UsageError("give either --mask-ratio or --masked, not both.")
+    asked: dict[str, Any] = {
+        "mask_ratio": DEFAULT_MASK_RATIO if mask_ratio is None else mask_ratio,
+        "masked": None if masked is None else parse_tokens(masked),
+    }
+    if ctx == "auto":
+        if auto is None:
+            raise UsageError(
+                "--ctx auto is for `mosaic plan`, where the device is given; name a context, such as 128k."
+            )
+        least = asked["masked"] or 1
+        longest = auto.max_context(Request(seq_lens=(least,), **asked))
+        return Request(seq_lens=(max(longest, least),), **asked)
+    lengths = (seq_lens.split(",") if seq_lens is not None else [ctx or ""])  # fmt: skip
+    return Request(seq_lens=tuple(parse_tokens(part) for part in lengths), **asked)
