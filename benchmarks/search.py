@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.record import ROOT, environment, replace_section, table, write
 from mosaic.models import PRESETS
 from mosaic.planner import Planner, Request
-from mosaic.planner.limits import max_context, smallest_total
+from mosaic.planner.limits import smallest_total
 from mosaic.planner.offsets import blocks_of
 from mosaic.planner.offsets.ilp import solve_ilp
 from mosaic.planner.placement import place, problem_of
@@ -67,7 +67,7 @@ def compare_limits(model: str, device: str, budget: int) -> dict[str, Any]:
     planner = Planner(model, device=device, budget_bytes=budget)
     request = Request(seq_lens=(1,))
     space = planner.space()
-    heuristic = max_context(space, request.dims_at, budget)
+    heuristic = planner.max_context(request)
 
     def fits(tokens: int) -> bool:
         point = space.at(request.dims_at(tokens))
