@@ -28,7 +28,7 @@ from mosaic.runtime.weights import (
     save_checkpoint,
     weight_views,
 )
-from mosaic.runtime.workspace import Workspace
+from mosaic.runtime.workspace import Pool, Workspace
 from mosaic.units import format_bytes, format_tokens, parse_bytes
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def compile(
         A checkpoint directory; a preset's name or a config, with random weights; or a Hugging Face module, whose
         parameters are adopted without a copy and must stay as they are.
     device
-        "cpu", or a profile of the backend `cpu`.
+        "cpu", or the profile of the CUDA card that this process uses (the first that PyTorch sees).
     dtype
         Of weights and activations; the checkpoint's if not given.
     budget
@@ -168,8 +168,8 @@ def _planner(source: Any, device: Device | str, dtype: str | torch.dtype | None,
     if dtype is not None:
         described = described.with_dtype(str(dtype).removeprefix("torch."))
     profile = load_device(device) if isinstance(device, str) else device
-    if profile.backend != "cpu":
-        raise UsageError(f"this version runs on the backend 'cpu', got the device '{profile.name}'; use device='cpu'.")
+    if profile.backend == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
     return Planner(described, device=profile, budget_bytes=budget_bytes)
 
 
@@ -189,6 +189,20 @@ def _plan(planner: Planner, lengths: tuple[int, ...], masked: int, logit_rows: i
     return plan
 
 
+def _open_pool(planner: Planner) -> Pool:
+    """The pages of the device that the plans are for, within the planner's budget."""
+    device = planner.device
+    ledger = DeviceLedger(planner.budget_bytes, device.name)
+    if device.backend == "cpu":
+        # Users hold views of outputs: one that outlives its memory reads zeros instead of ending the process.
+        return PagePool(ledger, page_bytes=device.page_bytes, released="read")
+    from mosaic.runtime.cuda_driver import CudaDriver
+    from mosaic.runtime.cuda_pool import open_pool
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return open_pool(CudaDriver(torch.cuda.current_device()), ledger, page_bytes=device.page_bytes)
+
+
 class CompiledModel:
     """A planned model. Call it with token ids; see `compile`, which makes it.
 
@@ -203,14 +217,7 @@ class CompiledModel:
         self.model = planner.model
         self._bound: OrderedDict[tuple[int, ...], tuple[Plan, Executor]] = OrderedDict()
         self._current = _plan(planner, (1,), 1, 0)  # every plan of a model places its weights alike
-        # Users hold views of outputs: one that outlives its memory reads zeros instead of ending the process.
-        self.workspace = Workspace(
-            pool=PagePool(
-                DeviceLedger(planner.budget_bytes, planner.device.name),
-                page_bytes=planner.device.page_bytes,
-                released="read",
-            )
-        )
+        self.workspace = Workspace(pool=_open_pool(planner))
         for fixed in ("context", "library"):
             self.workspace.ledger.charge(fixed, self._current.components[fixed])
         self._adopted_bytes = 0
@@ -239,10 +246,12 @@ class CompiledModel:
         names = [record["tensor"] for record in document["buffers"] if record["tensor"] is not None]
         prefixed = {f"model.{name}": tensor for name, tensor in state.items() if f"model.{name}" in names}
         adopted = adopt_tensors(document, {**prefixed, **state})
-        constants = {name: torch.empty(0) for name in names if name.startswith("=")}
-        for record in document["buffers"]:
-            if record["tensor"] in constants:
-                constants[record["tensor"]] = torch.empty(record["shape"])
+        where = next(iter(adopted.values())).device
+        constants = {
+            record["tensor"]: torch.empty(record["shape"], device=where)
+            for record in document["buffers"]
+            if (record["tensor"] or "").startswith("=")
+        }
         fill_randomly(constants)
         self._adopted_bytes = self._current.components["weights"]
         self.workspace.ledger.charge("weights", self._adopted_bytes)

@@ -246,7 +246,7 @@ class Executor:
             index = after
 
     def _bind(self, op: Mapping[str, Any], chunks: _Chunks) -> Call:
-        launch = kernels.load(op["kernel"]).launch
+        launch = kernels.load(op["kernel"], self.document.get("backend", "cpu")).launch
         by_operand: dict[str, list[tuple[int, str, int]]] = {}
         # outer loops first: a chunk of a loop inside counts from the start of the outer one's
         for operand, axis, region, factor in sorted(op["slices"], key=lambda entry: self._depth(entry[2])):

@@ -64,7 +64,8 @@ def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
 def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0) -> None:
     """Fill the views with random weights: normal with deviation 0.02, around 1 for norms (vectors that are no bias).
 
-    Every tensor has a generator of its own, seeded by its name, so that its values depend on nothing else in the model.
+    Every tensor has a generator of its own, seeded by its name, so that its values depend on nothing else in the model
+    (but CPU and CUDA generators differ).
     """
     for tensor, view in views.items():
         if tensor.startswith("="):
@@ -72,7 +73,7 @@ def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0) -> None:
             continue
         for part, name in zip(_parts(tensor, view), members(tensor), strict=True):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            generator = torch.Generator(part.device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             mean = 1.0 if part.dim() == 1 and not name.endswith("bias") else 0.0
             part.normal_(mean, INIT_STD, generator=generator)
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from mosaic.errors import PlanFormatError, RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.page_pool import PAGE_BYTES, PagePool, PageRange
+from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
 
-__all__ = ["DTYPES", "Workspace", "torch_dtype"]
+__all__ = ["DTYPES", "Pool", "Range", "Workspace", "torch_dtype"]
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, name)
@@ -40,6 +40,41 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+class Range(Protocol):
+    """A range of a pool, on whatever device: `PageRange`, `CudaRange`, `SlabRange`."""
+
+    name: str
+    address: int
+    capacity_bytes: int
+    committed_bytes: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """uint8 over the range."""
+
+    def resize(self, num_bytes: int, *, populate: bool = True) -> None:
+        """Make exactly `[0, num_bytes)`, rounded up to pages, memory."""
+
+    def resident_bytes(self) -> int:
+        """Give the bytes in physical memory."""
+
+
+class Pool(Protocol):
+    """The ranges of one device: `PagePool`, `CudaPool`, `SlabPool`."""
+
+    ledger: DeviceLedger
+
+    @property
+    def ranges(self) -> Mapping[str, Range]:
+        """The open ranges by name."""
+
+    def reserve(self, name: str, capacity_bytes: int) -> Range:
+        """Reserve a range; it holds no memory yet."""
+
+    def close(self) -> None:
+        """Close every range."""
+
+
 class Workspace:
     """The memory of one device, by pool.
 
@@ -51,6 +86,8 @@ class Workspace:
         Bytes of address space to reserve per pool; 1 TiB where not given. Reserving costs no memory.
     page_bytes
         Granularity of commits: a plan's `page_bytes`.
+    pool
+        Where the ranges come from, with a ledger and pages of its own; a `PagePool` of the two above if not given.
 
     Examples
     --------
@@ -67,9 +104,9 @@ class Workspace:
         *,
         capacities: Mapping[str, int] | None = None,
         page_bytes: int = PAGE_BYTES,
-        pool: PagePool | None = None,
+        pool: Pool | None = None,
     ) -> None:
-        self.pages = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
+        self.pages: Pool = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
         self._capacities = dict(capacities or {})
 
     @property
@@ -77,7 +114,7 @@ class Workspace:
         """The ledger that the pages are charged to."""
         return self.pages.ledger
 
-    def range(self, name: str) -> PageRange:
+    def range(self, name: str) -> Range:
         """Give the range of a pool, reserving it on first use."""
         existing = self.pages.ranges.get(name)
         return existing if existing is not None else self.pages.reserve(name, self._capacities.get(name, RESERVE_BYTES))

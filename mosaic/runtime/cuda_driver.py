@@ -1,0 +1,240 @@
+"""The CUDA driver's memory calls, thin and checked: what the pools of `cuda_pool` ask of a device.
+
+Every call that fails raises `CudaError` with the driver's name and code and what was asked. cuda-python is imported
+here alone, when a `CudaDriver` is made. Tests replace the protocol `Driver` by a stateful fake.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import MissingExtra, MosaicError, RuntimeMemoryError
+from mosaic.units import format_bytes
+
+__all__ = ["CudaDriver", "CudaError", "Driver"]
+
+
+class CudaError(MosaicError):
+    """A call that the CUDA driver refused.
+
+    Attributes
+    ----------
+    name, code
+        As the driver says them: "CUDA_ERROR_OUT_OF_MEMORY", 2.
+    asked
+        What was asked: "create 32.00 MiB on cuda:0".
+
+    Examples
+    --------
+    >>> str(CudaError("CUDA_ERROR_OUT_OF_MEMORY", 2, "create 32.00 MiB on cuda:0"))
+    'CUDA_ERROR_OUT_OF_MEMORY (2): create 32.00 MiB on cuda:0'
+    """
+
+    def __init__(self, name: str, code: int, asked: str) -> None:
+        self.name, self.code, self.asked = name, code, asked
+        super().__init__(f"{name} ({code}): {asked}")
+
+
+class Driver(Protocol):
+    """Memory of one device. Sizes in bytes; each call raises `CudaError`."""
+
+    @property
+    def name(self) -> str:
+        """The device as PyTorch names it: "cuda:0"."""
+
+    def virtual_memory(self) -> bool:
+        """Say whether addresses and memory can be had apart."""
+
+    def granularity(self) -> int:
+        """Give the size that addresses and sizes of mappings are multiples of: 2 MiB on every card seen."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Give free and total bytes, of all processes."""
+
+    def reserve(self, size: int) -> int:
+        """Reserve addresses without memory behind them."""
+
+    def free_addresses(self, address: int, size: int) -> None:
+        """End a reservation, of which nothing may be mapped any more."""
+
+    def create(self, size: int) -> int:
+        """Take physical memory and give a handle that keeps it."""
+
+    def release(self, handle: int) -> None:
+        """Drop a handle; the memory goes back when no mapping of it is left either."""
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        """Put memory behind reserved addresses; access to it is still denied."""
+
+    def set_access(self, address: int, size: int) -> None:
+        """Let the device read and write mapped addresses."""
+
+    def unmap(self, address: int, size: int) -> None:
+        """Undo exactly one `map`. Not ordered against streams: drain them first."""
+
+    def allocate(self, size: int) -> int:
+        """Take addresses and memory at once."""
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` gave."""
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copy within the device, and wait."""
+
+    def synchronize(self) -> None:
+        """Wait until all streams of the context are empty."""
+
+    def as_tensor(self, memory: object) -> Tensor:
+        """View an object with `__cuda_array_interface__`, which lives as long as the tensor; no copy."""
+
+
+class CudaDriver:
+    """The driver of this machine, through cuda-python.
+
+    The primary context, which PyTorch uses too, is retained for the life of the process, and current only during our
+    own calls.
+
+    Parameters
+    ----------
+    device
+        Ordinal among the visible devices.
+
+    Raises
+    ------
+    MissingExtra
+        Without cuda-python.
+    RuntimeMemoryError
+        Without a driver, or without that device.
+    """
+
+    def __init__(self, device: int = 0) -> None:
+        self._cuda = cuda = _bindings()
+        self._name = f"cuda:{device}"
+        try:
+            self._call(cuda.cuInit(0), "start")
+        except CudaError as error:
+            raise RuntimeMemoryError(f"no CUDA device can be used ({error}); run nvidia-smi to see why.") from error
+        except (RuntimeError, OSError) as error:  # cuda-python found no libcuda
+            raise RuntimeMemoryError(f"no CUDA driver is installed ({error}); install NVIDIA's.") from error
+        count = self._call(cuda.cuDeviceGetCount(), "count the devices")
+        if not 0 <= device < count:
+            raise RuntimeMemoryError(f"{self._name} was asked for, {count} CUDA devices are visible, from cuda:0 on.")
+        self._device = self._call(cuda.cuDeviceGet(device), "open")
+        self._context = self._call(cuda.cuDevicePrimaryCtxRetain(self._device), "make a context")
+        self._property = cuda.CUmemAllocationProp()
+        self._property.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._property.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._property.location.id = device
+        self._access = cuda.CUmemAccessDesc()
+        self._access.location = self._property.location
+        self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+    @property
+    def name(self) -> str:
+        """The device as PyTorch names it."""
+        return self._name
+
+    def _call(self, answer: tuple[Any, ...], asked: str) -> Any:
+        """Check an answer of cuda-python, (error, value...), and give the value."""
+        error = answer[0]
+        if int(error) != 0:
+            raise CudaError(error.name, int(error), f"{asked} on {self._name}")
+        return answer[1] if len(answer) > 1 else None
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the context current and restore what was: the caller's thread may work on another device."""
+        self._call(self._cuda.cuCtxPushCurrent(self._context), "make the context current")
+        try:
+            yield
+        finally:
+            self._call(self._cuda.cuCtxPopCurrent(), "restore the context")
+
+    def virtual_memory(self) -> bool:
+        """Read CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
+        attribute = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        return bool(self._call(self._cuda.cuDeviceGetAttribute(attribute, self._device), "ask for virtual memory"))
+
+    def granularity(self) -> int:
+        """Call cuMemGetAllocationGranularity."""
+        minimum = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._call(self._cuda.cuMemGetAllocationGranularity(self._property, minimum), "ask the granularity"))
+
+    def memory_info(self) -> tuple[int, int]:
+        """Call cuMemGetInfo."""
+        with self._current():
+            error, free, total = self._cuda.cuMemGetInfo()
+            self._call((error,), "read the free memory")
+            return int(free), int(total)
+
+    def reserve(self, size: int) -> int:
+        """Call cuMemAddressReserve."""
+        return int(self._call(self._cuda.cuMemAddressReserve(size, 0, 0, 0), f"reserve {format_bytes(size)}"))
+
+    def free_addresses(self, address: int, size: int) -> None:
+        """Call cuMemAddressFree."""
+        self._call(self._cuda.cuMemAddressFree(address, size), f"free the addresses {_span(address, size)}")
+
+    def create(self, size: int) -> int:
+        """Call cuMemCreate: pinned to the device, not exported."""
+        return int(self._call(self._cuda.cuMemCreate(size, self._property, 0), f"create {format_bytes(size)}"))
+
+    def release(self, handle: int) -> None:
+        """Call cuMemRelease."""
+        self._call(self._cuda.cuMemRelease(handle), f"release handle {handle:#x}")
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        """Call cuMemMap."""
+        self._call(self._cuda.cuMemMap(address, size, 0, handle, 0), f"map {_span(address, size)}")
+
+    def set_access(self, address: int, size: int) -> None:
+        """Call cuMemSetAccess for this device alone."""
+        self._call(
+            self._cuda.cuMemSetAccess(address, size, [self._access], 1), f"allow access to {_span(address, size)}"
+        )
+
+    def unmap(self, address: int, size: int) -> None:
+        """Call cuMemUnmap."""
+        self._call(self._cuda.cuMemUnmap(address, size), f"unmap {_span(address, size)}")
+
+    def allocate(self, size: int) -> int:
+        """Call cuMemAlloc."""
+        with self._current():
+            return int(self._call(self._cuda.cuMemAlloc(size), f"allocate {format_bytes(size)}"))
+
+    def free(self, address: int) -> None:
+        """Call cuMemFree."""
+        with self._current():
+            self._call(self._cuda.cuMemFree(address), f"free {address:#x}")
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Call cuMemcpyDtoD, and wait: it returns before the copy is done."""
+        with self._current():
+            self._call(self._cuda.cuMemcpyDtoD(target, source, size), f"copy {format_bytes(size)}")
+            self._call(self._cuda.cuCtxSynchronize(), "wait for the copy")
+
+    def synchronize(self) -> None:
+        """Call cuCtxSynchronize."""
+        with self._current():
+            self._call(self._cuda.cuCtxSynchronize(), "wait for all streams")
+
+    def as_tensor(self, memory: object) -> Tensor:
+        """View through PyTorch; uint8 is what the interface can carry, bfloat16 it cannot name."""
+        return torch.as_tensor(memory, dtype=torch.uint8, device=self._name)
+
+
+def _bindings() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise MissingExtra("cuda-python", "cuda", "memory on a CUDA device") from error
+
+
+def _span(address: int, size: int) -> str:
+    return f"{format_bytes(size)} at {address:#x}"

@@ -1,0 +1,547 @@
+"""Pools of a CUDA device, over a fake driver: whatever fails, driver and ledger say what they said before."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import GRANULARITY, FakeDriver
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mosaic.errors import DoesNotFit, MissingExtra, RuntimeMemoryError, UnknownName
+from mosaic.runtime import cuda_driver
+from mosaic.runtime.cuda_driver import CudaDriver, CudaError
+from mosaic.runtime.cuda_pool import CudaMemoryError, CudaPool, SlabPool, chunk_sizes, open_pool
+from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.workspace import Workspace
+from mosaic.units import GIB, MIB, round_up
+
+PAGE = GRANULARITY
+TIB = 1 << 40
+
+
+def driver_and_ledger_agree(driver: FakeDriver, pool: CudaPool | SlabPool) -> bool:
+    return driver.used_bytes == pool.ledger.committed_bytes == pool.committed_bytes and pool.verify() == 0
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_bytes", [PAGE, 31 * PAGE, GIB, 16 * GIB + 500 * MIB, 80 * GIB - PAGE])
+def test_few_chunks_with_small_ones_only_at_the_edge(num_bytes: int) -> None:
+    driver = FakeDriver(100 * GIB)
+    with CudaPool(driver) as pool:
+        part = pool.reserve("workspace", TIB)
+        part.commit(num_bytes)
+        assert sum(part.chunks) == num_bytes == driver.used_bytes
+        assert list(part.chunks) == sorted(part.chunks, reverse=True)
+        assert len(part.chunks) <= num_bytes // (512 * MIB) + 15 + 15
+        assert driver.calls.count("set_access") == 1
+        assert driver.handles == {}  # released right after mapping
+    assert driver.is_empty()
+
+
+def test_chunk_sizes_refuse_bytes_below_the_smallest() -> None:
+    assert chunk_sizes(0, (4, 2)) == ()
+    with pytest.raises(AssertionError):
+        chunk_sizes(3, (4, 2))
+
+
+# --- growing and shrinking --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["workspace", "state"]), st.integers(0, 3 * GIB)), max_size=8))
+def test_committed_bytes_are_the_drivers(steps: list[tuple[str, int]]) -> None:
+    driver = FakeDriver(8 * GIB)
+    with CudaPool(driver, DeviceLedger(8 * GIB)) as pool:
+        for name in ("workspace", "state"):
+            pool.reserve(name, TIB)
+        for name, size in steps:
+            part = pool.ranges[name]
+            before = part.committed_bytes
+            driver.launch()
+            part.resize(size)
+            exact = round_up(size, PAGE)
+            if name == "workspace" or size >= before:
+                assert part.committed_bytes == max(exact, 0)
+            else:
+                assert exact <= part.committed_bytes <= min(before, exact + 32 * MIB - PAGE)
+            assert driver_and_ledger_agree(driver, pool)
+            assert driver.accessible == set(driver.mappings)
+    assert driver.is_empty() and pool.ledger.committed_bytes == 0
+
+
+def test_growth_keeps_contents_and_the_address() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver) as pool:
+        part = pool.reserve("workspace", TIB)
+        part.commit(PAGE)
+        address, first = part.address, part.tensor
+        first[:PAGE].fill_(7)
+        part.commit(200 * MIB)
+        assert part.address == address == part.tensor.data_ptr() and part.tensor is first
+        assert bool((part.tensor[:PAGE] == 7).all())
+        part.tensor[PAGE : 200 * MIB : 4096].fill_(1)
+
+
+def test_what_must_be_kept_survives_a_shrink_into_a_chunk() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver) as pool:
+        state = pool.reserve("state", TIB)
+        state.commit(100 * MIB)
+        assert state.chunks == (32 * MIB,) * 3 + (PAGE,) * 2
+        state.tensor[: 40 * MIB].fill_(5)
+        state.decommit(40 * MIB)
+        assert state.committed_bytes == 64 * MIB and bool((state.tensor[: 40 * MIB] == 5).all())
+        state.resize(50 * MIB)
+        assert state.committed_bytes == 64 * MIB and driver_and_ledger_agree(driver, pool)
+
+
+def test_volatile_ranges_shrink_exactly() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver) as pool:
+        part = pool.reserve("workspace", TIB)
+        part.commit(GIB)
+        part.tensor[:MIB].fill_(5)
+        part.decommit(600 * MIB + 1)
+        assert part.committed_bytes == driver.used_bytes == 602 * MIB
+        assert part.chunks == (512 * MIB, 32 * MIB, 32 * MIB, *(PAGE,) * 13)
+        assert bool((part.tensor[:MIB] == 5).all())  # chunks below stay as they are
+        part.tensor[512 * MIB : 602 * MIB : 4096].fill_(1)
+
+
+def test_streams_are_drained_before_pages_go_and_only_then() -> None:
+    driver, drained = FakeDriver(GIB), 0
+
+    def drain() -> None:
+        nonlocal drained
+        drained += 1
+        driver.busy = False
+
+    with CudaPool(driver, synchronize=drain) as pool:
+        part = pool.reserve("workspace", TIB)
+        part.commit(100 * MIB)
+        driver.launch()
+        part.resize(200 * MIB)
+        part.resize(200 * MIB)
+        assert drained == 0 and driver.busy
+        part.resize(60 * MIB)
+        assert drained == 1
+    assert drained == 2 and "synchronize" not in driver.calls
+
+
+def test_another_range_takes_returned_pages() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver, DeviceLedger(GIB)) as pool:
+        workspace, state = pool.reserve("workspace", TIB), pool.reserve("state", TIB)
+        workspace.commit(900 * MIB)
+        with pytest.raises(DoesNotFit, match=r"state asks for 800\.00 MiB"):
+            state.commit(800 * MIB)
+        pool.resize({"state": 800 * MIB, "workspace": 200 * MIB})  # in this order only the second makes room
+        assert (workspace.committed_bytes, state.committed_bytes) == (200 * MIB, 800 * MIB)
+        assert driver_and_ledger_agree(driver, pool)
+        with pytest.raises(UnknownName, match=r"unknown range 'stat'\. Did you mean 'state'"):
+            pool.resize({"stat": 1})
+
+
+def test_two_pools_of_a_device_share_a_ledger() -> None:
+    driver, ledger = FakeDriver(4 * GIB), DeviceLedger(GIB)
+    with CudaPool(driver, ledger) as one, CudaPool(driver, ledger) as other:
+        one.reserve("workspace", TIB).commit(700 * MIB)
+        part = other.reserve("workspace", TIB)
+        with pytest.raises(DoesNotFit):
+            part.commit(400 * MIB)
+        part.commit(300 * MIB)
+        assert ledger.held() == {"workspace": 1000 * MIB} and driver.used_bytes == 1000 * MIB
+        assert one.verify() == other.verify() == 0
+        one.close()
+        assert ledger.held() == {"workspace": 300 * MIB} and other.verify() == 0
+        part.commit(GIB)
+    assert driver.is_empty() and ledger.committed_bytes == 0
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+GROWTH = 600 * MIB  # from 40 MiB: 1 chunk of 512 MiB, 1 of 32, 8 of 2
+GROWTH_CALLS = 3 * 10 + 1
+
+
+def grown(driver: FakeDriver, pool: CudaPool) -> Any:
+    part = pool.reserve("workspace", TIB)
+    part.commit(40 * MIB)
+    part.tensor[39 * MIB : 40 * MIB].fill_(3)
+    return part
+
+
+def test_a_growth_makes_the_calls_that_the_tests_below_break() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver) as pool:
+        part, before = grown(driver, pool), len(driver.calls)
+        part.commit(GROWTH)
+        assert len(driver.calls) - before == GROWTH_CALLS
+
+
+@pytest.mark.parametrize("failure", ["refused", "interrupt"])
+@pytest.mark.parametrize("index", range(GROWTH_CALLS))
+def test_a_growth_that_fails_anywhere_changes_nothing(index: int, failure: str) -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver, DeviceLedger(GIB)) as pool:
+        part = grown(driver, pool)
+        state, chunks = driver.state(), part.chunks
+        driver.fail_at = len(driver.calls) + index
+        if failure == "interrupt":
+            driver.failure = KeyboardInterrupt
+        with pytest.raises(CudaMemoryError if failure == "refused" else KeyboardInterrupt) as caught:
+            part.commit(GROWTH)
+        if isinstance(caught.value, CudaMemoryError):
+            assert "refused to add 560.00 MiB (CUDA_ERROR_OUT_OF_MEMORY (2): injected)" in str(caught.value)
+            assert "40.00 MiB are held, nothing was added" in str(caught.value)
+            assert (caught.value.asked_bytes, caught.value.committed_bytes) == (560 * MIB, 40 * MIB)
+            assert caught.value.free_bytes == GIB - 40 * MIB
+        assert driver.state() == state and part.chunks == chunks
+        assert driver_and_ledger_agree(driver, pool)
+        part.commit(GROWTH)
+        assert driver_and_ledger_agree(driver, pool) and part.committed_bytes == GROWTH
+        assert bool((part.tensor[39 * MIB : 40 * MIB] == 3).all())
+    assert driver.is_empty()
+
+
+@pytest.mark.parametrize("index", range(GROWTH_CALLS))
+def test_ctrl_c_between_a_call_and_its_answer_changes_nothing(index: int) -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver, DeviceLedger(GIB)) as pool:
+        part = grown(driver, pool)
+        state, last = driver.state(), len(driver.calls) + index + 1
+        driver.after_call = lambda call: signal.raise_signal(signal.SIGINT) if len(driver.calls) == last else None
+        handler = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            part.commit(GROWTH)
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert driver.state() == state and driver_and_ledger_agree(driver, pool)
+        part.commit(GROWTH)
+    assert driver.is_empty()
+
+
+def test_ctrl_c_while_shrinking_or_reserving_leaves_nothing_behind() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver) as pool:
+        part = grown(driver, pool)
+        driver.after_call = lambda call: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            part.decommit()
+        with pytest.raises(KeyboardInterrupt):
+            pool.reserve("state", TIB)
+        driver.after_call = lambda call: None
+        gc.collect()
+        assert driver_and_ledger_agree(driver, pool) and len(driver.reservations) == 1
+    assert driver.is_empty()
+
+
+def test_other_threads_grow_without_touching_signals() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver) as pool:
+        part = pool.reserve("workspace", TIB)
+        thread = threading.Thread(target=part.commit, args=(100 * MIB,))
+        thread.start()
+        thread.join()
+        assert part.committed_bytes == 100 * MIB
+
+
+def test_a_device_that_others_fill_refuses_with_numbers() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver) as pool:
+        part = pool.reserve("workspace", TIB)
+        driver.foreign_bytes = 600 * MIB
+        with pytest.raises(CudaMemoryError, match=r"says 424\.00 MiB are free; 0 B are held, nothing was added"):
+            part.commit(GIB)
+        driver.foreign_bytes = 0
+        part.commit(GIB)
+    with pytest.raises(RuntimeMemoryError, match="counter of free memory fell by 2,097,152 bytes"):
+        driver.foreign_bytes = PAGE
+        pool.verify()
+    assert pool.verify(PAGE) == PAGE
+    pool.mark()
+    assert pool.verify() == 0
+
+
+@pytest.mark.parametrize("failing", [{"unmap"}, {"release"}, {"unmap", "release"}])
+def test_what_cannot_be_undone_stays_charged_and_is_undone_later(failing: set[str]) -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver, DeviceLedger(GIB)) as pool:
+        part = pool.reserve("workspace", TIB)
+        driver.failing = {"set_access", *failing}
+        with pytest.raises(CudaMemoryError):
+            part.commit(36 * MIB)
+        assert part.committed_bytes == 0 and driver.used_bytes == pool.ledger.committed_bytes > 0
+        with pytest.raises(CudaMemoryError):
+            part.commit(36 * MIB)
+        assert pool.verify() == 0
+        driver.failing = set()
+        part.commit(36 * MIB)
+        assert driver_and_ledger_agree(driver, pool)
+        driver.failing = {"set_access", *failing}
+        with pytest.raises(CudaMemoryError):
+            part.commit(72 * MIB)
+        driver.failing = set()
+    assert driver.is_empty() and pool.ledger.committed_bytes == 0
+
+
+@pytest.mark.parametrize("index", range(1 + 15 + 15 * 3 + 1))  # drain, unmap all, map the part to keep anew
+def test_a_shrink_that_fails_anywhere_is_consistent_and_can_be_repeated(index: int) -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver, DeviceLedger(GIB)) as pool:
+        part = grown(driver, pool)
+        part.commit(GROWTH)
+        driver.fail_at = len(driver.calls) + index
+        with pytest.raises(CudaMemoryError):
+            part.decommit(30 * MIB)
+        assert sum(part.chunks) == part.committed_bytes and driver_and_ledger_agree(driver, pool)
+        part.resize(30 * MIB)
+        assert part.committed_bytes == 30 * MIB and driver_and_ledger_agree(driver, pool)
+    assert driver.is_empty()
+
+
+def test_a_lost_device_is_reported_once_and_closed() -> None:
+    driver = FakeDriver(GIB)
+    pool = CudaPool(driver, DeviceLedger(GIB))
+    part = grown(driver, pool)
+    driver.lose()
+    with pytest.raises(CudaMemoryError, match=r"DEVICE_UNAVAILABLE \(46\).* does not say .* Restart the process"):
+        part.commit(GROWTH)
+    assert part.committed_bytes == pool.ledger.committed_bytes == 40 * MIB
+    with pytest.raises(CudaMemoryError, match=r"take back 40\.00 MiB"):
+        pool.close()
+    pool.close()
+    with pytest.raises(RuntimeMemoryError, match="closed"):
+        _ = part.tensor
+
+
+def test_the_error_inside_a_pool_wins_over_that_of_closing_it() -> None:
+    driver = FakeDriver(GIB)
+    with pytest.raises(ZeroDivisionError) as caught, CudaPool(driver) as pool:
+        grown(driver, pool)
+        driver.lose()
+        raise ZeroDivisionError
+    assert "closing the pool failed too: workspace: the driver refused" in caught.value.__notes__[0]
+
+
+def test_ranges_that_cannot_be() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver) as pool:
+        part = pool.reserve("workspace", 3 * MIB)
+        assert part.capacity_bytes == 4 * MIB
+        with pytest.raises(RuntimeMemoryError, match="holds 4,194,304 at most"):
+            part.commit(5 * MIB)
+        with pytest.raises(RuntimeMemoryError, match="exists already"):
+            pool.reserve("workspace", MIB)
+        driver.failing = {"reserve"}
+        with pytest.raises(CudaMemoryError, match=r"state: the driver refused to reserve addresses for 2\.00 MiB"):
+            pool.reserve("state", MIB)
+        assert list(pool.ranges) == ["workspace"]
+    with pytest.raises(ValueError, match="multiple of 2,097,152"):
+        CudaPool(driver, page_bytes=4096)
+    with pytest.raises(ValueError, match="multiple of the next"):
+        CudaPool(driver, chunk_bytes=(32 * MIB, 3 * MIB))
+
+
+# --- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_close_frees_memory_at_once_and_addresses_with_the_last_view() -> None:
+    driver = FakeDriver(GIB)
+    pool = CudaPool(driver)
+    part = grown(driver, pool)
+    part.commit(GROWTH)
+    view = part.tensor[:100]
+    driver.launch()
+    pool.close()
+    pool.close()
+    assert driver.used_bytes == pool.ledger.committed_bytes == 0 and len(driver.reservations) == 1
+    with pytest.raises(RuntimeMemoryError, match="closed"):
+        _ = part.tensor
+    with pytest.raises(RuntimeMemoryError, match="holds 0 at most"):
+        part.commit(1)
+    del view
+    gc.collect()
+    assert driver.is_empty()
+
+
+def test_a_range_that_nobody_closed_gives_back_what_it_held() -> None:
+    driver = FakeDriver(GIB)
+    pool = CudaPool(driver)
+    grown(driver, pool)
+    driver.launch()
+    del pool
+    gc.collect()
+    assert driver.is_empty()
+
+
+# --- slabs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_without_virtual_memory_gets_slabs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), open_pool(FakeDriver(GIB, virtual_memory=False)) as pool:
+        assert isinstance(pool, SlabPool)
+    assert "no virtual memory" in caplog.text
+    with open_pool(FakeDriver(GIB)) as pool:
+        assert isinstance(pool, CudaPool)
+
+
+def test_slabs_grow_by_moving_and_keep_what_must_be_kept() -> None:
+    driver = FakeDriver(GIB, virtual_memory=False)
+    with SlabPool(driver, DeviceLedger(GIB)) as pool:
+        state = pool.reserve("state", TIB)
+        with pytest.raises(RuntimeMemoryError, match="commit first"):
+            _ = state.tensor
+        state.commit(10 * MIB)
+        state.tensor.fill_(4)
+        driver.launch()
+        state.resize(100 * MIB)
+        assert state.tensor.numel() == state.committed_bytes == 100 * MIB and state.generation == 2
+        assert bool((state.tensor[: 10 * MIB] == 4).all())
+        state.resize(50 * MIB)
+        assert state.committed_bytes == 100 * MIB and driver_and_ledger_agree(driver, pool)
+        with pytest.raises(DoesNotFit):
+            state.commit(950 * MIB)  # old and new at once
+        workspace = pool.reserve("workspace", TIB)
+        workspace.commit(500 * MIB)
+        workspace.commit(900 * MIB)  # gives the old up first
+        assert driver_and_ledger_agree(driver, pool)
+        with pytest.raises(DoesNotFit):
+            workspace.commit(950 * MIB)
+        assert workspace.committed_bytes == 900 * MIB
+        state.resize(0)
+        assert driver_and_ledger_agree(driver, pool)
+    assert driver.is_empty() and pool.ledger.committed_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        *(("state", index) for index in range(4)),  # allocate, drain, copy, free
+        *(("workspace", index) for index in range(3)),  # drain, free, allocate
+    ],
+)
+def test_a_slab_that_cannot_grow_keeps_its_size(name: str, index: int) -> None:
+    driver = FakeDriver(GIB, virtual_memory=False)
+    with SlabPool(driver, DeviceLedger(GIB)) as pool:
+        part = pool.reserve(name, TIB)
+        part.commit(10 * MIB)
+        driver.fail_at = len(driver.calls) + index
+        with pytest.raises(CudaMemoryError, match=r"10\.00 MiB are held"):
+            part.commit(100 * MIB)
+        assert part.committed_bytes == 10 * MIB and driver_and_ledger_agree(driver, pool)
+        part.commit(100 * MIB)
+        assert driver_and_ledger_agree(driver, pool)
+    assert driver.is_empty()
+
+
+# --- workspace and driver ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("virtual_memory", [True, False])
+def test_a_workspace_runs_over_either_pool(virtual_memory: bool) -> None:
+    driver = FakeDriver(GIB, virtual_memory=virtual_memory)
+    with Workspace(pool=open_pool(driver, DeviceLedger(GIB))) as workspace:
+        workspace.resize("workspace", 8192)
+        view = workspace.view("workspace", 512, (3, 5), "float32")
+        view.copy_(torch.arange(15.0).view(3, 5))
+        assert workspace.view("workspace", 512, (15,), "int32")[1] == 0x3F800000
+        with pytest.raises(RuntimeMemoryError, match="within the 2,097,152 committed bytes"):
+            workspace.view("workspace", PAGE, (1,), "float32")
+        assert workspace.committed_bytes() == workspace.resident_bytes() == {"workspace": PAGE}
+        del view
+    gc.collect()
+    assert driver.is_empty()
+
+
+def test_without_cuda_python_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(MissingExtra, match=r"needs cuda-python: pip install 'mosaic-dllm\[cuda\]'"):
+        CudaDriver()
+
+
+def test_importing_the_pools_does_not_import_cuda() -> None:
+    code = "import sys, mosaic.runtime.cuda_pool; print([m for m in sys.modules if m.split('.')[0] == 'cuda'])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+class Bindings:
+    """The few calls of cuda-python that open a driver, with answers given by name."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: object) -> Any:
+            answer = self.answers[name]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+
+class Code(int):
+    name = "CUDA_ERROR_NO_DEVICE"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"cuInit": (Code(100),)}, r"no CUDA device can be used \(CUDA_ERROR_NO_DEVICE \(100\): start on cuda:1\)"),
+        ({"cuInit": RuntimeError("libcuda.so.1 not found")}, "no CUDA driver is installed .libcuda"),
+        ({"cuInit": (Code(0),), "cuDeviceGetCount": (Code(0), 1)}, "cuda:1 was asked for, 1 CUDA devices are visible"),
+    ],
+)
+def test_a_machine_without_the_device_says_why(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(cuda_driver, "_bindings", lambda: Bindings(**answers))
+    with pytest.raises(RuntimeMemoryError, match=message):
+        CudaDriver(1)
+
+
+def test_the_fake_keeps_the_drivers_rules() -> None:
+    driver = FakeDriver(8 * PAGE)
+    address, handle = driver.reserve(8 * PAGE), driver.create(2 * PAGE)
+    for broken in (
+        lambda: driver.create(PAGE // 2),
+        lambda: driver.create(7 * PAGE),
+        lambda: driver.map(address + 4096, 2 * PAGE, handle),
+        lambda: driver.map(address + 7 * PAGE, 2 * PAGE, handle),
+        lambda: driver.set_access(address, PAGE),
+        lambda: driver.release(-99),
+        lambda: driver.unmap(address, PAGE),
+        lambda: driver.free_addresses(address, PAGE),
+    ):
+        with pytest.raises(CudaError):
+            broken()
+    driver.map(address, 2 * PAGE, handle)
+    driver.release(handle)
+    assert driver.used_bytes == 2 * PAGE
+    for broken in (
+        lambda: driver.map(address + PAGE, 2 * PAGE, handle),
+        lambda: driver.unmap(address, PAGE),
+        lambda: driver.free_addresses(address, 8 * PAGE),
+        lambda: driver.set_access(address, 3 * PAGE),
+    ):
+        with pytest.raises(CudaError):
+            broken()
+    driver.set_access(address, 2 * PAGE)
+    driver.launch()
+    with pytest.raises(AssertionError, match="while a stream"):
+        driver.unmap(address, 2 * PAGE)
+    driver.synchronize()
+    driver.unmap(address, 2 * PAGE)
+    driver.free_addresses(address, 8 * PAGE)
+    assert driver.is_empty()
