@@ -1,4 +1,4 @@
-"""The kernels, one operator a file: `KERNELS` lists them, `load` imports one; only `load` imports torch."""
+"""The kernels, one operator a file: `KERNELS` lists them, `load` imports one; only `load` imports torch (and triton)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Final
 
 from mosaic.errors import UnknownName
+from mosaic.registrar.implementations import BACKENDS
 
 __all__ = ["KERNELS", "load"]
 
@@ -36,13 +37,15 @@ KERNELS: Final[dict[str, str]] = {
 """Operator name -> module that holds its `launch` and its `reference`."""
 
 
-def load(name: str) -> ModuleType:
-    """Import the module of one operator.
+def load(name: str, backend: str = "cpu") -> ModuleType:
+    """Import the module of one operator for a backend: "cpu" or "cuda", with the same `launch` signature.
 
     Raises
     ------
     UnknownName
-        If there is no such operator.
+        If there is no such operator, or no such backend.
+    MissingExtra
+        If the backend is "cuda" and triton is not installed.
 
     Examples
     --------
@@ -51,4 +54,6 @@ def load(name: str) -> ModuleType:
     """
     if name not in KERNELS:
         raise UnknownName("kernel", name, KERNELS)
-    return importlib.import_module(KERNELS[name])
+    if backend not in BACKENDS:
+        raise UnknownName("backend", backend, BACKENDS)
+    return importlib.import_module(KERNELS[name] if backend == "cpu" else f"mosaic.kernels.cuda.{name}")

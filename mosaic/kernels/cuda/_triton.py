@@ -1,0 +1,44 @@
+"""The one import of triton, and what the launchers share: tile shapes and tile widths."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+from mosaic.errors import MissingExtra
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise MissingExtra("triton", "torch", "a CUDA kernel") from error
+
+__all__ = ["DOT_MINIMUM", "Tile", "power_of_two", "tile_for", "tl", "triton"]
+
+DOT_MINIMUM: Final = 16
+"""Smallest side of a tile that tl.dot takes."""
+
+
+class Tile(NamedTuple):
+    """Tile of a product, and how the GPU runs it."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def power_of_two(width: int, most: int, least: int = 1) -> int:
+    """Round `width` up to a power of two between `least` and `most`; Triton's tiles have no other widths.
+
+    >>> power_of_two(300, most=4096)
+    512
+    """
+    return max(least, min(most, 1 << max(width - 1, 0).bit_length()))
+
+
+def tile_for(tiles: dict[int, Tile], operand: Tensor) -> Tile:
+    """Choose the tile for the item size of `operand`: 16-bit or 32-bit."""
+    return tiles[max(2, min(operand.element_size(), 4))]

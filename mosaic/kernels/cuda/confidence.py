@@ -1,0 +1,36 @@
+"""confidence on CUDA: the softmax probability of the largest logit, exp(maximum - logsumexp).
+
+Contract: confidence(maximum[M] float32, logsumexp[M] float32) -> y[M] float32; y may overwrite either. Legend: M rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels._operands import check_shapes
+from mosaic.kernels.confidence import reference
+from mosaic.kernels.cuda._triton import tl, triton
+
+__all__ = ["launch", "reference"]
+
+ROWS: Final = 1024  # untuned default
+
+
+@triton.jit(do_not_specialize=["count"])
+def confidence_kernel(maximum, logsumexp, y, count, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < count
+    difference = tl.load(maximum + row, mask=mask, other=0.0) - tl.load(logsumexp + row, mask=mask, other=0.0)
+    tl.store(y + row, tl.exp(difference), mask=mask)
+
+
+def launch(*, maximum: Tensor, logsumexp: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+    """Write exp(maximum - logsumexp) into y [M]."""
+    shape, dtype = (maximum.shape[0],), torch.float32
+    check_shapes(
+        "confidence", maximum=(maximum, shape, dtype), logsumexp=(logsumexp, shape, dtype), y=(y, shape, dtype)
+    )
+    confidence_kernel[(triton.cdiv(shape[0], ROWS),)](maximum, logsumexp, y, shape[0], BLOCK=ROWS, num_warps=4)

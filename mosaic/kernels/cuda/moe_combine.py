@@ -1,0 +1,97 @@
+"""moe_combine on CUDA: the experts' outputs, weighted and added to the rows they came from.
+
+Contract: moe_combine(y[C*k, D], order[C*k] int64, scores[C, k], updates x[C, D]): x[order[j] // k] +=
+scores.flat[order[j]] * y[j]. Each row gathers its own k outputs, in the order of its top-k list and in float32: no
+atomics, so the same input gives the same bits. A first launch inverts `order`. Scratch: the inverse, [C*k] int32.
+Legend: C rows, D hidden, k experts a row.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import RuntimeMemoryError
+from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels.cuda._triton import power_of_two, tl, triton
+from mosaic.kernels.moe_combine import reference
+from mosaic.registrar.implementations.cuda import INVERSE_BYTES
+
+__all__ = ["launch", "reference"]
+
+# Untuned defaults.
+COLUMNS: Final = 1024
+ASSIGNMENTS: Final = 1024
+
+
+@triton.jit(do_not_specialize=["count"])
+def inverse_kernel(order, inverse, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    assignment = tl.load(order + place, mask=place < count, other=-1)
+    known = (assignment >= 0) & (assignment < count)
+    tl.store(inverse + assignment, place.to(tl.int32), mask=known)
+
+
+@triton.jit
+def moe_combine_kernel(
+    y,
+    inverse,
+    scores,
+    x,
+    y_stride,
+    scores_stride,
+    x_stride,
+    columns,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    total = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    for turn in range(TOP_K):
+        source = tl.load(inverse + row * TOP_K + turn).to(tl.int64)
+        score = tl.load(scores + row * scores_stride + turn).to(tl.float32)
+        total += score * tl.load(y + source * y_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x + row * x_stride + column, total.to(x.dtype.element_ty), mask=mask)
+
+
+def launch(*, y: Tensor, order: Tensor, scores: Tensor, x: Tensor, scratch: Tensor | None = None) -> None:
+    """Add the weighted outputs to x [C, D] in place."""
+    (rows, top_k), columns, dtype = scores.shape, x.shape[1], x.dtype
+    count = rows * top_k
+    check_shapes(
+        "moe_combine",
+        x=(x, (rows, columns), None),
+        scores=(scores, (rows, top_k), dtype),
+        y=(y, (count, columns), dtype),
+        order=(order, (count,), INDEX[0]),
+    )
+    inverse, block = _inverse(scratch, count), power_of_two(columns, COLUMNS)
+    inverse_kernel[(triton.cdiv(count, ASSIGNMENTS),)](order, inverse, count, BLOCK=ASSIGNMENTS, num_warps=4)
+    moe_combine_kernel[(rows, triton.cdiv(columns, block))](
+        y,
+        inverse,
+        scores,
+        x,
+        y.stride(0),
+        scores.stride(0),
+        x.stride(0),
+        columns,
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _inverse(scratch: Tensor | None, count: int) -> Tensor:
+    """View the scratch buffer as the inverse of `order`."""
+    needed, available = INVERSE_BYTES * count, 0 if scratch is None else scratch.numel()
+    if scratch is None or available < needed:
+        raise RuntimeMemoryError(
+            f"moe_combine: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
+            "SCRATCH['moe_combine']."
+        )
+    return scratch[:needed].view(torch.int32)

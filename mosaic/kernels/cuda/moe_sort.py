@@ -1,0 +1,122 @@
+"""moe_sort on CUDA: the assignments of rows to experts, grouped by expert, by a stable counting sort without atomics.
+
+Contract: moe_sort(experts[C, k] int64; num_experts) -> order[C*k] int64 (flat assignment ids sorted by expert, stable),
+offsets[E+1] int64 (expert e owns order[offsets[e]:offsets[e+1]]). Four launches: count each expert in each block of
+assignments; per expert, turn the counts of the blocks into places; offsets of the experts; write each assignment to
+offset + place of its block + rank within the block. Scratch: counts [E, blocks] int32. Legend: C rows, k experts a row,
+E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import RuntimeMemoryError
+from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels.cuda._triton import power_of_two, tl, triton
+from mosaic.kernels.moe_sort import reference
+from mosaic.registrar.implementations.cuda import SORT_BLOCK
+
+__all__ = ["launch", "reference"]
+
+# Untuned defaults.
+EXPERTS: Final = 32  # experts compared with a block of assignments at once
+SCAN: Final = 1024  # counts in one tile of a scan
+
+
+@triton.jit(do_not_specialize=["count", "blocks"])
+def count_kernel(
+    experts, counts, stride, count, blocks, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    block = tl.program_id(0).to(tl.int64)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(experts + place // TOP_K * stride + place % TOP_K, mask=place < count, other=-1)
+    for start in range(0, num_experts, BLOCK_E):
+        expert = start + tl.arange(0, BLOCK_E)
+        number = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
+        tl.store(counts + expert.to(tl.int64) * blocks + block, number, mask=expert < num_experts)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def place_kernel(counts, offsets, blocks, BLOCK: tl.constexpr):
+    """Per expert: counts of the blocks -> places of the blocks within the expert; the sum into offsets[expert + 1]."""
+    expert = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([1], tl.int32)
+    for start in range(0, blocks, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        number = tl.load(counts + expert * blocks + block, mask=block < blocks, other=0)
+        tl.store(counts + expert * blocks + block, total + tl.cumsum(number, 0) - number, mask=block < blocks)
+        total += tl.sum(number, 0)
+    tl.store(offsets + expert + 1 + tl.arange(0, 1), total.to(tl.int64))
+
+
+@triton.jit
+def offsets_kernel(offsets, num_experts, BLOCK: tl.constexpr):
+    """Running sum of offsets[1:] in place, and offsets[0] = 0."""
+    total = tl.zeros([1], tl.int64)
+    tl.store(offsets + tl.arange(0, 1), total)
+    for start in range(0, num_experts, BLOCK):
+        expert = start + tl.arange(0, BLOCK)
+        number = tl.load(offsets + 1 + expert, mask=expert < num_experts, other=0)
+        tl.store(offsets + 1 + expert, total + tl.cumsum(number, 0), mask=expert < num_experts)
+        total += tl.sum(number, 0)
+
+
+@triton.jit(do_not_specialize=["count", "blocks"])
+def order_kernel(
+    experts,
+    counts,
+    offsets,
+    order,
+    stride,
+    count,
+    blocks,
+    num_experts,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(experts + place // TOP_K * stride + place % TOP_K, mask=place < count, other=-1)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_experts, BLOCK_E):
+        same = (mine[:, None] == (start + tl.arange(0, BLOCK_E))[None, :]).to(tl.int32)
+        rank += tl.sum(same * (tl.cumsum(same, 0) - 1), 1)
+    known = (mine >= 0) & (mine < num_experts)
+    before = tl.load(counts + mine * blocks + block, mask=known, other=0)
+    target = tl.load(offsets + mine, mask=known, other=0) + before + rank
+    tl.store(order + target, place, mask=known)
+
+
+def launch(*, experts: Tensor, order: Tensor, offsets: Tensor, num_experts: int, scratch: Tensor | None = None) -> None:
+    """Write the sorted assignment ids and the experts' offsets."""
+    rows, top_k = experts.shape
+    count = rows * top_k
+    check_shapes(
+        "moe_sort",
+        experts=(experts, (rows, top_k), INDEX[0]),
+        order=(order, (count,), INDEX[0]),
+        offsets=(offsets, (num_experts + 1,), INDEX[0]),
+    )
+    blocks, block_e = triton.cdiv(count, SORT_BLOCK), power_of_two(num_experts, EXPERTS)
+    counts, stride = _counts(scratch, blocks * num_experts), experts.stride(0)
+    tile = {"TOP_K": top_k, "BLOCK": SORT_BLOCK, "BLOCK_E": block_e, "num_warps": 4}
+    count_kernel[(blocks,)](experts, counts, stride, count, blocks, num_experts, **tile)
+    place_kernel[(num_experts,)](counts, offsets, blocks, BLOCK=SCAN, num_warps=4)
+    offsets_kernel[(1,)](offsets, num_experts, BLOCK=power_of_two(num_experts, SCAN), num_warps=4)
+    order_kernel[(blocks,)](experts, counts, offsets, order, stride, count, blocks, num_experts, **tile)
+
+
+def _counts(scratch: Tensor | None, count: int) -> Tensor:
+    """View the scratch buffer as int32 counts."""
+    available = 0 if scratch is None else scratch.numel()
+    if scratch is None or available < 4 * count:
+        raise RuntimeMemoryError(
+            f"moe_sort: scratch of {available:,} bytes, {4 * count:,} needed: give the plan's scratch buffer, sized by "
+            "SCRATCH['moe_sort']."
+        )
+    return scratch[: 4 * count].view(torch.int32)

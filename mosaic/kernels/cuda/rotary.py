@@ -1,0 +1,76 @@
+"""rotary on CUDA: rotary position embedding, rotate-half, on the first R columns of each head, in place.
+
+Formula: with a = position * inv_freq, (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a), x1 and x2 the two halves
+of R. Contract: rotary(updates x[T, N*H], positions[T] int32, inv_freq[R/2] float32; heads, head_size); angles, cosines
+and sines in float32, in the kernel, so no table exists. Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads,
+H head size, R rotated columns of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels._operands import check_shapes
+from mosaic.kernels.cuda._triton import power_of_two, tl, triton
+from mosaic.kernels.rotary import reference
+
+__all__ = ["launch", "reference"]
+
+# Untuned defaults: all 32 heads of 128 of an 8B model in one program, so a row's angles are computed once.
+ELEMENTS: Final = 2048
+WARPS: Final = 4
+
+
+@triton.jit
+def rotary_kernel(
+    x,
+    positions,
+    inv_freq,
+    stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_R)
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + column, mask=column < HALF, other=0.0)
+    cosine, sine = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    mask = (head < HEADS)[:, None] & (column < HALF)[None, :]
+    place = x + row * stride + head[:, None] * SIZE + column[None, :]
+    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, (first * cosine - second * sine).to(x.dtype.element_ty), mask=mask)
+    tl.store(place + HALF, (second * cosine + first * sine).to(x.dtype.element_ty), mask=mask)
+
+
+def launch(
+    *, x: Tensor, positions: Tensor, inv_freq: Tensor, heads: int, head_size: int, scratch: Tensor | None = None
+) -> None:
+    """Rotate the heads of x [T, N*H] in place by their rows' positions."""
+    rows, half = x.shape[0], inv_freq.shape[0]
+    check_shapes(
+        "rotary",
+        x=(x, (rows, heads * head_size), None),
+        positions=(positions, (rows,), torch.int32),
+        inv_freq=(inv_freq, (half,), torch.float32),
+    )
+    block_r = power_of_two(half, 1 << 16)
+    block_n = power_of_two(heads, max(1, ELEMENTS // block_r))
+    rotary_kernel[(rows, triton.cdiv(heads, block_n))](
+        x,
+        positions,
+        inv_freq,
+        x.stride(0),
+        HEADS=heads,
+        SIZE=head_size,
+        HALF=half,
+        BLOCK_N=block_n,
+        BLOCK_R=block_r,
+        num_warps=WARPS,
+    )

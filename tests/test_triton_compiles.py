@@ -1,0 +1,189 @@
+"""Every CUDA kernel compiles for real cards, without a GPU: no spills, shared memory that fits, no hidden memory.
+
+The real launchers run on meta tensors of an 8B model's shapes, in a process of its own; each launch is recorded with
+its arguments, specialised as the just-in-time compiler would (1 as a constant, multiples of 16, addresses aligned to
+16), and compiled ahead of time instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}  # most that one program may ask for
+# Libdevice's cosine and sine keep the digits of 2/pi on the stack for angles beyond 105,615: no spill.
+STACK_BYTES = {"rotary_kernel": 32}
+
+
+# --- in the process of its own --------------------------------------------------------------------------------------
+
+
+def launches() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Operands of every Triton operator: 2,048 rows of LLaDA-8B, and of LLaDA-MoE for the experts; bfloat16."""
+    import torch
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    rows, hidden, heads, size, feed, vocabulary = 2048, 4096, 32, 128, 12288, 126464
+    experts, top_k, width = 64, 8, 2048
+    wide, index = torch.float32, torch.int64
+    x, cu_seqlens = empty(rows, hidden), empty(2, dtype=torch.int32)
+    stats = {name: empty(rows, dtype=wide) for name in ("maximum", "second", "logsumexp", "entropy")}
+    stats["token"] = empty(rows, dtype=index)
+    choice, order = empty(rows, top_k, dtype=index), empty(rows * top_k, dtype=index)
+    offsets, routed = empty(experts + 1, dtype=index), empty(rows * top_k, width)
+    some, logsum = empty(rows, dtype=index), empty(rows, dtype=wide)
+    yield "rms_norm", {"x": x, "weight": empty(hidden), "y": x, "eps": 1e-5}
+    yield "head_norm", {"x": x, "weight": empty(size), "heads": heads, "eps": 1e-6}
+    angles = {"positions": empty(rows, dtype=torch.int32), "inv_freq": empty(size // 2, dtype=wide)}
+    yield "rotary", {"x": x, **angles, "heads": heads, "head_size": size}
+    yield "silu_mul", {"gate": empty(rows, feed), "up": empty(rows, feed)}
+    yield "embedding", {"ids": some, "table": empty(vocabulary, hidden), "y": x}
+    yield "row_stats", {"logits": empty(rows, vocabulary), **stats}
+    attrs = {"heads": heads, "kv_heads": heads // 4, "head_size": size, "scale": size**-0.5}
+    keys = {"k": empty(rows, hidden // 4), "v": empty(rows, hidden // 4), "cu_seqlens": cu_seqlens}
+    yield "attention", {"q": x, **keys, "y": x, **attrs}
+    yield "unembed_stats", {"x": x, "weight": empty(vocabulary, hidden), **stats}
+    few = {name: value[:32] for name, value in {"x": x, **stats}.items()}  # a short tile, more splits
+    yield "unembed_stats", {"weight": empty(vocabulary, hidden), **few}
+    yield "confidence", {"maximum": logsum, "logsumexp": logsum, "y": logsum}
+    yield "shift_rows", {"rows": some, "cu_seqlens": cu_seqlens, "y": some}
+    router = {"x": empty(rows, width), "weight": empty(experts, width)}
+    yield "moe_route", {**router, "scores": empty(rows, top_k), "experts": choice, "top_k": top_k, "normalize": True}
+    yield "moe_sort", {"experts": choice, "order": order, "offsets": offsets, "num_experts": experts}
+    yield "moe_gather", {"x": empty(rows, width), "order": order, "y": routed, "top_k": top_k}
+    weights = empty(experts, 1024, width)
+    yield "grouped_linear", {"x": routed, "weight": weights, "offsets": offsets, "y": empty(rows * top_k, 1024)}
+    yield "moe_combine", {"y": routed, "order": order, "scores": empty(rows, top_k), "x": empty(rows, width)}
+
+
+def recorded() -> list[tuple[str, Any, dict[str, Any]]]:
+    """Run the launchers; list (operator, kernel, arguments by name) of every launch."""
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    from mosaic.kernels import load
+    from mosaic.registrar.implementations.cuda import SCRATCH
+
+    found: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        found.append((operator, self, dict(self.signature.bind(*args, **kwargs).arguments) | {"": options}))
+
+    JITFunction.run = record
+    for operator, given in launches():
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        rule = SCRATCH.get(operator)
+        size = rule(shapes, dtypes, given) if rule else 0
+        scratch = torch.empty(int(size), dtype=torch.uint8, device="meta") if size else None
+        load(operator, "cuda").launch(**given, scratch=scratch)
+    return found
+
+
+def specialised(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """Signature, constants and divisibilities, as the just-in-time compiler would choose them."""
+    import torch
+
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+    signature, constants, attributes = {}, {}, {}
+    for parameter in kernel.params:
+        value, place = arguments[parameter.name], (parameter.num,)
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], attributes[place] = f"*{names[value.dtype]}", [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 1 << 31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[place] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def usage(binary: bytes) -> dict[str, int]:
+    """Registers, stack and local memory of a cubin."""
+    from triton.backends import nvidia
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {key.lower(): int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def compile_all(capabilities: list[int]) -> None:
+    """Print a line of JSON for every kernel and capability."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    for operator, kernel, arguments in recorded():
+        options = arguments.pop("")
+        signature, constants, attributes = specialised(kernel, arguments)
+        for capability in capabilities:
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+            binary = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            line = {"operator": operator, "kernel": kernel.__name__, "capability": capability}
+            line |= {"shared": binary.metadata.shared, "global_scratch": binary.metadata.global_scratch_size}
+            print(json.dumps(line | usage(binary.asm["cubin"]) | {"wgmma": "wgmma" in binary.asm["ptx"]}), flush=True)
+
+
+if __name__ == "__main__":
+    compile_all([int(argument) for argument in sys.argv[1:]])
+    sys.exit()
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    command = [sys.executable, __file__, *map(str, SHARED_BYTES)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_triton_operator_is_compiled(compiled: list[dict[str, Any]]) -> None:
+    from mosaic.kernels import KERNELS
+
+    # cuBLAS carries out two; gather_rows launches the kernel of embedding
+    assert {line["operator"] for line in compiled} == set(KERNELS) - {"linear", "linear_add", "gather_rows"}
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_kernels_compile_without_spills_and_within_shared_memory(
+    compiled: list[dict[str, Any]], capability: int
+) -> None:
+    mine = [line for line in compiled if line["capability"] == capability]
+    assert mine
+    for line in mine:
+        assert line["stack"] <= STACK_BYTES.get(line["kernel"], 0) and line["local"] == 0, line
+        assert line["shared"] <= SHARED_BYTES[capability], line
+        assert line["global_scratch"] == 0, line
+
+
+def test_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
+    products = {"attention_kernel", "partial_kernel", "grouped_linear_kernel"}
+    assert products == {line["kernel"] for line in compiled if line["wgmma"] and line["kernel"] in products}

@@ -1,0 +1,73 @@
+"""Makes Triton's interpreter exact for bfloat16; import before any kernel, in a process that has not loaded triton.
+
+The interpreter keeps bfloat16 as its bits in uint16. Left alone it multiplies those bits as integers in `tl.dot`, cuts
+off instead of rounding to nearest even when it stores float32 as bfloat16, and, with NumPy from 2.4 on, refuses loops
+over a runtime value. Arithmetic directly on bfloat16 is refused: kernels convert to float32 first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
+    raise RuntimeError("triton is loaded already, for a GPU: interpret in a fresh process")
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+_plain_cast, _plain_dot, _plain_binary = Builder.cast_impl, Builder.create_dot, Builder.binary_op
+_plain_tensor_patch = interpreter._patch_lang_tensor
+
+
+def widen(handle: Any) -> np.ndarray:
+    """Values of a handle as float32 if it holds 16-bit floats, as they are otherwise."""
+    if handle.dtype.scalar == tl.bfloat16:
+        return np.left_shift(handle.data.astype(np.uint32), 16).view(np.float32)
+    return handle.data.astype(np.float32) if handle.dtype.scalar == tl.float16 else handle.data
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Bits of float32 values rounded to the nearest bfloat16, ties to even; NaN stays NaN."""
+    bits = np.atleast_1d(values.astype(np.float32)).view(np.uint32).reshape(np.shape(values))
+    upper, lower = bits >> 16, bits & 0xFFFF
+    up = (lower > 0x8000) | ((lower == 0x8000) & (upper & 1 == 1))
+    return np.where(np.isnan(values), 0x7FC0, upper + up).astype(np.uint16)
+
+
+def _cast(self: Any, source: Any, target: Any) -> Any:
+    before, after = source.dtype.scalar, target.scalar
+    if after == tl.bfloat16 != before:
+        return Handle(to_bfloat16(widen(source)), after)
+    if before == tl.bfloat16 != after:
+        return Handle(widen(source).astype(interpreter._get_np_dtype(target)), after)
+    return _plain_cast(self, source, target)
+
+
+def _convert(self: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    return _cast(self, source, target)
+
+
+def _dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) -> Any:
+    # tensor cores multiply 16-bit floats exactly and add in float32
+    return Handle(np.matmul(widen(a), widen(b), dtype=np.float32) + total.data, total.dtype.scalar)
+
+
+def _binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
+    if left.dtype.scalar == tl.bfloat16:
+        raise TypeError("arithmetic on bfloat16: convert to float32 first")
+    return _plain_binary(self, left, right, operation)
+
+
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    _plain_tensor_patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+Builder.cast_impl, Builder.create_fp_to_fp = _cast, _convert
+Builder.create_dot, Builder.binary_op = _dot, _binary
+interpreter._patch_lang_tensor = _patch_tensor
