@@ -54,16 +54,18 @@ def op(
     operands = {f"r{k}": b for k, b in enumerate(reads)} | {f"w{k}": b for k, b in enumerate(writes)}
     sliced = [[operand, 0, by, 1] for b, by in slices for operand, at in operands.items() if at == b]
     return {
-        "index": -1, "name": name, "kernel": "linear", "stream": stream, "region": region,
+        "index": -1, "name": name, "kernel": "mix", "stream": stream, "region": region,
         "reads": list(reads), "writes": list(writes), "flops": 2, "bytes": 2048, "operands": operands, "attrs": {},
         "inplace": [list(pair) for pair in inplace], "slices": sliced,
     }  # fmt: skip
 
 
-def region(name: str, span: tuple[int, int], extent: int, rows: int, count: int, parent: str | None = None) -> Row:
-    """One chunk loop over `extent` rows."""
+def region(
+    name: str, span: tuple[int, int], extent: int, rows: int, count: int, parent: str | None = None, knob: str = ""
+) -> Row:
+    """One chunk loop over `extent` rows of a dim that is called like its knob, which by default is called like it."""
     return {
-        "name": name, "knob": name, "dim": "tokens", "extent": extent, "rows": rows, "count": count,
+        "name": name, "knob": knob or name, "dim": knob or name, "extent": extent, "rows": rows, "count": count,
         "start": span[0], "end": span[1], "parent": parent,
     }  # fmt: skip
 
@@ -86,6 +88,7 @@ def plan(
     ops: Sequence[Row],
     buffers: Sequence[Row],
     *,
+    peak_at: str,
     peak_kib: int,
     lower_bound_kib: int,
     workspace_kib: int,
@@ -96,16 +99,20 @@ def plan(
     barriers: Sequence[Row] = (),
     edges: Sequence[tuple[str, int, int]] = (),
 ) -> Document:
-    """Join the parts; pages are 4 KiB, context and libraries take 4 KiB each, the budget is the total."""
+    """Join the parts; pages are 4 KiB, context and libraries take 4 KiB each, the budget is the total.
+
+    The formula is the lower bound as a number, at the first op where so much is live.
+    """
     for i, row in enumerate(ops):
         row["index"] = i
     for b, row in enumerate(buffers):
         row["id"] = b
     capacities = {"workspace": workspace_kib, "weights": weights_kib, "state": state_kib}
     return {
-        "schema": "mosaic.plan/1", "mosaic_version": "0.1.0", "model": "example", "phase": "full_step",
-        "dtype": "float32", "dims": {"tokens": 5, "masked": 2, "seqs": 1, "pairs": 25}, "device": "rtx-4090",
-        "estimated": True, "page_bytes": PAGE_BYTES,
+        "schema": "mosaic.plan/1", "mosaic_version": "0.1.0", "model": "example", "phase": "example",
+        "dtype": "float32", "dims": {"tokens": 5, "seqs": 1} | {row["dim"]: row["extent"] for row in regions},
+        "device": "rtx-4090", "backend": "cuda", "estimated": True, "device_memory_bytes": 1 << 30,
+        "page_bytes": PAGE_BYTES,
         "mesh": {"size": 1, "axes": {"tensor": 1}},
         "pools": [{"name": name, "device": "cuda:0", "capacity": kib * KIB} for name, kib in capacities.items()],
         "regions": list(regions), "barriers": list(barriers),
@@ -117,7 +124,7 @@ def plan(
         },
         "total_bytes": total_kib * KIB, "peak_bytes": peak_kib * KIB, "lower_bound_bytes": lower_bound_kib * KIB,
         "optimal": peak_kib == lower_bound_kib, "max_ctx_tokens": 5, "predicted_step_ms": 0.5,
-        "formula": [], "trace": [],
+        "formula": [{"expr": str(lower_bound_kib * KIB), "at": peak_at}], "trace": [],
         "solver": "by hand", "ops": list(ops), "buffers": list(buffers),
     }  # fmt: skip
 
@@ -133,7 +140,7 @@ def chain() -> Document:
             buffer("scratch", (1, 2), 4, kind="scratch"),
             buffer("y", (2, 3), 2, 2, kind="output"),
         ],
-        peak_kib=5, lower_bound_kib=5, workspace_kib=8, total_kib=16,
+        peak_at="second", peak_kib=5, lower_bound_kib=5, workspace_kib=8, total_kib=16,
     )  # fmt: skip
 
 
@@ -149,7 +156,7 @@ def pools() -> Document:
             buffer("w1", (0, 3), 3, 2, kind="weight", pool="weights"),
             buffer("y", (2, 3), 0, 2, kind="output"),
         ],
-        peak_kib=4, lower_bound_kib=4, workspace_kib=4, weights_kib=8, state_kib=4, total_kib=24,
+        peak_at="first", peak_kib=4, lower_bound_kib=4, workspace_kib=4, weights_kib=8, state_kib=4, total_kib=24,
     )  # fmt: skip
 
 
@@ -172,7 +179,7 @@ def chunked() -> Document:
             buffer("y", (1, 5), 5, 5),
             buffer("logits", (4, 5), 0, 5, kind="output"),
         ],
-        peak_kib=14, lower_bound_kib=14, workspace_kib=16, total_kib=24,
+        peak_at="up", peak_kib=14, lower_bound_kib=14, workspace_kib=16, total_kib=24,
         regions=[region(sliced, (1, 4), 5, 2, 3)],
         barriers=[barrier(sliced, (1, 4), of=sliced, inputs=[1], outputs=[4])],
     )  # fmt: skip
@@ -199,7 +206,7 @@ def nested() -> Document:
             buffer("y", (1, 7), 4, 4),
             buffer("logits", (6, 7), 0, 4, kind="output"),
         ],
-        peak_kib=13, lower_bound_kib=13, workspace_kib=16, total_kib=24,
+        peak_at="score", peak_kib=13, lower_bound_kib=13, workspace_kib=16, total_kib=24,
         regions=[region("outer", (1, 6), 4, 2, 2), region("inner", (3, 5), 3, 1, 3, parent="outer")],
         barriers=[
             barrier("outer", (1, 6), of="outer", inputs=[1], outputs=[5]),
@@ -225,7 +232,7 @@ def carried() -> Document:
             buffer("larger", (2, 4), 7, 1, region="rows"),
             buffer("y", (1, 4), 5, 1, kind="output"),
         ],
-        peak_kib=8, lower_bound_kib=8, workspace_kib=8, total_kib=16,
+        peak_at="compare", peak_kib=8, lower_bound_kib=8, workspace_kib=8, total_kib=16,
         regions=[region("rows", (1, 4), 4, 1, 4)],
         barriers=[barrier("rows", (1, 4), of="rows", inputs=[1], outputs=[5], carried=[3])],
     )  # fmt: skip
@@ -249,7 +256,7 @@ def alias_group() -> Document:
             buffer("right", (3, 5), 4, 2, alias_of=1, alias_kib=2),
             buffer("y", (4, 5), 0, 2, kind="output"),
         ],
-        peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
+        peak_at="mix", peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
     )  # fmt: skip
 
 
@@ -264,7 +271,7 @@ def inplace() -> Document:
             buffer("y", (2, 4), 2, 2, alias_of=1),
             buffer("z", (3, 4), 0, 2, kind="output"),
         ],
-        peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
+        peak_at="k", peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
     )  # fmt: skip
 
 
@@ -283,7 +290,7 @@ def inplace_sliced() -> Document:
             buffer("normed", (1, 3), 0, 4, alias_of=1),
             buffer("y", (2, 3), 4, 4, kind="output"),
         ],
-        peak_kib=8, lower_bound_kib=8, workspace_kib=8, total_kib=16,
+        peak_at="embed", peak_kib=8, lower_bound_kib=8, workspace_kib=8, total_kib=16,
         regions=[region("rows", (1, 2), 4, 1, 4)],
         barriers=[barrier("rows", (1, 2), of="rows", inputs=[1], outputs=[2])],
     )  # fmt: skip
@@ -310,7 +317,7 @@ def side_stream() -> Document:
             buffer("y", (5, 6), 2, 2, kind="output"),
             buffer("w", (0, 6), 0, 3, kind="weight", pool="host"),
         ],
-        peak_kib=7, lower_bound_kib=7, workspace_kib=8, total_kib=16,
+        peak_at="third", peak_kib=7, lower_bound_kib=7, workspace_kib=8, total_kib=16,
         edges=[("fork", 1, 2), ("wait", 2, 4)],
     )  # fmt: skip
 
@@ -336,7 +343,7 @@ def two_side_streams() -> Document:
             buffer("rows", (4, 6), 4, 2),
             buffer("y", (5, 6), 0, 2, kind="output"),
         ],
-        peak_kib=6, lower_bound_kib=6, workspace_kib=8, weights_kib=4, total_kib=20,
+        peak_at="second", peak_kib=6, lower_bound_kib=6, workspace_kib=8, weights_kib=4, total_kib=20,
         edges=[("fork", 0, 1), ("wait", 1, 3), ("fork", 3, 4), ("wait", 4, 5)],
     )  # fmt: skip
 
@@ -352,7 +359,7 @@ def explicit_barrier() -> Document:
             buffer("c", (2, 4), 4, 2),
             buffer("y", (3, 4), 0, 2, kind="output"),
         ],
-        peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
+        peak_at="third", peak_kib=6, lower_bound_kib=6, workspace_kib=8, total_kib=16,
         barriers=[barrier("keep a", (1, 3), inputs=[1])],
     )  # fmt: skip
 
@@ -376,15 +383,110 @@ def gap() -> Document:
             buffer("d", (3, 5), 2, 2),
             buffer("y", (5, 6), 2, 2, kind="output"),
         ],
-        peak_kib=4, lower_bound_kib=4, workspace_kib=4, total_kib=12,
+        peak_at="first", peak_kib=4, lower_bound_kib=4, workspace_kib=4, total_kib=12,
     )  # fmt: skip
+
+
+def _row(
+    name: str, dtype: str, shape: Sequence[int], size: int, life: tuple[int, int], offset: int, **more: Any
+) -> Row:
+    row = buffer(name, life, 0)
+    return {**row, "offset": offset, "size": size, "dtype": dtype, "shape": list(shape), **more}
+
+
+def _launch(
+    kernel: str, name: str, reads: Row, writes: Row, flops: int, moved: int, updates: Sequence[int] = (), **more: Any
+) -> Row:
+    row = op(name, list(reads.values()), [*writes.values(), *updates])
+    return {**row, "kernel": kernel, "operands": {**reads, **writes}, "flops": flops, "bytes": moved, **more}
+
+
+def step() -> Document:
+    """A whole step of one layer from shipped operators: 4 tokens, 2 heads of 128, feed-forward 512 by chunks of 2.
+
+    A token's row is 1 KiB, a square weight 256 KiB. At `v` the hidden states, queries, keys and values are live.
+    """
+    heads = {"heads": 2, "kv_heads": 2, "head_size": 128, "scale": 0.08838834764831845}
+    cut = [["x", 0, "ffn", 1], ["y", 0, "ffn", 1]]
+    square, wide = 256 * KIB, 512 * KIB
+    weight = {"kind": "weight", "pool": "weights"}
+    statistics = {"token": 17, "maximum": 18, "second": 19, "logsumexp": 20, "entropy": 21}
+    document = plan(
+        [
+            _launch("embedding", "hidden", {"ids": 0, "table": 3}, {"y": 10}, 0, 8224),
+            _launch("linear", "q", {"x": 10, "weight": 4}, {"y": 11}, 524288, 270336),
+            _launch("linear", "k", {"x": 10, "weight": 5}, {"y": 12}, 524288, 270336),
+            _launch("linear", "v", {"x": 10, "weight": 6}, {"y": 13}, 524288, 270336),
+            _launch(
+                "attention", "mix", {"q": 11, "k": 12, "v": 13, "cu_seqlens": 1}, {"y": 14}, 16384, 16392, attrs=heads,
+                inplace=[[14, 11]],
+            ),
+            _launch("linear_add", "o", {"x": 14, "weight": 7, "y": 10}, {}, 524288, 274432, updates=[10]),
+            _launch("linear", "up", {"x": 10, "weight": 8}, {"y": 15}, 1048576, 1060864, region="ffn", slices=cut),
+            _launch(
+                "linear_add", "down", {"x": 15, "weight": 9, "y": 10}, {}, 1048576, 1064960, updates=[10], region="ffn",
+                slices=cut,
+            ),
+            _launch("gather_rows", "gathered", {"x": 10, "rows": 2}, {"y": 16}, 0, 4112),
+            _launch("unembed_stats", "stats", {"x": 16, "weight": 3}, statistics, 8192, 10288),
+            _launch("confidence", "score", {"maximum": 18, "logsumexp": 20}, {"y": 22}, 4, 24),
+        ],
+        [
+            _row("ids", "int64", (4,), 512, (0, 1), 5120, kind="input"),
+            _row("cu_seqlens", "int32", (2,), 512, (0, 5), 512, kind="input"),
+            _row("row_ids", "int64", (2,), 512, (0, 9), 0, kind="input"),
+            _row("table", "float32", (8, 256), 8 * KIB, (0, 11), 0, **weight),
+            *(
+                _row(f"w{name}", "float32", (256, 256), square, (0, 11), 8 * KIB + k * square, **weight)
+                for k, name in enumerate("qkvo")
+            ),
+            _row("wup", "float32", (512, 256), wide, (0, 11), 1032 * KIB, **weight),
+            _row("wdown", "float32", (256, 512), wide, (0, 11), 1544 * KIB, **weight),
+            _row("x", "float32", (4, 256), 4096, (0, 9), 1024),
+            _row("q", "float32", (4, 256), 4096, (1, 6), 5120),
+            _row("k", "float32", (4, 256), 4096, (2, 5), 9216),
+            _row("v", "float32", (4, 256), 4096, (3, 5), 13312),
+            _row("mixed", "float32", (4, 256), 4096, (4, 6), 5120, alias_of=11),
+            _row("h", "float32", (2, 512), 4096, (6, 8), 5120, region="ffn"),
+            _row("g", "float32", (2, 256), 2048, (8, 10), 5120),
+            _row("token", "int64", (2,), 512, (9, 11), 1024, kind="output"),
+            *(
+                _row(name, "float32", (2,), 512, (9, 11), 1536 + 512 * k, kind="output")
+                for k, name in enumerate(("maximum", "second", "logsumexp", "entropy"))
+            ),
+            _row("confidence", "float32", (2,), 512, (10, 11), 3584, kind="output"),
+        ],
+        peak_at="v", peak_kib=17, lower_bound_kib=17, workspace_kib=20, weights_kib=2056, total_kib=2084,
+        regions=[region("ffn", (6, 8), 4, 2, 2)],
+        barriers=[barrier("ffn", (6, 8), of="ffn", outputs=[10])],
+    )  # fmt: skip
+    document["regions"][0]["dim"] = "tokens"
+    config = {"head": "fused", "ffn": 2}
+    document.update(
+        phase="full_step", dims={"tokens": 4, "seqs": 1, "pairs": 16, "masked": 2}, config=config,
+        formula=[
+            {"expr": "4096*tokens + 8*masked + 4*seqs + 4", "at": "v"},
+            {"expr": "2048*ffn_rows + 1024*tokens + 8*masked", "at": "up"},
+        ],
+        trace=[
+            {
+                "config": {"head": "fused", "ffn": None}, "move": "the fastest configuration", "bottleneck": "v",
+                "peak_bytes": 21 * KIB, "total_bytes": 2088 * KIB, "predicted_ms": 0.25,
+            },
+            {
+                "config": config, "move": "ffn in chunks of 2 rows", "bottleneck": "v", "peak_bytes": 17 * KIB,
+                "total_bytes": 2084 * KIB, "predicted_ms": 0.5,
+            },
+        ],
+    )  # fmt: skip
+    return document
 
 
 EXAMPLES: Mapping[str, Callable[[], Document]] = {
     build.__name__: build
     for build in (
         chain, pools, chunked, nested, carried, alias_group, inplace, inplace_sliced, side_stream, two_side_streams,
-        explicit_barrier, gap,
+        explicit_barrier, gap, step,
     )
 }  # fmt: skip
 
@@ -441,7 +543,7 @@ def decoder(layers: int = 32) -> Document:
             buffer(f"{ffn}/u", (s + 10, s + 12), 12, 2, region=ffn),
         ]  # fmt: skip
         ops += rows
-        regions.append(region(ffn, (s + 8, s + 13), 8, 2, 4))
+        regions.append(region(ffn, (s + 8, s + 13), 8, 2, 4, knob="ffn"))
         barriers.append(barrier(ffn, (s + 8, s + 13), of=ffn, outputs=[2]))
     ops.append(op("head", [2], [len(buffers)]))
     buffers.append(buffer("logits", (len(ops) - 1, len(ops)), 8, 8, kind="output"))
@@ -449,6 +551,6 @@ def decoder(layers: int = 32) -> Document:
         row["end"] = len(ops) if row["end"] == -1 else row["end"]
     weights_kib = -(-weights // 4) * 4
     return plan(
-        ops, buffers, peak_kib=40, lower_bound_kib=40, workspace_kib=40, weights_kib=weights_kib,
+        ops, buffers, peak_at="layers.0/v", peak_kib=40, lower_bound_kib=40, workspace_kib=40, weights_kib=weights_kib,
         total_kib=48 + weights_kib, regions=regions, barriers=barriers,
     )  # fmt: skip

@@ -172,6 +172,19 @@ def test_max_context_is_zero_below_the_weights() -> None:
     assert Planner("llada-8b", device="h200", budget_bytes=10 * GIB).max_context(Request(seq_lens=(1,))) == 0
 
 
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("device", ["rtx-3090", "cpu"])
+def test_the_printed_formula_is_the_lower_bound(name: str, device: str) -> None:
+    """Its maximum, evaluated by another route, is the largest live set up to rounding each buffer to 512 B."""
+    planner = Planner(name, device=device)
+    for tokens, ratio in itertools.product((128, 1024, 5000, 131072), (0.01, 0.5, 1.0)):
+        document = planner.plan(Request(seq_lens=(tokens,), mask_ratio=ratio)).document
+        rows = {f"{knob}_rows": value for knob, value in document["config"].items() if isinstance(value, int)}
+        values = [eval(form["expr"], {}, {**document["dims"], **rows}) for form in document["formula"]]
+        workspace = [b for b in document["buffers"] if b["pool"] == "workspace"]
+        assert max(values) <= document["lower_bound_bytes"] <= max(values) + 512 * len(workspace)
+
+
 # -- families of shapes ---------------------------------------------------------------------------------------------
 
 

@@ -19,15 +19,28 @@ Rulings where the rules leave a choice; each takes the safe side:
 - Reads and writes of one value on two streams are ordered by edges, too, and `rotate` exempts nothing from that.
 - `operands` names each buffer of `reads` and `writes`, scratch included (scratch is written).
 - Explicit barriers that stretch nothing are allowed: they promise more and break nothing.
+- Shapes, attributes, FLOPs and bytes of the shipped operators follow from the table of letters below; kernels that are
+  not in it are their author's word. Inside a loop an axis is either a sliced multiple of the loop's rows or constant.
+- Each line of the formula is compared with what is live at its op: the sum before rounding, so at most that, and at
+  least that less what rounding (and in an alias group the storage beyond the smallest member) adds. The largest line
+  reaches the lower bound up to the same slack.
+- In the phase `full_step`, which Mosaic ships, each dim must be the length of an input; elsewhere dims are free.
+- A JSON `true` where an integer belongs counts as 1.
+
+What no file can prove alone: predicted times; the bytes of the device's context and libraries, its memory and other
+figures; the budget; that `max_ctx_tokens` is not higher (and for several sequences, or where the plan does not fit,
+anything about it); settings of knobs that are off and options of choices; search steps under other choices; scratch
+sizes, `eps` and `scale`; names of models, ops, buffers and checkpoint tensors; that the graph is the model's, for a
+renamed kernel is an unknown one. These are checked for form, and against each other where they repeat themselves.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
-from math import prod
+from itertools import accumulate, chain, pairwise, repeat
+from math import inf, prod
 from operator import add, itemgetter, mod, mul
 from types import NoneType
 from typing import Any, Final, NamedTuple
@@ -46,6 +59,11 @@ _TO_END: Final = frozenset({"output", "weight", "state", "external"})  # these h
 _KINDS: Final = _FROM_START | _TO_END | {"carry", "transient", "scratch", "host"}
 _POOLS: Final = frozenset({*_PAGED, "host", "external"})
 _COMPONENTS: Final = ("context", "library", "weights", "state", "workspace")
+_BACKENDS: Final = frozenset({"cuda", "cpu"})
+_MAX_DIGITS: Final = 40  # of a number in a formula
+_POWERS: Final = frozenset("123456789")  # of a dim in a formula
+_FULL_STEP: Final = "full_step"  # the phase whose dims are known by name
+_STEP_DIMS: Final = ("tokens", "seqs", "pairs", "masked")
 _ITEM_BYTES: Final = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "float32": 4, "int64": 8, "float64": 8,
@@ -60,6 +78,8 @@ _LIST: Final[_Types] = frozenset({list, tuple})
 _NUMBER: Final[_Types] = frozenset({int, float})
 _INT_OR_NULL: Final[_Types] = frozenset({int, NoneType})
 _STR_OR_NULL: Final[_Types] = frozenset({str, NoneType})
+_SETTING: Final[_Types] = frozenset({int, str, NoneType})  # of a configuration: rows, off, an option
+_PLAIN: Final[_Types] = frozenset({int, float, str, bool})  # of an attribute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +140,7 @@ def check_plan(document: Mapping[str, Any]) -> list[Violation]:
     if plan is None or not _check_structure(plan):
         return found
     _check_ops(plan)
-    _check_slices(plan)
+    _check_launches(plan)
     _derive_lifetimes(plan)
     _check_sizes(plan)
     _check_placement(plan)
@@ -166,7 +186,7 @@ def require_well_formed(document: Mapping[str, Any]) -> None:
     >>> require_well_formed({"schema": "mosaic.plan/1"})
     Traceback (most recent call last):
         ...
-    mosaic.errors.PlanFormatError: not a plan: missing mosaic_version (and 27 more)
+    mosaic.errors.PlanFormatError: not a plan: missing mosaic_version (and 29 more)
     """
     _refuse_other_schemas(document)
     found: list[Violation] = []
@@ -182,6 +202,26 @@ def _refuse_other_schemas(document: Mapping[str, Any]) -> None:
 
 
 # Reading: fields and types, column by column, as looping over 500 rows of 17 fields would take half of the time.
+
+
+def _are_strings(values: Sequence[Any]) -> bool:
+    """Whether all JSON values are strings; several times faster than asking each."""
+    try:
+        "".join(values)
+    except TypeError:
+        return False
+    return True
+
+
+def _are_integers(values: Sequence[Any]) -> bool:
+    """Whether the sum of JSON values, thus each, is an integer; faster than asking each (`true` counts as 1)."""
+    try:
+        return type(sum(values)) is int
+    except TypeError:
+        return False
+
+
+_QUICK: Final[Mapping[_Types, Callable[[Sequence[Any]], bool]]] = {_STR: _are_strings, _INT: _are_integers}
 
 
 class _Table(NamedTuple):
@@ -207,7 +247,8 @@ class _Table(NamedTuple):
             return ()
         bad = False
         for (name, allowed), column in zip(self.fields.items(), columns, strict=True):
-            if not allowed.issuperset(map(type, column)):
+            quick = _QUICK.get(allowed)
+            if not (quick(column) if quick is not None else allowed.issuperset(map(type, column))):
                 bad = True
                 for i, value in enumerate(column):
                     if type(value) not in allowed:
@@ -219,8 +260,9 @@ class _Table(NamedTuple):
 
 _DOCUMENT: Final[Mapping[str, _Types]] = {
     "mosaic_version": _STR, "model": _STR, "phase": _STR, "dtype": _STR, "dims": _MAP, "device": _STR,
-    "estimated": _BOOL, "page_bytes": _INT, "mesh": _MAP, "pools": _LIST, "regions": _LIST, "barriers": _LIST,
-    "edges": _LIST, "budget_bytes": _INT, "config": _MAP, "fits": _BOOL, "components": _MAP, "total_bytes": _INT,
+    "backend": _STR, "estimated": _BOOL, "device_memory_bytes": _INT, "page_bytes": _INT, "mesh": _MAP, "pools": _LIST,
+    "regions": _LIST, "barriers": _LIST, "edges": _LIST, "budget_bytes": _INT, "config": _MAP, "fits": _BOOL,
+    "components": _MAP, "total_bytes": _INT,
     "peak_bytes": _INT, "lower_bound_bytes": _INT, "optimal": _BOOL, "max_ctx_tokens": _INT,
     "predicted_step_ms": _NUMBER, "formula": _LIST, "trace": _LIST, "solver": _STR, "ops": _LIST, "buffers": _LIST,
 }  # fmt: skip
@@ -232,6 +274,10 @@ _REGION: Final = _Table("regions", {
 _BARRIER: Final = _Table("barriers", {
     "name": _STR, "region": _STR_OR_NULL, "start": _INT, "end": _INT, "inputs": _LIST, "outputs": _LIST,
     "carried": _LIST,
+})  # fmt: skip
+_FORM: Final = _Table("formula", {"expr": _STR, "at": _STR})
+_STEP: Final = _Table("trace", {
+    "config": _MAP, "move": _STR, "bottleneck": _STR, "peak_bytes": _INT, "total_bytes": _INT, "predicted_ms": _NUMBER,
 })  # fmt: skip
 _EDGE: Final = _Table("edges", {"kind": _STR, "from": _INT, "to": _INT})
 _OP: Final = _Table("ops", {
@@ -283,11 +329,15 @@ class _Plan:
     edges: Sequence[tuple[str, int, int]]
     # ops
     op_name: Sequence[str]
+    kernel: Sequence[str]
     stream: Sequence[str]
     op_region: Sequence[str | None]
     reads: Sequence[_Ids]
     writes: Sequence[_Ids]
+    flops: Sequence[int]
+    moved: Sequence[int]
     operands: Sequence[dict[str, int]]
+    attrs: Sequence[dict[str, Any]]
     inplace: Sequence[Sequence[Sequence[int]]]
     slices: Sequence[Sequence[tuple[str, int, str, int]]]
     # buffers
@@ -382,9 +432,11 @@ def _read(document: Mapping[str, Any], found: list[Violation]) -> _Plan | None:
         return None
     pool, region, barrier = (t.columns(document[t.label], found) for t in (_POOL, _REGION, _BARRIER))
     edge, op, buffer = (t.columns(document[t.label], found) for t in (_EDGE, _OP, _BUFFER))
+    _, step = (t.columns(document[t.label], found) for t in (_FORM, _STEP))
     if found:
         return None
-    index, op_name, _, stream, op_region, reads, writes, _, _, operands, _, inplace, slices = op
+    _read_settings(document, pool, op[10], step, found)
+    index, op_name, kernel, stream, op_region, reads, writes, flops, moved, operands, attrs, inplace, slices = op
     (
         ids,
         name,
@@ -420,19 +472,12 @@ def _read(document: Mapping[str, Any], found: list[Violation]) -> _Plan | None:
         document=document, found=found, pools=dict(zip(pool[0], pool[2], strict=True)),
         regions=dict(zip(region[0], map(_Region._make, zip(*region, strict=True)), strict=True)),
         barriers=list(map(_Barrier._make, zip(*barrier, strict=True))), edges=list(zip(*edge, strict=True)),
-        op_name=op_name, stream=stream, op_region=op_region, reads=reads, writes=writes, operands=operands,
-        inplace=inplace, slices=slices, name=name, kind=kind, pool=pool_of, offset=offset, size=size,
+        op_name=op_name, kernel=kernel, stream=stream, op_region=op_region, reads=reads, writes=writes, flops=flops,
+        moved=moved, operands=operands, attrs=attrs, inplace=inplace, slices=slices, name=name,
+        kind=kind, pool=pool_of, offset=offset, size=size,
         claimed_start=start, claimed_end=end, gaps=gaps, alias_of=alias_of, alias_offset=alias_offset, dtype=dtype,
         shape=shape, alignment=alignment, home=home, rotate=rotate,
     )  # fmt: skip
-
-
-def _are_integers(values: Sequence[Any]) -> bool:
-    """Whether the sum of JSON values, thus each, is an integer; faster than asking each (`true` counts as 1)."""
-    try:
-        return type(sum(values)) is int
-    except TypeError:
-        return False
 
 
 def _read_nested(
@@ -458,7 +503,7 @@ def _read_nested(
     ids = num_buffers
     bounded = (
         ("ops.reads and ops.writes", [*each(op[5]), *each(op[6])], ids),
-        ("ops.operands", list(each(map(dict.values, op[9]))), None),
+        ("ops.operands", list(each(map(dict.values, op[9]))), ids),
         ("ops.inplace", list(each(inplace)), ids),
         ("buffers.alias_of", list(filter(None, buffer[9])), ids),
         ("barriers", list(each(each(barrier[4:]))), ids),
@@ -469,7 +514,6 @@ def _read_nested(
         ("buffers.size", buffer[5], None),
         ("ops.flops", op[7], None),
         ("ops.bytes", op[8], None),
-        ("dims", list(document["dims"].values()), None),
         ("components", list(document["components"].values()), None),
         ("totals", [document[key] for key in ("budget_bytes", "total_bytes", "peak_bytes", "lower_bound_bytes")], None),
     )
@@ -491,9 +535,46 @@ def _read_nested(
     for label, values in (("alignment", buffer[13]), ("rotate", buffer[16]), ("page_bytes", (document["page_bytes"],))):
         if values and min(values) < 1:
             _fail(found, "format", f"{label}: expected 1 or more, got {min(values)}")
-    missing = [name for name in _COMPONENTS if name not in document["components"]]
-    if missing:
-        _fail(found, "format", f"components: missing {', '.join(missing)}")
+    if document["components"].keys() != set(_COMPONENTS):
+        _fail(
+            found, "format", f"components: expected {', '.join(_COMPONENTS)}, got {', '.join(document['components'])}"
+        )
+
+
+def _read_settings(
+    document: Mapping[str, Any], pool: Sequence[Any], attrs: Sequence[Any], step: Sequence[Any], found: list[Violation]
+) -> None:
+    """Check the types and ranges of what no table holds: dims, mesh, configurations, attributes, times."""
+
+    def require(holds: bool, message: str) -> None:
+        if not holds:
+            _fail(found, "format", message)
+
+    dims, mesh = document["dims"], document["mesh"]
+    for key, value in dims.items():
+        require(type(value) is int and value >= 1, f"dims.{key}: expected an integer from 1, got {value!r}")
+    axes = mesh.get("axes")
+    sizes = [mesh.get("size"), *(axes.values() if type(axes) is dict else [None])]
+    require(
+        all(type(size) is int and size >= 1 for size in sizes), f"mesh: expected a size and axes from 1, got {mesh!r}"
+    )
+    for config in (document["config"], *step[0]):
+        if not _SETTING.issuperset(map(type, config.values())):
+            require(False, f"config: expected rows, null or an option, got {config!r}")
+        elif min((rows for rows in config.values() if type(rows) is int), default=1) < 1:
+            require(False, f"config: expected rows from 1, got {config!r}")
+    if not _PLAIN.issuperset(map(type, chain.from_iterable(map(dict.values, attrs)))):
+        require(False, "ops.attrs: expected numbers, strings and booleans")
+    for label, times in (("predicted_step_ms", (document["predicted_step_ms"],)), ("trace.predicted_ms", step[5])):
+        for value in times:
+            require(0 <= value < inf, f"{label}: expected a finite time from 0, got {value!r}")
+    for label, counts in (
+        ("pools.capacity", pool[2]), ("trace.peak_bytes", step[3]), ("trace.total_bytes", step[4]),
+        ("max_ctx_tokens", (document["max_ctx_tokens"],)),
+        ("device_memory_bytes", (document["device_memory_bytes"],)),
+    ):  # fmt: skip
+        require(min(counts, default=0) >= 0, f"{label}: expected 0 or more, got {min(counts, default=0)}")
+    require(document["backend"] in _BACKENDS, f"backend: unknown {document['backend']!r}")
 
 
 # Structure: regions, and everything that refers to them.
@@ -529,7 +610,7 @@ def _link_regions(plan: _Plan) -> bool:
     before = len(plan.found)
     siblings: dict[str | None, list[_Region]] = defaultdict(list)
     for region in plan.regions.values():
-        where, config = f"region '{region.name}'", plan.document["config"]
+        where = f"region '{region.name}'"
         if not 0 <= region.start < region.end <= len(plan.op_name):
             plan.fail("region", f"{where} covers no op: [{region.start}, {region.end}) of {len(plan.op_name)}")
         if region.rows < 1 or region.extent < 1 or region.num_chunks != -(-region.extent // region.rows):
@@ -537,10 +618,6 @@ def _link_regions(plan: _Plan) -> bool:
                 "region",
                 f"{where}: {region.num_chunks} chunks of {region.rows} rows do not cover {region.extent} exactly",
             )
-        if region.knob in config:
-            rows = config[region.knob]
-            if type(rows) is not int or min(rows, region.extent) != min(region.rows, region.extent):
-                plan.fail("region", f"{where} has {region.rows} rows, the configuration says {region.knob}={rows!r}")
         siblings[region.parent].append(region)
         parent = None if region.parent is None else plan.regions.get(region.parent)
         if region.parent is not None and (
@@ -566,38 +643,106 @@ def _link_regions(plan: _Plan) -> bool:
     return len(plan.found) == before
 
 
-def _check_slices(plan: _Plan) -> None:
-    """Check that each sliced operand's axis has the length that the region's chunks cover."""
-    regions, enclosing, shape, home = plan.regions, plan.enclosing, plan.shape, plan.home
-    spans = {name: (region.extent, region.rows) for name, region in regions.items()}
+def _check_launches(plan: _Plan) -> None:
+    """Check slices, and what the operators say of shapes, attributes, FLOPs and bytes; once per distinct launch.
+
+    Layers repeat their launches: what differs between two of them are names and buffer ids.
+    """
+    ops = range(len(plan.op_name))
+    seen: dict[tuple[Any, ...], int] = {}
+    alike = list(map(seen.setdefault, _launches(plan), ops))  # op -> the first op of the same launch
+    unsound: set[int] = set()
+    sides: dict[int, Callable[[Mapping[str, int]], Any] | None] = {}
+    for i in seen.values():
+        before = len(plan.found)
+        names = _check_operator(plan, i) if _check_slices(plan, i) else None
+        sides[i] = itemgetter(*names[0], *names[1]) if names is not None else None
+        if len(plan.found) > before:
+            unsound.add(i)
+    for i, first, operands, reads, writes in zip(ops, alike, plan.operands, plan.reads, plan.writes, strict=True):
+        named = sides[first]
+        if named is None:
+            if {*reads, *writes} != {*operands.values()}:
+                _report_operands(plan, i, operands.values(), "")
+        elif named(operands) != (*reads, *writes):
+            _check_sides(plan, i)
+    for i in ops if unsound else ():
+        if alike[i] in unsound and alike[i] != i and _check_slices(plan, i):
+            _check_operator(plan, i)
+
+
+def _launches(plan: _Plan) -> Iterator[tuple[Any, ...]]:
+    """What makes two launches the same: kernel, work, operands' names, shapes and slices, loops, attributes."""
+    loops, depths = _number_loops(plan)
+    numbers: dict[Any, int] = {}
+    homes = map(loops.__getitem__, plan.home) if plan.regions else repeat(-1)
+    specs = zip(map(tuple, plan.shape), plan.dtype, plan.rotate, homes, strict=False)
+    spec = [numbers.setdefault(value, k) for k, value in enumerate(specs)]
+    cuts: list[Any] = [()] * len(plan.slices)
     for i, slices in enumerate(plan.slices):
-        if not slices:
+        if slices:
+            cut: list[Any] = [*chain.from_iterable(slices)]
+            depth = depths[plan.op_region[i]]
+            cut[2::4] = [depth.get(name) for name in cut[2::4]]
+            cuts[i] = tuple(cut)
+    shapes = [tuple(map(spec.__getitem__, operands.values())) for operands in plan.operands]
+    names, attrs = map(tuple, plan.operands), [tuple(attrs.items()) for attrs in plan.attrs]
+    around = map(loops.__getitem__, plan.op_region)
+    return zip(plan.kernel, plan.flops, plan.moved, names, shapes, cuts, around, attrs, strict=True)
+
+
+def _check_sides(plan: _Plan, i: int) -> None:
+    """Check that a shipped operator's launch reads and writes the operands that the operator does."""
+    known, operands = _OPERATORS[plan.kernel[i]], plan.operands[i]
+    for ids, names, side in ((plan.reads[i], known.reads, "reads "), (plan.writes[i], known.writes, "writes ")):
+        scratch = ("scratch",) if side == "writes " else ()
+        expected = {operands[name] for name in (*names, *scratch) if name in operands}
+        if {*ids} != expected:
+            _report_operands(plan, i, expected, side)
+
+
+def _report_operands(plan: _Plan, i: int, named: Iterable[int], side: str) -> None:
+    ids, expected = {"reads ": {*plan.reads[i]}, "writes ": {*plan.writes[i]}}.get(side), {*named}
+    touched = {*plan.reads[i], *plan.writes[i]} if ids is None else ids
+    text = f"{plan.say_op(i)} {side or 'touches '}{sorted(touched)}, its operands are {sorted(expected)}"
+    plan.fail("operands", text, sorted(touched ^ expected), (i,))
+
+
+def _number_loops(plan: _Plan) -> tuple[dict[str | None, int], dict[str | None, dict[str, int]]]:
+    """Number the loops so that loops of one knob in different layers are equal; the depth of each loop's parents."""
+    numbers: dict[Any, int] = {}
+    loops: dict[str | None, int] = {None: -1}
+    depths: dict[str | None, dict[str, int]] = {None: {}}
+    for name, around in plan.enclosing.items():
+        nest = tuple([plan.regions[at][1:6] for at in around])
+        loops[name] = numbers.setdefault(nest, len(numbers))
+        depths[name] = {at: depth for depth, at in enumerate(around)}
+    return loops, depths
+
+
+def _check_slices(plan: _Plan, i: int) -> bool:
+    """Check that each sliced operand's axis has the length that the region's chunks cover."""
+    before = len(plan.found)
+    slices, operands, op_region = plan.slices[i], plan.operands[i], plan.op_region[i]
+    around = plan.enclosing[op_region] if op_region is not None else ()
+    for operand, axis, name, factor in slices:
+        if name not in around or operand not in operands or axis >= len(plan.shape[operands[operand]]):
+            what = "no region around it" if name not in around else "no such operand or axis"
+            plan.fail("slice", f"{plan.say_op(i)} slices {operand}[{axis}] by '{name}': {what}", (), (i,))
             continue
-        op_region, operands = plan.op_region[i], plan.operands[i]
-        around = enclosing[op_region] if op_region is not None else ()
-        for operand, axis, name, factor in slices:
-            if name not in around or operand not in operands or axis >= len(shape[operands[operand]]):
-                what = "no region around it" if name not in around else "no such operand or axis"
-                plan.fail("slice", f"{plan.say_op(i)} slices {operand}[{axis}] by '{name}': {what}", (), (i,))
-                continue
-            b = operands[operand]
-            at, length = home[b], shape[b][axis]
-            inside = at is not None and name in enclosing[at]
-            expected = factor * spans[name][inside]
-            if length != expected and not (inside and axis == 0 and length == plan.rotate[b] * expected):
-                sliced = f"{plan.say_op(i)} slices {plan.say(b)} axis {axis} of {length} by '{name}'"
-                plan.fail("slice", f"{sliced}: {factor} x {spans[name][inside]} expected", (b,), (i,))
-        if len(slices) > 1 and len(set(map(_OPERAND_AND_AXIS, slices))) != len(slices):
-            plan.fail("slice", f"{plan.say_op(i)} slices one axis of an operand twice", (), (i,))
+        b = operands[operand]
+        inside, length = plan.is_within(plan.home[b], name), plan.shape[b][axis]
+        span = plan.regions[name].rows if inside else plan.regions[name].extent
+        if length != factor * span and not (inside and axis == 0 and length == plan.rotate[b] * factor * span):
+            sliced = f"{plan.say_op(i)} slices {plan.say(b)} axis {axis} of {length} by '{name}'"
+            plan.fail("slice", f"{sliced}: {factor} x {span} expected", (b,), (i,))
+    if len(slices) > 1 and len(set(map(_OPERAND_AND_AXIS, slices))) != len(slices):
+        plan.fail("slice", f"{plan.say_op(i)} slices one axis of an operand twice", (), (i,))
+    return len(plan.found) == before
 
 
 def _check_ops(plan: _Plan) -> None:
-    """Check operands, in-place pairs and edges."""
-    for i, (reads, writes, operands) in enumerate(zip(plan.reads, plan.writes, plan.operands, strict=True)):
-        if {*reads, *writes} != {*operands.values()}:
-            touched, named = {*reads, *writes}, {*operands.values()}
-            text = f"{plan.say_op(i)} touches {sorted(touched)}, its operands are {sorted(named)}"
-            plan.fail("operands", text, sorted(touched ^ named), (i,))
+    """Check in-place pairs and edges."""
     for i, pairs in enumerate(plan.inplace):
         for written, read in pairs:
             if written == read or written not in plan.writes[i] or read not in plan.reads[i]:
@@ -619,6 +764,319 @@ def _check_ops(plan: _Plan) -> None:
     for b in sorted({*chain.from_iterable(plan.writes)}):
         if plan.kind[b] == "weight":
             plan.fail("read-only", f"{plan.say(b)} is a weight and is written", (b,))
+
+
+# Operators.
+
+_Rule = tuple[str, str, str]
+
+
+class _Operator(NamedTuple):
+    """What a shipped operator says of one launch, in letters.
+
+    `shapes` lists operands as `name:dtype=axes`; `?` marks an optional one. An axis is a letter, bound where it first
+    occurs, or a product of letters, attributes and numbers, with `+1` at most; `*T` is any number of axes. Of dtypes, a
+    lower-case letter is bound where it first occurs. `order` of the table is that in which letters can be bound.
+    """
+
+    shapes: str
+    reads: str
+    writes: str
+    attrs: str = ""  # `name:type`; `?` as above
+    flops: str = "0"
+    whole: str = ""  # operands that a loop never slices
+    moved: str = ""  # operands whose bytes count, repeated where they count twice; by default all, and updates twice
+    rules: tuple[_Rule, ...] = ()  # (relation, product, product)
+
+
+_STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp:float32=C entropy:float32=C"
+_STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
+_NOTATION: Final = {
+    "attention": _Operator(
+        "q:a=*T,heads*head_size k=*S,kv_heads*head_size v=*S,kv_heads*head_size cu_seqlens=*B y:a=*T,heads*head_size",
+        "q k v cu_seqlens", "y", "heads:n kv_heads:n head_size:n scale:x pairs?:n", "4*pairs*heads*head_size", "k v",
+        rules=(("divides", "kv_heads", "heads"),),
+    ),
+    "confidence": _Operator("maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M"),
+    "embedding": _Operator("ids:index=T table:a=V,D y:a=T,D", "ids table", "y", moved="ids y y"),
+    "gather_rows": _Operator("x:a=S,*D rows:index=C y:a=C,*D", "x rows", "y", whole="x", moved="rows y y"),
+    "grouped_linear": _Operator(
+        "x:a=R,I weight=E,O,I offsets=E+1 y:a=R,O", "x weight offsets", "y", flops="2*R*I*O"
+    ),
+    "head_norm": _Operator(
+        "weight=H x=*T,heads*H", "x weight", "x", "heads:n eps:x", "4*T*heads*H"
+    ),
+    "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O"),
+    "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O"),
+    "moe_combine": _Operator("x=C,D scores=C,K order=C*K y=C*K,D", "y order scores x", "x", flops="2*C*K*D"),
+    "moe_gather": _Operator("x:a=C,D order=C*top_k y:a=C*top_k,D", "x order", "y", "top_k:n"),
+    "moe_route": _Operator(
+        "x:a=C,D weight=E,D scores:a=C,top_k experts:int64=C,top_k", "x weight", "scores experts",
+        "top_k:n normalize:b", "2*C*D*E", rules=(("at most", "top_k", "E"),),
+    ),
+    "moe_sort": _Operator(
+        "experts=C,K order:int64=C*K offsets:int64=num_experts+1", "experts", "order offsets", "num_experts:n"
+    ),
+    "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D"),
+    "rotary": _Operator(
+        "x=T,heads*head_size positions=T inv_freq=R", "x positions inv_freq", "x", "heads:n head_size:n",
+        "6*T*heads*head_size", rules=(("at most", "2*R", "head_size"),),
+    ),
+    "row_stats": _Operator(f"logits=C,*V {_STATISTICS}", "logits", _STATISTIC_NAMES, flops="6*C*V"),
+    "shift_rows": _Operator("rows:a=M cu_seqlens=*B y:a=M", "rows cu_seqlens", "y"),
+    "silu_mul": _Operator("gate:a=*F up:a=*F", "gate up", "gate", flops="5*F"),
+    "unembed_stats": _Operator(f"x=C,D weight=V,D {_STATISTICS}", "x weight", _STATISTIC_NAMES, flops="2*C*D*V"),
+}  # fmt: skip
+_ATTRIBUTE: Final[Mapping[str, _Types]] = {"n": _INT, "x": _NUMBER, "b": _BOOL}
+_INDEX_DTYPES: Final = ("int64", "int32")
+
+
+class _Axis(NamedTuple):
+    """Length of an axis in a full iteration, and which loop slices it by how many of its rows per row."""
+
+    length: int
+    loop: str | None = None
+    factor: int = 0
+
+
+_Letters = dict[str, tuple[_Axis, ...]]
+_Product = tuple[tuple[str, ...], int]  # factors, and what is added to their product
+
+
+class _Operand(NamedTuple):
+    name: str
+    dtype: str
+    axes: tuple[str | _Product, ...]  # a name with `*` for any number of axes, or a product
+    optional: bool
+
+
+class _Known(NamedTuple):
+    """An operator, parsed."""
+
+    operands: tuple[_Operand, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    attrs: Mapping[str, _Types]
+    optional: frozenset[str]
+    flops: tuple[str, ...]
+    whole: frozenset[str]
+    moved: tuple[str, ...]
+    rules: tuple[_Rule, ...]
+
+
+def _product(text: str) -> _Product:
+    factors, _, added = text.partition("+")
+    return tuple(factors.split("*")), int(added or 0)
+
+
+def _parse(operator: _Operator) -> _Known:
+    operands, attrs, optional = [], {}, set()
+    for entry in operator.shapes.split():
+        label, _, axes = entry.partition("=")
+        name, _, dtype = label.partition(":")
+        operands.append(
+            _Operand(
+                name.rstrip("?"),
+                dtype,
+                tuple(a if a[0] == "*" else _product(a) for a in axes.split(",")),
+                name[-1] == "?",
+            )
+        )
+    for entry in operator.attrs.split():
+        name, _, kind = entry.partition(":")
+        attrs[name.rstrip("?")] = _ATTRIBUTE[kind]
+        if name[-1] == "?":
+            optional.add(name[:-1])
+    reads, writes = (tuple(side.replace("?", "").split()) for side in (operator.reads, operator.writes))
+    moved = tuple(operator.moved.split()) or (*reads, *writes)
+    return _Known(
+        tuple(operands), reads, writes, attrs, frozenset(optional), tuple(operator.flops.split("*")),
+        frozenset(operator.whole.split()), moved, operator.rules,
+    )  # fmt: skip
+
+
+_OPERATORS: Final = {name: _parse(operator) for name, operator in _NOTATION.items()}
+
+
+def _check_operator(plan: _Plan, i: int) -> tuple[Sequence[str], Sequence[str]] | None:
+    """Check one launch of a shipped operator against its table entry; name the operands that it reads and writes."""
+    known = _OPERATORS.get(plan.kernel[i])
+    if known is None:
+        return None
+    operands, attrs = plan.operands[i], plan.attrs[i]
+
+    def fail(message: str, *buffers: int) -> None:
+        plan.fail("operator", f"{plan.say_op(i)}: {plan.kernel[i]} {message}", buffers, (i,))
+
+    names = [entry.name for entry in known.operands if entry.name in operands or not entry.optional]
+    if operands.keys() - {"scratch"} != set(names):
+        fail(f"takes {', '.join(names)}, got {', '.join(operands)}")
+        return None
+    odd = {key for key in attrs if type(attrs[key]) not in known.attrs.get(key, ())}
+    odd.update(known.attrs.keys() - attrs.keys() - known.optional)
+    if odd:
+        wanted = ", ".join(f"{key} ({_type_names(types)})" for key, types in known.attrs.items()) or "none"
+        fail(f"has attributes {wanted}; amiss: {', '.join(f'{key}={attrs.get(key)!r}' for key in sorted(odd))}")
+        return None
+    views = {name: _view(plan, i, name) for name in names}
+    letters: _Letters = {name: (_Axis(value),) for name, value in attrs.items() if type(value) is int}
+    dtypes: dict[str, str] = {}
+    for entry in known.operands:
+        if entry.name not in views:
+            continue
+        b, view = operands[entry.name], views[entry.name]
+        if not _unify_shape(entry.axes, view, letters):
+            expected = ", ".join(_spell(axis, letters) for axis in entry.axes)
+            fail(f"sees {entry.name} {plan.say(b)} as {_shown(view)}, expected [{expected}]", b)
+            return None
+        if not _unify_dtype(entry.dtype, plan.dtype[b], dtypes):
+            fail(f"has {entry.name} {plan.say(b)} in {plan.dtype[b]}, not {dtypes.get(entry.dtype, entry.dtype)}", b)
+        if entry.name in known.whole and any(axis.loop is not None for axis in view):
+            fail(f"needs the whole of {entry.name} {plan.say(b)}", b)
+    for relation, left, right in known.rules:
+        low, high = _evaluate(_product(left), letters), _evaluate(_product(right), letters)
+        if low is not None and high is not None:
+            bad = low.length < 1 or high.length % low.length if relation == "divides" else low.length > high.length
+            if bad:
+                fail(f"needs {left} {relation} {right}: {low.length}, {high.length}")
+    _check_work(plan, i, known, views, letters)
+    _check_full_step(plan, i, letters)
+    scratch = ("scratch",) if "scratch" in operands else ()
+    return tuple(name for name in known.reads if name in operands), (*known.writes, *scratch)
+
+
+def _view(plan: _Plan, i: int, operand: str) -> tuple[_Axis, ...]:
+    """An operand as one full iteration of the loops around an op sees it."""
+    b = plan.operands[i][operand]
+    axes = [_Axis(length) for length in plan.shape[b]]
+    for name, axis, loop, factor in plan.slices[i]:
+        if name == operand:
+            axes[axis] = _Axis(factor * plan.regions[loop].rows, loop, factor)
+    if plan.rotate[b] > 1 and axes and axes[0].loop is None and axes[0].length % plan.rotate[b] == 0:
+        axes[0] = _Axis(axes[0].length // plan.rotate[b])
+    return tuple(axes)
+
+
+def _evaluate(product: _Product, letters: _Letters) -> _Axis | None:
+    """The axis that a product stands for; None if it is unknown."""
+    length, loop, factor = 1, None, 1
+    for name in product[0]:
+        if name.isdecimal():
+            axis = _Axis(int(name))
+        elif len(letters.get(name, ())) == 1:
+            axis = letters[name][0]
+        else:
+            return None
+        length *= axis.length
+        if axis.loop is None:
+            factor *= axis.length
+        elif loop is None:
+            loop, factor = axis.loop, factor * axis.factor
+        else:
+            return None
+    return _Axis(length + product[1], loop, factor if loop is not None else 0)
+
+
+def _unify_shape(axes: Sequence[str | _Product], view: Sequence[_Axis], letters: _Letters) -> bool:
+    """Bind new letters and compare known ones."""
+    spread = len(view) - len(axes) + 1
+    if spread < 0 or (spread != 1 and not any(isinstance(axis, str) for axis in axes)):
+        return False
+    at = 0
+    for axis in axes:
+        if isinstance(axis, str):
+            seen = tuple(view[at : at + spread])
+            at += spread
+            if letters.setdefault(axis[1:], seen) != seen:
+                return False
+            continue
+        actual = view[at]
+        at += 1
+        name = axis[0][0]
+        if axis[0] == (name,) and not axis[1] and name not in letters:
+            letters[name] = (actual,)
+        elif axis[0][-1] not in letters and axis == ((name,), 1):
+            letters[name] = (_Axis(actual.length - 1),)
+        elif _evaluate(axis, letters) != actual:
+            return False
+    return True
+
+
+def _unify_dtype(expected: str, dtype: str, dtypes: dict[str, str]) -> bool:
+    if expected == "index":
+        return dtype in _INDEX_DTYPES
+    if len(expected) == 1:
+        return dtypes.setdefault(expected, dtype) == dtype
+    return not expected or dtype == expected
+
+
+def _spell(axis: str | _Product, letters: _Letters) -> str:
+    if isinstance(axis, str):
+        return ", ".join(map(_length, letters.get(axis[1:], ()))) or axis[1:]
+    value = _evaluate(axis, letters)
+    return "*".join(axis[0]) if value is None else _length(value)
+
+
+def _length(axis: _Axis) -> str:
+    return str(axis.length) if axis.loop is None else f"{axis.length} by '{axis.loop}'"
+
+
+def _shown(view: Iterable[_Axis]) -> str:
+    return f"[{', '.join(map(_length, view))}]"
+
+
+def _over_iterations(plan: _Plan, i: int, axes: Iterable[_Axis]) -> int | None:
+    """Product of axes, summed over all iterations of the loops around op i; None if two axes follow one loop."""
+    name, total = plan.op_region[i], 1
+    loops = list(plan.enclosing[name]) if name is not None else []
+    for axis in axes:
+        if axis.loop is None:
+            total *= axis.length
+        elif axis.loop in loops:
+            loops.remove(axis.loop)
+            total *= axis.factor * plan.regions[axis.loop].extent
+        else:
+            return None
+    return total * prod(plan.regions[loop].num_chunks for loop in loops)
+
+
+def _check_work(plan: _Plan, i: int, known: _Known, views: Mapping[str, Sequence[_Axis]], letters: _Letters) -> None:
+    """Check the FLOPs and bytes of all iterations together."""
+    dims = plan.document["dims"]
+    if "pairs" in dims:
+        letters.setdefault("pairs", (_Axis(dims["pairs"]),))
+    factors = [(_Axis(int(name)),) if name.isdecimal() else letters.get(name) for name in known.flops]
+    if None not in factors:  # attention without a dim or attribute of its pairs: the graph's own word
+        flops = _over_iterations(plan, i, chain.from_iterable(filter(None, factors)))
+        if flops is not None and flops != plan.flops[i]:
+            plan.fail("flops", f"{plan.say_op(i)}: {plan.flops[i]} FLOPs, {'*'.join(known.flops)} is {flops}", (), (i,))
+    total = 0
+    for name in known.moved:
+        if name in views:
+            elements = _over_iterations(plan, i, views[name])
+            if elements is None:
+                return
+            total += elements * _ITEM_BYTES[plan.dtype[plan.operands[i][name]]]
+    if total != plan.moved[i]:
+        plan.fail("bytes", f"{plan.say_op(i)}: {plan.moved[i]} bytes, its operands have {total}", (), (i,))
+
+
+# Where the shipped step shows its dims: (kernel, letter, dim, what the letter exceeds the dim by).
+_SHOWN_DIMS: Final = {
+    "embedding": ("T", "tokens", 0),
+    "attention": ("B", "seqs", 1),
+    "confidence": ("M", "masked", 0),
+}
+
+
+def _check_full_step(plan: _Plan, i: int, letters: _Letters) -> None:
+    """Check that operators of the shipped step run over as many rows as its dims say."""
+    letter, dim, more = _SHOWN_DIMS.get(plan.kernel[i], ("", "", 0))
+    if plan.document["phase"] != _FULL_STEP or dim not in plan.document["dims"]:
+        return
+    rows, expected = _over_iterations(plan, i, letters[letter]), plan.document["dims"][dim] + more
+    if plan.op_region[i] is None and rows != expected:
+        plan.fail("dims", f"{plan.say_op(i)} runs over {rows} rows, dims say {dim}={expected - more}", (), (i,))
 
 
 # Lifetimes.
@@ -664,8 +1122,8 @@ def _derive_base(plan: _Plan) -> list[int]:
             if first[b] < 0:
                 first[b] = i
             last[b] = i
-    plan.start = [0 if k in _FROM_START else at for k, at in zip(kind, first, strict=True)]
-    plan.end = [num_ops if k in _TO_END else at + 1 for k, at in zip(kind, last, strict=True)]
+    plan.start = [0 if k in _FROM_START else i for k, i in zip(kind, first, strict=True)]
+    plan.end = [num_ops if k in _TO_END else i + 1 for k, i in zip(kind, last, strict=True)]
     written = set(chain.from_iterable(plan.writes))
     for b in read_first:
         if kind[b] == "carry":
@@ -869,11 +1327,10 @@ def _check_placement(plan: _Plan) -> None:
                 if at == odd and plan.alias_of[b] is None:
                     plan.fail("pool", f"{plan.say(b)}: kind '{odd[0]}' does not belong in pool '{odd[1]}'", (b,))
     plan.top = list(map(add, plan.offset, plan.size))
-    for b, (pool, top) in enumerate(zip(plan.pool, plan.top, strict=True)):
-        if top > plan.reach.get(pool, 0):
-            plan.reach[pool] = top
-        if plan.alias_of[b] is None:
-            plan.roots[pool].append(b)
+    for pool in dict.fromkeys(plan.pool):
+        ids = [b for b, at in enumerate(plan.pool) if at == pool]
+        plan.reach[pool] = max(map(plan.top.__getitem__, ids))
+        plan.roots[pool] = [b for b in ids if plan.alias_of[b] is None]
     _check_bounds(plan)
 
 
@@ -1261,15 +1718,8 @@ def _unordered_ops(plan: _Plan) -> list[int]:
 def _check_claims(plan: _Plan, gaps: _Gaps) -> None:
     """Check peak, lower bound, components and whether the plan fits."""
     document = plan.document
-    change = [0] * (len(plan.op_name) + 1)
-    for b in plan.roots["workspace"]:
-        size = plan.size[b]
-        change[plan.start[b]] += size
-        change[plan.end[b]] -= size
-        for start, end in gaps.get(b, ()):
-            change[start] -= size
-            change[end] += size
-    peak, lower_bound, page = plan.reach.get("workspace", 0), max(accumulate(change)), document["page_bytes"]
+    live, slack = _live_bytes(plan, gaps)
+    peak, lower_bound, page = plan.reach.get("workspace", 0), max(live), document["page_bytes"]
     components, total = document["components"], sum(document["components"].values())
     facts: list[tuple[str, str, Any, Any, str]] = [
         ("peak", "peak_bytes", document["peak_bytes"], peak, "the top of the workspace's buffers"),
@@ -1297,3 +1747,150 @@ def _check_claims(plan: _Plan, gaps: _Gaps) -> None:
     for code, key, claimed, derived, meaning in facts:
         if claimed != derived:
             plan.fail(code, f"{key} is {claimed}, {meaning}: {derived}")
+    _check_formula(plan, live, slack)
+    _check_settings(plan)
+    _check_profile(plan)
+    _check_trace(plan)
+
+
+def _live_bytes(plan: _Plan, gaps: _Gaps) -> tuple[list[int], list[int]]:
+    """Bytes of the live workspace roots at each op, and by how many of them a formula of unrounded sizes may be lower.
+
+    A formula gives an alias group the size of any one of its members.
+    """
+    change, loose = [0] * (len(plan.op_name) + 1), [0] * (len(plan.op_name) + 1)
+    for b in plan.roots["workspace"]:
+        size, first, last = plan.size[b], plan.start[b], plan.end[b]
+        change[first] += size
+        change[last] -= size
+        spare = size - (min(map(plan.raw_bytes.__getitem__, plan.group(b))) if b in plan.members else plan.raw_bytes[b])
+        if spare:
+            loose[first] += spare
+            loose[last] -= spare
+        for start, end in gaps.get(b, ()):
+            change[start] -= size
+            change[end] += size
+            loose[start] -= spare
+            loose[end] += spare
+    return list(accumulate(change)), list(accumulate(loose))
+
+
+def _check_formula(plan: _Plan, live: Sequence[int], slack: Sequence[int]) -> None:
+    """Check that each line of the formula is what is live at its op, and that no live set exceeds them all."""
+    document = plan.document
+    values = dict(document["dims"])
+    values.update((f"{knob}_rows", rows) for knob, rows in document["config"].items() if type(rows) is int)
+    highest = 0
+    for form in document["formula"]:
+        value = _evaluate_sum(form["expr"], values)
+        if value is None or form["at"] not in plan.op_name:
+            what = "no sum of products of dims and rows" if value is None else f"at no op: {form['at']!r}"
+            plan.fail("formula", f"'{form['expr']}' is {what}")
+            continue
+        at = plan.op_name.index(form["at"])
+        highest = max(highest, value)
+        if not live[at] - slack[at] <= value <= live[at]:
+            text = f"'{form['expr']}' is {value}, at {plan.say_op(at)} {live[at] - slack[at]} to {live[at]} bytes live"
+            plan.fail("formula", text, (), (at,))
+    if max(live) > highest + max(slack):
+        plan.fail("formula", f"its maximum is {highest}, the largest live set {max(live)}")
+
+
+def _evaluate_sum(text: str, values: Mapping[str, int]) -> int | None:
+    """Evaluate `3*a + 5*b*c**2 + 7`; None if it is written otherwise or names anything else."""
+    total = 0
+    for term in text.split(" + "):
+        number, *factors = term.replace("**", "^").split("*")
+        digits = number.removeprefix("-")
+        if not (digits.isdecimal() and digits.isascii() and len(digits) <= _MAX_DIGITS):
+            return None
+        product = int(number)
+        for factor in factors:
+            name, caret, power = factor.partition("^")
+            if name not in values or (caret and power not in _POWERS):
+                return None
+            product *= values[name] ** int(power or 1)
+        total += product
+    return total
+
+
+def _check_settings(plan: _Plan) -> None:
+    """Check regions against configuration and dims, and dims against each other and the inputs."""
+    document = plan.document
+    config, dims = document["config"], document["dims"]
+    for region in plan.regions.values():
+        if config.get(region.knob) != region.rows:
+            rows = config.get(region.knob, "nothing")
+            plan.fail("config", f"region '{region.name}' has {region.rows} rows, config says {region.knob}={rows!r}")
+        if dims.get(region.dim) != region.extent:
+            known = dims.get(region.dim, "nothing")
+            plan.fail("dims", f"region '{region.name}' runs over {region.extent} {region.dim}, dims say {known!r}")
+    idle = {knob for knob, rows in config.items() if type(rows) is int}.difference(
+        r.knob for r in plan.regions.values()
+    )
+    if idle:
+        plan.fail("config", f"{', '.join(sorted(idle))}: rows without a region")
+    missing = [dim for dim in _STEP_DIMS if dim not in dims]
+    if missing and document["phase"] == _FULL_STEP:
+        plan.fail("dims", f"a {_FULL_STEP} has {', '.join(_STEP_DIMS)}; missing {', '.join(missing)}")
+    if "tokens" not in dims or "seqs" not in dims:
+        return
+    tokens, seqs = dims["tokens"], dims["seqs"]
+    if document["fits"] and seqs == 1 and tokens > document["max_ctx_tokens"]:
+        plan.fail("context", f"max_ctx_tokens is {document['max_ctx_tokens']}, this plan fits with {tokens}")
+    if document["phase"] != _FULL_STEP or missing:
+        return
+    lengths = {plan.shape[b][0] for b, kind in enumerate(plan.kind) if kind == "input" and plan.shape[b]}
+    for dim, value in dims.items():
+        if dim != "pairs" and value + (dim == "seqs") not in lengths:
+            plan.fail("dims", f"no input has {value} {dim}")
+    pairs, longest = dims["pairs"], tokens - seqs + 1
+    if seqs > tokens or not tokens * tokens <= pairs * seqs <= seqs * (longest**2 + seqs - 1):
+        plan.fail("dims", f"{seqs} sequences of {tokens} tokens cannot have {pairs} pairs")
+
+
+def _check_profile(plan: _Plan) -> None:
+    """Check mesh, pools and the device's memory against each other."""
+    document = plan.document
+    components, mesh = document["components"], document["mesh"]
+    if mesh["size"] != prod(mesh["axes"].values()):
+        plan.fail("mesh", f"{mesh['size']} devices in axes {mesh['axes']}")
+    for name in _PAGED:
+        if plan.pools.get(name, 0) != components[name]:
+            plan.fail("pool", f"pool '{name}' has {plan.pools.get(name)} bytes, components say {components[name]}")
+    for pool in document["pools"]:
+        if pool["name"] not in _POOLS:
+            plan.fail("pool", f"unknown pool {pool['name']!r}; known: {', '.join(sorted(_POOLS))}")
+        elif pool["name"] in _PAGED and (pool["device"] == "cpu") != (document["backend"] == "cpu"):
+            plan.fail("pool", f"pool '{pool['name']}' is on {pool['device']!r}, the backend is {document['backend']!r}")
+    fixed = components["context"] + components["library"]
+    if document["device_memory_bytes"] <= fixed:
+        plan.fail("device", f"{document['device_memory_bytes']} bytes of memory, context and libraries take {fixed}")
+
+
+def _check_trace(plan: _Plan) -> None:
+    """Check the search steps against the plan where they speak of it: the same choices have the same fixed bytes."""
+    document = plan.document
+    config, page = document["config"], document["page_bytes"]
+    fixed = document["total_bytes"] - document["components"]["workspace"]
+    for k, step in enumerate(document["trace"]):
+        other = step["config"]
+        if other.keys() != config.keys():
+            plan.fail(
+                "config", f"trace[{k}] and the plan have different knobs: {', '.join(other.keys() ^ config.keys())}"
+            )
+            continue
+        if any(type(value) is str and other[key] != value for key, value in config.items()):
+            continue
+        if step["bottleneck"] not in plan.op_name:
+            plan.fail("trace", f"trace[{k}]: no op is named {step['bottleneck']!r}")
+        total = fixed + _round_up(step["peak_bytes"], page)
+        if step["total_bytes"] != total:
+            plan.fail(
+                "trace", f"trace[{k}].total_bytes is {step['total_bytes']}, fixed bytes and its peak give {total}"
+            )
+        if other == config:
+            repeated = (step["peak_bytes"], step["predicted_ms"])
+            expected = (document["lower_bound_bytes"], document["predicted_step_ms"])
+            if repeated != expected:
+                plan.fail("trace", f"trace[{k}] has the plan's configuration and {repeated}, the plan {expected}")

@@ -170,20 +170,21 @@ def _linear(
 def _exceeds(larger: _Form, smaller: _Form, order: Sequence[tuple[str, str]], *, tie: bool) -> bool:
     """Whether `larger` >= `smaller` on the cone of admissible dims; on equality the earlier one wins.
 
-    Linear forms are compared on the cone's extreme rays (the 0/1 vectors that respect `order`); forms of higher
-    degree coefficient by coefficient.
+    Linear forms are compared where all dims are 1 and along the cone's extreme rays (the 0/1 vectors that respect
+    `order`); forms of higher degree coefficient by coefficient.
     """
     if larger == smaller:
         return tie
     keys = set(larger) | set(smaller)
     difference = {key: larger.get(key, 0) - smaller.get(key, 0) for key in keys}
-    if all(sum(power for _, power in key) <= 1 for key in keys):
-        names = sorted({name for key in keys for name, _ in key})
-        for ray in product((0, 1), repeat=len(names)):
-            point = dict(zip(names, ray, strict=True))
+    if sum(difference.values()) >= 0 and all(sum(power for _, power in key) <= 1 for key in keys):
+        # Dims are 1 plus a point of the cone: at least as large where all are 1, and along every ray from there.
+        linear = {key[0][0]: value for key, value in difference.items() if key}
+        for ray in product((0, 1), repeat=len(linear)):
+            point = dict(zip(linear, ray, strict=True))
             if any(point.get(low, 0) > point.get(high, 1) for low, high in order):
                 continue
-            if sum(value * (point[key[0][0]] if key else 0) for key, value in difference.items()) < 0:
+            if sum(value * point[name] for name, value in linear.items()) < 0:
                 return False
         return True
     return all(value >= 0 for value in difference.values())
