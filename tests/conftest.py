@@ -7,6 +7,12 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# Continuous integration repeats the same examples, so that it fails for what changed; runs by hand explore new ones.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 _CACHE = os.path.join(tempfile.gettempdir(), f"mosaic-tests-{os.getuid()}")
 os.environ["MOSAIC_CACHE"] = _CACHE

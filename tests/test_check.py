@@ -234,7 +234,7 @@ def test_carry_values() -> None:
 def test_double_buffer_counts_both_slots() -> None:
     document = EXAMPLES["chunked"]()
     slots = document["buffers"][3]
-    slots.update(rotate=2, shape=[4, 256], size=4096)
+    slots.update(rotate=2, size=4096)
     document.update(peak_bytes=16384, lower_bound_bytes=16384, formula=[{"expr": "16384", "at": "up"}])
     assert codes(document) == set()
     slots["size"] = 2048
@@ -531,3 +531,21 @@ def _seconds(document: Document) -> float:
 
 def test_docstrings() -> None:
     assert doctest.testmod(check, optionflags=doctest.IGNORE_EXCEPTION_DETAIL).failed == 0
+
+
+def test_a_double_buffer_of_the_planner_passes() -> None:
+    from mosaic.planner import plan_graph
+    from mosaic.registrar.graph import Graph
+
+    def build(g: Graph) -> None:
+        tokens = g.dim("tokens")
+        x, w = g.input("x", (tokens, 64), "float32"), g.weight("w", (64, 64), "float32")
+        y = g.output("y", (tokens, 64), "float32")
+        with g.chunk("rows", over=tokens) as rows:
+            slot = g.buffer("slot", (rows, 64), "float32", rotate=2)
+            g.add_op("linear", x, w, out=slot)
+            g.add_op("linear", slot, w, out=y)
+
+    for rows in (None, 256):
+        made = plan_graph(build, dims={"tokens": 1000}, device="h200", config={"rows": rows})
+        assert check_plan(made.document) == []

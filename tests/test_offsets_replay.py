@@ -74,3 +74,15 @@ def test_pins_that_collide_are_refused_in_a_batch() -> None:
 def test_bad_documents_are_refused(plain: dict[str, object]) -> None:
     with pytest.raises(PlanFormatError):
         Order.from_json(plain)
+
+
+def test_buffers_of_no_bytes_stand_in_nobodys_way() -> None:
+    """Pins of zero bytes inside another block's addresses; found by the property above."""
+    problem = Problem(
+        sizes=(0, 0, 0, 0, 1, 0), starts=(0,) * 6, ends=(1,) * 6, pins=(24, 24, None, 24, None, 24),
+        aliases={1: (0, 0), 4: (2, 24)},
+    )  # fmt: skip
+    solution = solve(problem)
+    order = Order.of(problem, solution)
+    assert order.replay(problem.sizes)[1] <= solution.peak_bytes
+    assert int(order.replay(np.array([problem.sizes]))[1][0]) <= solution.peak_bytes

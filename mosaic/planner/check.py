@@ -17,6 +17,7 @@ Rulings where the rules leave a choice; each takes the safe side:
   that share bytes must hold their value when read, in each iteration of a loop; what the step hands on, at its end.
 - A side op of a loop is forked and joined inside that loop. One that is never joined touches nothing in the workspace.
 - Reads and writes of one value on two streams are ordered by edges, too, and `rotate` exempts nothing from that.
+- The shape of a buffer that rotates is one slot's; its size is that of all slots, each rounded up to the alignment.
 - `operands` names each buffer of `reads` and `writes`, scratch included (scratch is written).
 - Explicit barriers that stretch nothing are allowed: they promise more and break nothing.
 - Shapes, attributes, FLOPs and bytes of the shipped operators follow from the table of letters below; kernels that are
@@ -372,7 +373,7 @@ class _Plan:
         default_factory=lambda: defaultdict(list)
     )  # pool -> buffers that are no aliases
     reach: dict[str, int] = field(default_factory=dict)  # pool -> end of its highest buffer
-    raw_bytes: list[int] = field(default_factory=list)  # buffer -> product(shape) x itemsize
+    raw_bytes: list[int] = field(default_factory=list)  # buffer -> product(shape) x itemsize x slots
 
     @property
     def has_side_streams(self) -> bool:
@@ -733,7 +734,7 @@ def _check_slices(plan: _Plan, i: int) -> bool:
         b = operands[operand]
         inside, length = plan.is_within(plan.home[b], name), plan.shape[b][axis]
         span = plan.regions[name].rows if inside else plan.regions[name].extent
-        if length != factor * span and not (inside and axis == 0 and length == plan.rotate[b] * factor * span):
+        if length != factor * span:
             sliced = f"{plan.say_op(i)} slices {plan.say(b)} axis {axis} of {length} by '{name}'"
             plan.fail("slice", f"{sliced}: {factor} x {span} expected", (b,), (i,))
     if len(slices) > 1 and len(set(map(_OPERAND_AND_AXIS, slices))) != len(slices):
@@ -952,8 +953,6 @@ def _view(plan: _Plan, i: int, operand: str) -> tuple[_Axis, ...]:
     for name, axis, loop, factor in plan.slices[i]:
         if name == operand:
             axes[axis] = _Axis(factor * plan.regions[loop].rows, loop, factor)
-    if plan.rotate[b] > 1 and axes and axes[0].loop is None and axes[0].length % plan.rotate[b] == 0:
-        axes[0] = _Axis(axes[0].length // plan.rotate[b])
     return tuple(axes)
 
 
@@ -1290,13 +1289,13 @@ def _report_lifetimes(plan: _Plan) -> None:
 def _check_sizes(plan: _Plan) -> None:
     """Check each size against shape and dtype, and a root's against its aliases."""
     item_bytes = map(_ITEM_BYTES.__getitem__, plan.dtype)
-    plan.raw_bytes = list(map(mul, map(prod, plan.shape), item_bytes))
+    plan.raw_bytes = list(map(mul, map(mul, map(prod, plan.shape), item_bytes), plan.rotate))
     rounded = [-(-raw // unit) * unit for raw, unit in zip(plan.raw_bytes, plan.alignment, strict=True)]
     odd = set() if rounded == list(plan.size) else {b for b, size in enumerate(rounded) if size != plan.size[b]}
     for b in sorted(odd.union(plan.members)):
         raw, size, unit = plan.raw_bytes[b], plan.size[b], plan.alignment[b]
         slots = plan.rotate[b]
-        own = slots * _round_up(-(-raw // slots), unit)
+        own = slots * _round_up(raw // slots, unit)
         covered = max((plan.alias_offset[m] + plan.size[m] for m in plan.members.get(b, ())), default=0)
         expected = _round_up(max(own, covered), unit)
         if size == expected or (size == max(raw, covered) and plan.pool[b] not in _PAGED):

@@ -172,7 +172,7 @@ class Order:
         for other in self.fixed[block]:
             low = self.pins[other]
             assert low is not None
-            if offset < low + sizes[other] and low < offset + sizes[block]:
+            if sizes[other] and sizes[block] and offset < low + sizes[other] and low < offset + sizes[block]:
                 offset = low + sizes[other]
                 offset += -offset % self.alignments[block]
         return offset
@@ -209,11 +209,12 @@ class Order:
             for other in self.fixed[block]:
                 low = self.pins[other]
                 assert low is not None
-                top = low + sizes[where[other]]
+                its = sizes[where[other]]
+                top = low + its
                 if pin is not None:
-                    self._check_pins(block, other, size, sizes[where[other]])
+                    self._check_pins(block, other, size, its)
                     continue
-                hit = (place[i] < top) & (low < place[i] + size)
+                hit = (its > 0) & (size > 0) & (place[i] < top) & (low < place[i] + size)
                 place[i] = np.where(hit, top + -top % self.alignments[block], place[i])
             if pin is not None:
                 place[i] = pin
