@@ -61,4 +61,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except mosaic.MosaicError as error:
+        print(f"run_step: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
