@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["note", "print_json", "results"]
+__all__ = ["note", "print_json", "report_plan", "results"]
 
 
 @cache
@@ -24,6 +25,19 @@ def results() -> Console:
 def note(message: str) -> None:
     """A remark that is no result."""
     print(f"mosaic: {message}", file=sys.stderr)
+
+
+def report_plan(document: Mapping[str, Any], as_json: bool, explain: bool) -> None:
+    """A plan as its JSON, or as the summary with its explanation if asked for."""
+    if as_json:
+        print_json(document)
+        return
+    from mosaic.cli.summary import explanation, print_plan
+
+    print_plan(results(), document)
+    if explain:
+        results().print()
+        results().print(explanation(document))
 
 
 def print_json(value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mosaic.cli.output import note, print_json, results
+from mosaic.cli.output import note, print_json, report_plan, results
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,26 +75,14 @@ def plan(
             note("nothing written, since the plan does not fit.")
         raise typer.Exit(3)
     export(made.document, targets)
-    _report(made, as_json, explain)
-
-
-def _report(made: Plan, as_json: bool, explain: bool) -> None:
-    if as_json:
-        print_json(made.document)
-        return
-    from mosaic.cli.summary import explanation, print_plan
-
-    print_plan(results(), made.document)
-    if explain:
-        results().print()
-        results().print(explanation(made.document))
+    report_plan(made.document, as_json, explain)
 
 
 def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:
     if as_json:
         print_json({**made.document, "misfit": reason.as_dict()})
         return
-    _report(made, False, explain)
+    report_plan(made.document, False, explain)
     results().print()
     for line in reason.lines():
         results().print(line)

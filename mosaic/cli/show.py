@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mosaic.cli.output import print_json, results
+from mosaic.cli.output import report_plan
 
 __all__ = ["show"]
 
@@ -29,12 +29,4 @@ def show(
     check_targets(targets.values())
     plan = Plan.load(file)
     export(plan.document, targets)
-    if as_json:
-        print_json(plan.document)
-        return
-    from mosaic.cli.summary import explanation, print_plan
-
-    print_plan(results(), plan.document)
-    if explain:
-        results().print()
-        results().print(explanation(plan.document))
+    report_plan(plan.document, as_json, explain)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import log2
 from operator import mul
 
 import numpy as np
@@ -19,22 +17,7 @@ import numpy.typing as npt
 from mosaic.devices import Device
 from mosaic.planner.template import Body
 
-__all__ = ["OpTimes", "op_totals", "rate_at"]
-
-
-def rate_at(rates: Mapping[int, float], rows: float) -> float:
-    """Interpolate a rate table in log2(rows), flat outside.
-
-    >>> rate_at({64: 1.0, 256: 3.0}, 128)
-    2.0
-    """
-    points = sorted(rates.items())
-    if rows <= points[0][0]:
-        return points[0][1]
-    for (low, a), (high, b) in pairwise(points):
-        if rows <= high:
-            return a + (b - a) * (log2(rows) - log2(low)) / (log2(high) - log2(low))
-    return points[-1][1]
+__all__ = ["OpTimes", "op_totals"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +46,6 @@ class OpTimes:
             counts[key] = counts.get(key, 0) + 1
         self.classes = [_CostClass(*key, count) for key, count in counts.items()]
         self.groups = sorted({c.knobs for c in self.classes})
-        self._by_group = {group: [c for c in self.classes if c.knobs == group] for group in self.groups}
         used = [row for c in self.classes for row in (c.flops, c.bytes, c.rate_rows)]
         self._rows = np.array(used, dtype=np.int64)
         # float64 from here on: predictions need no exact FLOPs, and products beyond 64 bits stay finite.
@@ -79,9 +61,8 @@ class OpTimes:
         self._is_gemm, self._is_unembed, self._is_memory = (
             np.array([c.rate == rate for c in self.classes]) for rate in ("gemm", "unembed", "memory")
         )
-        self._index = {id(c): i for i, c in enumerate(self.classes)}
         self._members = {
-            group: np.array([self._index[id(c)] for c in classes]) for group, classes in self._by_group.items()
+            group: np.array([i for i, c in enumerate(self.classes) if c.knobs == group]) for group in self.groups
         }
         self._counts = np.array([c.count for c in self.classes], dtype=np.float64)
 

@@ -9,7 +9,7 @@ cannot derive. Nothing here imports torch or knows a device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypeGuard
@@ -684,6 +684,3 @@ def _caller() -> str:
     ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-
-
-Build: TypeAlias = Callable[[Graph], None]
