@@ -1,43 +1,52 @@
-"""Record a result with the machine, versions, commit and command it came from, and put tables into documents."""
+"""Record a result with the machine, versions, commit and command it came from, and put tables into documents.
+
+A machine without the repository's history (a borrowed GPU) records no commit: `python -m benchmarks.record fill` writes
+the commit of this checkout into the results that have none, before they are committed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from mosaic.bench.environment import PACKAGES, commit_of
+from mosaic.bench.environment import environment as describe
+
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "command_line",
+    "environment",
+    "fill_commits",
+    "load_results",
+    "median_seconds",
+    "output_folder",
+    "replace_section",
+    "source_line",
+    "table",
+    "write",
+]
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def command_line() -> str:
+    """How this process was started, as a user would write it."""
+    main = sys.modules["__main__"]
+    name = main.__spec__.name if main.__spec__ is not None else Path(sys.argv[0]).stem
+    return " ".join(["python", "-m", name, *sys.argv[1:]])
+
+
 def environment(*packages: str) -> dict[str, Any]:
     """Machine, versions, commit and command of this run."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run(
-        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    dirty = subprocess.run(
-        [*git, "status", "--porcelain", "mosaic"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "machine": f"{cpu or platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
-        "commit": commit + ("+" if dirty else ""),
-        "command": " ".join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),  # type: ignore[union-attr]
-    }
+    return describe(command_line(), packages or PACKAGES)
 
 
 def median_seconds(function: Callable[[], object], repeats: int) -> float:
@@ -51,10 +60,36 @@ def median_seconds(function: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def write(name: str, result: dict[str, Any]) -> None:
-    """Write `benchmarks/results/<name>.json`."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+def output_folder() -> Path:
+    """Where results go: the folder that the variable OUT names, else benchmarks/results."""
+    return Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """Write `<name>.json` whole or not at all."""
+    from mosaic.files import write_atomic
+
+    folder = output_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
+    return folder / f"{name}.json"
+
+
+def load_results(kind: str) -> list[dict[str, Any]]:
+    """Every recorded result of one benchmark, `<kind>-*.json` or `<kind>.json`, in order of their names."""
+    return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(f"{kind}[-.]*json"))]
+
+
+def fill_commits() -> list[str]:
+    """Write this checkout's commit into results that have none; return their names."""
+    commit, filled = commit_of(ROOT), []
+    for file in sorted(RESULTS.glob("*.json")):
+        result = json.loads(file.read_text())
+        if "environment" in result and not result["environment"].get("commit"):
+            result["environment"]["commit"] = commit
+            file.write_text(json.dumps(result, indent=1) + "\n")
+            filled.append(file.name)
+    return filled
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -63,10 +98,32 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (header, align, *rows))
 
 
+def source_line(result: dict[str, Any]) -> str:
+    """Card or machine, versions, commit and command, in one line under a table."""
+    env = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if name != "mosaic-dllm")
+    where = result.get("card") if result.get("card") not in (None, "cpu") else env["machine"]
+    return f"{where}, {versions}, commit {env['commit']}, `{env['command']}`."
+
+
 def replace_section(document: Path, marker: str, text: str) -> None:
-    """Put generated text between `<!-- marker:begin -->` and `<!-- marker:end -->`."""
+    """Put generated text between `<!-- marker:begin -->` and `<!-- marker:end -->`.
+
+    Raises
+    ------
+    SystemExit
+        If the document has no such markers.
+    """
     begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
     content = document.read_text()
-    head, rest = content.split(begin, 1)
-    _, tail = rest.split(end, 1)
+    if content.count(begin) != 1 or content.count(end) != 1:
+        raise SystemExit(f"{document} needs the markers {begin} and {end}, each once: add them where the table goes.")
+    head, rest = content.split(begin)
+    _, tail = rest.split(end)
     document.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["fill"]:
+        raise SystemExit("usage: python -m benchmarks.record fill")
+    print("\n".join(fill_commits()) or "every result names its commit")

@@ -3,7 +3,7 @@
 import mosaic
 from mosaic.registrar.graph import Buffer, Graph
 
-LAYERS, HIDDEN, FFN, HEADS, HEAD, VOCABULARY = 24, 2048, 8192, 16, 128, 50304
+LAYERS, HIDDEN, FFN, HEAD, VOCABULARY = 24, 2048, 8192, 128, 50304
 
 
 def denoising_step(g: Graph) -> None:
@@ -30,9 +30,9 @@ def attention(g: Graph, x: Buffer, positions: Buffer, cu_seqlens: Buffer) -> Non
     q, k, v = (g.add_op("linear", h, weight(g, f"{name}_proj", HIDDEN, HIDDEN), name=name) for name in "qkv")
     frequencies = g.weight("inv_freq", (HEAD // 2,), "float32")
     for turned in (q, k):
-        g.add_op("rotary", turned, positions, frequencies, heads=HEADS, head_size=HEAD)  # in place
-    heads = {"heads": HEADS, "kv_heads": HEADS, "head_size": HEAD, "scale": HEAD**-0.5}
-    y = g.add_op("attention", q, k, v, cu_seqlens, pairs=g.dim("pairs"), **heads)
+        g.add_op("rotary", turned, positions, frequencies, head_size=HEAD)  # in place
+    span = g.dim("span", at_most="tokens")  # how many keys a query sees on average
+    y = g.add_op("attention", q, k, v, cu_seqlens, head_size=HEAD, scale=HEAD**-0.5, span=span)
     g.add_alias(y, q)  # the output overwrites the queries: its contract says that it may
     g.add_op("linear_add", y, weight(g, "o_proj", HIDDEN, HIDDEN), x, name="o")
 
@@ -60,7 +60,7 @@ def head(g: Graph, x: Buffer, table: Buffer) -> None:
 
 def one_sequence(tokens: int) -> dict[str, int]:
     """Values of the dims: one sequence, half of it masked."""
-    return {"tokens": tokens, "seqs": 1, "masked": (tokens + 1) // 2, "pairs": tokens**2}
+    return {"tokens": tokens, "seqs": 1, "masked": (tokens + 1) // 2, "span": tokens}
 
 
 plan = mosaic.plan_graph(

@@ -6,18 +6,26 @@ Figures that nobody measured on the card are estimates from data sheets, and
 
 from __future__ import annotations
 
+import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from mosaic.errors import UnknownName, UsageError
 from mosaic.units import GIB, MIB, parse_bytes
 
-__all__ = ["DEFAULT_DEVICE", "DEVICES", "Device", "load_device"]
+__all__ = ["ANY_COLUMNS", "DEFAULT_DEVICE", "DEVICES", "Device", "Rates", "load_device", "to_toml"]
+
+Rates: TypeAlias = Mapping[int, float]
+"""FLOP/s by size, interpolated over the logarithm of the size, constant beyond both ends."""
 
 DEFAULT_DEVICE: Final = "rtx-4090"
+ANY_COLUMNS: Final = 1
+"""The one entry of `gemm_rates` where rates were given by rows alone: below every number of columns, so it serves all."""
+_ATTENTION: Final = {"cuda": ("cudnn", "triton"), "cpu": ("cpu",)}
 _CONTEXT: Final = 520 * MIB
 """A CUDA context with PyTorch's and Triton's modules loaded: about 0.5 GiB on the cards we have seen."""
 
@@ -37,31 +45,38 @@ class Device:
     bandwidth
         Device memory, bytes per second.
     gemm_rates
-        FLOP/s of a dense bf16 GEMM by its number of rows, interpolated in between.
+        FLOP/s of a dense bf16 GEMM by output columns, then by rows; {rows: rate} alone means any columns.
     unembed_rates
-        The same for the fused unembedding with statistics.
-    attention_rate
-        FLOP/s of full attention.
+        FLOP/s of the fused unembedding with statistics by rows; none: those of GEMMs.
+    attention_rates
+        FLOP/s of full attention by implementation, then by the query rows times heads of a launch.
     host_link
-        Pinned host to device, bytes per second.
+        Pinned host memory to the device, and back at the same time: bytes per second, each way.
     launch_s
-        Seconds to launch one kernel.
+        Seconds that an op takes beyond its work: one node of a captured step.
     context_bytes, library_bytes
         Fixed bytes: the context with its modules, and library workspaces (cuBLAS).
     page_bytes
         Granularity of physical memory.
     host_bytes
-        Host memory that may be pinned; 0 for none.
+        Host memory that may be pinned where no host budget is given; 0 for none.
     estimated
         Whether figures come from data sheets rather than from `mosaic calibrate` or our own measurements.
+    source
+        Where the figures come from.
+
+    Raises
+    ------
+    UsageError
+        Naming the device, the field, what was expected and what came.
     """
 
     name: str
     memory_bytes: int
     bandwidth: float
-    gemm_rates: Mapping[int, float]
-    attention_rate: float
-    unembed_rates: Mapping[int, float] = field(default_factory=dict)
+    gemm_rates: Mapping[int, Rates]
+    attention_rates: Mapping[str, Rates]
+    unembed_rates: Rates = field(default_factory=dict)
     backend: str = "cuda"
     host_link: float = 24.8e9
     launch_s: float = 5e-6
@@ -73,61 +88,147 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
-        positive = ("memory_bytes", "bandwidth", "attention_rate", "host_link", "page_bytes")
-        for name in positive:
-            if getattr(self, name) <= 0:
-                raise UsageError(f"device '{self.name}': {name} must be positive, got {getattr(self, name)}")
+        if self.backend not in _ATTENTION:
+            raise UnknownName("backend", self.backend, _ATTENTION, f"(device '{self.name}')")
+        for name in ("memory_bytes", "page_bytes"):
+            self._require(name, "a positive number of bytes", _is_count(getattr(self, name), least=1))
+        for name in ("context_bytes", "library_bytes", "host_bytes"):
+            self._require(name, "a number of bytes from 0", _is_count(getattr(self, name), least=0))
+        for name in ("bandwidth", "host_link"):
+            self._require(name, "positive bytes per second", _is_positive(getattr(self, name)))
+        self._require("launch_s", "seconds from 0", self.launch_s == 0 or _is_positive(self.launch_s))
+        self._require("page_bytes", "a power of two", not self.page_bytes & (self.page_bytes - 1))
         if self.memory_bytes <= self.context_bytes + self.library_bytes:
             raise UsageError(
                 f"device '{self.name}': memory_bytes {self.memory_bytes} is not more than context and libraries take, "
                 f"{self.context_bytes + self.library_bytes}"
             )
-        if not self.gemm_rates or min(self.gemm_rates.values()) <= 0 or min(self.gemm_rates) < 1:
-            raise UsageError(f"device '{self.name}': gemm_rates must map rows to positive FLOP/s")
-        if self.page_bytes & (self.page_bytes - 1):
-            raise UsageError(f"device '{self.name}': page_bytes must be a power of two, got {self.page_bytes}")
+        object.__setattr__(self, "gemm_rates", self._gemm_rates())
+        object.__setattr__(self, "attention_rates", self._attention_rates())
+        object.__setattr__(self, "unembed_rates", self._rates("unembed_rates", self.unembed_rates, "rows"))
+
+    def _require(self, name: str, expected: str, holds: bool) -> None:
+        if not holds:
+            raise UsageError(f"device '{self.name}': {name} must be {expected}, got {getattr(self, name)!r}")
+
+    def _gemm_rates(self) -> dict[int, Rates]:
+        """By columns and rows, both ascending; rates by rows alone serve any columns."""
+        given: Any = _as_mapping(self.gemm_rates)
+        nested = [isinstance(value, Mapping) for value in (given or {}).values()]
+        if not nested or any(nested) != all(nested):
+            raise UsageError(
+                f"device '{self.name}': gemm_rates must map columns to {{rows: FLOP/s}}, or rows to FLOP/s, "
+                f"got {self.gemm_rates!r}"
+            )
+        table = given if all(nested) else {ANY_COLUMNS: given}
+        rates = {
+            self._size("gemm_rates", columns): self._rates(f"gemm_rates[{columns}]", by_rows, "rows")
+            for columns, by_rows in table.items()
+        }
+        if not all(rates.values()):
+            raise UsageError(f"device '{self.name}': gemm_rates must have a rate for every number of columns")
+        return dict(sorted(rates.items()))
+
+    def _attention_rates(self) -> dict[str, Rates]:
+        given: Any = _as_mapping(self.attention_rates)
+        for implementation in given or {}:
+            if implementation not in _ATTENTION[self.backend]:
+                known = _ATTENTION[self.backend]
+                raise UnknownName("implementation of attention", implementation, known, f"(device '{self.name}')")
+        rates = {
+            implementation: self._rates(f"attention_rates.{implementation}", by_size, "query rows times heads")
+            for implementation, by_size in (given or {}).items()
+        }
+        if not rates or not all(rates.values()):
+            raise UsageError(
+                f"device '{self.name}': attention_rates must map an implementation "
+                f"({', '.join(_ATTENTION[self.backend])}) to {{query rows times heads: FLOP/s}}, "
+                f"got {self.attention_rates!r}"
+            )
+        return dict(sorted(rates.items()))
+
+    def _rates(self, name: str, given: Any, by: str) -> dict[int, float]:
+        table = _as_mapping(given)
+        if table is None:
+            raise UsageError(f"device '{self.name}': {name} must map {by} to FLOP/s, got {given!r}")
+        rates = {self._size(name, size): rate for size, rate in table.items()}
+        for size, rate in rates.items():
+            if not _is_positive(rate):
+                raise UsageError(f"device '{self.name}': {name}[{size}] must be positive FLOP/s, got {rate!r}")
+        return {size: float(rates[size]) for size in sorted(rates)}
+
+    def _size(self, name: str, key: Any) -> int:
+        """A row or column count, which in TOML is a string."""
+        try:
+            size = int(key)
+        except (TypeError, ValueError):
+            size = 0
+        if size < 1:
+            raise UsageError(f"device '{self.name}': {name} must be by positive integers, got the key {key!r}")
+        return size
+
+
+def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
+    return value if isinstance(value, Mapping) else None
+
+
+def _is_count(value: Any, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a positive, finite number (not NaN, no bool)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _card(
-    name: str, memory_gib: float, bandwidth: float, bf16_flops: float, *, link: float = 24.8e9, source: str
+    name: str,
+    memory_gib: float,
+    bandwidth: float,
+    bf16_flops: float,
+    *,
+    attention: float = 0.55,
+    link: float = 24.8e9,
+    source: str = "data sheet; total as the driver shows it",
 ) -> Device:
-    """A card known from its data sheet: 75 % of the dense bf16 peak for GEMMs, 45 % for attention, by rule of thumb."""
+    """A card known from its data sheet, by rule of thumb.
+
+    GEMMs reach 75 % of the dense bf16 peak once they have as many output tiles as 512 rows of 2,048 columns; attention
+    reaches `attention` of the peak with cuDNN and 45 % with Triton from 2^15 query rows times heads on.
+    """
     rate = 0.75 * bf16_flops
+    shares = {64: 0.5, 128: 0.8, 256: 0.95, 512: 1.0}
     return Device(
         name=name,
         memory_bytes=int(memory_gib * 1024) * MIB,
         bandwidth=0.9 * bandwidth,
-        gemm_rates={64: 0.5 * rate, 128: 0.8 * rate, 256: 0.95 * rate, 512: rate},
+        gemm_rates={
+            columns: {rows * 2048 // columns: share * rate for rows, share in shares.items()} for columns in (256, 2048)
+        },
         unembed_rates={64: 0.3 * rate, 256: 0.5 * rate},
-        attention_rate=0.45 * bf16_flops,
+        attention_rates={
+            implementation: {1 << 13: 0.5 * share * bf16_flops, 1 << 15: share * bf16_flops}
+            for implementation, share in (("cudnn", attention), ("triton", 0.45))
+        },
         host_link=link,
         source=source,
     )
 
 
-H200: Final = Device(
-    name="h200",
-    memory_bytes=int(139.8 * GIB) // MIB * MIB,
-    bandwidth=4.3e12,
-    gemm_rates={
-        64: 2.0e14, 128: 3.6e14, 256: 5.9e14, 512: 6.8e14, 1024: 6.9e14, 2048: 7.3e14, 4096: 6.65e14, 16384: 6.85e14,
-    },
-    unembed_rates={32: 1.16e14, 256: 3.5e14, 2048: 3.57e14},
-    attention_rate=6.2e14,
-    host_link=54.7e9,
-    context_bytes=704 * MIB,  # context, modules and handles: 717 MiB seen with the 32 below, at 4K to 128K tokens
-    estimated=False,
-    source="measured on one H200, torch 2.11, bf16; mean of feed-forward and head shapes",
-)  # fmt: skip
+def _calibrated(name: str) -> Device:
+    """A card that we have measured: the file that `mosaic calibrate` wrote on it."""
+    path = Path(__file__).parent / "profiles" / f"{name}.toml"
+    return Device(**tomllib.loads(path.read_text(encoding="utf-8")))
+
 
 CPU: Final = Device(
     name="cpu",
     backend="cpu",
     memory_bytes=16 * GIB,
     bandwidth=2.0e10,
-    gemm_rates={1: 2.0e10, 64: 1.0e11},
+    gemm_rates={ANY_COLUMNS: {1: 2.0e10, 64: 1.0e11}},
     unembed_rates={1: 1.0e10, 64: 5.0e10},
-    attention_rate=5.0e10,
+    attention_rates={"cpu": {1: 5.0e10}},
     host_link=2.0e10,
     launch_s=1.0e-5,
     context_bytes=0,
@@ -139,13 +240,13 @@ CPU: Final = Device(
 DEVICES: Final[Mapping[str, Device]] = {
     device.name: device
     for device in (
-        _card("rtx-3090", 23.7, 936e9, 71e12, source="data sheet; total as the driver shows it"),
-        _card("rtx-4090", 23.6, 1008e9, 165e12, source="data sheet; total as the driver shows it"),
-        _card("l40s", 44.4, 864e9, 362e12, source="data sheet; total as the driver shows it"),
-        _card("a100-40g", 39.4, 1555e9, 312e12, source="data sheet; total as the driver shows it"),
-        _card("a100-80g", 79.2, 2039e9, 312e12, source="data sheet; total as the driver shows it"),
-        _card("h100", 79.2, 3350e9, 989e12, link=54.7e9, source="data sheet; total as the driver shows it"),
-        H200,
+        _card("rtx-3090", 23.7, 936e9, 71e12),
+        _card("rtx-4090", 23.6, 1008e9, 165e12),
+        _card("l40s", 44.4, 864e9, 362e12),
+        _card("a100-40g", 39.4, 1555e9, 312e12),
+        _card("a100-80g", 79.2, 2039e9, 312e12),
+        _card("h100", 79.2, 3350e9, 989e12, attention=0.6, link=54.7e9),
+        _calibrated("h200"),
         CPU,
     )
 }
@@ -178,6 +279,35 @@ def load_device(name: str) -> Device:
     return _from_table(table, path)
 
 
+def to_toml(device: Device) -> str:
+    """Write a profile as the TOML that `load_device` reads: every field, so that it needs no base.
+
+    Examples
+    --------
+    >>> to_toml(DEVICES["cpu"]).splitlines()[0]
+    'name = "cpu"'
+    """
+    lines, tables = [], []
+    for name in (f.name for f in fields(Device)):
+        value = getattr(device, name)
+        if not isinstance(value, Mapping):
+            lines.append(f"{name} = {_toml_value(value)}")
+            continue
+        nested = {key: rates for key, rates in value.items() if isinstance(rates, Mapping)}
+        for title, rates in [(f"{name}.{key}", rates) for key, rates in nested.items()] or [(name, value)]:
+            tables += ["", f"[{title}]", *(f"{size} = {_toml_value(rate)}" for size, rate in rates.items())]
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _toml_value(value: str | bool | int | float) -> str:
+    """A JSON string is a TOML string, but for DEL, which JSON leaves as it is."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(float(value) if isinstance(value, float) else value)
+
+
 def _from_table(table: Mapping[str, Any], path: Path) -> Device:
     """Build a profile from TOML: sizes as text or bytes, everything unsaid taken from `base`."""
     values = dict(table)
@@ -190,24 +320,25 @@ def _from_table(table: Mapping[str, Any], path: Path) -> Device:
             raise UnknownName("field of a device profile", key, sorted(known), f"(in {path})")
     values.setdefault("name", path.stem)
     values.setdefault("source", path.name)
-    base = {f.name: getattr(DEVICES[base_name], f.name) for f in fields(Device)}
+    built = {f.name: getattr(DEVICES[base_name], f.name) for f in fields(Device)}
     try:
-        for key, value in values.items():
-            base[key] = _value(key, value)
-        return Device(**base)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"device profile {path}: {error}.") from None
+        return Device(**built | {key: _value(key, value) for key, value in values.items()})
+    except UsageError as error:
+        raise UsageError(f"device profile {path}: {error}") from None
 
 
 def _value(key: str, value: Any) -> Any:
+    """One field as `Device` takes it, which then checks what it means."""
     if key.endswith("_bytes"):
-        if key in ("context_bytes", "library_bytes", "host_bytes") and value == 0:
-            return 0
-        return parse_bytes(str(value))
-    if key.endswith("_rates"):
-        return {int(rows): float(rate) for rows, rate in dict(value).items()}
+        return 0 if value == 0 else parse_bytes(str(value))
     if key in ("name", "backend", "source"):
-        return str(value)
-    return bool(value) if key == "estimated" else float(value)
+        return _typed(key, value, str, "text")
+    if key == "estimated":
+        return _typed(key, value, bool, "true or false")
+    return value
+
+
+def _typed(key: str, value: Any, kind: type, expected: str) -> Any:
+    if not isinstance(value, kind):
+        raise UsageError(f"{key} must be {expected}, got {value!r}")
+    return value

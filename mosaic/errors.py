@@ -13,6 +13,7 @@ from collections.abc import Iterable
 __all__ = [
     "CheckFailed",
     "CheckpointError",
+    "DeviceLost",
     "DoesNotFit",
     "GraphError",
     "InstanceFormatError",
@@ -95,6 +96,10 @@ class CheckpointError(MosaicError):
 
 class RuntimeMemoryError(MosaicError):
     """The operating system or the driver refused memory that the plan needs."""
+
+
+class DeviceLost(MosaicError):
+    """The device stopped in a step: its context, and all that stood in its memory, is gone for this process."""
 
 
 class MissingExtra(MosaicError):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mosaic.runtime.cuda_driver import CudaError
-from mosaic.runtime.page_pool import Linux
+from mosaic.runtime.page_pool import PAGE_BYTES, Linux
 from mosaic.units import round_up
 
 GRANULARITY = 2 << 20
@@ -43,6 +43,8 @@ class FakeDriver:
         self.allocations: dict[int, int] = {}
         self.handles: dict[int, int] = {}  # handle -> memory
         self.memories: dict[int, int] = {}  # memory -> size
+        self.pinned: dict[int, int] = {}  # address of the host -> size
+        self.most_pinned_bytes, self.host_shift = 1 << 60, 0
         self._virtual_memory, self._lost, self._count, self._system = virtual_memory, False, 0, Linux()
 
     # --- what tests read and do -----------------------------------------------------------------------------------
@@ -54,11 +56,16 @@ class FakeDriver:
     def state(self) -> tuple[Any, ...]:
         """Everything that an undone call must leave as it was, but for the names of memories."""
         mappings = {address: size for address, (size, _) in self.mappings.items()}
-        tables = (self.reservations, mappings, self.allocations, self.handles)
+        tables = (self.reservations, mappings, self.allocations, self.handles, self.pinned)
         return (*(dict(table) for table in tables), set(self.accessible), self.used_bytes)
 
     def is_empty(self) -> bool:
-        return not (self.reservations or self.mappings or self.allocations or self.handles or self.memories)
+        tables = (self.reservations, self.mappings, self.allocations, self.handles, self.memories, self.pinned)
+        return not any(tables)
+
+    def may_copy(self, address: int, size: int) -> bool:
+        """Say whether a copy from or to host memory is asynchronous: pinned, and within one registration."""
+        return any(start <= address and address + size <= start + length for start, length in self.pinned.items())
 
     def launch(self) -> None:
         """Start work that may touch everything."""
@@ -193,6 +200,32 @@ class FakeDriver:
         self._require(self.allocations[target] >= size and self.allocations[source] >= size, "copy")
         ctypes.memmove(target, source, size)
         self.after_call("copy")
+
+    def host_register(self, address: int, size: int) -> None:
+        self._enter("host_register")
+        self._require(size > 0 and address % PAGE_BYTES == size % PAGE_BYTES == 0, "host_register")
+        if any(start < address + size and address < start + length for start, length in self.pinned.items()):
+            raise CudaError("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", 712, "host_register")
+        if sum(self.pinned.values()) + size > self.most_pinned_bytes:
+            raise CudaError("CUDA_ERROR_OUT_OF_MEMORY", 2, "host_register")
+        assert self._system.resident(address, size) == size, "pages are faulted in before they are pinned"
+        self.pinned[address] = size
+        self.after_call("host_register")
+
+    def host_unregister(self, address: int) -> None:
+        self._enter("host_unregister")
+        assert not self.busy, "unpinned while a stream may touch it"
+        if address not in self.pinned:
+            raise CudaError("CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", 713, "host_unregister")
+        # the pages go back after they are unpinned: before, the device would keep reading the old ones
+        assert self._system.resident(address, self.pinned[address]) == self.pinned[address]
+        del self.pinned[address]
+        self.after_call("host_unregister")
+
+    def host_device_pointer(self, address: int) -> int:
+        self._enter("host_device_pointer")
+        self._require(self.may_copy(address, 1), "host_device_pointer")
+        return address + self.host_shift
 
     def synchronize(self) -> None:
         self._enter("synchronize")

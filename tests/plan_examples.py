@@ -31,10 +31,10 @@ def buffer(
     covers_kib: int = 0,
     rotate: int = 1,
 ) -> Row:
-    """One buffer of `rows` KiB; `covers_kib` is the size of a root that its aliases make larger."""
+    """One buffer of `rows` KiB a slot; `covers_kib` is the size of a root that its aliases make larger."""
     return {
         "id": -1, "name": name, "kind": kind, "pool": pool, "offset": offset_kib * KIB,
-        "size": max(rows, covers_kib) * KIB, "start": life[0], "end": life[1], "gaps": [list(gap) for gap in gaps],
+        "size": max(rows * rotate, covers_kib) * KIB, "start": life[0], "end": life[1], "gaps": [list(gap) for gap in gaps],
         "alias_of": alias_of, "alias_offset": alias_kib * KIB,
         "dtype": "float32", "shape": [rows, 256], "alignment": 512, "region": region, "tensor": None, "rotate": rotate,
     }  # fmt: skip
@@ -95,11 +95,12 @@ def plan(
     weights_kib: int = 0,
     state_kib: int = 0,
     total_kib: int,
+    host_kib: int = 0,
     regions: Sequence[Row] = (),
     barriers: Sequence[Row] = (),
     edges: Sequence[tuple[str, int, int]] = (),
 ) -> Document:
-    """Join the parts; pages are 4 KiB, context and libraries take 4 KiB each, the budget is the total.
+    """Join the parts; pages are 4 KiB, context and libraries take 4 KiB each, the budgets are what is taken.
 
     The formula is the lower bound as a number, at the first op where so much is live.
     """
@@ -107,17 +108,23 @@ def plan(
         row["index"] = i
     for b, row in enumerate(buffers):
         row["id"] = b
-    capacities = {"workspace": workspace_kib, "weights": weights_kib, "state": state_kib}
+    capacities = {"workspace": workspace_kib, "weights": weights_kib, "state": state_kib, "host": host_kib}
+    devices = {"host": "cpu"}
     return {
         "schema": "mosaic.plan/1", "mosaic_version": "0.1.0", "model": "example", "phase": "example",
         "dtype": "float32", "dims": {"tokens": 5, "seqs": 1} | {row["dim"]: row["extent"] for row in regions},
         "device": "rtx-4090", "backend": "cuda", "estimated": True, "device_memory_bytes": 1 << 30,
         "page_bytes": PAGE_BYTES,
         "mesh": {"size": 1, "axes": {"tensor": 1}},
-        "pools": [{"name": name, "device": "cuda:0", "capacity": kib * KIB} for name, kib in capacities.items()],
+        "implementations": {},
+        "pools": [
+            {"name": name, "device": devices.get(name, "cuda:0"), "capacity": kib * KIB}
+            for name, kib in capacities.items()
+        ],
         "regions": list(regions), "barriers": list(barriers),
         "edges": [{"kind": kind, "from": start, "to": end} for kind, start, end in edges],
-        "budget_bytes": total_kib * KIB, "config": {row["knob"]: row["rows"] for row in regions}, "fits": True,
+        "budget_bytes": total_kib * KIB, "host_bytes": host_kib * KIB, "host_budget_bytes": host_kib * KIB,
+        "config": {row["knob"]: row["rows"] for row in regions}, "fits": True,
         "components": {
             "context": 4 * KIB, "library": 4 * KIB, "weights": weights_kib * KIB, "state": state_kib * KIB,
             "workspace": workspace_kib * KIB,
@@ -317,7 +324,7 @@ def side_stream() -> Document:
             buffer("y", (5, 6), 2, 2, kind="output"),
             buffer("w", (0, 6), 0, 3, kind="weight", pool="host"),
         ],
-        peak_at="third", peak_kib=7, lower_bound_kib=7, workspace_kib=8, total_kib=16,
+        peak_at="third", peak_kib=7, lower_bound_kib=7, workspace_kib=8, total_kib=16, host_kib=4,
         edges=[("fork", 1, 2), ("wait", 2, 4)],
     )  # fmt: skip
 
@@ -345,6 +352,146 @@ def two_side_streams() -> Document:
         ],
         peak_at="second", peak_kib=6, lower_bound_kib=6, workspace_kib=8, weights_kib=4, total_kib=20,
         edges=[("fork", 0, 1), ("wait", 1, 3), ("fork", 3, 4), ("wait", 4, 5)],
+    )  # fmt: skip
+
+
+def copy(
+    name: str, source: int, target: int, rows: int, *, stream: str, cut: Sequence[tuple[int, str]] = (), **more: Any
+) -> Row:
+    """A `copy` of `rows` rows in all, on a side stream; `cut` are (buffer, region) as in `op`."""
+    row = op(name, [source], [target], stream=stream, **more)
+    operands = {"x": source, "y": target}
+    slices = [[operand, 0, by, 1] for b, by in cut for operand, at in operands.items() if at == b]
+    return {**row, "kernel": "copy", "operands": operands, "flops": 0, "bytes": 2 * rows * KIB, "slices": slices}
+
+
+def weight_on_host(name: str, num_ops: int, offset_kib: int, rows: int) -> Row:
+    """A weight of the checkpoint that stays in host memory."""
+    return {**buffer(name, (0, num_ops), offset_kib, rows, kind="host", pool="host"), "tensor": f"model.{name}"}
+
+
+def streamed() -> Document:
+    """Three weights that arrive from host memory, each while the op before the one that needs it runs; two slots."""
+    fetch = "fetch"
+    return plan(
+        [
+            copy("w0_fetch", 5, 8, 2, stream=fetch),
+            op("embed", [0], [1]),
+            copy("w1_fetch", 6, 9, 2, stream=fetch),
+            op("first", [1, 8], [2]),
+            copy("w2_fetch", 7, 10, 2, stream=fetch),
+            op("second", [2, 9], [3]),
+            op("third", [3, 10], [4]),
+        ],
+        [
+            buffer("x", (0, 2), 4, 2, kind="input"),
+            buffer("a", (1, 4), 6, 2),
+            buffer("b", (3, 6), 4, 2),
+            buffer("c", (5, 7), 6, 2),
+            buffer("y", (6, 7), 2, 2, kind="output"),
+            weight_on_host("w0@host", 7, 0, 2),
+            weight_on_host("w1@host", 7, 2, 2),
+            weight_on_host("w2@host", 7, 4, 2),
+            buffer("w0", (0, 4), 0, 2),
+            buffer("w1", (2, 6), 2, 2),
+            buffer("w2", (4, 7), 0, 2),
+        ],
+        peak_at="first", peak_kib=8, lower_bound_kib=8, workspace_kib=8, total_kib=16, host_kib=8,
+        edges=[("wait", 0, 3), ("fork", 1, 2), ("wait", 2, 5), ("fork", 3, 4), ("wait", 4, 6)],
+    )  # fmt: skip
+
+
+def offloaded() -> Document:
+    """Hidden states in host memory: one loop stores them, another fetches windows of 2 rows, updates and stores them."""
+    first, second = "embed", "ffn"
+    return plan(
+        [
+            op("embed", [0], [1], region=first, slices=[(0, first), (1, first)]),
+            copy("embed_store", 1, 2, 5, stream="store", region=first, cut=[(1, first), (2, first)]),
+            copy("ffn_fetch", 2, 3, 5, stream="fetch", region=second, cut=[(2, second), (3, second)]),
+            op("up", [3], [4], region=second, slices=[(3, second), (4, second)]),
+            op("down", [4, 3], [3], region=second, slices=[(3, second), (4, second)]),
+            copy("ffn_store", 3, 2, 5, stream="store", region=second, cut=[(2, second), (3, second)]),
+            op("head", [2], [5]),
+        ],
+        [
+            buffer("ids", (0, 2), 4, 5, kind="input"),
+            buffer("embedded", (0, 2), 0, 2, region=first, rotate=2),
+            buffer("hidden", (0, 7), 0, 5, kind="host", pool="host"),
+            buffer("window", (2, 6), 0, 2, region=second, rotate=2),
+            buffer("h", (3, 5), 4, 2, region=second),
+            buffer("y", (6, 7), 0, 5, kind="output"),
+        ],
+        peak_at="embed", peak_kib=9, lower_bound_kib=9, workspace_kib=12, total_kib=20, host_kib=8,
+        regions=[region(first, (0, 2), 5, 2, 3), region(second, (2, 6), 5, 2, 3)],
+        barriers=[barrier(first, (0, 2), of=first, inputs=[0]), barrier(second, (2, 6), of=second)],
+        edges=[("fork", 0, 1), ("wait", 2, 3), ("fork", 4, 5)],
+    )  # fmt: skip
+
+
+def offloaded_groups() -> Document:
+    """A loop over groups, whose weights arrive a group ahead, around one that updates hidden states in host memory.
+
+    The inner loop's streams join main each time it ends, so that the outer one may fetch and store the same rows again.
+    """
+    outer, inner = "groups", "rows"
+    both = [(2, inner), (3, inner)]
+    return plan(
+        [
+            op("embed", [0], [1]),
+            copy("keep", 1, 2, 4, stream="store"),
+            op("wait", [0], [7]),
+            copy("weights", 4, 5, 4, stream="weights", region=outer, cut=[(4, outer), (5, outer)]),
+            op("keys", [7, 5], [6], region=outer, slices=[(5, outer)]),
+            copy("fetch", 2, 3, 8, stream="fetch", region=inner, cut=both),
+            op("mix", [6, 3], [3], region=inner, slices=[(3, inner)]),
+            copy("store", 3, 2, 8, stream="store", region=inner, cut=both),
+            op("head", [2, 7], [8]),
+        ],
+        [
+            buffer("ids", (0, 3), 4, 4, kind="input"),
+            buffer("x", (0, 2), 0, 4),
+            buffer("hidden", (1, 9), 4, 4, kind="host", pool="host"),
+            buffer("window", (5, 8), 4, 2, region=inner, rotate=2),
+            weight_on_host("w@host", 9, 0, 4),
+            buffer("w", (3, 8), 0, 2, region=outer, rotate=2),
+            buffer("k", (4, 8), 8, 1, region=outer),
+            buffer("z", (2, 9), 9, 1),
+            buffer("y", (8, 9), 0, 4, kind="output"),
+        ],
+        peak_at="fetch", peak_kib=10, lower_bound_kib=10, workspace_kib=12, total_kib=20, host_kib=8,
+        regions=[region(outer, (3, 8), 4, 2, 2), region(inner, (5, 8), 4, 2, 2, parent=outer)],
+        barriers=[
+            barrier(outer, (3, 8), of=outer, inputs=[7]),
+            barrier(inner, (5, 8), of=inner, inputs=[6]),
+        ],
+        edges=[("fork", 0, 1), ("wait", 1, 2), ("wait", 3, 4), ("wait", 5, 6), ("fork", 6, 7)],
+    )  # fmt: skip
+
+
+def joined_in_loop() -> Document:
+    """A side op that each iteration forks and joins: one slot does, and it may touch what lives outside."""
+    rows = "rows"
+    return plan(
+        [
+            op("embed", [0], [1]),
+            op("score", [1], [2], region=rows, slices=[(1, rows), (2, rows)]),
+            op("select", [2, 1], [3], region=rows, stream="index", slices=[(2, rows), (3, rows)]),
+            op("other", [1], [4], region=rows, slices=[(1, rows), (4, rows)]),
+            op("gather", [4, 3], [5], region=rows, slices=[(3, rows), (4, rows), (5, rows)]),
+        ],
+        [
+            buffer("ids", (0, 1), 4, 4, kind="input"),
+            buffer("x", (0, 5), 0, 4),
+            buffer("scores", (1, 5), 8, 1, region=rows),
+            buffer("chosen", (1, 5), 9, 1, region=rows),
+            buffer("o", (3, 5), 10, 1, region=rows),
+            buffer("y", (1, 5), 4, 4, kind="output"),
+        ],
+        peak_at="other", peak_kib=11, lower_bound_kib=11, workspace_kib=12, total_kib=20,
+        regions=[region(rows, (1, 5), 4, 1, 4)],
+        barriers=[barrier(rows, (1, 5), of=rows, inputs=[1], outputs=[5])],
+        edges=[("fork", 1, 2), ("wait", 2, 4)],
     )  # fmt: skip
 
 
@@ -406,7 +553,7 @@ def step() -> Document:
 
     A token's row is 1 KiB, a square weight 256 KiB. At `v` the hidden states, queries, keys and values are live.
     """
-    heads = {"heads": 2, "kv_heads": 2, "head_size": 128, "scale": 0.08838834764831845}
+    heads = {"head_size": 128, "scale": 0.08838834764831845}
     cut = [["x", 0, "ffn", 1], ["y", 0, "ffn", 1]]
     square, wide = 256 * KIB, 512 * KIB
     weight = {"kind": "weight", "pool": "weights"}
@@ -463,7 +610,8 @@ def step() -> Document:
     document["regions"][0]["dim"] = "tokens"
     config = {"head": "fused", "ffn": 2}
     document.update(
-        phase="full_step", dims={"tokens": 4, "seqs": 1, "pairs": 16, "masked": 2}, config=config,
+        phase="full_step", dims={"tokens": 4, "seqs": 1, "span": 4, "kv_heads": 2, "masked": 2}, config=config,
+        implementations={"attention": "triton"},
         formula=[
             {"expr": "4096*tokens + 8*masked + 4*seqs + 4", "at": "v"},
             {"expr": "2048*ffn_rows + 1024*tokens + 8*masked", "at": "up"},
@@ -486,7 +634,7 @@ EXAMPLES: Mapping[str, Callable[[], Document]] = {
     build.__name__: build
     for build in (
         chain, pools, chunked, nested, carried, alias_group, inplace, inplace_sliced, side_stream, two_side_streams,
-        explicit_barrier, gap, step,
+        streamed, offloaded, offloaded_groups, joined_in_loop, explicit_barrier, gap, step,
     )
 }  # fmt: skip
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import doctest
 import json
+import pkgutil
 import random
 import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_examples import EXAMPLES, Document, barrier, buffer, decoder, op, plan, region
-from plan_mutations import MUTATIONS
+from plan_examples import EXAMPLES, KIB, Document, Row, barrier, buffer, decoder, op, plan, region
+from plan_mutations import MUTATIONS, settle_totals
 
 from mosaic.errors import CheckFailed, PlanFormatError
 from mosaic.planner import check
 from mosaic.planner.check import Violation, check_plan, require_valid, require_well_formed
 
-STREAMS = {"side_stream", "two_side_streams"}
+STREAMS = {"side_stream", "two_side_streams", "streamed", "offloaded", "joined_in_loop"}
 
 
 def codes(document: Document) -> set[str]:
@@ -111,6 +116,8 @@ def test_require_valid_raises_all_messages() -> None:
         (("formula",), [1]),
         (("trace",), ["x"]),
         (("mesh",), {}),
+        (("host_bytes",), -1),
+        (("implementations",), {"attention": 1}),
         (("predicted_step_ms",), float("nan")),
         (("ops", 0, "operands"), {"x": 99}),
         (("ops", 0, "attrs"), {"heads": None}),
@@ -297,7 +304,7 @@ def test_attention_is_given_keys_and_values_whole() -> None:
     document["regions"].append(region("rows", (4, 5), 4, 2, 2))
     document["regions"][1].update(dim="tokens", knob="ffn")
     document["barriers"].append(barrier("rows", (4, 5), of="rows", inputs=[1, 11, 12, 13], outputs=[14]))
-    attention.update(region="rows", slices=[["q", 0, "rows", 1], ["y", 0, "rows", 1]], flops=32768, bytes=24592)
+    attention.update(region="rows", slices=[["q", 0, "rows", 1], ["y", 0, "rows", 1]], bytes=24592)
     for step in document["trace"]:
         step["config"] = document["config"]
     document["trace"].pop(0)
@@ -492,7 +499,7 @@ def test_disjoint_lifetimes_are_not_enough() -> None:
     assert "stream-race" not in codes(document)
 
 
-def test_side_op_of_a_loop_is_joined_inside() -> None:
+def test_a_loop_side_op_touches_nothing_of_the_workspace_that_lives_outside() -> None:
     document = EXAMPLES["side_stream"]()
     document["regions"].append(region("rows", (2, 4), 4, 1, 4))
     document["config"]["rows"] = 1
@@ -510,6 +517,331 @@ def test_edge_between_wrong_streams() -> None:
     document = EXAMPLES["side_stream"]()
     document["edges"][0]["to"] = 3
     assert "edge" in codes(document)
+
+
+# Loops with side ops.
+
+
+def once(document: Document, name: str) -> Document:
+    """Let a loop run once, over all rows at a time, one slot for each of its buffers."""
+    loop = next(row for row in document["regions"] if row["name"] == name)
+    loop.update(rows=loop["extent"], count=1)
+    document["config"][loop["knob"]] = loop["rows"]
+    for row in document["buffers"]:
+        if row["region"] == name:
+            rows = loop["rows"] if any(cut[2] == name for cut in slices_of(document, row["id"])) else row["shape"][0]
+            row.update(rotate=1, shape=[rows, 256], size=rows * KIB)
+    return document
+
+
+def slices_of(document: Document, b: int) -> list[list[object]]:
+    return [cut for op in document["ops"] for cut in op["slices"] if op["operands"][cut[0]] == b]
+
+
+def packed(document: Document) -> Document:
+    """Give each root of the workspace bytes of its own, and budgets that suffice; forget the search."""
+    roots = [row for row in document["buffers"] if row["pool"] == "workspace" and row["alias_of"] is None]
+    top = 0
+    for row in roots:
+        row["offset"], top = top, top + row["size"]
+    for row in document["buffers"]:
+        if row["alias_of"] is not None:
+            row["offset"] = document["buffers"][row["alias_of"]]["offset"] + row["alias_offset"]
+    document.update(budget_bytes=1 << 40, host_budget_bytes=1 << 40, trace=[])
+    settle_totals(document)
+    live = [sum(r["size"] for r in roots if r["start"] <= t < r["end"]) for t in range(len(document["ops"]))]
+    at = live.index(max(live))
+    document["formula"] = [{"expr": str(live[at]), "at": document["ops"][at]["name"]}]
+    return document
+
+
+def test_a_loop_that_runs_once_needs_one_slot() -> None:
+    document = EXAMPLES["offloaded"]()
+    assert codes(packed(once(once(document, "embed"), "ffn"))) == set()
+
+
+def test_a_loop_that_runs_once_may_name_more_rows_than_there_are() -> None:
+    """Chunk knobs are multiples of a tile; what is at home in the loop has the extent's rows."""
+    document = once(EXAMPLES["offloaded"](), "ffn")
+    document["regions"][1]["rows"] = document["config"]["ffn"] = 8
+    assert codes(packed(document)) == set()
+    document["formula"][0]["expr"] = "2048*ffn_rows + 7168"
+    assert "formula" in codes(document)
+    window = next(row for row in document["buffers"] if row["name"] == "window")
+    window.update(shape=[8, 256], size=8 * KIB)
+    assert "slice" in codes(packed(document))
+
+
+def test_the_long_loop_needs_two_slots() -> None:
+    document = EXAMPLES["offloaded"]()
+    window = next(row for row in document["buffers"] if row["name"] == "window")
+    window.update(rotate=1, size=2 * KIB)
+    assert codes(packed(document)) == {"stream-race"}
+    window.update(rotate=3, size=6 * KIB)
+    assert codes(packed(document)) == set()
+
+
+def test_the_last_write_is_stored() -> None:
+    """Forked from `up`, the store runs beside `down`, which still writes the window."""
+    document = EXAMPLES["offloaded"]()
+    document["edges"][2]["from"] = 3
+    assert codes(document) == {"stream-race"}
+
+
+def test_main_waits_for_the_fetch() -> None:
+    document = EXAMPLES["offloaded"]()
+    del document["edges"][1]
+    assert codes(document) == {"stream-race"}
+
+
+def test_an_op_of_main_sees_rows_that_another_iteration_stores() -> None:
+    """In its own iteration it reads before the store; the store of the iteration before may still run."""
+    document = EXAMPLES["offloaded"]()
+    document["ops"][3]["reads"].append(2)
+    document["ops"][3]["operands"]["r1"] = 2
+    assert codes(document) == {"stream-race"}
+    document["ops"][3]["slices"].append(["r1", 0, "ffn", 1])
+    assert codes(document) == set()
+
+
+def test_hidden_states_are_stored_before_they_are_fetched() -> None:
+    """The border between two loops orders them: without the second loop, only an edge does."""
+    document = EXAMPLES["offloaded"]()
+    document["regions"].pop()
+    document["barriers"].pop()
+    del document["config"]["ffn"], document["dims"]["ffn"]
+    for row in document["ops"]:
+        row["region"] = "embed" if row["region"] == "embed" else None
+        row["slices"] = [cut for cut in row["slices"] if cut[2] == "embed"]
+    for row in document["buffers"]:
+        row["region"] = "embed" if row["region"] == "embed" else None
+    for b, life in ((3, (1, 7)), (4, (3, 5))):
+        document["buffers"][b].update(shape=[5, 256], size=5 * KIB, rotate=1, start=life[0], end=life[1])
+    document["ops"][6]["reads"].append(3)
+    document["ops"][6]["operands"]["r1"] = 3
+    document["edges"] = [
+        {"kind": kind, "from": a, "to": b}
+        for kind, a, b in (("fork", 0, 1), ("fork", 0, 2), ("wait", 2, 3), ("fork", 4, 5), ("wait", 5, 6))
+    ]
+    document["ops"].insert(2, {**op("between", [0], []), "index": 2})
+    shift(document, 2)
+    found = check_plan(packed(document))
+    assert {violation.code for violation in found} == {"stream-race"}
+    assert {violation.ops for violation in found} >= {(1, 3)}  # the fetch is forked inside the loop that stores
+    document["edges"][1]["from"] = 2  # main, which the loop's end has joined
+    document["buffers"][3]["start"] = 3
+    assert codes(packed(document)) == set()
+
+
+def shift(document: Document, at: int) -> None:
+    """Renumber after an op was inserted."""
+    for i, row in enumerate(document["ops"]):
+        row["index"] = i
+    for row in document["buffers"]:
+        row["start"] += row["start"] >= at and row["start"] > 0
+        row["end"] += row["end"] > at
+    for edge in document["edges"]:
+        edge["from"] += edge["from"] >= at
+        edge["to"] += edge["to"] >= at
+    document["buffers"][0]["end"] = max(document["buffers"][0]["end"], at + 1)
+
+
+def test_slots_that_rotate_share_no_storage() -> None:
+    document = EXAMPLES["offloaded"]()
+    h = next(row for row in document["buffers"] if row["name"] == "h")
+    h.update(alias_of=3, offset=0)
+    assert "alias" in codes(document)
+
+
+def test_a_side_op_that_each_iteration_joins_may_touch_what_lives_outside() -> None:
+    document = EXAMPLES["joined_in_loop"]()
+    fork = document["edges"][0]
+    fork["from"] = 0  # from outside: where the loop begins, so iterations overlap
+    found = check_plan(document)
+    assert {violation.code for violation in found} == {"stream-race"}
+    assert any("beside other iterations" in violation.message for violation in found)
+
+
+def test_an_inner_loop_joins_before_the_outer_one_goes_on() -> None:
+    document = EXAMPLES["offloaded_groups"]()
+    assert codes(document) == set()
+    hidden = document["buffers"][2]
+    document["ops"][4]["reads"].append(hidden["id"])  # main reads all of it, between two runs of the inner loop
+    document["ops"][4]["operands"]["r2"] = hidden["id"]
+    assert codes(document) == set()
+
+
+# Host memory.
+
+
+def test_a_constant_of_the_host_is_not_written() -> None:
+    document = EXAMPLES["offloaded"]()
+    document["buffers"][2]["tensor"] = "model.embed"
+    assert "read-only" in codes(document)
+
+
+def test_hidden_states_hold_nothing_before_they_are_written() -> None:
+    document = EXAMPLES["offloaded"]()
+    document["ops"][0]["reads"].append(2)
+    document["ops"][0]["operands"]["r1"] = 2
+    assert "read-before-write" in codes(document)
+
+
+def test_host_buffers_share_no_bytes() -> None:
+    document = EXAMPLES["streamed"]()
+    document["buffers"][7]["offset"] = 0
+    assert "overlap" in codes(document)
+
+
+def test_host_memory_has_a_budget_of_its_own() -> None:
+    document = EXAMPLES["streamed"]()
+    document.update(host_budget_bytes=4096)
+    assert codes(document) == {"fits"}
+    document.update(fits=False)
+    assert codes(document) == set()
+    document["pools"][3]["device"] = "cuda:0"
+    assert codes(document) == {"pool"}
+
+
+def test_a_copy_crosses_the_link_once() -> None:
+    """One of its two sides may lie in host memory; other kernels read there only what they gather."""
+    document = EXAMPLES["streamed"]()
+    document["buffers"][8].update(kind="host", pool="host", offset=8 * KIB)
+    assert "operator" in codes(packed(document))
+    document = EXAMPLES["step"]()
+    document["buffers"][3].update(pool="host", offset=0)  # the table, from which the embedding gathers rows
+    messages = [violation.message for violation in check_plan(packed(document)) if violation.code == "operator"]
+    assert len(messages) == 1
+    assert "unembed_stats has weight in host memory" in messages[0]
+
+
+# Implementations, heads, sampling.
+
+
+def test_implementations_are_chosen_on_cuda() -> None:
+    document = EXAMPLES["step"]()
+    for chosen in ({}, {"attention": "abacus"}, {"attention": "triton", "linear": "triton"}, {"attention": "cudnn"}):
+        document["implementations"] = chosen  # cuDNN has no 32-bit kernel
+        assert codes(document) == {"implementation"}
+    document = EXAMPLES["chain"]()
+    document["implementations"] = {"attention": "triton"}
+    assert codes(document) == {"implementation"}
+
+
+@pytest.mark.parametrize(
+    ("change", "legal"),
+    [
+        (lambda d: None, True),
+        (lambda d: d["ops"][4]["attrs"].update(head_size=256), False),
+        (lambda d: d["ops"][4]["attrs"].update(head_size=4), False),
+        (lambda d: d["buffers"][1].update(shape=[3]), False),
+        (lambda d: d["buffers"][11].update(dtype="float32"), False),
+    ],
+)
+def test_cudnn_takes_one_sequence_in_sixteen_bits(change: Callable[[Document], None], legal: bool) -> None:
+    document = EXAMPLES["step"]()
+    document["implementations"] = {"attention": "cudnn"}
+    for b in (10, 11, 12, 13, 14):
+        document["buffers"][b]["dtype"] = "bfloat16"
+    change(document)
+    assert ("implementation" not in codes(document)) == legal
+
+
+def heads(document: Document, kv_heads: int = 2) -> Document:
+    """Let the attention of `step` run one KV head at a time; k and v of one at home in the loop."""
+    document["regions"].insert(0, region("heads", (2, 6), kv_heads, 1, kv_heads, knob="heads"))
+    document["regions"][0]["dim"] = "kv_heads"
+    document["config"] = {"head": "fused", "heads": 1, "ffn": 2}
+    document["barriers"].insert(0, barrier("heads", (2, 6), of="heads", inputs=[1, 11], outputs=[10, 14]))
+    cut = {"k": [["weight", 0], ["y", 1]], "v": [["weight", 0], ["y", 1]]}
+    cut |= {"mix": [["q", 1], ["k", 1], ["v", 1], ["y", 1]], "o": [["x", 1], ["weight", 1]]}
+    for row in document["ops"][2:6]:
+        row["region"] = "heads"
+        row["slices"] = [[operand, axis, "heads", 128] for operand, axis in cut[row["name"]]]
+    for b, life in ((12, (2, 5)), (13, (3, 5))):
+        document["buffers"][b].update(region="heads", shape=[4, 128], size=2 * KIB, start=life[0], end=life[1])
+    document["ops"][2]["bytes"] = document["ops"][3]["bytes"] = 2 * 4 * KIB + 256 * KIB + 4 * KIB
+    document["ops"][4]["bytes"] += 8
+    document["ops"][5]["bytes"] = 4 * KIB + 256 * KIB + 2 * 2 * 4 * KIB
+    document["buffers"][11].update(end=6)
+    document["buffers"][1].update(end=6)
+    document["buffers"][14].update(start=2, end=6, alias_of=None)
+    return packed(document)
+
+
+def test_attention_by_groups_of_heads() -> None:
+    """Keys and values of one group are whole in their tokens; queries and output go with them."""
+    document = heads(EXAMPLES["step"]())
+    assert codes(document) == set()
+    document["ops"][4]["slices"] = [cut for cut in document["ops"][4]["slices"] if cut[0] not in "qy"]
+    assert "operator" in codes(document)  # all queries with the keys of one group
+
+
+def test_kv_heads_is_what_attention_has() -> None:
+    document = EXAMPLES["step"]()
+    document["dims"]["kv_heads"] = 4
+    assert codes(document) == {"dims"}
+    document = heads(EXAMPLES["step"]())
+    document["ops"][4]["attrs"]["head_size"] = 64
+    assert codes(document) == {"dims"}  # four heads of 64
+
+
+@pytest.mark.parametrize("head_size", [0, 3, 512])
+def test_heads_divide_widths(head_size: int) -> None:
+    document = EXAMPLES["step"]()
+    document["ops"][4]["attrs"]["head_size"] = head_size
+    assert "operator" in codes(document)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "span", "holds"), [(1, 4, True), (1, 3, False), (2, 2, True), (2, 3, True), (2, 4, False)]
+)
+def test_span_is_a_mean_of_lengths(seqs: int, span: int, holds: bool) -> None:
+    document = EXAMPLES["step"]()
+    document["dims"].update(seqs=seqs, span=span)
+    document["buffers"][1]["shape"] = [seqs + 1]
+    document["ops"][4].update(flops=4096 * span, bytes=16384 + 4 * (seqs + 1))
+    document["formula"][0]["expr"] = f"4096*tokens + 8*masked + {4 * (seqs + 1)}"
+    assert codes(document) == (set() if holds else {"dims"})
+
+
+SAMPLED = ("sample", "sample_logit")
+
+
+def sampled(kernel: str) -> Document:
+    """The `step` with samples: from chunks of logits of one row, or fused with the unembedding."""
+    document = EXAMPLES["step"]()
+    inputs = {"keys": ("int64", (2,)), "temperature": ("float32", (1,))}
+    for name, (dtype, shape) in {**inputs, "sample": ("int64", (2,)), "sample_logit": ("float32", (2,))}.items():
+        kind, life = ("input", (0, 10)) if name in inputs else ("output", (9, 11))
+        document["buffers"].append(spec(name, dtype, shape, life, kind=kind, id=len(document["buffers"])))
+    ids = {row["name"]: row["id"] for row in document["buffers"]}
+    head = document["ops"][9]
+    head["operands"].update({name: ids[name] for name in (*inputs, *SAMPLED)})
+    head["reads"] += [ids[name] for name in inputs]
+    head["writes"] += [ids[name] for name in SAMPLED]
+    head.update(kernel=kernel, bytes=head["bytes"] + 16 + 4 + 16 + 8)
+    if kernel == "row_sample":  # the rows of 256 are logits here
+        head["reads"].remove(3)
+        del head["operands"]["weight"]
+        head["operands"]["logits"] = head["operands"].pop("x")
+        head.update(flops=10 * 2 * 256, bytes=head["bytes"] - 8 * KIB)
+    return packed(document)
+
+
+def spec(name: str, dtype: str, shape: tuple[int, ...], life: tuple[int, int], **more: object) -> Row:
+    return {**buffer(name, life, 0), "dtype": dtype, "shape": list(shape), "size": 512, **more}
+
+
+@pytest.mark.parametrize("kernel", ["row_sample", "unembed_sample"])
+def test_samples(kernel: str) -> None:
+    document = sampled(kernel)
+    assert codes(document) == set()
+    temperature = next(row for row in document["buffers"] if row["name"] == "temperature")
+    for wrong in ({"shape": [2]}, {"dtype": "float16"}):
+        broken = copy.deepcopy(document)
+        broken["buffers"][temperature["id"]].update(wrong)
+        assert "operator" in codes(broken)
 
 
 # Fast enough to run on every plan.
@@ -530,7 +862,22 @@ def _seconds(document: Document) -> float:
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(check, optionflags=doctest.IGNORE_EXCEPTION_DETAIL).failed == 0
+    modules = [check, *(import_module(f"{check.__name__}.{m.name}") for m in pkgutil.iter_modules(check.__path__))]
+    found = [doctest.testmod(module, optionflags=doctest.IGNORE_EXCEPTION_DETAIL) for module in modules]
+    assert sum(result.failed for result in found) == 0
+    assert sum(result.attempted for result in found) > 5
+
+
+def test_the_checker_shares_no_code_with_the_planner() -> None:
+    for file in sorted(Path(check.__path__[0]).glob("*.py")):
+        names = [
+            name
+            for node in ast.walk(ast.parse(file.read_text()))
+            for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+            + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+        ]
+        ours = [name for name in names if name.startswith("mosaic")]
+        assert all(name == "mosaic.errors" or name.startswith("mosaic.planner.check.") for name in ours), file.name
 
 
 def test_a_double_buffer_of_the_planner_passes() -> None:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
+import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeDriver
 from runtime_helpers import allocated_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mosaic.errors import CheckpointError
-from mosaic.models.safetensors import members
+from mosaic.errors import CheckpointError, RuntimeMemoryError
+from mosaic.models.safetensors import Layout, members
 from mosaic.runtime.checkpoint import Checkpoint, SafetensorsFile
+from mosaic.runtime.cuda_pool import CudaPool
+from mosaic.runtime.host_pool import HostPool
+from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.weights import (
     adopt_tensors,
     fill_randomly,
     load_weights,
     save_checkpoint,
 )
+from mosaic.runtime.workspace import Workspace
 
 
 def tensors() -> dict[str, Tensor]:
@@ -151,8 +160,8 @@ def test_any_damaged_byte_of_the_header_is_refused_or_harmless(folder: Path) -> 
                 file = SafetensorsFile(path)
             except CheckpointError:
                 continue
-            for name in file.entries:
-                file.tensor(name)
+            for name, entry in file.entries.items():
+                file.read_into(name, torch.empty(entry.end - entry.start, dtype=torch.uint8))
             file.close()
 
 
@@ -222,27 +231,110 @@ def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
         Checkpoint(tmp_path)
 
 
-def resident_bytes_of(path: Path) -> int:
-    """Bytes of a mapped file that are in this process's memory."""
-    total, mine = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if not first.endswith(":"):
-            mine = line.endswith(str(path))
-        elif mine and first == "Rss:":
-            total += int(line.split()[1]) * 1024
-    return total
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_let_go_tensor_by_tensor(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({name: torch.ones(1 << 20) for name in "abc"}, path)
-    out = torch.empty(1 << 20)
+def test_a_tensor_is_read_to_its_place_and_never_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, values = tmp_path / "model.safetensors", torch.randn(1 << 18)
+    save_file({"a": values}, path)
+    targets: list[int] = []
+    preadv = os.preadv
+
+    def watched(file: int, buffers: list[memoryview], offset: int) -> int:
+        targets.extend(np.asarray(buffer).__array_interface__["data"][0] for buffer in buffers)
+        return preadv(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    monkeypatch.setattr("mosaic.runtime.checkpoint.PIECE_BYTES", 1 << 18)
+    out = torch.empty(1 << 18)
     with Checkpoint(tmp_path) as checkpoint:
-        for name in "abc":
-            checkpoint.copy_into(name, out)
-            # at most the two pages at the borders, and what the system reads around them
-            assert resident_bytes_of(path) < 1 << 20
+        assert str(path) not in Path("/proc/self/maps").read_text()
+        checkpoint.copy_into("a", out)
+    assert torch.equal(out, values) and targets == [out.data_ptr() + piece * (1 << 18) for piece in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_pieces_join_whatever_their_size(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(37, 11)
+    save_file({"a": values}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("mosaic.runtime.checkpoint.PIECE_BYTES", 104)
+    preadv = os.preadv
+    # as little at once as the system likes
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:97]], offset))
+    with Checkpoint(tmp_path) as checkpoint:
+        out = torch.empty(37, 11, dtype=dtype)
+        checkpoint.copy_into("a", out)
+        assert torch.equal(out, values.to(dtype))
+        save_checkpoint(tmp_path / "copy", {"a": out}, {})
+    assert torch.equal(load_file(tmp_path / "copy" / "model.safetensors")["a"], out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_file_cut_short_while_it_is_read_is_refused(
+    tmp_path: Path, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, path)
+    monkeypatch.setattr("mosaic.runtime.checkpoint.PIECE_BYTES", 1024)
+    with Checkpoint(tmp_path) as checkpoint:
+        out = torch.empty(1000, dtype=dtype, device=device)
+        os.truncate(path, path.stat().st_size - 1500)
+        checkpoint.copy_into("a", out)
+        with pytest.raises(
+            CheckpointError, match=r"tensor 'b': expected 4,000 bytes, found the file's end after 2,500"
+        ):
+            checkpoint.copy_into("b", out)
+
+
+def test_a_file_that_cannot_be_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(file: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with (
+        Checkpoint(folder) as checkpoint,
+        pytest.raises(CheckpointError, match="'c': expected readable bytes, found Inp"),
+    ):
+        checkpoint.copy_into("c", torch.empty(4, dtype=torch.int64))
+
+
+def test_files_are_closed_when_one_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard(tmp_path)
+
+    class Vanishing(Layout):
+        def __init__(self, directory: Path) -> None:
+            super().__init__(directory)
+            (tmp_path / "two.safetensors").unlink()
+
+    monkeypatch.setattr("mosaic.runtime.checkpoint.Layout", Vanishing)
+    with pytest.raises(CheckpointError, match="No such file"):
+        Checkpoint(tmp_path)
+    gc.collect()  # an open file would warn, and warnings are errors
+
+
+def test_a_checkpoint_truncated_while_loading_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Into device memory and pinned memory of a fake driver; afterwards everything is as before."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, path)
+    whole, driver = path.read_bytes(), FakeDriver(1 << 30)
+    for cut in (1500, 0):
+        with Workspace(pool=CudaPool(driver, DeviceLedger()), host=HostPool(driver, DeviceLedger())) as workspace:
+            workspace.resize_all({"weights": 4000, "host": 4000})
+            views = {"a": workspace.view("weights", 0, (1000,), "float32")}
+            views["b"] = workspace.view("host", 0, (1000,), "float32")
+            with Checkpoint(tmp_path) as checkpoint:
+                os.truncate(path, len(whole) - cut)
+                if cut:
+                    with pytest.raises(CheckpointError, match="found the file's end"):
+                        load_weights(views, checkpoint)
+                else:
+                    load_weights(views, checkpoint)
+                    assert bool((views["a"] == 1).all()) and bool((views["b"] == 1).all())
+            views.clear()
+        path.write_bytes(whole)
+        gc.collect()
+        assert driver.is_empty() and workspace.ledger.committed_bytes == 0
 
 
 # --- the weights of a plan --------------------------------------------------------------------------------------------
@@ -264,6 +356,28 @@ def test_loads_plain_tensors_stacks_and_constants(tmp_path: Path) -> None:
     torch.testing.assert_close(views["=inv_freq:theta=500000.0,dim=8"].double(), expected, rtol=1e-6, atol=0)
     with pytest.raises(CheckpointError, match=r"constant '=ones' .* is unknown"):
         fill_randomly({"=ones": torch.empty(3)})
+
+
+def test_random_weights_depend_on_their_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mosaic.runtime.weights.PIECE_BYTES", 256)
+    one = {"x": torch.empty(10, 20), "l.{0:2}.w": torch.empty(2, 7, 3), "norm": torch.empty(50)}
+    other = {"l.1.w": torch.empty(7, 3), "x": torch.empty(10, 20), "qkv.bias": torch.empty(50)}
+    for views in (one, other):
+        fill_randomly(views, seed=3)
+    assert torch.equal(one["x"], other["x"]) and torch.equal(one["l.{0:2}.w"][1], other["l.1.w"])
+    pieces = one["x"].view(-1).split(64)
+    assert len({float(piece[0]) for piece in pieces}) == 4  # one generator goes on from piece to piece
+    assert abs(float(one["norm"].mean()) - 1) < 0.02 and abs(float(other["qkv.bias"].mean())) < 0.02
+    fill_randomly(other, seed=4)
+    assert not torch.equal(one["x"], other["x"])
+    again = {"x": torch.empty(10, 20)}
+    fill_randomly(again, seed=3, staging=torch.empty(256, dtype=torch.uint8))  # on the device of the view: not used
+    assert torch.equal(again["x"], one["x"])
+
+
+def test_a_staging_that_is_too_small_is_refused() -> None:
+    with pytest.raises(RuntimeMemoryError, match=r"needs 32\.00 MiB of staging on the device, 1\.00 MiB were given"):
+        fill_randomly({}, staging=torch.empty(1 << 20, dtype=torch.uint8))
 
 
 def test_a_tensor_that_the_model_needs_is_missed_by_name_and_shape(folder: Path) -> None:
@@ -303,6 +417,10 @@ def test_adoption_shares_memory_and_leaves_stacks_alone() -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     adopted = adopt_tensors(document(), {"w": parameter})
     assert adopted["w"].data_ptr() == parameter.data_ptr() and not adopted["w"].requires_grad
+    elsewhere = torch.ones(2, 3, device="meta")
+    assert adopt_tensors(document(), {"w": elsewhere}, device="meta")["w"].device.type == "meta"
+    with pytest.raises(CheckpointError, match=r"expected float32 \[2, 3\] on meta, found float32 \[2, 3\] on cpu"):
+        adopt_tensors(document(), {"w": parameter}, device="meta")
     with pytest.raises(CheckpointError, match="members of a stack lie apart"):
         adopt_tensors(document(tensor="e.{0:2}.w"), {"e.0.w": parameter})
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mosaic import cli
+from mosaic.devices import DEVICES
 from mosaic.models import PRESETS
 
 
@@ -163,6 +164,14 @@ def test_models_and_devices(mosaic: Any) -> None:
     assert "llada-moe" in mosaic("models").out
     rows = {row["name"]: row for row in mosaic("devices", "--json").json}
     assert not rows["h200"]["estimated"] and rows["rtx-3090"]["estimated"]
+    h200, profile = rows["h200"], DEVICES["h200"]
+    best = {name: max(rates.values()) for name, rates in profile.attention_rates.items()}
+    assert h200["host_link_bytes_per_s"] == profile.host_link and h200["attention_flops_by_implementation"] == best
+    assert h200["attention_flops"] == best["cudnn"] > best["triton"]
+    assert h200["gemm_flops"] == max(rate for rates in profile.gemm_rates.values() for rate in rates.values())
+    line = next(line for line in mosaic("devices").out.splitlines() if line.split()[:1] == ["h200"])
+    assert f"{profile.host_link / 1e9:.1f} GB/s" in line and f"{best['cudnn'] / 1e12:.0f} TFLOP/s" in line
+    assert line.split()[-1] == "measured"
     fits = {
         row["name"]: row["fits"]
         for row in mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "512k", "--json").json
@@ -177,6 +186,11 @@ def test_a_device_of_ones_own(mosaic: Any, tmp_path: Path) -> None:
     card.write_text('base = "rtx-3090"\nmemory_bytes = "12GiB"\nestimated = false\n')
     plan = mosaic("plan", "--model", "llada-8b", "--ctx", "1k", "--device", str(card), "--json")
     assert plan.code == 3 and plan.json["device"] == "my-card" and plan.json["budget_bytes"] == 12 << 30
+    card.write_text('base = "h200"\n[gemm_rates]\n64 = 1e14\n[attention_rates.triton]\n8192 = 1e14\n')
+    slow = mosaic("plan", "--model", "llada-8b", "--ctx", "8k", "--device", str(card), "--json").json
+    fast = mosaic("plan", "--model", "llada-8b", "--ctx", "8k", "--device", "h200", "--json").json
+    assert slow["predicted_step_ms"] > 3 * fast["predicted_step_ms"]
+    assert (slow["implementations"], fast["implementations"]) == ({"attention": "triton"}, {"attention": "cudnn"})
     card.write_text("memory_byte = 3\n")
     bad = mosaic("plan", "--model", "llada-8b", "--ctx", "1k", "--device", str(card))
     assert bad.code == 2 and "Did you mean 'memory_bytes'" in bad.err

@@ -16,11 +16,12 @@ from fake_cuda import GRANULARITY, FakeDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mosaic.errors import DoesNotFit, MissingExtra, RuntimeMemoryError, UnknownName
+from mosaic.errors import DoesNotFit, MissingExtra, RuntimeMemoryError
 from mosaic.runtime import cuda_driver
 from mosaic.runtime.cuda_driver import CudaDriver, CudaError
 from mosaic.runtime.cuda_pool import CudaMemoryError, CudaPool, SlabPool, chunk_sizes, open_pool
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import GIB, MIB, round_up
 
@@ -142,15 +143,16 @@ def test_streams_are_drained_before_pages_go_and_only_then() -> None:
 def test_another_range_takes_returned_pages() -> None:
     driver = FakeDriver(GIB)
     with CudaPool(driver, DeviceLedger(GIB)) as pool:
-        workspace, state = pool.reserve("workspace", TIB), pool.reserve("state", TIB)
-        workspace.commit(900 * MIB)
+        workspace = Workspace(pool=pool)
+        workspace.resize("workspace", 900 * MIB)
         with pytest.raises(DoesNotFit, match=r"state asks for 800\.00 MiB"):
-            state.commit(800 * MIB)
-        pool.resize({"state": 800 * MIB, "workspace": 200 * MIB})  # in this order only the second makes room
-        assert (workspace.committed_bytes, state.committed_bytes) == (200 * MIB, 800 * MIB)
+            workspace.resize("state", 800 * MIB)
+        workspace.resize_all({"state": 800 * MIB, "workspace": 200 * MIB})  # only the second makes room for the first
+        assert workspace.committed_bytes() == {"workspace": 200 * MIB, "state": 800 * MIB}
         assert driver_and_ledger_agree(driver, pool)
-        with pytest.raises(UnknownName, match=r"unknown range 'stat'\. Did you mean 'state'"):
-            pool.resize({"stat": 1})
+        with pytest.raises(DoesNotFit):
+            workspace.resize_all({"state": 900 * MIB, "workspace": 150 * MIB})
+        assert workspace.committed_bytes() == {"workspace": 150 * MIB, "state": 800 * MIB}
 
 
 def test_two_pools_of_a_device_share_a_ledger() -> None:
@@ -167,6 +169,23 @@ def test_two_pools_of_a_device_share_a_ledger() -> None:
         assert ledger.held() == {"workspace": 300 * MIB} and other.verify() == 0
         part.commit(GIB)
     assert driver.is_empty() and ledger.committed_bytes == 0
+
+
+def test_what_another_model_holds_lowers_what_there_is() -> None:
+    driver = FakeDriver(GIB)
+    with CudaPool(driver, DeviceLedger(GIB)) as one, CudaPool(driver, DeviceLedger(GIB)) as other:
+        one.reserve("weights", TIB).commit(700 * MIB)
+        part = other.reserve("workspace", TIB)
+        with pytest.raises(
+            CudaMemoryError, match=r"refused to add 400\.00 MiB .* says 324\.00 MiB are free"
+        ) as refusal:
+            part.commit(400 * MIB)
+        assert (refusal.value.asked_bytes, refusal.value.free_bytes) == (400 * MIB, 324 * MIB)
+        assert part.committed_bytes == other.ledger.committed_bytes == 0 and driver.used_bytes == 700 * MIB
+        part.commit(324 * MIB)
+        one.close()
+        part.commit(GIB)
+    assert driver.is_empty()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -331,7 +350,7 @@ def test_the_error_inside_a_pool_wins_over_that_of_closing_it() -> None:
         grown(driver, pool)
         driver.lose()
         raise ZeroDivisionError
-    assert "closing the pool failed too: workspace: the driver refused" in caught.value.__notes__[0]
+    assert "closing failed too: workspace: the driver refused" in caught.value.__notes__[0]
 
 
 def test_ranges_that_cannot_be() -> None:
@@ -456,8 +475,11 @@ def test_a_workspace_runs_over_either_pool(virtual_memory: bool) -> None:
         view = workspace.view("workspace", 512, (3, 5), "float32")
         view.copy_(torch.arange(15.0).view(3, 5))
         assert workspace.view("workspace", 512, (15,), "int32")[1] == 0x3F800000
+        assert workspace.view("workspace", 512, (15,), "float32", on_device=True).data_ptr() == view.data_ptr()
         with pytest.raises(RuntimeMemoryError, match="within the 2,097,152 committed bytes"):
             workspace.view("workspace", PAGE, (1,), "float32")
+        with pytest.raises(RuntimeMemoryError, match="no pool of pinned memory was given"):
+            workspace.resize("host", PAGE)
         assert workspace.committed_bytes() == workspace.resident_bytes() == {"workspace": PAGE}
         del view
     gc.collect()
@@ -544,4 +566,25 @@ def test_the_fake_keeps_the_drivers_rules() -> None:
     driver.synchronize()
     driver.unmap(address, 2 * PAGE)
     driver.free_addresses(address, 8 * PAGE)
+    with PagePool() as pool:
+        part = pool.reserve("host", MIB)
+        part.commit(MIB)
+        driver.host_register(part.address, MIB // 2)
+        for broken in (
+            lambda: driver.host_register(part.address + 1, 4096),
+            lambda: driver.host_register(part.address + MIB // 2, 100),
+            lambda: driver.host_register(part.address + 4096, MIB // 2),
+            lambda: driver.host_unregister(part.address + 4096),
+            lambda: driver.host_device_pointer(part.address + MIB // 2),
+        ):
+            with pytest.raises(CudaError):
+                broken()
+        driver.host_register(part.address + MIB // 2, MIB // 2)
+        assert not driver.may_copy(part.address + MIB // 2 - 1, 2)  # across two registrations
+        driver.launch()
+        with pytest.raises(AssertionError, match="while a stream"):
+            driver.host_unregister(part.address)
+        driver.synchronize()
+        driver.host_unregister(part.address)
+        driver.host_unregister(part.address + MIB // 2)
     assert driver.is_empty()

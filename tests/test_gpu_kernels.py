@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from test_kernels import BF16, F32, F64, name_of, strided
+from test_kernels import BF16, F16, F32, F64, Case, assert_within, name_of, randn, strided
 from test_triton_kernels import (
     ALIASES,
     CASES,
     DTYPES,
     INTERPRETED,
     PARAMETERS,
+    attention_error,
     check,
     check_alias,
     check_slices,
@@ -26,7 +28,10 @@ from test_triton_kernels import (
     scratch_for,
 )
 
+from mosaic.errors import GraphError
 from mosaic.kernels import load
+from mosaic.kernels.cuda import attention_cudnn
+from mosaic.registrar.implementations.cuda import CUDNN_WORKSPACE_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,3 +101,126 @@ def test_row_offsets_beyond_two_to_the_31_elements() -> None:
 def test_strided_operands_reach_the_gpu_with_their_strides() -> None:
     view = moved(strided(torch.ones(4, 6, dtype=F32)), "cuda")
     assert view.stride() == (14, 1) and torch.equal(view.cpu(), torch.ones(4, 6))
+
+
+class OnDevice:
+    """Pinned host memory as the device sees it."""
+
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self.pinned = pinned
+        self.__cuda_array_interface__ = {
+            "data": (pinned.data_ptr(), False), "shape": (pinned.nbytes,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+
+def seen_by_device(pinned: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(OnDevice(pinned), device="cuda").view(pinned.dtype).view(pinned.shape)
+
+
+def test_rows_are_gathered_from_a_table_in_pinned_memory() -> None:
+    table = torch.randn(1009, 517).to(BF16).pin_memory()
+    index = torch.tensor([0, 1008, 7, 7], device="cuda")
+    for kernel, names in (("embedding", ("ids", "table")), ("gather_rows", ("rows", "x"))):
+        y = torch.empty(4, 517, dtype=BF16, device="cuda")
+        load(kernel, "cuda").launch(**dict(zip(names, (index, seen_by_device(table)), strict=True)), y=y)
+        assert torch.equal(y.cpu(), table[index.cpu()])
+
+
+@pytest.mark.parametrize("alias", [False, True], ids=["", "through the device's view"])
+def test_copies_to_and_from_pinned_memory(alias: bool) -> None:
+    host, back = torch.randn(333, 517).to(BF16).pin_memory(), torch.empty(333, 517, dtype=BF16).pin_memory()
+    x, y = (seen_by_device(t) if alias else t for t in (host, back))
+    middle, copy = torch.zeros(333, 517, dtype=BF16, device="cuda"), load("copy", "cuda").launch
+    torch.cuda.synchronize()
+    requests = torch.cuda.memory_stats()["allocation.all.allocated"]
+    copy(x=x[3:200], y=middle[3:200])
+    copy(x=middle[3:200], y=y[3:200])
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests
+    assert torch.equal(back[3:200], host[3:200])
+    if not alias:
+        with pytest.raises(GraphError, match="a transfer needs both contiguous"):
+            copy(x=host[:, :8], y=torch.empty(333, 8, dtype=BF16, device="cuda"))
+
+
+# --- attention by cuDNN ---------------------------------------------------------------------------------------------
+
+with_cudnn = pytest.mark.skipif(not attention_cudnn.available(), reason=attention_cudnn.available().reason)
+# query rows, keys, query heads, KV heads, head size
+CUDNN_SHAPES = [
+    (1, 1, 1, 1, 128),
+    (1, 4099, 28, 4, 128),
+    (7, 5003, 4, 1, 64),
+    (100, 100, 1, 1, 128),
+    (100, 4096, 28, 4, 128),
+    (4096, 4096, 1, 1, 128),
+    (4096, 4096, 32, 32, 128),
+    (4099, 20011, 4, 4, 80),
+    (16384, 16384, 4, 4, 128),
+    (16384, 16384, 32, 32, 128),
+    (16384, 16384, 28, 4, 128),
+    (16384, 40009, 4, 2, 128),
+]
+
+
+def cudnn_operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """Operands on the GPU, each inside wider rows; cuDNN wants 16 bytes of alignment."""
+    rows, keys, heads, kv_heads, size = shape
+
+    def operand(seed: int, count: int, width: int, scale: float = 1.0) -> torch.Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        wide = torch.randn(count, width + 24, generator=generator, device="cuda") * scale
+        return wide.to(dtype)[:, 8 : 8 + width]
+
+    operands = {
+        "q": operand(0, rows, heads * size, 2),
+        "k": operand(1, keys, kv_heads * size, 2),
+        "v": operand(2, keys, kv_heads * size),
+        "cu_seqlens": torch.tensor([0, keys], dtype=torch.int32, device="cuda"),
+    }
+    attrs = {"head_size": size, "scale": size**-0.5}
+    return operands | attrs | {"scratch": torch.full((CUDNN_WORKSPACE_BYTES,), 0xFF, dtype=torch.uint8, device="cuda")}
+
+
+def around(view: torch.Tensor) -> torch.Tensor:
+    """What lies beside the rows of a view, as integers."""
+    wide = view.as_strided((view.shape[0], view.stride(0)), view.stride(), 0)
+    return torch.cat([wide[:, :8], wide[:, 8 + view.shape[1] :]], dim=1).view(torch.int16).clone()
+
+
+@with_cudnn
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=name_of)
+@pytest.mark.parametrize("shape", CUDNN_SHAPES, ids=str)
+def test_attention_by_cudnn(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = cudnn_operands(shape, dtype)
+    y = torch.full_like(given["q"], float("nan"))
+    attention_cudnn.launch(**given, y=y)
+    chosen = torch.randperm(shape[0], generator=torch.Generator().manual_seed(0))[:33].sort().values
+    operands = {name: given[name].cpu() for name in ("k", "v", "cu_seqlens")} | {"q": given["q"].cpu()[chosen]}
+    case = Case("attention", operands, attrs={name: given[name] for name in ("head_size", "scale")})
+    expected = case.reference()
+    assert_within(y.cpu()[chosen], expected, attention_error(case, expected))
+    before = around(given["q"])
+    attention_cudnn.launch(**given, y=given["q"])
+    assert torch.equal(given["q"], y)
+    assert torch.equal(around(given["q"]), before)
+
+
+@with_cudnn
+def test_attention_by_cudnn_allocates_nothing_and_can_be_captured() -> None:
+    given = cudnn_operands((300, 4099, 28, 4, 128), BF16)
+    y = torch.empty_like(given["q"])
+    attention_cudnn.launch(**given, y=y)
+    torch.cuda.synchronize()
+    requests = torch.cuda.memory_stats()["allocation.all.allocated"]
+    attention_cudnn.launch(**given, y=y)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention_cudnn.launch(**given, y=y)
+    attention_cudnn._plan.cache_clear()  # what was captured stays loaded
+    given["v"].copy_(randn(*given["v"].shape, dtype=BF16, seed=9).cuda())
+    graph.replay()
+    replayed = y.clone()
+    attention_cudnn.launch(**given, y=y)
+    assert torch.equal(replayed, y)

@@ -1,4 +1,4 @@
-"""Pools of a real card: the driver's counter moves by exactly what was mapped, and PyTorch's allocator by nothing."""
+"""Pools of a real card and pinned host memory: counters move by exactly what was mapped, PyTorch's allocator by nothing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.cuda_driver import CudaDriver
 from mosaic.runtime.cuda_pool import CudaMemoryError, CudaPool, SlabPool
+from mosaic.runtime.host_pool import HostMemoryError, HostPool
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.weights import fill_randomly, load_weights
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import GIB, MIB
 
@@ -138,7 +142,9 @@ STRAY = """
 import torch
 from mosaic.runtime.cuda_driver import CudaDriver
 from mosaic.runtime.cuda_pool import CudaMemoryError, CudaPool
-pool = CudaPool(CudaDriver(0))
+from mosaic.runtime.host_pool import HostMemoryError, HostPool
+pool, host = CudaPool(CudaDriver(0)), HostPool(CudaDriver(0))
+host.reserve("host", 1 << 40).commit(1 << 20)
 part = pool.reserve("workspace", 1 << 40)
 part.commit(64 << 20)
 view = part.tensor[32 << 20 :][:100]
@@ -154,6 +160,11 @@ try:
 except CudaMemoryError as error:
     print(error)
 pool.close()
+try:
+    host.close()
+except HostMemoryError as error:
+    print(error)
+host.close()
 """
 
 
@@ -162,6 +173,7 @@ def test_a_stray_access_to_released_memory_is_illegal_and_closing_reports_it() -
     lines = result.stdout.splitlines()
     assert result.returncode == 0 and lines[:2] == ["300", "illegal"], result.stdout + result.stderr
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in lines[2] and "Restart the process" in lines[2]
+    assert len(lines) == 4 and "refused to pin or unpin 1.00 MiB" in lines[3]
 
 
 def test_slabs_on_a_card(driver: CudaDriver) -> None:
@@ -191,3 +203,159 @@ def test_mapping_a_plan_takes_milliseconds(pool: CudaPool) -> None:
         times.append(time.perf_counter() - start)
     print(f"map {times[0] * 1e3:.1f} ms, unmap {times[1] * 1e3:.1f} ms, 16.5 GiB")
     assert max(times) < 0.5  # 8,000 chunks of 2 MiB would take this long
+
+
+# --- pinned host memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host(driver: CudaDriver) -> Iterator[HostPool]:
+    with HostPool(driver, DeviceLedger(device="host")) as host:
+        yield host
+
+
+@pytest.fixture
+def workspace(driver: CudaDriver) -> Iterator[Workspace]:
+    host = HostPool(driver, DeviceLedger(device="host"))
+    with Workspace(pool=CudaPool(driver, DeviceLedger()), host=host) as workspace:
+        yield workspace
+
+
+def pytorch_counts() -> tuple[int, int, int]:
+    return (
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.host_memory_stats().get("num_host_alloc", 0),
+    )
+
+
+def test_pinning_is_exact_on_the_host_and_nearly_nothing_on_the_device(driver: CudaDriver, host: HostPool) -> None:
+    counted, part = pytorch_counts(), host.reserve("host", TIB)
+    for size in (1, 3 * MIB + 1, GIB + 5, 20 * MIB, 0, 300 * MIB):
+        free = driver.memory_info()[0]
+        held = part.committed_bytes
+        part.resize(size)
+        exact = -(-size // host.page_bytes) * host.page_bytes
+        assert part.committed_bytes == part.resident_bytes() == host.ledger.committed_bytes == exact
+        # entries of the device's page tables: 8 B for each 4 KiB, taken by whole pages
+        taken = free - driver.memory_info()[0]
+        print(f"{held:>13,} -> {exact:>13,} B pinned take {taken:,} B of the device")
+        assert abs(taken) <= abs(exact - held) // 512 + 4 * MIB
+        if exact:
+            view = part.tensor[:exact]
+            assert view.is_pinned() and not part.tensor[exact : exact + 1].is_pinned()
+    assert pytorch_counts() == counted
+
+
+def test_the_device_reads_and_writes_host_memory_at_the_same_addresses(host: HostPool) -> None:
+    part = host.reserve("host", TIB)
+    part.commit(64 * MIB)
+    seen = part.device_tensor
+    assert seen.device == torch.device("cuda:0") and seen.data_ptr() == part.address and seen.numel() == TIB
+    near = part.tensor[512 : 64 * MIB].view(torch.int32)
+    near.copy_(torch.arange(near.numel(), dtype=torch.int32))
+    far = seen[512 : 64 * MIB].view(torch.int32)
+    assert torch.equal(far.to("cuda:0", copy=True).cpu(), near)
+    far.add_(1)
+    torch.cuda.synchronize()
+    assert int(near[0]) == 1 and int(near[-1]) == near.numel()
+    part.commit(128 * MIB)  # pinned anew: views stay valid
+    far.add_(1)
+    torch.cuda.synchronize()
+    assert int(near[0]) == 2 and part.device_tensor is seen
+
+
+def test_copies_both_ways_are_asynchronous_wherever_a_buffer_lies(workspace: Workspace) -> None:
+    workspace.resize_all({"workspace": 96 * MIB, "host": 32 * MIB})
+    workspace.resize("host", 96 * MIB)  # a second growth: a buffer over the old end must copy as well
+    shape = (32 * MIB // 4,)
+    device, counted = workspace.view("workspace", 32 * MIB, shape, "int32"), pytorch_counts()
+    source = workspace.view("host", 16 * MIB + 512, shape, "int32")
+    target = workspace.view("host", 60 * MIB, shape, "int32")
+    source.copy_(torch.arange(shape[0], dtype=torch.int32))
+    target.zero_()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for out, value in ((device, source), (target, device)):
+            torch.cuda._sleep(1_000_000_000)
+            start = time.perf_counter()
+            out.copy_(value, non_blocking=True)
+            assert time.perf_counter() - start < 0.05 and not stream.query()
+            assert not bool(target.any())
+    stream.synchronize()
+    assert torch.equal(target, source) and pytorch_counts() == counted
+
+
+def test_memory_goes_back_under_copies_in_flight(workspace: Workspace) -> None:
+    workspace.resize_all({"workspace": GIB, "host": GIB})
+    out, source = (workspace.view(name, 0, (GIB,), "uint8") for name in ("workspace", "host"))
+    source.fill_(3)
+    for _ in range(10):
+        out.copy_(source, non_blocking=True)
+    workspace.resize("host", 2 * GIB)  # drains the streams
+    assert torch.cuda.current_stream().query() and int(out[-1]) == 3
+    for _ in range(10):
+        out.copy_(source, non_blocking=True)
+    workspace.resize("host", 0)
+
+
+def test_more_than_the_machine_has_is_refused_and_the_card_stays_usable(host: HostPool) -> None:
+    part = host.reserve("host", 1 << 46)
+    part.commit(MIB)
+    if not host._system.grows():
+        with pytest.raises(HostMemoryError, match="host memory too small") as refusal:
+            part.commit(1 << 45)
+        assert refusal.value.available_bytes is not None and part.committed_bytes == MIB
+    part.device_tensor[:MIB].fill_(4)
+    torch.cuda.synchronize()
+    assert int(part.tensor[MIB - 1]) == 4
+
+
+def test_pinning_takes_so_long(host: HostPool) -> None:
+    part = host.reserve("host", TIB)
+    for size in (2 * GIB, 4 * GIB, 2 * GIB, 0):
+        start = time.perf_counter()
+        part.resize(size)
+        print(f"pinned {size / GIB:.0f} GiB after {time.perf_counter() - start:.2f} s")
+
+
+# --- weights on both sides of the link --------------------------------------------------------------------------------
+
+
+def views_on_both_sides(workspace: Workspace, shape: tuple[int, ...], dtype: str) -> list[dict[str, torch.Tensor]]:
+    size = 512 + 8 * torch.Size(shape).numel()
+    workspace.resize_all({"weights": size, "host": size})
+    return [{"w": workspace.view(name, 512, shape, dtype)} for name in ("weights", "host")]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(5000, 7001), (13,)])
+def test_random_weights_are_the_same_wherever_they_lie(
+    workspace: Workspace, dtype: str, shape: tuple[int, ...]
+) -> None:
+    resident, streamed = views_on_both_sides(workspace, shape, dtype)
+    workspace.resize("workspace", 2 * PIECE_BYTES)
+    for size in (PIECE_BYTES, 2 * PIECE_BYTES):
+        counted = pytorch_counts()
+        staging = workspace.view("workspace", 0, (size,), "uint8")
+        fill_randomly(resident, seed=1, staging=staging)
+        fill_randomly(streamed, seed=1, staging=staging)
+        assert pytorch_counts() == counted
+        assert torch.equal(resident["w"].cpu(), streamed["w"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_loads_to_either_side_and_is_saved_from_it(
+    workspace: Workspace, dtype: str, tmp_path: Path
+) -> None:
+    values = torch.randn(3000, 5001).bfloat16()
+    write_safetensors(tmp_path / "model.safetensors", {"w": values})
+    counted = pytorch_counts()
+    with Checkpoint(tmp_path) as checkpoint:
+        for views in views_on_both_sides(workspace, tuple(values.shape), dtype):
+            load_weights(views, checkpoint)
+            write_safetensors(tmp_path / "copy.safetensors", views)
+            assert torch.equal(views["w"].cpu(), values.to(views["w"].dtype))
+            written = (tmp_path / "copy.safetensors").read_bytes()
+            assert dtype != "bfloat16" or written == (tmp_path / "model.safetensors").read_bytes()
+    assert pytorch_counts() == counted

@@ -15,8 +15,10 @@ from runtime_helpers import StorageWatch, allocated_bytes, storages
 from torch import Tensor
 
 from mosaic.errors import GraphError, RuntimeMemoryError, UnknownName
-from mosaic.kernels import KERNELS, load
-from mosaic.registrar.implementations import cpu
+from mosaic.kernels import IMPLEMENTATIONS, KERNELS, load
+from mosaic.registrar.contract import Spec
+from mosaic.registrar.contracts import contract
+from mosaic.registrar.implementations import attention_options, cpu
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 DTYPES = (F32, F64, BF16, F16)
@@ -112,6 +114,100 @@ def test_registry_and_scratch_table_do_not_import_torch() -> None:
 
 def test_scratch_table_names_only_kernels() -> None:
     assert set(cpu.SCRATCH) <= set(KERNELS)
+
+
+def test_an_implementation_is_loaded_by_name() -> None:
+    module = load("attention", "cuda", "cudnn")
+    assert module.__name__ == "mosaic.kernels.cuda.attention_cudnn" and callable(module.launch)
+    with pytest.raises(UnknownName, match=r"implementation of attention on cuda 'cudn'. Did you mean 'cudnn'"):
+        load("attention", "cuda", "cudn")
+    for name, backend in (("linear", "cuda"), ("attention", "cpu")):
+        with pytest.raises(UnknownName, match=f"implementation of {name} on {backend} 'cudnn'"):
+            load(name, backend, "cudnn")
+
+
+def test_attention_options_are_those_that_serve_the_step() -> None:
+    step = {"seqs": 1, "head_size": 128, "dtype": "bfloat16"}
+    assert attention_options("cuda", **step) == ("cudnn", "triton")
+    assert attention_options("cuda", **step | {"dtype": "float16", "head_size": 8}) == ("cudnn", "triton")
+    for other in ({"seqs": 2}, {"head_size": 136}, {"head_size": 100}, {"dtype": "float32"}):
+        assert attention_options("cuda", **step | other) == ("triton",)
+    assert attention_options("cpu", **step) == ()
+    with pytest.raises(UnknownName, match="cuda"):
+        attention_options("cudaa", **step)
+    assert set(attention_options("cuda", **step)) == set(IMPLEMENTATIONS["attention", "cuda"])
+
+
+# --- contracts whose widths a region over heads slices ---------------------------------------------------------------
+
+HEADS = sympy.Symbol("h", positive=True, integer=True)
+TOKENS, KEYS, SPAN = (sympy.Symbol(name, positive=True, integer=True) for name in ("t", "s", "span"))
+BOUNDS = Spec((2,), "int32")
+
+
+@pytest.mark.parametrize("heads", [HEADS, 8], ids=str)
+def test_attention_infers_heads_from_widths(heads: Any) -> None:
+    rule = contract("attention")
+    q, k = Spec((TOKENS, heads * 4 * 128), "bfloat16"), Spec((KEYS, heads * 128), "bfloat16")
+    attrs = {"head_size": 128, "scale": 1.0, "span": SPAN}
+    assert rule.infer(q, k, k, BOUNDS, **attrs) == (q,)
+    assert sympy.expand(rule.flops(q, k, k, BOUNDS, **attrs)) == 4 * SPAN * TOKENS * 512 * heads
+    assert sympy.expand(rule.rate_rows(q, k, k, BOUNDS, **attrs)) == TOKENS * 4 * heads
+
+
+@pytest.mark.parametrize(
+    ("name", "specs", "attrs", "message"),
+    [
+        ("attention", ((5, 96), (7, 64)), {"head_size": 64}, "q must have heads of 64, it has 96 columns"),
+        ("attention", ((5, 64), (7, 96)), {"head_size": 64}, "k must have heads of 64, it has 96 columns"),
+        ("attention", ((5, 192), (7, 128)), {"head_size": 64}, "3 query heads do not divide into 2 groups"),
+        ("attention", ((5, 64 * HEADS), (7, 128)), {"head_size": 64}, "h query heads do not divide into 2 groups"),
+        ("rotary", ((5, 96),), {"head_size": 64}, "x must have heads of 64, it has 96 columns"),
+        ("head_norm", ((5, 96),), {"eps": 1e-5}, "x must have heads of 64, it has 96 columns"),
+    ],
+)
+def test_widths_that_are_no_heads_are_refused(name: str, specs: Any, attrs: dict[str, Any], message: str) -> None:
+    x, *rest = (Spec(shape, "bfloat16") for shape in specs)
+    others = {
+        "attention": lambda: (rest[0], rest[0], BOUNDS),
+        "rotary": lambda: (Spec((5,), "int32"), Spec((32,), "float32")),
+        "head_norm": lambda: (Spec((64,), "bfloat16"),),
+    }[name]()
+    more = {"scale": 1.0, "span": SPAN} if name == "attention" else {}
+    with pytest.raises(GraphError, match=message):
+        contract(name).infer(x, *others, **attrs, **more)
+
+
+def test_products_tell_their_columns_and_a_copy_its_bytes() -> None:
+    x, weight = Spec((TOKENS, 256), "bfloat16"), Spec((128 * HEADS, 256), "bfloat16")
+    assert contract("linear").rate_columns(x, weight) == 128 * HEADS
+    assert contract("linear_add").rate_columns(x, weight, Spec((TOKENS, 128 * HEADS), "bfloat16")) == 128 * HEADS
+    experts = Spec((4, 512, 256), "bfloat16")
+    assert contract("grouped_linear").rate_columns(x, experts, Spec((5,), "int64")) == 512
+    assert contract("rms_norm").rate_columns(x, weight) == 1
+    copy = contract("copy")
+    assert copy.infer(x) == (x,) and copy.flops(x) == 0 and copy.rate == "memory"
+    assert copy.moved({"x": x, "y": x}, {}) == 4 * 256 * TOKENS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scratch_is_a_polynomial_of_sliced_widths(dtype: str) -> None:
+    def shapes(rows: Any, heads: Any) -> dict[str, dict[str, tuple[Any, ...]]]:
+        return {
+            "head_norm": {"x": (rows, 64 * heads), "weight": (64,)},
+            "rotary": {"x": (rows, 64 * heads), "inv_freq": (32,)},
+            "linear": {"x": (rows, 96), "weight": (64 * heads, 96)},
+            "linear_add": {"x": (rows, 64 * heads), "weight": (96, 64 * heads)},
+            "attention": {"q": (rows, 64 * heads), "k": (7, 64 * heads)},
+        }
+
+    for name, symbolic in shapes(TOKENS, HEADS).items():
+        dtypes = dict.fromkeys((*symbolic, "q"), dtype)
+        formula = sympy.sympify(cpu.SCRATCH[name](symbolic, dtypes, {"head_size": 64}))
+        assert formula.is_polynomial(TOKENS, HEADS)
+        for rows, heads in ((1, 1), (300, 4)):
+            exact = cpu.SCRATCH[name](shapes(rows, heads)[name], dtypes, {"head_size": 64})
+            assert formula.subs({TOKENS: rows, HEADS: heads}) == exact
 
 
 # --- dense ops ------------------------------------------------------------------------------------------------------
@@ -215,7 +311,7 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, aliased: bool) -> 
 def test_head_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     tokens, heads, size = shape
     x, weight = strided(randn(tokens, heads * size, dtype=dtype)), randn(size, dtype=dtype, seed=1)
-    case = Case("head_norm", {"x": x, "weight": weight}, attrs={"heads": heads, "eps": 1e-6})
+    case = Case("head_norm", {"x": x, "weight": weight}, attrs={"eps": 1e-6})
     expected = case.reference()
     case.launch()
     assert_within(x, expected, gamma(size // 2 + 10, dtype) * expected.abs() + rounding(expected, dtype))
@@ -228,9 +324,7 @@ def test_rotary(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     x = strided(randn(tokens, heads * size, dtype=dtype))
     positions = torch.arange(tokens, dtype=torch.int32) * 241
     inv_freq = (500000.0 ** (-torch.arange(0, rotated, 2, dtype=F64) / rotated)).to(F32)
-    case = Case(
-        "rotary", {"x": x, "positions": positions, "inv_freq": inv_freq}, attrs={"heads": heads, "head_size": size}
-    )
+    case = Case("rotary", {"x": x, "positions": positions, "inv_freq": inv_freq}, attrs={"head_size": size})
     expected = case.reference()
     angle = (positions.double()[:, None] * inv_freq.double()).repeat(1, 2)
     pair = x.double().view(tokens, heads, size)[..., :rotated].abs()
@@ -272,7 +366,7 @@ def attention_case(lengths: tuple[int, ...], heads: int, kv_heads: int, size: in
         "v": strided(randn(tokens, kv_heads * size, dtype=dtype, seed=2)),
         "cu_seqlens": cu_seqlens,
     }
-    attrs = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "scale": size**-0.5}
+    attrs = {"head_size": size, "scale": size**-0.5}
     return Case("attention", operands, {"y": torch.empty(tokens, heads * size, dtype=dtype)}, attrs)
 
 
@@ -280,11 +374,8 @@ def attention_bound(case: Case, expected: Tensor) -> Tensor:
     """Bound the error: e^(2 d) - 1 for scores off by d, S roundings in each of two sums, applied to the sums of |v|."""
     dtype, attrs, wide = case.operands["q"].dtype, case.attrs, {n: t.double() for n, t in case.operands.items()}
     keys = int(case.operands["cu_seqlens"].diff().max())
-    heads = [
-        wide["q"].view(-1, attrs["heads"], attrs["head_size"]),
-        wide["k"].view(-1, attrs["kv_heads"], attrs["head_size"]),
-    ]
-    largest = float(heads[0].norm(dim=2).max() * heads[1].norm(dim=2).max()) * attrs["scale"]
+    longest = [float(wide[name].unflatten(1, (-1, attrs["head_size"])).norm(dim=2).max()) for name in ("q", "k")]
+    largest = longest[0] * longest[1] * attrs["scale"]
     delta = gamma(attrs["head_size"] + 4, dtype) * largest
     magnitude = case.reference(v=wide["v"].abs())
     return (2.1 * delta + gamma(2 * keys + 40, dtype)) * magnitude + rounding(expected, dtype)
@@ -336,6 +427,17 @@ def test_embedding_and_gather_rows_copy_exactly(dtype: torch.dtype) -> None:
         case = Case(kernel, operands, {"y": torch.empty(5, 13, dtype=dtype)})
         case.launch()
         assert torch.equal(case.outputs["y"], table[ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", [(1,), (37, 13), (3, 5, 7)], ids=str)
+def test_copy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = randn(*shape, dtype=dtype)
+    case = Case("copy", {"x": strided(x) if len(shape) == 2 else x}, {"y": torch.empty(shape, dtype=dtype)})
+    case.launch()
+    assert torch.equal(case.outputs["y"], x)
+    with pytest.raises(GraphError, match="copy: operand 'y' is"):
+        load("copy").launch(x=x, y=torch.empty(shape[0] + 1, dtype=dtype))
 
 
 def test_embedding_refuses_ids_outside_the_table() -> None:
@@ -517,6 +619,7 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
     return [
         attention_case((3, 600), 4, 2, 16, dtype),
         Case("confidence", {"maximum": vector, "logsumexp": vector.clone()}, {"y": torch.empty(300)}),
+        Case("copy", {"x": x}, {"y": y}),
         Case("embedding", {"ids": rows, "table": randn(300, 64, dtype=dtype)}, {"y": y}),
         Case("gather_rows", {"x": x, "rows": rows}, {"y": y}),
         Case(
@@ -524,7 +627,7 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
             {"x": randn(600, 64, dtype=dtype), "weight": randn(3, 300, 64, dtype=dtype), "offsets": offsets},
             {"y": torch.empty(600, 300, dtype=dtype)},
         ),
-        Case("head_norm", {"x": x.clone(), "weight": randn(16, dtype=dtype)}, attrs={"heads": 4, "eps": 1e-6}),
+        Case("head_norm", {"x": x.clone(), "weight": randn(16, dtype=dtype)}, attrs={"eps": 1e-6}),
         linear_case(300, 64, 290, dtype, bias=True),
         linear_case(1, 64, 290, dtype),
         Case("linear_add", {"x": x, "weight": randn(64, 64, dtype=dtype), "y": y.zero_()}),
@@ -539,7 +642,7 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
         Case(
             "rotary",
             {"x": x.clone(), "positions": positions, "inv_freq": inv_freq},
-            attrs={"heads": 4, "head_size": 16},
+            attrs={"head_size": 16},
         ),
         Case("row_stats", {"logits": randn(300, 1500, dtype=dtype)}, statistics_outputs(300)),
         Case(
@@ -557,9 +660,14 @@ def test_memory_cases_cover_every_kernel() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("index", range(19))
-def test_kernels_allocate_nothing(index: int, dtype: torch.dtype) -> None:
-    case = memory_cases(dtype)[index]
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_allocate_nothing(kernel: str, dtype: torch.dtype) -> None:
+    for case in memory_cases(dtype):
+        if case.kernel == kernel:
+            check_allocates_nothing(case)
+
+
+def check_allocates_nothing(case: Case) -> None:
     launch, scratch = load(case.kernel).launch, case.scratch()
     call = lambda: launch(**case.operands, **case.outputs, **case.attrs, scratch=scratch)  # noqa: E731
     assert allocated_bytes(call) == 0, case.kernel
@@ -602,5 +710,11 @@ def test_a_scratch_buffer_that_is_too_small_is_refused_with_numbers() -> None:
 def test_wrong_shapes_and_strides_are_refused() -> None:
     with pytest.raises(GraphError, match=r"linear: operand 'y' is \[3, 4\] .* expected \[3, 5\]"):
         load("linear").launch(x=torch.ones(3, 2), weight=torch.ones(5, 2), y=torch.empty(3, 4))
+    table = {"positions": torch.zeros(3, dtype=torch.int32), "inv_freq": torch.ones(2)}
+    with pytest.raises(GraphError, match="rotary: operand 'x' has 9 columns, expected a multiple of the head size 4"):
+        load("rotary").launch(x=torch.ones(3, 9), **table, head_size=4)
+    case = attention_case((5,), 3, 2, 4, F32)
+    with pytest.raises(GraphError, match="3 query heads do not divide into 2 groups"):
+        case.launch()
     with pytest.raises(GraphError, match="stride"):
         load("silu_mul").launch(gate=torch.ones(4, 4), up=torch.ones(4, 4).t())

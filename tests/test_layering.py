@@ -20,6 +20,7 @@ ALLOWED = {
     "viz": {"registrar", "planner", "models", "viz", "devices", "files"},
     "kernels": {"registrar", "kernels"},
     "runtime": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files"},
+    "bench": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files", "bench"},
 }
 COMMON = {"errors", "units", "version"}
 # Notebook pictures: an object draws itself on demand, through the room above it, at call time.
@@ -42,6 +43,7 @@ def run(code: str) -> str:
         "viz",
         "devices",
         "cli",
+        "bench",
     ],
 )
 def test_the_planner_half_imports_nothing_heavy(module: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from mosaic.errors import DoesNotFit, PlanFormatError, RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.page_pool import PAGE_BYTES, Access, Linux, PagePool
+from mosaic.runtime.page_pool import PAGE_BYTES, Access, HostMemoryError, Linux, PagePool
 from mosaic.runtime.workspace import Workspace
 
 MIB = 1 << 20
@@ -152,9 +152,10 @@ def test_a_commit_over_budget_changes_nothing() -> None:
 def test_more_than_the_machine_has_is_refused_before_a_page_is_touched() -> None:
     with PagePool() as pool:
         part = pool.reserve("workspace", 1 << 46)
-        with pytest.raises(RuntimeMemoryError, match="of physical memory are available"):
+        with pytest.raises(HostMemoryError, match="of physical memory are available") as refusal:
             part.commit(1 << 45)
-        assert part.committed_bytes == 0
+        assert part.committed_bytes == part.resident_bytes() == refusal.value.committed_bytes == 0
+        assert refusal.value.asked_bytes == 1 << 45 and refusal.value.available_bytes is not None
 
 
 def test_a_range_that_is_too_small_or_cannot_be_reserved_says_so() -> None:
@@ -237,6 +238,25 @@ def test_views_share_memory_at_their_offsets() -> None:
         assert whole[128:143].tolist() == list(range(15)) and not bool(whole[:128].any())
         assert workspace.view("workspace", 512, (15,), "int32")[1] == 0x3F800000
         assert workspace.view("workspace", 4, (), "bool").shape == ()
+
+
+def test_host_memory_of_a_cpu_is_ordinary_and_outside_its_budget() -> None:
+    with Workspace(DeviceLedger(MIB)) as workspace:
+        workspace.resize_all({"workspace": MIB, "host": 2 * MIB})
+        view = workspace.view("host", MIB, (4,), "int64", on_device=True).fill_(3)
+        assert torch.equal(workspace.view("host", MIB, (4,), "int64"), view)
+        assert workspace.ledger.held() == {"workspace": MIB} and workspace.host is not None
+        assert workspace.host.ledger.held() == {"host": 2 * MIB}
+        assert workspace.committed_bytes() == workspace.resident_bytes() == {"workspace": MIB, "host": 2 * MIB}
+    assert workspace.committed_bytes() == {}
+
+
+def test_several_pools_resize_in_an_order_that_fits() -> None:
+    with Workspace(DeviceLedger(3 * MIB)) as workspace:
+        workspace.resize_all({"workspace": 2 * MIB, "state": MIB})
+        workspace.resize_all({"workspace": MIB // 2, "state": 2 * MIB})
+        workspace.resize_all({"workspace": 2 * MIB, "state": MIB})
+        assert workspace.committed_bytes() == {"workspace": 2 * MIB, "state": MIB}
 
 
 def test_views_beyond_the_commit_or_misaligned_are_refused() -> None:

@@ -198,7 +198,7 @@ def test_attention_by_chunks_of_queries_knows_its_rows(workspace: Workspace) -> 
     bounds = doc.buffer("cu_seqlens", "input", (3,), dtype="int32")
     y = doc.buffer("y", "output", (50, 8))
     doc.region("r", 0, 1, rows=16, extent=50)
-    attrs = {"heads": 2, "kv_heads": 2, "head_size": 4, "scale": 0.5}
+    attrs = {"head_size": 4, "scale": 0.5}
     operands = {"q": q, "k": k, "v": v, "cu_seqlens": bounds, "y": y}
     doc.op("attention", operands, region="r", slices=[("q", 0, "r", 1), ("y", 0, "r", 1)], **attrs)
     inputs = {name: randn(50, 8, seed=i) for i, name in enumerate("qkv")}

@@ -157,7 +157,7 @@ def rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> Built:
 def head_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> Built:
     tokens, heads, size = shape
     x, weight = strided(randn(tokens, heads * size, dtype=dtype)), randn(size, dtype=dtype, seed=1)
-    case = Case("head_norm", {"x": x, "weight": weight}, attrs={"heads": heads, "eps": 0.5})
+    case = Case("head_norm", {"x": x, "weight": weight}, attrs={"eps": 0.5})
     expected = case.reference()
     return case, within("x", expected, gamma(size // 2 + 14, dtype) * expected.abs() + rounding(expected, dtype))
 
@@ -168,7 +168,7 @@ def rotary(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Built:
     positions = torch.arange(tokens, dtype=torch.int32) * 24103
     inv_freq = (500000.0 ** (-torch.arange(0, rotated, 2, dtype=F64) / rotated)).to(F32)
     operands = {"x": x, "positions": positions, "inv_freq": inv_freq}
-    case = Case("rotary", operands, attrs={"heads": heads, "head_size": size})
+    case = Case("rotary", operands, attrs={"head_size": size})
     expected = case.reference()
     angle = (positions.double()[:, None] * inv_freq.double()).repeat(1, 2)
     pair = x.double().view(tokens, heads, size)[..., :rotated].abs()
@@ -196,6 +196,11 @@ def rows_of(kernel: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Bui
         kernel, dict(zip(names, (index, table), strict=True)), {"y": strided(torch.empty(count, columns, dtype=dtype))}
     )
     return case, equal(y=table[index])
+
+
+def copy(shape: tuple[int, int], dtype: torch.dtype) -> Built:
+    x, y = strided(randn(*shape, dtype=dtype)), strided(torch.empty(*shape, dtype=dtype))
+    return Case("copy", {"x": x}, {"y": y}), equal(y=x)
 
 
 def linear(shape: tuple[int, int, int], dtype: torch.dtype, bias: bool = False) -> Built:
@@ -350,6 +355,7 @@ def cases() -> Iterator[tuple[str, Callable[[torch.dtype], Built]]]:
         ("head_norm", head_norm, [(1, 1, 2), (7, 5, 16), (11, 33, 128)]),
         ("rotary", rotary, [(1, 1, 2, 2), (37, 4, 16, 16), (7, 3, 128, 64), (3, 33, 128, 128)]),
         ("silu_mul", silu_mul, [(1, 1), (17, 41), (3, 4099)]),
+        ("copy", copy, [(1, 1), (31, 4099)]),
         ("embedding", lambda s, d: rows_of("embedding", s, d), [(1, 1, 1), (31, 13, 5), (7, 4099, 3)]),
         ("gather_rows", lambda s, d: rows_of("gather_rows", s, d), [(1, 1, 1), (31, 64, 37)]),
         ("row_stats", row_stats, [(1, 1), (1, 2), (3, 4097), (13, 4096), (7, 12289)]),
@@ -447,6 +453,21 @@ def check_slices(dtype: torch.dtype, device: str) -> None:
         part = Case("attention", case.operands | {"q": case.operands["q"][start:end]}, attrs=case.attrs)
         part.outputs = {"y": torch.empty(end - start, 16, dtype=dtype)}
         assert_within(run(part, device, row_start=start)["y"], expected[start:end], bound[start:end])
+
+
+def test_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mosaic.kernels.cuda import _triton, attention
+
+    case, verify = CASES["attention ((129,), 2, 1, 8)"](BF16)
+    wide = attention_case((129, 140), 2, 1, 128, BF16)  # a tile of 128 rows spans both sequences
+    expected = wide.reference()
+    monkeypatch.setattr(_triton, "capability", lambda operand: 103)
+    assert _triton.since(attention.TILES, case.operands["q"]) is attention.HOPPER
+    verify(run(case))
+    assert_within(run(wide)["y"], expected, attention_error(wide, expected))
+    for card, tiles in ((0, attention.SMALL), (80, attention.SMALL), (89, attention.SMALL), (120, attention.SMALL)):
+        monkeypatch.setattr(_triton, "capability", lambda operand, card=card: card)
+        assert _triton.since(attention.TILES, case.operands["q"]) is tiles
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

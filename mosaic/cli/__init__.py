@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from mosaic.cli import check, devices, models, pack, plan, show
+from mosaic.cli import bench, calibrate, check, devices, models, pack, plan, show
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
 
@@ -39,7 +39,16 @@ def _root(
     """Plan a diffusion LLM to the byte: where every buffer goes, whether a request fits, how long a step takes."""
 
 
-for command in (plan.plan, check.check, show.show, pack.pack, models.models, devices.devices):
+for command in (
+    plan.plan,
+    check.check,
+    show.show,
+    pack.pack,
+    models.models,
+    devices.devices,
+    calibrate.calibrate,
+    bench.bench,
+):
     app.command()(command)
 
 

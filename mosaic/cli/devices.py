@@ -11,10 +11,11 @@ from mosaic.cli.request import read_model, read_request
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
+    from mosaic.devices import Device
     from mosaic.models import Model
     from mosaic.planner.planner import Request
 
-__all__ = ["devices"]
+__all__ = ["devices", "profile"]
 
 
 def devices(
@@ -48,14 +49,18 @@ def devices(
 def _profiles() -> list[dict[str, Any]]:
     from mosaic.devices import DEVICES
 
-    return [
-        {
-            "name": d.name, "memory_bytes": d.memory_bytes, "bandwidth_bytes_per_s": d.bandwidth,
-            "gemm_flops": max(d.gemm_rates.values()), "attention_flops": d.attention_rate, "estimated": d.estimated,
-            "source": d.source,
-        }
-        for d in DEVICES.values()
-    ]  # fmt: skip
+    return [profile(device) for device in DEVICES.values()]
+
+
+def profile(device: Device) -> dict[str, Any]:
+    """A profile as a row: its sizes, and the best of each of its rates."""
+    attention = {name: max(rates.values()) for name, rates in device.attention_rates.items()}
+    return {
+        "name": device.name, "memory_bytes": device.memory_bytes, "bandwidth_bytes_per_s": device.bandwidth,
+        "host_link_bytes_per_s": device.host_link, "gemm_flops": max(max(r.values()) for r in device.gemm_rates.values()),
+        "attention_flops": max(attention.values()), "attention_flops_by_implementation": attention,
+        "estimated": device.estimated, "source": device.source,
+    }  # fmt: skip
 
 
 def _fitting(model: Model, request: Request) -> list[dict[str, Any]]:
@@ -87,7 +92,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     columns = (
         ("device", "fits", "needs", "has", "largest context", "predicted step", "chunks")
         if fitting
-        else ("device", "memory", "bandwidth", "GEMM", "attention", "figures")
+        else ("device", "memory", "bandwidth", "host link", "GEMM", "attention", "figures")
     )
     for i, column in enumerate(columns):
         table.add_column(
@@ -109,6 +114,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         else:
             table.add_row(
                 row["name"], format_bytes(row["memory_bytes"]), f"{row['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s",
+                f"{row['host_link_bytes_per_s'] / 1e9:,.1f} GB/s",
                 f"{row['gemm_flops'] / 1e12:,.0f} TFLOP/s", f"{row['attention_flops'] / 1e12:,.0f} TFLOP/s",
                 "estimated" if row["estimated"] else "measured",
             )  # fmt: skip

@@ -28,6 +28,9 @@ def plan(
     budget: Annotated[
         str | None, typer.Option(help="Bytes that may be used, such as 24GiB; default all of the device.")
     ] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Pinned host memory for weights and hidden states, such as 64GiB; default none.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
     solver: Annotated[str, typer.Option(help="Offset solver; see `mosaic pack --help`.")] = "auto",
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
@@ -42,7 +45,8 @@ def plan(
     """Plan one denoising step: every byte, the chunks, the predicted time. Exit code 3 when it does not fit."""
     if compare is not None:
         if any(
-            (model, ctx, seq_lens, masked, mask_ratio, device, budget, dtype, out, html, png, trace, snapshot, explain)
+            (model, ctx, seq_lens, masked, mask_ratio, device, budget, host_budget, dtype, out, html, png, trace, snapshot,
+             explain)
         ):
             raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)
@@ -57,8 +61,9 @@ def plan(
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
     planner = Planner(
-        read_model(model, dtype), device=device or DEFAULT_DEVICE, budget_bytes=parse_bytes(budget) if budget else None
-    )
+        read_model(model, dtype), device=device or DEFAULT_DEVICE, budget_bytes=parse_bytes(budget) if budget else None,
+        host_budget_bytes=parse_bytes(host_budget) if host_budget else None,
+    )  # fmt: skip
     planner.verify_checkpoint()
     request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
     made = planner.plan(request, solver=solver)
@@ -93,8 +98,8 @@ def _compare(files: tuple[Path, Path], as_json: bool) -> None:
 
     plans = [Plan.load(file) for file in files]
     if as_json:
-        keys = ("model", "device", "dims", "config", "components", "total_bytes", "budget_bytes", "peak_bytes",
-                "lower_bound_bytes", "predicted_step_ms", "max_ctx_tokens", "fits")  # fmt: skip
+        keys = ("model", "device", "dims", "config", "components", "total_bytes", "budget_bytes", "host_bytes",
+                "host_budget_bytes", "peak_bytes", "lower_bound_bytes", "predicted_step_ms", "max_ctx_tokens", "fits")  # fmt: skip
         print_json(
             [
                 {"file": str(file), **{key: p.document[key] for key in keys}}

@@ -61,7 +61,13 @@ def _components(document: Mapping[str, Any]) -> RenderableType:
     verdict.append(f", {'headroom' if fits else 'short by'} {format_bytes(abs(headroom))}", style="not bold")
     total = f"{format_bytes(document['total_bytes'])} of {format_bytes(document['budget_bytes'])}"
     table.add_row(Text("total", style="bold"), Text(total, style="bold"), verdict)
+    if document["host_bytes"]:
+        table.add_row("pinned host memory", format_bytes(document["host_bytes"]), _host_note(document))
     return table
+
+
+def _host_note(document: Mapping[str, Any]) -> str:
+    return f"of {format_bytes(document['host_budget_bytes'])}: weights and hidden states that are streamed"
 
 
 def _workspace_note(document: Mapping[str, Any]) -> str:
@@ -142,7 +148,7 @@ def comparison(documents: Sequence[Mapping[str, Any]], labels: Sequence[str]) ->
         table.add_row(dim, *(format_tokens(d["dims"].get(dim, 0)) for d in documents), "")
     for label, names in _COMPONENTS:
         table.add_row(label, *_pair([sum(d["components"][n] for n in names) for d in documents]))
-    for key in ("total_bytes", "budget_bytes", "peak_bytes", "lower_bound_bytes"):
+    for key in ("total_bytes", "budget_bytes", "host_bytes", "peak_bytes", "lower_bound_bytes"):
         table.add_row(key.removesuffix("_bytes").replace("_", " "), *_pair([d[key] for d in documents]))
     for knob in documents[0]["config"] | documents[1]["config"]:
         table.add_row(knob, *(str(d["config"].get(knob) or "off") for d in documents), "")

@@ -51,7 +51,7 @@ def _converted(
     accumulate: bool,
 ) -> None:
     (tokens, inner), outer = x_TI.shape, weight_OI.shape[0]
-    x_tile, weight_tile, y_tile = carve(scratch, linear_tiles(inner, outer, dtype_name(x_TI.dtype)), kernel)
+    x_tile, weight_tile, y_tile = carve(scratch, linear_tiles(inner, dtype_name(x_TI.dtype)), kernel)
     rows, columns = y_tile.shape
     y_flat = y_tile.view(-1)
     for first in range(0, outer, columns):

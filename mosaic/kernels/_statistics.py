@@ -1,4 +1,4 @@
-"""Row statistics of logits, kept online over tiles of the vocabulary: shared by row_stats and unembed_stats.
+"""Row statistics of logits, kept online over tiles of the vocabulary: shared by the kernels of statistics and samples.
 
 The state of a row lives in the outputs: `maximum` m, `second` largest, `token`, `logsumexp` holding l = sum exp(x - m)
 and `entropy` holding w = sum exp(x - m)(x - m) until `finish` turns them into m + log l and log l - w / l (natural
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels._sampling import RowSamples
 
 __all__ = ["RowStatistics", "check_outputs", "statistics_reference"]
 
@@ -40,7 +41,7 @@ def check_outputs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """The five outputs [C] of some rows, and the scratch tiles to update them."""
+    """The five outputs [C] of some rows, the scratch tiles to update them, and the rows' samples where any are drawn."""
 
     token: Tensor
     maximum: Tensor
@@ -48,6 +49,7 @@ class RowStatistics:
     logsumexp: Tensor
     entropy: Tensor
     tiles: list[Tensor]
+    samples: RowSamples | None = None
 
     def rows(self, start: int, end: int) -> RowStatistics:
         """View the rows [start, end)."""
@@ -59,6 +61,7 @@ class RowStatistics:
             logsumexp=self.logsumexp[mine],
             entropy=self.entropy[mine],
             tiles=self.tiles,
+            samples=None if self.samples is None else self.samples.rows(start, end),
         )
 
     def update(self, logits_CV: Tensor, first_column: int, exponentials_CV: Tensor) -> None:
@@ -66,6 +69,8 @@ class RowStatistics:
 
         `exponentials_CV` is written; it may be the logits themselves, which are then lost.
         """
+        if self.samples is not None:
+            self.samples.update(logits_CV, first_column)
         rows, columns = logits_CV.shape
         work_CV = self.tiles[1].view(-1)[: rows * columns].view(rows, columns)
         top, runner_up, shift, scale, total, weighted, index, better = (tile[:rows] for tile in self.tiles[2:10])
@@ -107,6 +112,8 @@ class RowStatistics:
 
     def finish(self) -> None:
         """Turn the sums into log-sum-exp and entropy."""
+        if self.samples is not None:
+            self.samples.finish(self.token, self.maximum)
         torch.div(self.entropy, self.logsumexp, out=self.entropy)
         self.logsumexp.log_()
         torch.sub(self.logsumexp, self.entropy, out=self.entropy)

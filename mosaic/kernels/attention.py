@@ -1,10 +1,10 @@
 """attention: softmax(q k^T * scale) v per sequence of a packed batch, all tokens visible (non-causal), grouped-query.
 
-Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32; heads, kv_heads,
-head_size, scale) -> y[T, N*H]; y may overwrite q. Row r of q is row `row_start + r` of the packed batch and sees the
-keys of its own sequence. Tiles of query rows times tiles of key rows, with the online softmax of Milakov and Gimelshein
-2018 (arXiv 1805.02867) in float32 (float64 for float64): nothing of the size T x S exists. Legend: T query rows, S
-keys, B sequences, N query heads, K KV heads, H size.
+Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32; head_size, scale, span)
+-> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row `row_start + r` of the packed batch
+and sees the keys of its own sequence. Tiles of query rows times tiles of key rows, with the online softmax of Milakov
+and Gimelshein 2018 (arXiv 1805.02867) in float32 (float64 for float64): nothing of the size T x S exists. Legend: T
+query rows, S keys, B sequences, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
+from mosaic.kernels._operands import check_attention
 from mosaic.kernels._scratch import tiles_of
 
 __all__ = ["launch", "reference"]
@@ -27,23 +27,15 @@ def launch(
     v: Tensor,
     cu_seqlens: Tensor,
     y: Tensor,
-    heads: int,
-    kv_heads: int,
     head_size: int,
     scale: float,
+    span: int = 0,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; `cu_seqlens` is read on the host; y may be q itself."""
-    rows, keys, dtype = q.shape[0], k.shape[0], q.dtype
-    check_shapes(
-        "attention",
-        q=(q, (rows, heads * head_size), None),
-        k=(k, (keys, kv_heads * head_size), dtype),
-        v=(v, (keys, kv_heads * head_size), dtype),
-        y=(y, (rows, heads * head_size), dtype),
-        cu_seqlens=(cu_seqlens, (cu_seqlens.shape[0],), torch.int32),
-    )
+    rows = q.shape[0]
+    heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size)
     tiles = tiles_of("attention", scratch, {"q": q}, head_size=head_size)
     bounds: list[int] = cu_seqlens.tolist()
     group = heads // kv_heads
@@ -112,14 +104,14 @@ def reference(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    heads: int,
-    kv_heads: int,
     head_size: int,
     scale: float,
+    span: int = 0,
     row_start: int = 0,
 ) -> Tensor:
     """Return the attention in plain PyTorch, with whole score matrices."""
     y = torch.empty_like(q)
+    heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
     group, bounds = heads // kv_heads, cu_seqlens.tolist()
     for first, last in pairwise(bounds):
         start, end = max(first - row_start, 0), min(last - row_start, q.shape[0])

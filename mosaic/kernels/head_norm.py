@@ -1,6 +1,6 @@
 """head_norm: rms_norm of every head of a row, in place (the q and k norms of Qwen3-style attention).
 
-Contract: head_norm(updates x[T, N*H], weight[H]; heads, eps), computed in float32. Legend: T rows, N heads, H head
+Contract: head_norm(updates x[T, N*H], weight[H]; eps), computed in float32. Legend: T rows, N heads, H head
 size.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from mosaic.kernels._norm import normalise, normalise_reference
-from mosaic.kernels._operands import check_shapes
+from mosaic.kernels._operands import check_shapes, heads_of
 from mosaic.kernels._scratch import tiles_of
 
 __all__ = ["launch", "reference"]
 
 
-def launch(*, x: Tensor, weight: Tensor, heads: int, eps: float, scratch: Tensor | None = None) -> None:
+def launch(*, x: Tensor, weight: Tensor, eps: float, scratch: Tensor | None = None) -> None:
     """Normalise every head of x [T, N*H] in place."""
-    check_shapes(
-        "head_norm", x=(x, (x.shape[0], heads * weight.shape[0]), None), weight=(weight, (weight.shape[0],), x.dtype)
-    )
-    normalise(x, weight, x, eps, tiles_of("head_norm", scratch, {"x": x, "weight": weight}, heads=heads))
+    size = weight.shape[0]
+    width = heads_of("head_norm", "x", x, size) * size
+    check_shapes("head_norm", x=(x, (x.shape[0], width), None), weight=(weight, (size,), x.dtype))
+    normalise(x, weight, x, eps, tiles_of("head_norm", scratch, {"x": x, "weight": weight}))
 
 
-def reference(*, x: Tensor, weight: Tensor, heads: int, eps: float) -> Tensor:
+def reference(*, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the normalised heads in plain PyTorch."""
     return normalise_reference(x, weight, eps)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mosaic.kernels._scratch import tiles_of
 from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "reference", "take_in"]
 
 
 def launch(
@@ -27,18 +27,22 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the five statistics of the rows of logits [C, V]."""
-    count, vocabulary = logits.shape
-    check_outputs("row_stats", count, token, maximum, second, logsumexp, entropy)
+    check_outputs("row_stats", logits.shape[0], token, maximum, second, logsumexp, entropy)
     tiles = tiles_of("row_stats", scratch, {"logits": logits})
-    rows, columns = tiles[0].shape
-    state = RowStatistics(
-        token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy, tiles=tiles
+    take_in(
+        logits,
+        RowStatistics(token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy, tiles=tiles),
     )
+
+
+def take_in(logits_CV: Tensor, state: RowStatistics) -> None:
+    """Bring the rows of logits into the state, some rows at a time and tile by tile."""
+    (count, vocabulary), (rows, columns) = logits_CV.shape, state.tiles[0].shape
     for start in range(0, count, rows):
         part = state.rows(start, start + rows)
         for first in range(0, vocabulary, columns):
-            tile = logits[start : start + rows, first : first + columns]
-            free = tiles[0].view(-1)[: tile.numel()].view(tile.shape)
+            tile = logits_CV[start : start + rows, first : first + columns]
+            free = state.tiles[0].view(-1)[: tile.numel()].view(tile.shape)
             part.update(tile if tile.dtype == torch.float32 else free.copy_(tile), first, free)
         part.finish()
 

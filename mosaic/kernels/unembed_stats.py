@@ -7,6 +7,8 @@ logits exist one tile at a time, in float32 whatever the dtype. Legend: C rows, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from mosaic.kernels._operands import check_shapes
 from mosaic.kernels._scratch import tiles_of
 from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "multiply_in", "reference"]
 
 
 def launch(
@@ -29,25 +31,34 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the five statistics of the logits of x [C, D] against weight [V, D]."""
-    (count, hidden), vocabulary = x.shape, weight.shape[0]
-    check_shapes("unembed_stats", weight=(weight, (vocabulary, hidden), x.dtype))
-    check_outputs("unembed_stats", count, token, maximum, second, logsumexp, entropy)
+    check_outputs("unembed_stats", x.shape[0], token, maximum, second, logsumexp, entropy)
     tiles = tiles_of("unembed_stats", scratch, {"x": x, "weight": weight})
-    rows, columns = tiles[0].shape
     state = RowStatistics(
         token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy, tiles=tiles
     )
-    converted = tiles[11:]
+    multiply_in("unembed_stats", x, weight, state, tiles[11:])
+
+
+def multiply_in(
+    kernel: str, x_CD: Tensor, weight_VD: Tensor, state: RowStatistics, converted: Sequence[Tensor]
+) -> None:
+    """Bring the logits x @ weight.T into the state, tile by tile.
+
+    `converted` is empty for float32; else two float32 tiles, for rows of x and of the weight.
+    """
+    (count, hidden), vocabulary = x_CD.shape, weight_VD.shape[0]
+    check_shapes(kernel, x=(x_CD, (count, hidden), None), weight=(weight_VD, (vocabulary, hidden), x_CD.dtype))
+    rows, columns = state.tiles[0].shape
     for first in range(0, vocabulary, columns):
-        weight_tile = weight[first : first + columns]
+        weight_tile = weight_VD[first : first + columns]
         if converted:
             weight_tile = converted[1][: weight_tile.shape[0]].copy_(weight_tile)
         for start in range(0, count, rows):
-            x_tile = x[start : start + rows]
+            x_tile = x_CD[start : start + rows]
             if converted:
                 x_tile = converted[0][: x_tile.shape[0]].copy_(x_tile)
             shape = x_tile.shape[0], weight_tile.shape[0]
-            logits = tiles[0].view(-1)[: shape[0] * shape[1]].view(shape)
+            logits = state.tiles[0].view(-1)[: shape[0] * shape[1]].view(shape)
             torch.mm(x_tile, weight_tile.t(), out=logits)
             state.rows(start, start + rows).update(logits, first, logits)
     state.finish()

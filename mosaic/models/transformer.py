@@ -1,13 +1,15 @@
 """One full bidirectional denoising step, registered from an `Architecture`.
 
-`tokens` is the packed total of all sequences, `masked` the rows unembedded.
-Shape legend: T tokens, M masked rows, D hidden, F feed-forward, V vocabulary,
-N query heads, K key-value heads, H head size, E experts.
+`tokens` is the packed total of all sequences, `masked` the rows unembedded, `span` the keys that a query sees on
+average. Shape legend: T tokens, M masked rows, D hidden, F feed-forward, V vocabulary, N query heads, K key-value
+heads, H head size, E experts.
 """
 
 from __future__ import annotations
 
 from mosaic.models.architecture import Architecture
+from mosaic.models.residency import Hidden, Matrix, Residency
+from mosaic.registrar.contract import Dim
 from mosaic.registrar.graph import Buffer, Graph
 
 __all__ = ["full_step"]
@@ -16,6 +18,10 @@ PROJECTION_TILE = 128
 FFN_TILE = 128
 EXPERT_TILE = 128
 LOGITS_TILE = 64
+
+ATTENTION = ("together", "queries", "heads")
+"""How attention runs: all queries at once; by chunks of queries, which then never exist whole; or that for a few KV
+heads at a time, accumulated into a second residual."""
 
 
 def full_step(g: Graph, arch: Architecture, *, logits: bool = False) -> None:
@@ -30,141 +36,287 @@ def full_step(g: Graph, arch: Architecture, *, logits: bool = False) -> None:
     logits
         Also return logits[R, V] of `logit_rows` R chosen rows, as an output in the plan.
     """
-    tokens, seqs = g.dim("tokens"), g.dim("seqs", at_most="tokens")
-    ids = g.input("token_ids", (tokens,), "int64")
-    positions = g.input("positions", (tokens,), "int32")
-    cu_seqlens = g.input("cu_seqlens", (seqs + 1,), "int32")
-    table = g.weight("embedding", (arch.vocabulary, arch.hidden), arch.dtype, tensor=arch.names.embedding)
-    inv_freq = g.weight(
-        "inv_freq", (arch.head_size // 2,), "float32", tensor=f"=inv_freq:theta={arch.rope_theta},dim={arch.head_size}"
-    )
-    x = g.add_op("embedding", ids, table, name="hidden")
-    for layer in range(arch.layers):
+    _Step(g, arch).register(logits=logits)
+
+
+class _Step:
+    """The registration of one step: what its sublayers share, and the sublayers in order."""
+
+    def __init__(self, g: Graph, arch: Architecture) -> None:
+        self.g, self.arch = g, arch
+        self.tokens, self.seqs = g.dim("tokens"), g.dim("seqs", at_most="tokens")
+        self.span, self.kv_heads = g.dim("span", at_most="tokens"), g.dim("kv_heads", value=arch.kv_heads)
+        self.masked = g.dim("masked", at_most="tokens")
+        self.head_choice = g.choice("head", ("logits", "fused"))
+        self.attention_choice = g.choice("attention", ATTENTION)
+        self.on_host = g.choice("hidden", ("device", "host"), escalating=True) == "host"
+        self.residency = Residency(g, arch)
+        g.knob("heads", over=self.kv_heads, tile=1)
+
+    def register(self, *, logits: bool) -> None:
+        """Register all of it."""
+        g, arch = self.g, self.arch
+        ids = g.input("token_ids", (self.tokens,), "int64")
+        self.positions = g.input("positions", (self.tokens,), "int32")
+        self.cu_seqlens = g.input("cu_seqlens", (self.seqs + 1,), "int32")
+        self.inv_freq = g.weight(
+            "inv_freq",
+            (arch.head_size // 2,),
+            "float32",
+            tensor=f"=inv_freq:theta={arch.rope_theta},dim={arch.head_size}",
+        )
+        self.hidden = Hidden(g, "hidden", arch, on_host=self.on_host)
+        self.spare = Hidden(g, "residual", arch, on_host=True) if self.on_host and self.splits else None
+        table = self.embed(ids)
+        with g.scope("layers.0"):
+            matrices = self.residency.fetch(self.attention_matrices(0), streamed=self.residency.streams(0))
+        for layer in range(arch.layers):
+            matrices = self.layer(layer, matrices)
+        self.head(table, matrices.get("head"), logits=logits)
+
+    @property
+    def splits(self) -> bool:
+        """Whether attention runs by groups of heads."""
+        return self.attention_choice == "heads"
+
+    def embed(self, ids: Buffer) -> Buffer:
+        """hidden = table[ids]; the table stays in host memory where its rows are gathered from there."""
+        g, arch = self.g, self.arch
+        matrix = Matrix(name="embedding", shape=(arch.vocabulary, arch.hidden), tensor=arch.names.embedding)
+        table = (
+            self.residency.on_host(matrix)
+            if self.residency.embedding_on_host
+            else g.weight(matrix.name, matrix.shape, arch.dtype, tensor=matrix.tensor)
+        )
+        if not self.on_host:
+            g.add_op("embedding", ids, table, out=self.hidden.buffer, name="embed")
+            return table
+        with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="embed") as rows:
+            window = self.hidden.window(rows, "embedded")
+            g.add_op("embedding", ids, table, out=window, name="embed")
+            self.hidden.keep(window)
+        return table
+
+    def layer(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
+        """One layer, whose attention matrices are given; the matrices of the next sublayer are fetched meanwhile."""
+        g, arch, residency = self.g, self.arch, self.residency
+        streamed = residency.streams(layer)
+        last = layer + 1 == arch.layers
         with g.scope(f"layers.{layer}"):
-            attention(g, arch, layer, x, positions, cu_seqlens, inv_freq)
-            (experts if arch.experts else feed_forward)(g, arch, layer, x)
-    head(g, arch, x, table, cu_seqlens, logits=logits)
-
-
-def norm_weight(g: Graph, arch: Architecture, name: str, tensor: str) -> Buffer:
-    return g.weight(name, (arch.hidden,), arch.dtype, tensor=tensor)
-
-
-def attention(
-    g: Graph, arch: Architecture, layer: int, x: Buffer, positions: Buffer, cu_seqlens: Buffer, inv_freq: Buffer
-) -> None:
-    """x += attention(rms_norm(x)): projections by chunks of tokens, one attention over all, output over queries."""
-    tokens, names = g.dim("tokens"), arch.names
-    width, kv_width = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-    q = g.buffer("q", (tokens, width), arch.dtype)
-    k = g.buffer("k", (tokens, kv_width), arch.dtype)
-    v = g.buffer("v", (tokens, kv_width), arch.dtype)
-    plan = (
-        (q, names.query, names.query_norm, arch.heads),
-        (k, names.key, names.key_norm, arch.kv_heads),
-        (v, names.value, "", 0),
-    )
-    norm = norm_weight(g, arch, "attention_norm", names.attention_norm.format(layer=layer))
-    with g.chunk("proj", over=tokens, tile=PROJECTION_TILE):
-        h = g.add_op("rms_norm", x, norm, name="attention_in", eps=arch.norm_eps)
-        for out, tensor, norm_tensor, heads in plan:
-            name = out.name.rsplit("/", 1)[-1]
-            stem = tensor.format(layer=layer)
-            weight = g.weight(f"{name}_proj", (out.shape[1], arch.hidden), arch.dtype, tensor=f"{stem}.weight")
-            bias = (
-                g.weight(f"{name}_bias", (out.shape[1],), arch.dtype, tensor=f"{stem}.bias") if arch.qkv_bias else None
-            )
-            g.add_op("linear", h, weight, bias, out=out, name=f"{name}_linear")
-            if heads and arch.head_norms:
-                scale = g.weight(f"{name}_norm", (arch.head_size,), arch.dtype, tensor=norm_tensor.format(layer=layer))
-                g.add_op("head_norm", out, scale, name=f"{name}_head_norm", heads=heads, eps=arch.norm_eps)
-            if heads:
-                g.add_op(
-                    "rotary", out, positions, inv_freq, name=f"{name}_rotary", heads=heads, head_size=arch.head_size
-                )
-    y = g.add_op(
-        "attention", q, k, v, cu_seqlens, heads=arch.heads, kv_heads=arch.kv_heads, head_size=arch.head_size,
-        scale=arch.head_size**-0.5, pairs=g.dim("pairs"),
-    )  # fmt: skip
-    g.add_alias(y, q)
-    weight = g.weight("o_proj", (arch.hidden, width), arch.dtype, tensor=names.output.format(layer=layer))
-    g.add_op("linear_add", y, weight, x, name="o_linear")
-
-
-def feed_forward(g: Graph, arch: Architecture, layer: int, x: Buffer) -> None:
-    """x += down(silu(gate(h)) * up(h)) with h = rms_norm(x), by chunks of tokens."""
-    names = arch.names
-    norm = norm_weight(g, arch, "ffn_norm", names.ffn_norm.format(layer=layer))
-    wide, narrow = (arch.ffn, arch.hidden), (arch.hidden, arch.ffn)
-    gate_proj = g.weight("gate_proj", wide, arch.dtype, tensor=names.gate.format(layer=layer))
-    up_proj = g.weight("up_proj", wide, arch.dtype, tensor=names.up.format(layer=layer))
-    down_proj = g.weight("down_proj", narrow, arch.dtype, tensor=names.down.format(layer=layer))
-    with g.chunk("ffn", over=g.dim("tokens"), tile=FFN_TILE):
-        h = g.add_op("rms_norm", x, norm, name="ffn_in", eps=arch.norm_eps)
-        gate = g.add_op("linear", h, gate_proj, name="gate")
-        up = g.add_op("linear", h, up_proj, name="up")
-        g.add_op("silu_mul", gate, up, name="act")
-        g.add_op("linear_add", gate, down_proj, x, name="down")
-
-
-def experts(g: Graph, arch: Architecture, layer: int, x: Buffer) -> None:
-    """x += sum over a token's top experts of score * expert(h), dispatched by chunks of tokens."""
-    names, many, top_k = arch.names, arch.experts, arch.experts_per_token
-    norm = norm_weight(g, arch, "ffn_norm", names.ffn_norm.format(layer=layer))
-    router = g.weight("router", (many, arch.hidden), arch.dtype, tensor=names.router.format(layer=layer))
-    gate_proj, up_proj, down_proj = (
-        g.weight(f"{name}_proj", (many, *shape), arch.dtype, tensor=tensor.format(layer=layer, experts=f"{{0:{many}}}"))
-        for name, tensor, shape in (
-            ("gate", names.gate, (arch.ffn, arch.hidden)),
-            ("up", names.up, (arch.ffn, arch.hidden)),
-            ("down", names.down, (arch.hidden, arch.ffn)),
-        )
-    )
-    with g.chunk("experts", over=g.dim("tokens"), tile=EXPERT_TILE):
-        h = g.add_op("rms_norm", x, norm, name="ffn_in", eps=arch.norm_eps)
-        scores, chosen = g.add_op("moe_route", h, router, name="route", top_k=top_k, normalize=arch.normalize_experts)
-        order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
-        rows = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
-        gate = g.add_op("grouped_linear", rows, gate_proj, offsets, name="gate")
-        up = g.add_op("grouped_linear", rows, up_proj, offsets, name="up")
-        g.add_op("silu_mul", gate, up, name="act")
-        down = g.add_op("grouped_linear", gate, down_proj, offsets, name="down")
-        g.add_op("moe_combine", down, order, scores, x, name="combine")
-
-
-def head(g: Graph, arch: Architecture, x: Buffer, table: Buffer, cu_seqlens: Buffer, *, logits: bool) -> None:
-    """Statistics of the masked rows, from logits by chunks of rows or fused with the unembedding."""
-    masked = g.dim("masked", at_most="tokens")
-    norm = norm_weight(g, arch, "final_norm", arch.names.final_norm)
-    weight = (
-        table if arch.tied else g.weight("head", (arch.vocabulary, arch.hidden), arch.dtype, tensor=arch.names.head)
-    )
-    rows = g.input("rows", (masked,), "int64")
-    scores = [g.output(name, (masked,), "float32") for name in ("maximum", "second", "logsumexp", "entropy")]
-    stats = (g.output("token", (masked,), "int64"), *scores)
-    source = g.add_op("shift_rows", rows, cu_seqlens, name="source_rows") if arch.shifted else rows
-    how = g.choice("head", ("logits", "fused"))
-    with g.scope("head"), g.chunk("logits", over=masked, tile=LOGITS_TILE):
-        h = unembedding_rows(g, arch, x, source, norm)
-        if how == "fused":
-            g.add_op("unembed_stats", h, weight, out=stats)
+            residency.arrive(streamed=streamed)
+            ffn = residency.fetch(self.ffn_matrices(layer), streamed=streamed)
+            self.attention(layer, matrices)
+            residency.arrive(streamed=streamed)
+        if last:
+            following = residency.fetch(self.head_matrices(), streamed=residency.streams_head)
         else:
-            g.add_op("row_stats", g.add_op("linear", h, weight, name="logits"), out=stats)
-    g.add_op("confidence", stats[1], stats[3], out=g.output("confidence", (masked,), "float32"), name="confidence_of")
-    if logits:
-        returned = g.dim("logit_rows", at_most="tokens")
-        chosen = g.input("logit_rows", (returned,), "int64")
-        with g.scope("returned"):
-            source = g.add_op("shift_rows", chosen, cu_seqlens, name="source_rows") if arch.shifted else chosen
-            h = unembedding_rows(g, arch, x, source, norm)
-        g.add_op(
-            "linear", h, weight, out=g.output("logits", (returned, arch.vocabulary), arch.dtype), name="returned_logits"
+            with g.scope(f"layers.{layer + 1}"):
+                following = residency.fetch(self.attention_matrices(layer + 1), streamed=residency.streams(layer + 1))
+        with g.scope(f"layers.{layer}"):
+            (self.experts if arch.experts else self.feed_forward)(layer, ffn)
+        return following
+
+    def norm_weight(self, name: str, tensor: str, size: int | None = None) -> Buffer:
+        return self.g.weight(name, (size or self.arch.hidden,), self.arch.dtype, tensor=tensor)
+
+    # -- attention ----------------------------------------------------------------------------------------------
+
+    def attention_matrices(self, layer: int) -> list[Matrix]:
+        """The four projections; shaped by the dim `kv_heads` where a region runs over it."""
+        arch, names = self.arch, self.arch.names
+        kv = (self.kv_heads if self.splits else arch.kv_heads) * arch.head_size
+        width = kv * (arch.heads // arch.kv_heads)
+        return [
+            Matrix(name="q_proj", shape=(width, arch.hidden), tensor=f"{names.query.format(layer=layer)}.weight"),
+            Matrix(name="k_proj", shape=(kv, arch.hidden), tensor=f"{names.key.format(layer=layer)}.weight"),
+            Matrix(name="v_proj", shape=(kv, arch.hidden), tensor=f"{names.value.format(layer=layer)}.weight"),
+            Matrix(name="o_proj", shape=(arch.hidden, width), tensor=names.output.format(layer=layer)),
+        ]
+
+    def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
+        """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""
+        norm = self.norm_weight("attention_norm", self.arch.names.attention_norm.format(layer=layer))
+        if self.attention_choice == "together":
+            self.attend_together(layer, norm, matrices)
+        elif self.attention_choice == "queries":
+            self.attend(layer, norm, matrices, self.arch.kv_heads, self.hidden)
+        else:
+            residual = self.copied()
+            with self.g.chunk("heads", over=self.kv_heads, tile=1) as group:
+                self.attend(layer, norm, matrices, group, residual)
+            self.hidden, self.spare = residual, (self.hidden if self.on_host else None)
+
+    def copied(self) -> Hidden:
+        """Give a second residual that starts as the first."""
+        g = self.g
+        if self.spare is None:
+            residual = Hidden(g, "residual", self.arch, on_host=False)
+            g.add_op("copy", self.hidden.buffer, out=residual.buffer, name="residual_copy")
+            return residual
+        with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="residual") as rows:
+            source = self.hidden.rows(rows, "residual_in")
+            window = self.spare.window(rows, "residual_out")
+            g.add_op("copy", source, out=window, name="residual_copy")
+            self.spare.keep(window)
+        return self.spare
+
+    def project(self, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None) -> Buffer:
+        """One of q, k, v, normed and rotated as the architecture says."""
+        g, arch = self.g, self.arch
+        stem, head_norm = {
+            "q": (arch.names.query, arch.names.query_norm),
+            "k": (arch.names.key, arch.names.key_norm),
+            "v": (arch.names.value, ""),
+        }[name]
+        width = matrix.shape[0]
+        bias = None
+        if arch.qkv_bias:
+            bias = g.weight(f"{name}_bias", (width,), arch.dtype, tensor=f"{stem.format(layer=layer)}.bias")
+        y: Buffer = g.add_op("linear", h, matrix, bias, out=out, name=f"{name}_linear")
+        if name != "v" and arch.head_norms:
+            scale = self.norm_weight(f"{name}_norm", head_norm.format(layer=layer), arch.head_size)
+            g.add_op("head_norm", y, scale, name=f"{name}_head_norm", eps=arch.norm_eps)
+        if name != "v":
+            g.add_op("rotary", y, self.positions, self.inv_freq, name=f"{name}_rotary", head_size=arch.head_size)
+        return y
+
+    def attend_to(self, q: Buffer, k: Buffer, v: Buffer) -> Buffer:
+        """softmax(q k^T) v, over the queries' storage."""
+        g, arch = self.g, self.arch
+        y: Buffer = g.add_op(
+            "attention", q, k, v, self.cu_seqlens, head_size=arch.head_size, scale=arch.head_size**-0.5, span=self.span
         )
+        g.add_alias(y, q)
+        return y
 
+    def attend_together(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Projections by chunks of tokens under one norm, one attention over all queries."""
+        g, arch, tokens = self.g, self.arch, self.tokens
+        heads = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
+        whole = {name: g.buffer(name, (tokens, n * arch.head_size), arch.dtype) for name, n in heads.items()}
+        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE) as rows:
+            _, h = self.normed(rows, norm, "attention_in")
+            for name, out in whole.items():
+                self.project(layer, name, h, matrices[f"{name}_proj"], out)
+        y = self.attend_to(whole["q"], whole["k"], whole["v"])
+        if not self.on_host:
+            g.add_op("linear_add", y, matrices["o_proj"], self.hidden.buffer, name="o_linear")
+            return
+        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE, name="output") as rows:
+            window = self.hidden.rows(rows, "output_rows")
+            g.add_op("linear_add", y, matrices["o_proj"], window, name="o_linear")
+            self.hidden.keep(window)
 
-def unembedding_rows(g: Graph, arch: Architecture, x: Buffer, rows: Buffer, norm: Buffer) -> Buffer:
-    """rms_norm(x[rows]), normalised in place of the gathered rows."""
-    gathered = g.add_op("gather_rows", x, rows, name="gathered")
-    h: Buffer = g.add_op("rms_norm", gathered, norm, name="normed", eps=arch.norm_eps)
-    g.add_alias(h, gathered)
-    return h
+    def attend(self, layer: int, norm: Buffer, matrices: dict[str, Buffer], heads: Dim, target: Hidden) -> None:
+        """Keys and values of `heads` KV heads, then chunks of queries: project, attend, add to the residual at once."""
+        g, arch, tokens = self.g, self.arch, self.tokens
+        kv = {name: g.buffer(name, (tokens, heads * arch.head_size), arch.dtype) for name in ("k", "v")}
+        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE, name="keys") as rows:
+            _, h = self.normed(rows, norm, "keys_in")
+            for name, out in kv.items():
+                self.project(layer, name, h, matrices[f"{name}_proj"], out)
+        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE, name="queries") as rows:
+            source, h = self.normed(rows, norm, "queries_in")
+            window = source if target is self.hidden else target.rows(rows, "queries_out")
+            q = self.project(layer, "q", h, matrices["q_proj"])
+            y = self.attend_to(q, kv["k"], kv["v"])
+            g.add_op("linear_add", y, matrices["o_proj"], window, name="o_linear")
+            target.keep(window)
+
+    def normed(self, rows: Dim, norm: Buffer, name: str) -> tuple[Buffer, Buffer]:
+        """This iteration's rows of the hidden state, and rms_norm of them."""
+        source = self.hidden.rows(rows, f"{name}_rows")
+        return source, self.g.add_op("rms_norm", source, norm, name=name, eps=self.arch.norm_eps)
+
+    # -- feed-forward -------------------------------------------------------------------------------------------
+
+    def ffn_matrices(self, layer: int) -> list[Matrix]:
+        """The matrices of the feed-forward, or of all experts stacked."""
+        arch = self.arch
+        shapes = {"gate": (arch.ffn, arch.hidden), "up": (arch.ffn, arch.hidden), "down": (arch.hidden, arch.ffn)}
+        stack = f"{{0:{arch.experts}}}"
+        return [
+            Matrix(
+                name=f"{name}_proj",
+                shape=(arch.experts, *shape) if arch.experts else shape,
+                tensor=getattr(arch.names, name).format(layer=layer, experts=stack),
+            )
+            for name, shape in shapes.items()
+        ]
+
+    def feed_forward(self, layer: int, matrices: dict[str, Buffer]) -> None:
+        """hidden += down(silu(gate(h)) * up(h)) with h = rms_norm(hidden), by chunks of tokens."""
+        g = self.g
+        norm = self.norm_weight("ffn_norm", self.arch.names.ffn_norm.format(layer=layer))
+        with g.chunk("ffn", over=self.tokens, tile=FFN_TILE) as rows:
+            source, h = self.normed(rows, norm, "ffn_in")
+            gate = g.add_op("linear", h, matrices["gate_proj"], name="gate")
+            up = g.add_op("linear", h, matrices["up_proj"], name="up")
+            g.add_op("silu_mul", gate, up, name="act")
+            g.add_op("linear_add", gate, matrices["down_proj"], source, name="down")
+            self.hidden.keep(source)
+
+    def experts(self, layer: int, matrices: dict[str, Buffer]) -> None:
+        """hidden += sum over a token's top experts of score * expert(h), dispatched by chunks of tokens."""
+        g, arch = self.g, self.arch
+        many, top_k = arch.experts, arch.experts_per_token
+        norm = self.norm_weight("ffn_norm", arch.names.ffn_norm.format(layer=layer))
+        router = g.weight("router", (many, arch.hidden), arch.dtype, tensor=arch.names.router.format(layer=layer))
+        with g.chunk("experts", over=self.tokens, tile=EXPERT_TILE) as rows:
+            source, h = self.normed(rows, norm, "ffn_in")
+            scores, chosen = g.add_op(
+                "moe_route", h, router, name="route", top_k=top_k, normalize=arch.normalize_experts
+            )
+            order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
+            dispatched = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
+            gate = g.add_op("grouped_linear", dispatched, matrices["gate_proj"], offsets, name="gate")
+            up = g.add_op("grouped_linear", dispatched, matrices["up_proj"], offsets, name="up")
+            g.add_op("silu_mul", gate, up, name="act")
+            down = g.add_op("grouped_linear", gate, matrices["down_proj"], offsets, name="down")
+            g.add_op("moe_combine", down, order, scores, source, name="combine")
+            self.hidden.keep(source)
+
+    # -- head ---------------------------------------------------------------------------------------------------
+
+    def head_matrices(self) -> list[Matrix]:
+        """The head, where it is not the embedding table on the device."""
+        arch = self.arch
+        if arch.tied:
+            return []
+        return [Matrix(name="head", shape=(arch.vocabulary, arch.hidden), tensor=arch.names.head)]
+
+    def head(self, table: Buffer, weight: Buffer | None, *, logits: bool) -> None:
+        """Statistics of the masked rows, from logits by chunks of rows or fused with the unembedding."""
+        g, arch, masked = self.g, self.arch, self.masked
+        norm = self.norm_weight("final_norm", arch.names.final_norm)
+        weight = weight or table
+        rows = g.input("rows", (masked,), "int64")
+        scores = [g.output(name, (masked,), "float32") for name in ("maximum", "second", "logsumexp", "entropy")]
+        stats = (g.output("token", (masked,), "int64"), *scores)
+        self.residency.arrive(streamed=self.residency.streams_head)
+        source = g.add_op("shift_rows", rows, self.cu_seqlens, name="source_rows") if arch.shifted else rows
+        with g.scope("head"), g.chunk("logits", over=masked, tile=LOGITS_TILE):
+            h = self.unembedding_rows(source, norm)
+            if self.head_choice == "fused":
+                g.add_op("unembed_stats", h, weight, out=stats)
+            else:
+                g.add_op("row_stats", g.add_op("linear", h, weight, name="logits"), out=stats)
+        g.add_op(
+            "confidence", stats[1], stats[3], out=g.output("confidence", (masked,), "float32"), name="confidence_of"
+        )
+        if logits:
+            returned = g.dim("logit_rows", at_most="tokens")
+            chosen = g.input("logit_rows", (returned,), "int64")
+            with g.scope("returned"):
+                source = g.add_op("shift_rows", chosen, self.cu_seqlens, name="source_rows") if arch.shifted else chosen
+                h = self.unembedding_rows(source, norm)
+            out = g.output("logits", (returned, arch.vocabulary), arch.dtype)
+            g.add_op("linear", h, weight, out=out, name="returned_logits")
+
+    def unembedding_rows(self, rows: Buffer, norm: Buffer) -> Buffer:
+        """rms_norm(hidden[rows]), normalised in place of the gathered rows."""
+        g = self.g
+        gathered = g.add_op("gather_rows", self.hidden.buffer, rows, name="gathered")
+        h: Buffer = g.add_op("rms_norm", gathered, norm, name="normed", eps=self.arch.norm_eps)
+        g.add_alias(h, gathered)
+        return h

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from mosaic.devices import DEVICES
 from mosaic.planner.plan import Plan
@@ -12,6 +12,9 @@ from mosaic.planner.planner import Planner, Request
 from mosaic.units import MIB, format_bytes, format_tokens, round_up
 
 __all__ = ["Misfit", "misfit"]
+
+ANY_HOST: Final = 1 << 42
+"""More pinned memory than a host has: 4 TiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +114,22 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
     return plan.document["ops"][at]["name"], found
 
 
+def _host_budget(planner: Planner, request: Request) -> int:
+    """Pinned host memory, in whole MiB, with which the request would fit the budget; 0 if none would do."""
+    with_host = Planner(
+        planner.model, device=planner.device, budget_bytes=planner.budget_bytes, host_budget_bytes=ANY_HOST,
+        pinned=planner.pinned,
+    )  # fmt: skip
+    made = with_host.plan(request)
+    return round_up(made.document["host_bytes"], MIB) if made.fits else 0
+
+
 def _suggest(planner: Planner, request: Request, plan: Plan, device: str | None, smallest: int) -> str:
     """One option: the budget if the device has room for it, else a shorter context, else another device."""
     if smallest <= planner.device.memory_bytes:
         return f"--budget {smallest // MIB}MiB"
+    if host := _host_budget(planner, request):
+        return f"--host-budget {host // MIB}MiB, to keep weights and hidden states in pinned host memory"
     if plan.max_ctx_tokens and len(request.seq_lens) == 1:
         other = f", or --device {device} for all {format_tokens(request.tokens)}" if device else ""
         return f"--ctx {plan.max_ctx_tokens}{other}"

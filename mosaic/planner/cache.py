@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -20,21 +21,25 @@ import mosaic
 from mosaic.files import write_atomic
 from mosaic.models import Model
 from mosaic.planner.template import (
+    Bodies,
     Body,
     BufferRecord,
+    ChoiceRecord,
     DimRecord,
     KnobRecord,
     OpRecord,
     RegionRecord,
     Template,
+    compile_choices,
     compile_template,
-    linear_columns,
+    factor_columns,
 )
 from mosaic.version import __version__
 
 __all__ = ["cache_directory", "template_of"]
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+Kept = TypeVar("Kept")
 _loaded: dict[str, Template] = {}
 
 
@@ -47,15 +52,24 @@ def cache_directory() -> Path | None:
 
 
 def template_of(model: Model, *, backend: str = "cuda", logits: bool = False) -> Template:
-    """The compiled template of a model: from memory, from disk, or compiled now."""
+    """The template of a model: from memory, from disk, or compiled now; its bodies likewise, one by one."""
     key = _key(model, backend, logits)
     if key not in _loaded:
-        _loaded[key] = _through_disk(key, lambda: _compile(model, backend, logits))
+        register = partial(_register, model, backend, logits)
+        shell = _through_disk(f"template-{key}", lambda: compile_template(register), _encode, _decode)
+
+        def body(options: tuple[str, ...]) -> Body:
+            name = "-".join([key, *options]).replace("%", "")
+            return _through_disk(
+                f"body-{name}", lambda: compile_choices(register, shell.choices, options), _encode_body, _decode_body
+            )
+
+        _loaded[key] = replace(shell, bodies=Bodies(shell.choices, body))
     return _loaded[key]
 
 
-def _compile(model: Model, backend: str, logits: bool) -> Template:
-    return compile_template(lambda choices: model.graph(backend=backend, choices=choices, logits=logits))
+def _register(model: Model, backend: str, logits: bool, choices: Mapping[str, str] | None) -> Any:
+    return model.graph(backend=backend, choices=choices, logits=logits)
 
 
 def _key(model: Model, backend: str, logits: bool) -> str:
@@ -72,22 +86,24 @@ def _sources() -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
-def _through_disk(key: str, compile_now: Callable[[], Template]) -> Template:
+def _through_disk(
+    name: str, compile_now: Callable[[], Kept], encode: Callable[[Kept], Any], decode: Callable[[Any], Kept]
+) -> Kept:
     directory = cache_directory()
     if directory is None:
         return compile_now()
-    file = directory / f"template-{key}.json"
+    file = directory / f"{name}.json"
     try:
-        return _decode(json.loads(file.read_text(encoding="utf-8")))
+        return decode(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
         pass
-    template = compile_now()
+    compiled = compile_now()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(_encode(template), separators=(",", ":")))
+        write_atomic(file, json.dumps(encode(compiled), separators=(",", ":")))
     except OSError:
         pass
-    return template
+    return compiled
 
 
 def _encode(template: Template) -> dict[str, Any]:
@@ -97,7 +113,6 @@ def _encode(template: Template) -> dict[str, Any]:
         "dims": template.dims,
         "knobs": template.knobs,
         "choices": template.choices,
-        "bodies": [[choices, _encode_body(body)] for choices, body in template.bodies.items()],
     }
 
 
@@ -121,8 +136,8 @@ def _decode(plain: dict[str, Any]) -> Template:
         backend=plain["backend"],
         dims=tuple(DimRecord(*d) for d in plain["dims"]),
         knobs=tuple(KnobRecord(*k) for k in plain["knobs"]),
-        choices=tuple((name, tuple(options)) for name, options in plain["choices"]),
-        bodies={tuple(choices): _decode_body(body) for choices, body in plain["bodies"]},
+        choices=tuple(ChoiceRecord(name, tuple(options), escalating) for name, options, escalating in plain["choices"]),
+        bodies={},
     )
 
 
@@ -131,7 +146,7 @@ def _decode_body(plain: dict[str, Any]) -> Body:
     return Body(
         variables=tuple(plain["variables"]),
         exponents=exponents,
-        linear=linear_columns(exponents),
+        factors=factor_columns(exponents),
         coefficients=np.array(plain["coefficients"], dtype=np.int64),
         denominators=np.array(plain["denominators"], dtype=np.int64),
         ops=tuple(OpRecord(*op) for op in plain["ops"]),

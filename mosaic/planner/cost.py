@@ -1,85 +1,169 @@
-"""Predicted time of a step: per op max(FLOPs / rate at this size, bytes / bandwidth) + launch.
+"""Predicted time of a step: per op max(FLOPs / rate at this size, bytes / bandwidth) + launch, streams beside each other.
 
-Ops are grouped into classes of equal cost (every layer repeats the same ones),
-so a step is a few dozen numbers. One stream: times add. A region's time is
-that of its full chunks and of the shorter last one.
+Ops are grouped into classes of equal cost (every layer repeats the same ones), so a step is a few dozen numbers. On
+one stream times add; a region's time is that of its full chunks and of the shorter last one. With side streams, see
+`timeline`. Pure: no clock and no device is read.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from operator import mul
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mosaic.devices import Device
+from mosaic.devices import ANY_COLUMNS, Device, Rates
 from mosaic.planner.template import Body
+from mosaic.planner.timeline import Timeline, overlapping_loops
+from mosaic.registrar.implementations import attention_options
 
 __all__ = ["OpTimes", "op_totals"]
 
+_Vector: TypeAlias = npt.NDArray[np.float64]
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_LINK_SHARE: Final = 0.5
+"""Of the bytes that a transfer moves: what is read on one side of the link is written on the other."""
+_KEPT: Final = 4096
+"""Results of each sort that are kept."""
 
-@dataclass(frozen=True, slots=True)
-class _CostClass:
-    """Ops that cost the same: polynomial rows of FLOPs, bytes and rate rows, the rate, how many there are."""
 
+class _CostClass(NamedTuple):
+    """Ops that cost the same: their rate, the knobs of the regions around them, that of the one whose iterations overlap
+    ("": none), and polynomial rows of FLOPs, bytes, rate rows and rate columns."""
+
+    rate: str
+    knobs: tuple[str, ...]
+    loop: str
     flops: int
     bytes: int
     rate_rows: int
-    rate: str
+    rate_columns: int
+
+
+class _Slot(NamedTuple):
+    """Cost classes that depend on the same knobs, the loop with side ops that they are in, and how often each row of the
+    timeline counts them, [members, rows]."""
+
     knobs: tuple[str, ...]
-    count: int
+    loop: str
+    members: npt.NDArray[np.intp]
+    counts: _Vector
+
+
+class _Grid:
+    """FLOP/s over the logarithms of rows and columns: bilinear inside the measured range, constant outside."""
+
+    def __init__(self, table: Mapping[int, Rates]) -> None:
+        sizes = sorted({size for by_rows in table.values() for size in by_rows})
+        rows, self._columns = np.log2(sizes), np.log2(list(table))
+        self._least, self._most = sizes[0], sizes[-1]
+        # one curve per number of columns, side by side on one axis, so that a lookup is one interpolation
+        self._width = rows[-1] - rows[0] + 1
+        self._axis = np.concatenate([rows + self._width * i for i in range(len(table))])
+        self._rates = np.concatenate(
+            [np.interp(rows, np.log2(list(by_rows)), list(by_rows.values())) for by_rows in table.values()]
+        )
+
+    def __call__(self, rows: _Vector, columns: _Vector) -> _Vector:
+        place = np.log2(np.minimum(np.maximum(rows, self._least), self._most))
+        if len(self._columns) > 1:
+            between = np.interp(np.log2(np.maximum(columns, 1.0)), self._columns, np.arange(len(self._columns)))
+            curve = np.minimum(np.floor(between), len(self._columns) - 2)
+            place += curve * self._width
+            near = np.interp(place, self._axis, self._rates)
+            far = np.interp(place + self._width, self._axis, self._rates)
+            mixed: _Vector = near + (far - near) * (between - curve)
+            return mixed
+        rates: _Vector = np.interp(place, self._axis, self._rates)
+        return rates
 
 
 class OpTimes:
-    """Seconds of a body's ops on a device, by the knobs they depend on.
+    """Seconds of a body's ops on a device, by the knobs they depend on, and of the whole step.
 
-    Ops in no chunk region depend on no knob; ops in a region depend on its rows.
+    Ops in no chunk region depend on no knob; ops in a region depend on its rows. `has_streams` says whether some ops
+    run beside the others: then times do not add, and `total_seconds` is the only answer.
+
+    Parameters
+    ----------
+    body
+        One registration of the model.
+    device
+        The profile whose rates hold.
+
+    Attributes
+    ----------
+    classes, class_of
+        The cost classes, and which one each op is of.
+    groups
+        The sets of knobs that ops depend on.
+    columns
+        Where each knob's rows are among the body's variables.
     """
 
     def __init__(self, body: Body, device: Device) -> None:
-        self.body, self.device = body, device
-        counts: dict[tuple[int, int, int, str, tuple[str, ...]], int] = {}
-        for op in body.ops:
-            key = (op.flops, op.bytes, op.rate_rows, op.rate, _knob_chain(body, op.region))
-            counts[key] = counts.get(key, 0) + 1
-        self.classes = [_CostClass(*key, count) for key, count in counts.items()]
+        self.body, self.device, self.has_streams = body, device, body.has_streams
+        loop_of = overlapping_loops(body)
+        keys = _cost_classes(body, loop_of)
+        counts = Counter(keys)
+        self.classes = sorted(counts)  # by rate first: the classes of one rate are a slice
         self.groups = sorted({c.knobs for c in self.classes})
-        used = [row for c in self.classes for row in (c.flops, c.bytes, c.rate_rows)]
-        self._rows = np.array(used, dtype=np.int64)
-        # float64 from here on: predictions need no exact FLOPs, and products beyond 64 bits stay finite.
-        self._coefficients = body.coefficients[self._rows].astype(np.float64) / body.denominators[self._rows, None]
-        self.columns = {
-            name.removesuffix("_rows"): i for i, name in enumerate(body.variables) if name.endswith("_rows")
-        }
-        grid = np.array(sorted(device.gemm_rates), dtype=np.float64)
-        self._gemm = np.log2(grid), np.array([device.gemm_rates[int(r)] for r in grid])
-        unembed = device.unembed_rates or device.gemm_rates
-        grid = np.array(sorted(unembed), dtype=np.float64)
-        self._unembed = np.log2(grid), np.array([unembed[int(r)] for r in grid])
-        self._is_gemm, self._is_unembed, self._is_memory = (
-            np.array([c.rate == rate for c in self.classes]) for rate in ("gemm", "unembed", "memory")
-        )
+        self.columns = _knob_columns(body)
+        self._dims = sorted(set(range(len(body.variables))) - set(self.columns.values()))
         self._members = {
             group: np.array([i for i, c in enumerate(self.classes) if c.knobs == group]) for group in self.groups
         }
-        self._counts = np.array([c.count for c in self.classes], dtype=np.float64)
+        self._counts = np.array([counts[c] for c in self.classes], dtype=np.float64)
+        # all classes' FLOPs, then all bytes, rate rows and rate columns
+        used = [getattr(c, kind) for kind in ("flops", "bytes", "rate_rows", "rate_columns") for c in self.classes]
+        # float64 from here on: predictions need no exact FLOPs, and products beyond 64 bits stay finite
+        self._coefficients = (body.coefficients[used] / body.denominators[used, None]).T
+        rates = [c.rate for c in self.classes]
+        self._spans = {rate: slice(rates.index(rate), rates.index(rate) + rates.count(rate)) for rate in rates}
+        self._seqs = body.variables.index("seqs") if "seqs" in body.variables else None
+        self._attention = {single: _attention(body, device, seqs=1 if single else 2) for single in (True, False)}
+        widest = device.gemm_rates[max(device.gemm_rates)]
+        self._grids = {
+            "gemm": _Grid(device.gemm_rates),
+            "unembed": _Grid({ANY_COLUMNS: device.unembed_rates or widest}),
+        }
+        number = {c: i for i, c in enumerate(self.classes)}
+        self.class_of, self._loop_of = [number[key] for key in keys], loop_of
+        self._totals: dict[tuple[int, ...], float] = {}
+        self._parts: dict[tuple[Any, ...], _Vector] = {}
 
-    def launch_seconds(self, points: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
-        """Seconds of one launch of each cost class, [points, classes], at several values of the variables."""
-        powers = np.array([self.body.monomials(values) for values in points], dtype=np.float64)
-        flops, moved, rows = (powers @ self._coefficients.T).reshape(len(points), -1, 3).transpose(2, 0, 1)
-        log_rows = np.log2(np.maximum(rows, 1.0))
-        rates = np.where(self._is_gemm, np.interp(log_rows, *self._gemm), self.device.attention_rate)
-        if self._is_unembed.any():
-            rates = np.where(self._is_unembed, np.interp(log_rows, *self._unembed), rates)
-        compute = np.where(self._is_memory, 0.0, flops / rates)
-        seconds: npt.NDArray[np.float64] = np.maximum(compute, moved / self.device.bandwidth) + self.device.launch_s
+    def attention_implementation(self, seqs: int) -> str | None:
+        """The implementation of attention that a step of so many sequences takes: of those that are legal for all its
+        attention, the one with the highest rate. None: there is no attention, or only one way to do it."""
+        return self._attention[seqs == 1][0]
+
+    def launch_seconds(self, points: Sequence[Sequence[int]]) -> _Vector:
+        """Seconds of one launch of each cost class, [points, classes], at values that differ in the knobs' rows only."""
+        table = np.array([(*values, 1) for values in points], dtype=np.float64)
+        monomials = np.multiply.reduce(table[:, self.body.factors], axis=1)
+        amounts = (monomials @ self._coefficients).reshape(len(points), 4, len(self.classes))
+        flops, moved, rows, columns = amounts.transpose(1, 0, 2)
+        seconds: _Vector = moved / self.device.bandwidth
+        single = self._seqs is not None and points[0][self._seqs] == 1
+        for rate, span in self._spans.items():
+            if rate == "link":
+                work = moved[:, span] * (_LINK_SHARE / self.device.host_link)
+            elif rate != "memory":
+                grid = self._attention[single][1] if rate == "attention" else self._grids[rate]
+                work = flops[:, span] / grid(rows[:, span], columns[:, span])
+            else:
+                continue
+            np.maximum(seconds[:, span], work, out=seconds[:, span])
+        seconds += self.device.launch_s
         return seconds
 
     def group_seconds(self, group: tuple[str, ...], values: Sequence[int], extents: Mapping[str, int]) -> float:
-        """Seconds of all ops that depend on exactly these knobs, all iterations together."""
+        """Seconds of all ops that depend on exactly these knobs, all iterations together, on one stream."""
         iterations = _iterations(self.columns, group, list(values), extents)
         return self._weighted(group, [point for _, point in iterations], [[weight for weight, _ in iterations]])[0]
 
@@ -97,6 +181,70 @@ class OpTimes:
             points += [point for _, point in iterations]
         return self._weighted((knob,), points, [row + [0] * (len(points) - len(row)) for row in weights])
 
+    def total_seconds(self, values: Sequence[int], extents: Mapping[str, int]) -> float:
+        """Seconds of the whole step, side streams beside the main one; tens of microseconds, or less where kept.
+
+        Parameters
+        ----------
+        values
+            Of the body's variables.
+        extents
+            What the region of every knob runs over.
+        """
+        key = tuple(values)
+        if key not in self._totals:
+            iterations = {knob: -(-extents[knob] // values[self.columns[knob]]) for knob in self._timeline.knobs}
+            _keep(self._totals, key, self._timeline.seconds(self._amounts(values, extents), iterations))
+        return self._totals[key]
+
+    def _amounts(self, values: Sequence[int], extents: Mapping[str, int]) -> list[list[float]]:
+        """Seconds of the timeline's rows. A search changes one knob at a time: what the others contribute is kept."""
+        dims = tuple([values[i] for i in self._dims])
+        amounts = np.zeros((2, len(self._timeline.rows)))
+        for number, slot in enumerate(self._slots):
+            key = (number, dims, *[values[self.columns[knob]] for knob in slot.knobs])
+            if key not in self._parts:
+                _keep(self._parts, key, self._contribution(slot, list(values), extents))
+            amounts += self._parts[key]
+        seconds: list[list[float]] = amounts.tolist()
+        return seconds
+
+    def _contribution(self, slot: _Slot, values: list[int], extents: Mapping[str, int]) -> _Vector:
+        """What the classes of one slot add to the timeline's rows, in a loop's full iterations and in its last one."""
+        if not slot.loop:
+            parts = [_iterations(self.columns, slot.knobs, values, extents)] * 2
+        else:
+            parts = []
+            around = tuple(knob for knob in slot.knobs if knob != slot.loop)
+            rows = min(values[self.columns[slot.loop]], extents[slot.loop])
+            for count in (rows, extents[slot.loop] % rows or rows):
+                point = list(values)
+                point[self.columns[slot.loop]] = count
+                parts.append(_iterations(self.columns, around, point, extents))
+        seconds = self.launch_seconds([point for part in parts for _, point in part])[:, slot.members]
+        weights = np.zeros((2, len(seconds)))
+        weights[0, : len(parts[0])] = [weight for weight, _ in parts[0]]
+        weights[1, len(parts[0]) :] = [weight for weight, _ in parts[1]]
+        found: _Vector = weights @ seconds @ slot.counts
+        return found
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        return Timeline(self.body, self.class_of, self._loop_of)
+
+    @cached_property
+    def _slots(self) -> list[_Slot]:
+        """The classes by the knobs they depend on, and how often the timeline's rows count each."""
+        counts = np.zeros((len(self.classes), len(self._timeline.rows)))
+        for row, (_, classes) in enumerate(self._timeline.rows):
+            for number, count in classes:
+                counts[number, row] = count
+        slots = []
+        for knobs, loop in sorted({(c.knobs, c.loop) for c in self.classes}):
+            members = np.array([i for i, c in enumerate(self.classes) if (c.knobs, c.loop) == (knobs, loop)])
+            slots.append(_Slot(knobs, loop, members, counts[members]))
+        return slots
+
     def _weighted(
         self, group: tuple[str, ...], points: Sequence[Sequence[int]], weights: Sequence[Sequence[int]]
     ) -> list[float]:
@@ -104,6 +252,45 @@ class OpTimes:
         once = self.launch_seconds(points)[:, members] @ self._counts[members]
         total: list[float] = (np.array(weights, dtype=np.float64) @ once).tolist()
         return total
+
+
+def _cost_classes(body: Body, loop_of: Sequence[int | None]) -> list[_CostClass]:
+    """The cost class of every op."""
+    chains = {region: _knob_chain(body, region) for region in (None, *range(len(body.regions)))}
+    loops = {None: ""} | {region: record.knob for region, record in enumerate(body.regions)}
+    return [
+        _CostClass(op.rate, chains[op.region], loops[loop], op.flops, op.bytes, op.rate_rows, op.rate_columns)
+        for op, loop in zip(body.ops, loop_of, strict=True)
+    ]
+
+
+def _keep(results: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Remember a result; when there are many, begin anew."""
+    if len(results) >= _KEPT:
+        results.clear()
+    results[key] = value
+
+
+def _attention(body: Body, device: Device, *, seqs: int) -> tuple[str | None, _Grid]:
+    """The best implementation that is legal for all attention of a body, and its rates.
+
+    Where the profile has rates for none that is legal, those it has stand in.
+    """
+    needs = {
+        (op.attrs["head_size"], body.buffers[op.operands["q"]].dtype) for op in body.ops if op.kernel == "attention"
+    }
+    options = [
+        attention_options(device.backend, seqs=seqs, head_size=head_size, dtype=dtype)
+        for head_size, dtype in sorted(needs)
+    ]
+    legal = [name for name in options[0] if all(name in other for other in options)] if options else []
+    rates = device.attention_rates
+    rated = [name for name in legal if name in rates]
+    if rated:
+        best = max(rated, key=lambda name: max(rates[name].values()))
+        return best, _Grid({ANY_COLUMNS: rates[best]})
+    spare = rates.get("triton", next(iter(rates.values())))
+    return (legal[0] if legal else None), _Grid({ANY_COLUMNS: spare})
 
 
 def _knob_chain(body: Body, region: int | None) -> tuple[str, ...]:
@@ -114,12 +301,17 @@ def _knob_chain(body: Body, region: int | None) -> tuple[str, ...]:
     return tuple(sorted(knobs))
 
 
+def _knob_columns(body: Body) -> dict[str, int]:
+    """Where the rows of every knob that has a region are among a body's variables."""
+    return {knob: body.variables.index(f"{knob}_rows") for knob in sorted({region.knob for region in body.regions})}
+
+
 def op_totals(body: Body, values: Sequence[int], extents: Mapping[str, int]) -> list[tuple[int, int]]:
     """FLOPs and bytes of every op over all its iterations, exact Python integers.
 
     `values` holds the rows of one full chunk per knob; a knob's region runs full chunks and one shorter last chunk.
     """
-    columns = {name.removesuffix("_rows"): i for i, name in enumerate(body.variables) if name.endswith("_rows")}
+    columns = _knob_columns(body)
     chains: dict[int | None, tuple[str, ...]] = {}
     points: dict[tuple[str, ...], list[tuple[int, list[int]]]] = {}
     totals: dict[tuple[int, int, tuple[str, ...]], tuple[int, int]] = {}
@@ -132,10 +324,16 @@ def op_totals(body: Body, values: Sequence[int], extents: Mapping[str, int]) -> 
         if key not in totals:
             if knobs not in points:
                 iterations = _iterations(columns, knobs, list(values), extents)
-                points[knobs] = [(weight, body.monomials(point).tolist()) for weight, point in iterations]
+                points[knobs] = [(weight, _exact_monomials(body, point)) for weight, point in iterations]
             totals[key] = (_total(body, op.flops, points[knobs]), _total(body, op.bytes, points[knobs]))
         found.append(totals[key])
     return found
+
+
+def _exact_monomials(body: Body, values: Sequence[int]) -> list[int]:
+    """Values of the monomials in Python integers: tokens times span times heads exceed 64 bits."""
+    powers: list[int] = np.multiply.reduce(np.array([*values, 1], dtype=object)[body.factors], axis=0).tolist()
+    return powers
 
 
 def _total(body: Body, row: int, points: Sequence[tuple[int, Sequence[int]]]) -> int:

@@ -29,6 +29,7 @@ def plan_graph(
     name: str = "custom",
     device: Device | str = DEFAULT_DEVICE,
     budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
     dims_at: DimsAt | None = None,
     solver: str = "auto",
     config: Settings = None,
@@ -43,6 +44,8 @@ def plan_graph(
         A value for every dim without a fixed one.
     dims_at
         Dims at another context length, to solve the largest context; without it the plan reports the one it was given.
+    budget_bytes, host_budget_bytes
+        Bytes of the device, and of pinned host memory; what the profile says by default.
     config
         Take this configuration instead of searching, as in `Planner.plan`.
 
@@ -65,7 +68,8 @@ def plan_graph(
         build(g)
         return g
 
-    return _plan(register, name, card, dims, budget_bytes, dims_at, solver, config)
+    budgets = (budget_bytes, host_budget_bytes)
+    return _plan(register, name, card, dims, budgets, dims_at, solver, config)
 
 
 def plan_program(
@@ -74,6 +78,7 @@ def plan_program(
     dims: Mapping[str, int],
     device: Device | str = DEFAULT_DEVICE,
     budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
     solver: str = "auto",
     config: Settings = None,
 ) -> dict[str, Plan]:
@@ -92,7 +97,8 @@ def plan_program(
         register = partial(program.graph, step)
         known = _knobs(program, step)
         settings = None if config is None else {key: value for key, value in config.items() if key in known}
-        plans[step] = _plan(register, program.name, card, dims, budget_bytes, None, solver, settings)
+        budgets = (budget_bytes, host_budget_bytes)
+        plans[step] = _plan(register, program.name, card, dims, budgets, None, solver, settings)
     return plans
 
 
@@ -103,13 +109,16 @@ def _knobs(program: Program, step: str) -> set[str]:
 
 def _plan(
     register: Callable[[Mapping[str, str] | None], Any], name: str, card: Device, dims: Mapping[str, int],
-    budget_bytes: int | None, dims_at: DimsAt | None, solver: str, settings: Settings,
+    budgets: tuple[int | None, int | None], dims_at: DimsAt | None, solver: str, settings: Settings,
 ) -> Plan:  # fmt: skip
     space = Space(compile_template(register), card)
     known = {dim.name for dim in space.template.dims}
     point = space.at({key: value for key, value in dims.items() if key in known})
-    dtypes = [b.dtype for body in space.template.bodies.values() for b in body.buffers if b.kind == "weight"]
+    dtypes = [b.dtype for b in space.template.first.buffers if b.kind == "weight"]
     identity = {"model": name, "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32"}
-    budget = card.memory_bytes if budget_bytes is None else budget_bytes
+    budget, host_budget = (
+        default if given is None else given
+        for given, default in zip(budgets, (card.memory_bytes, card.host_bytes), strict=True)
+    )
     config = None if settings is None else point.config(settings)
-    return plan_point(point, budget, identity=identity, dims_at=dims_at, solver=solver, config=config)
+    return plan_point(point, budget, host_budget, identity=identity, dims_at=dims_at, solver=solver, config=config)

@@ -29,6 +29,7 @@ def assemble(
     *,
     identity: Mapping[str, Any],
     budget_bytes: int,
+    host_budget_bytes: int,
     max_ctx_tokens: int,
     solver: str,
 ) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def assemble(
         "workspace": round_up(peak_bytes, pages),
     }
     total = sum(components.values())
+    host = point.host_bytes(config.choices)
     on_device = "cpu" if device.backend == "cpu" else "cuda:0"
     return {
         "schema": SCHEMA,
@@ -73,12 +75,16 @@ def assemble(
         "pools": [
             {"name": name, "device": on_device, "capacity": components[name]}
             for name in ("workspace", "weights", "state")
-        ],
+        ]
+        + [{"name": "host", "device": "cpu", "capacity": host}],
+        "implementations": _implementations(point, config),
         "budget_bytes": budget_bytes,
-        "fits": total <= budget_bytes,
+        "host_budget_bytes": host_budget_bytes,
+        "fits": total <= budget_bytes and host <= host_budget_bytes,
         "config": describe(point, config),
         "components": components,
         "total_bytes": total,
+        "host_bytes": host,
         "peak_bytes": peak_bytes,
         "lower_bound_bytes": lower_bound,
         "optimal": peak_bytes == lower_bound,
@@ -95,11 +101,17 @@ def assemble(
     }
 
 
+def _implementations(point: Point, config: Config) -> dict[str, str]:
+    """The implementation of each operator that has several."""
+    chosen = point.space.times(config.choices).attention_implementation(point.dims.get("seqs", 0))
+    return {} if chosen is None else {"attention": chosen}
+
+
 def describe(point: Point, config: Config) -> dict[str, int | str | None]:
     """The configuration as knob -> rows (None: off), choice -> option."""
     template = point.space.template
     named: dict[str, int | str | None] = {
-        name: value for (name, _), value in zip(template.choices, config.choices, strict=True)
+        choice.name: value for choice, value in zip(template.choices, config.choices, strict=True)
     }
     named.update({knob.name: rows for knob, rows in zip(template.knobs, config.rows, strict=True)})
     return named
@@ -189,7 +201,15 @@ def _buffers(
     variant: Variant, polynomials: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
 ) -> list[dict[str, Any]]:
     place = dict(zip(variant.formula.roots.tolist(), zip(map(int, offsets), sizes, strict=True), strict=True))
-    tops = {"weights": 0, "state": 0, "host": 0, "external": 0}
+    tops = {"weights": 0, "state": 0, "host": 0, "external": 0, "hidden": 0}
+    stored = [record.pool == "host" and record.tensor is not None for record in variant.body.buffers]
+    # streamed weights first: they stay where they are, whatever the hidden states take
+    hidden_top = sum(
+        (polynomials[record.bytes] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        for record, first in zip(variant.body.buffers, stored, strict=True)
+        if first
+    )
+    tops["hidden"] = hidden_top
     found: list[dict[str, Any]] = []
     for b, (record, static) in enumerate(zip(variant.body.buffers, _buffer_statics(variant), strict=True)):
         at = 0
@@ -201,8 +221,9 @@ def _buffers(
                 at = polynomials[record.alias_offset]
                 offset = place[record.alias_of][0] + at
             else:
-                offset = tops[record.pool]
-                tops[record.pool] += size
+                pool = "hidden" if record.pool == "host" and not stored[b] else record.pool
+                offset = tops[pool]
+                tops[pool] += size
         shape = [polynomials[row] for row in record.shape]
         found.append({**static, "offset": offset, "size": size, "alias_offset": at, "shape": shape})
     return found

@@ -11,12 +11,12 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mosaic.planner.template import Body
+from mosaic.planner.template import Access, Body
 
 __all__ = ["BarrierRecord", "Lifetimes", "derive"]
 
-_FROM_START = frozenset({"input", "weight", "state", "external", "host"})
-_TO_END = frozenset({"output", "weight", "state", "external", "host"})
+_FROM_START = frozenset({"input", "weight", "state", "external"})
+_TO_END = frozenset({"output", "weight", "state", "external"})
 _LISTED = frozenset({"workspace", "state"})
 
 
@@ -44,45 +44,28 @@ class Lifetimes:
     homes: list[int | None]
 
 
-class _Access(NamedTuple):
-    op: int
-    read: bool
-    write: bool
-
-
 def derive(body: Body, active: Set[str]) -> Lifetimes:
     """Derive all lifetimes with the chunk regions of the knobs in `active` on and all others dissolved."""
-    accesses = _accesses(body)
+    accesses = body.accesses
     starts, ends = _base(body, accesses)
     on = [i for i, region in enumerate(body.regions) if region.knob in active]
     homes = [_nearest(body, buffer.home, active) for buffer in body.buffers]
     barriers = [_apply_region(body, i, homes, accesses, starts, ends) for i in _inside_out(body, on)]
     barriers += _apply_barriers(body, starts, ends)
-    _apply_streams(body, accesses, starts, ends)
+    _apply_streams(body, active, starts, ends)
     gaps = _merge_aliases(body, on, accesses, starts, ends)
     order = {i: rank for rank, i in enumerate(on)}
     barriers.sort(key=lambda b: (b.region is None, order.get(b.region if b.region is not None else -1, 0), b.end))
     return Lifetimes(starts=starts, ends=ends, gaps=gaps, regions=tuple(on), barriers=tuple(barriers), homes=homes)
 
 
-def _accesses(body: Body) -> list[list[_Access]]:
-    found: list[list[_Access]] = [[] for _ in body.buffers]
-    for index, op in enumerate(body.ops):
-        read = set(op.reads)
-        for b in op.reads:
-            found[b].append(_Access(index, True, b in op.writes))
-        for b in op.writes:
-            if b not in read:
-                found[b].append(_Access(index, False, True))
-    return found
-
-
-def _base(body: Body, accesses: list[list[_Access]]) -> tuple[list[int], list[int]]:
+def _base(body: Body, accesses: list[list[Access]]) -> tuple[list[int], list[int]]:
     num_ops = len(body.ops)
     starts, ends = [], []
     for buffer, seen in zip(body.buffers, accesses, strict=True):
-        starts.append(0 if buffer.kind in _FROM_START or not seen else seen[0].op)
-        ends.append(num_ops if buffer.kind in _TO_END else (seen[-1].op + 1 if seen else 1))
+        constant = buffer.kind == "host" and bool(seen) and seen[0].read
+        starts.append(0 if buffer.kind in _FROM_START or constant or not seen else seen[0].op)
+        ends.append(num_ops if buffer.kind in _TO_END or constant else (seen[-1].op + 1 if seen else 1))
     return starts, ends
 
 
@@ -104,7 +87,7 @@ def _is_inside(body: Body, home: int | None, region: int) -> bool:
 
 
 def _apply_region(
-    body: Body, index: int, homes: list[int | None], accesses: list[list[_Access]], starts: list[int], ends: list[int]
+    body: Body, index: int, homes: list[int | None], accesses: list[list[Access]], starts: list[int], ends: list[int]
 ) -> BarrierRecord:
     region = body.regions[index]
     inputs, outputs, carried = [], [], []
@@ -115,16 +98,16 @@ def _apply_region(
         for b in op.writes:
             touched[b] = True
     for b in sorted(touched):
-        written = touched[b]
+        written, listed = touched[b], body.buffers[b].pool in _LISTED
         if _is_inside(body, homes[b], index):
             if not accesses[b][0].read:
                 continue
             carried.append(b)
             starts[b] = min(starts[b], region.start)
         elif written:
-            outputs.append(b)
+            outputs += [b] if listed else []
             starts[b] = min(starts[b], region.start)
-        elif body.buffers[b].pool in _LISTED:
+        elif listed:
             inputs.append(b)
         ends[b] = max(ends[b], region.end)
     return BarrierRecord(region.name, index, region.start, region.end, inputs, outputs, carried)
@@ -143,7 +126,8 @@ def _apply_barriers(body: Body, starts: list[int], ends: list[int]) -> list[Barr
     return found
 
 
-def _apply_streams(body: Body, accesses: list[list[_Access]], starts: list[int], ends: list[int]) -> None:
+def _apply_streams(body: Body, active: Set[str], starts: list[int], ends: list[int]) -> None:
+    """What a side op touches lives from its fork to its join; inside a loop, through the loop, whose end joins it."""
     forks: dict[str, int] = {}
     fork_at = {target: source for kind, source, target in body.edges if kind == "fork"}
     joins = sorted((source, target) for kind, source, target in body.edges if kind == "wait")
@@ -151,16 +135,21 @@ def _apply_streams(body: Body, accesses: list[list[_Access]], starts: list[int],
         if op.stream == "main":
             continue
         forks[op.stream] = fork_at.get(index, forks.get(op.stream, -1))
-        join = next(
-            (to for source, to in joins if source >= index and body.ops[source].stream == op.stream), len(body.ops)
-        )
+        loop = _nearest(body, op.region, active)
+        if loop is not None:
+            start, end = body.regions[loop].start, body.regions[loop].end
+        else:
+            start = forks[op.stream] + 1
+            end = next(
+                (to for source, to in joins if source >= index and body.ops[source].stream == op.stream), len(body.ops)
+            )
         for b in {*op.reads, *op.writes}:
-            starts[b] = min(starts[b], forks[op.stream] + 1)
-            ends[b] = max(ends[b], join)
+            starts[b] = min(starts[b], start)
+            ends[b] = max(ends[b], end)
 
 
 def _merge_aliases(
-    body: Body, on: list[int], accesses: list[list[_Access]], starts: list[int], ends: list[int]
+    body: Body, on: list[int], accesses: list[list[Access]], starts: list[int], ends: list[int]
 ) -> list[list[tuple[int, int]]]:
     """Give roots the union of their group's lifetimes, and find the gaps in which a group holds no value."""
     groups: dict[int, list[int]] = {}
@@ -192,7 +181,7 @@ def _merge_aliases(
     return gaps
 
 
-def _values(accesses: list[_Access], start: int, end: int) -> list[tuple[int, int]]:
+def _values(accesses: list[Access], start: int, end: int) -> list[tuple[int, int]]:
     """Intervals in which a buffer holds a value that will be read: each complete overwrite begins a new one."""
     found: list[tuple[int, int]] = []
     begin, last = start, start

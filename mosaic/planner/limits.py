@@ -6,23 +6,38 @@ to rounding, so two evaluations give its line and the line gives L_max.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 from mosaic.planner.space import Config, Point, Space
 
 __all__ = ["DimsAt", "max_context", "smallest_total"]
 
 DimsAt = Callable[[int], Mapping[str, int]]
-_PROBE = 1 << 22
+_PROBE: Final = 1 << 22
+_SAMPLES: Final = (_PROBE, 1 << 20, 1 << 17, 1)
+_SHORT: Final = 4096
+_LIKELY: Final = 4
+"""Configurations that the search for the limit asks before all are asked to verify it."""
 
 
-def smallest_total(point: Point) -> tuple[int, Config]:
+def smallest_total(point: Point, host_budget_bytes: int = 0) -> tuple[int, Config]:
     """Bytes of the configuration that needs least, at one point."""
-    return min(((point.total_bytes(config), config) for config in point.smallest()), key=lambda item: item[0])
+    return min(
+        ((point.total_bytes(config), config) for config in point.smallest(host_budget_bytes)), key=lambda item: item[0]
+    )
 
 
-def max_context(space: Space, dims_at: DimsAt, budget_bytes: int, *, limit: int) -> int:
-    """Largest context L with a configuration that fits the budget; 0 if none does.
+def max_context(
+    space: Space,
+    dims_at: DimsAt,
+    budget_bytes: int,
+    *,
+    limit: int,
+    host_budget_bytes: int = 0,
+    pinned: Mapping[str, str] | None = None,
+) -> int:
+    """Largest context L with a configuration that fits the budgets; 0 if none does.
 
     Parameters
     ----------
@@ -30,23 +45,49 @@ def max_context(space: Space, dims_at: DimsAt, budget_bytes: int, *, limit: int)
         Dims of the request at a context length (its masked rows follow by ratio or stay as given).
     limit
         Where to stop looking.
+    pinned
+        Choices that are not free.
 
     Needs that more tokens never need fewer bytes, which holds for sizes that grow with the dims.
     """
 
-    configs = list(space.at(dims_at(_PROBE)).smallest())
-    solved = {config: _solve(space, dims_at, budget_bytes, config) for config in configs}
-    order = sorted(configs, key=lambda config: -solved[config])
+    def at(context: int) -> Point:
+        return space.at(dims_at(context), pinned=pinned)
 
-    def fits(context: int) -> bool:
-        point = space.at(dims_at(context))
-        return any(point.total_bytes(config) <= budget_bytes for config in order)
+    # what the host has room for depends on the context: weights alone, or hidden states as well
+    contexts = _SAMPLES if host_budget_bytes else _SAMPLES[:1]
+    combinations = dict.fromkeys(c for context in contexts for c in at(context).frugal(host_budget_bytes))
+    configs = dict.fromkeys(at(context).lowest(c) for context in (_PROBE, _SHORT) for c in combinations)
+    probes = at(_PROBE), at(2 * _PROBE)
+    solved = {config: _solve(probes, budget_bytes, host_budget_bytes, config, limit) for config in configs}
+    likely = sorted(configs, key=lambda config: -solved[config])[:_LIKELY]
 
-    low = min(max(solved[order[0]], 1), limit)
-    while low > 1 and not fits(low):
-        low = min(low - 1, low * 1023 // 1024)
-    if not fits(low):
+    def fits(context: int, candidates: Iterable[Config]) -> bool:
+        point = at(context)
+        return any(point.fits(config, budget_bytes, host_budget_bytes) for config in candidates)
+
+    def fits_somehow(context: int) -> bool:
+        """Ask the likely ones, then all there are; one that proves right is likely from then on."""
+        if fits(context, likely):
+            return True
+        likely.extend(c for c in at(context).smallest(host_budget_bytes) if fits(context, (c,)))
+        return fits(context, likely)
+
+    if not fits_somehow(1):
         return 0
+    low, high = 1, min(max(solved.values()), limit) + 1
+    if fits(high - 1, likely):
+        low = high - 1
+    while high - low > 1:  # rounding to pages, or a host too small for hidden states
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle, likely) else (low, middle)
+    while low < limit and fits_somehow(low + 1):  # grown by the likeliest, verified by all
+        low = _grow(low + 1, limit, lambda context: fits(context, likely))
+    return low
+
+
+def _grow(low: int, limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest context from `low`, which fits, that a predicate still accepts; by doubling, then bisection."""
     step = 1
     while low < limit and fits(min(low + step, limit)):
         low = min(low + step, limit)
@@ -58,14 +99,17 @@ def max_context(space: Space, dims_at: DimsAt, budget_bytes: int, *, limit: int)
     return low
 
 
-def _solve(space: Space, dims_at: DimsAt, budget_bytes: int, config: Config) -> int:
-    """Where the highest line of one configuration meets the budget."""
-    points = [space.at(dims_at(context)) for context in (_PROBE, 2 * _PROBE)]
-    lows, highs = (point.form_values(config) for point in points)
-    available = (budget_bytes - points[0].fixed_bytes(config)) // space.device.page_bytes * space.device.page_bytes
-    contexts = []
-    for low, high in zip(map(int, lows), map(int, highs), strict=True):
-        slope = high - low
-        if slope > 0:
-            contexts.append((available - (2 * low - high)) * _PROBE // slope)
-    return min(contexts, default=0)
+def _solve(probes: tuple[Point, Point], budget_bytes: int, host_budget_bytes: int, config: Config, limit: int) -> int:
+    """Where the highest line of one configuration meets the budget, or its host memory the host's."""
+    lows, highs = (point.form_values(config) for point in probes)
+    page = probes[0].space.device.page_bytes
+    available = (budget_bytes - probes[0].fixed_bytes(config)) // page * page
+    hosts = [point.host_bytes(config.choices) for point in probes]
+    lines = [(low, high, available) for low, high in zip(map(int, lows), map(int, highs), strict=True)]
+    solved = limit
+    for low, high, room in (*lines, (*hosts, host_budget_bytes)):
+        if high > low:
+            solved = min(solved, (room - (2 * low - high)) * _PROBE // (high - low))
+        elif low > room:
+            return 0
+    return solved

@@ -59,7 +59,9 @@ def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order
         extent, rows = REFERENCES[len(variant.orders)]
         dims = point.space.template.dims
         values = [extent if dim.value is None else dim.value for dim in dims]
-        values += [rows] * (len(variant.body.variables) - len(dims))
+        known = dict(zip((dim.name for dim in dims), values, strict=True))
+        # a knob over a small fixed dim (heads) has fewer rows than it has tokens
+        values += [min(rows, known[knob.over]) for knob in point.space.template.knobs]
         sizes = variant.formula.root_sizes(variant.body.monomials(values))
         solution = solve(problem := problem_of(variant, sizes.tolist()), node_limit=NODE_LIMIT)
         variant.orders.append((Order.of(problem, solution), solution.solver))

@@ -7,6 +7,7 @@ requests cost milliseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -82,17 +83,18 @@ class Request:
         return sum(self.seq_lens)
 
     def dims(self) -> dict[str, int]:
-        """Values of the symbolic dims: tokens, seqs, pairs, masked, and logit_rows where asked for."""
-        return self._dims(self.tokens, len(self.seq_lens), sum(length * length for length in self.seq_lens))
+        """Values of the symbolic dims: tokens, seqs, span, masked, and logit_rows where asked for."""
+        pairs = sum(length * length for length in self.seq_lens)
+        return self._dims(self.tokens, len(self.seq_lens), -(-pairs // self.tokens))
 
     def dims_at(self, context: int) -> dict[str, int]:
         """The dims of one sequence of another length, the mask ratio (or the masked rows) kept."""
-        return self._dims(context, 1, context * context)
+        return self._dims(context, 1, context)
 
-    def _dims(self, tokens: int, seqs: int, pairs: int) -> dict[str, int]:
+    def _dims(self, tokens: int, seqs: int, span: int) -> dict[str, int]:
         share = ceil(Fraction(str(self.mask_ratio)) * tokens)
         masked = min(self.masked, tokens) if self.masked is not None else max(1, share)
-        dims = {"tokens": tokens, "seqs": seqs, "pairs": pairs, "masked": masked}
+        dims = {"tokens": tokens, "seqs": seqs, "span": span, "masked": masked}
         if self.logit_rows:
             dims["logit_rows"] = min(self.logit_rows, tokens)
         return dims
@@ -109,6 +111,10 @@ class Planner:
         A `Device` or its name.
     budget_bytes
         What the process may take on the device; its whole memory by default.
+    host_budget_bytes
+        Pinned host memory that weights and hidden states may take; what the device's profile says by default.
+    pinned
+        Choices that are not free, such as {"stream": "all"}.
 
     Examples
     --------
@@ -118,14 +124,30 @@ class Planner:
     """
 
     def __init__(
-        self, model: Model | str | Path, *, device: Device | str = DEFAULT_DEVICE, budget_bytes: int | None = None
+        self,
+        model: Model | str | Path,
+        *,
+        device: Device | str = DEFAULT_DEVICE,
+        budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        pinned: Mapping[str, str] | None = None,
     ) -> None:
         self.model = model if isinstance(model, Model) else load(model)
         self.device = device if isinstance(device, Device) else load_device(device)
         self.budget_bytes = self.device.memory_bytes if budget_bytes is None else budget_bytes
         if type(self.budget_bytes) is not int or self.budget_bytes < 1:
             raise UsageError(f"a budget is a positive number of bytes (an int), got {budget_bytes!r}.")
+        self.host_budget_bytes = self.device.host_bytes if host_budget_bytes is None else host_budget_bytes
+        if type(self.host_budget_bytes) is not int or self.host_budget_bytes < 0:
+            raise UsageError(f"a host budget is a number of bytes (an int) from 0, got {host_budget_bytes!r}.")
+        self.pinned = dict(pinned or {})
         self._spaces: dict[bool, Space] = {}
+
+    def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
+        """The same planner with more choices pinned; what it has compiled is shared."""
+        other = copy(self)
+        other.pinned = {**self.pinned, **pinned}
+        return other
 
     def space(self, *, logits: bool = False) -> Space:
         """The configurations of the step, with or without returned logits."""
@@ -144,8 +166,10 @@ class Planner:
         """
         if self.model.path is None or not Layout.exists(self.model.path):
             return
-        body = next(iter(self.space().template.bodies.values()))
-        sizes = body.evaluate([1] * len(body.variables)).tolist()
+        template = self.space().template
+        body = template.first
+        values = [dim.value or 1 for dim in template.dims] + [1] * len(template.knobs)
+        sizes = body.evaluate(values).tolist()
         weights = [
             (b.tensor, tuple(sizes[row] for row in b.shape))
             for b in body.buffers
@@ -166,31 +190,35 @@ class Planner:
         """
         space = self.space(logits=bool(request.logit_rows))
         identity = {"model": self.model.name, "dtype": self.model.architecture.dtype}
-        point = space.at(request.dims())
+        point = space.at(request.dims(), pinned=self.pinned)
         return plan_point(
-            point, self.budget_bytes, identity=identity, dims_at=request.dims_at, solver=solver,
-            config=None if config is None else point.config(config),
+            point, self.budget_bytes, self.host_budget_bytes, identity=identity, dims_at=request.dims_at, solver=solver,
+            config=None if config is None else point.config(config), pinned=self.pinned,
         )  # fmt: skip
 
     def max_context(self, request: Request) -> int:
         """Largest context for requests like this one, in tokens; 0 if not even one token fits."""
         return max_context(
-            self.space(logits=bool(request.logit_rows)), request.dims_at, self.budget_bytes, limit=MAX_TOKENS
-        )
+            self.space(logits=bool(request.logit_rows)), request.dims_at, self.budget_bytes, limit=MAX_TOKENS,
+            host_budget_bytes=self.host_budget_bytes, pinned=self.pinned,
+        )  # fmt: skip
 
     def needed(self, request: Request) -> int:
         """Bytes of the smallest budget that holds the request."""
-        return smallest_total(self.space(logits=bool(request.logit_rows)).at(request.dims()))[0]
+        point = self.space(logits=bool(request.logit_rows)).at(request.dims(), pinned=self.pinned)
+        return smallest_total(point, self.host_budget_bytes)[0]
 
 
 def plan_point(
     point: Point,
     budget_bytes: int,
+    host_budget_bytes: int = 0,
     *,
     identity: Mapping[str, Any],
     dims_at: DimsAt | None = None,
     solver: str = "auto",
     config: Config | None = None,
+    pinned: Mapping[str, str] | None = None,
 ) -> Plan:
     """Search, place and assemble at fixed dims.
 
@@ -202,28 +230,35 @@ def plan_point(
         A configuration to take instead of searching.
     """
     if config is None:
-        result, offsets, peak, used = _search_and_place(point, budget_bytes, solver)
+        result, offsets, peak, used = _search_and_place(point, budget_bytes, host_budget_bytes, solver)
     else:
         result = SearchResult(config=config, fits=True, seconds=point.seconds(config), evaluations=0, trace=())
         offsets, peak, used = place(point, config, solver=solver)
-    fits = point.total_bytes(result.config, peak) <= budget_bytes
+    fits = (
+        point.total_bytes(result.config, peak) <= budget_bytes
+        and point.host_bytes(result.config.choices) <= host_budget_bytes
+    )
     if dims_at is not None:
-        longest = max_context(point.space, dims_at, budget_bytes, limit=MAX_TOKENS)
+        longest = max_context(
+            point.space, dims_at, budget_bytes, limit=MAX_TOKENS, host_budget_bytes=host_budget_bytes, pinned=pinned
+        )
     else:
         longest = point.dims.get("tokens", 0) if fits else 0
     return Plan(
         assemble(
             point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,
-            max_ctx_tokens=longest, solver=used,
+            host_budget_bytes=host_budget_bytes, max_ctx_tokens=longest, solver=used,
         )
     )  # fmt: skip
 
 
-def _search_and_place(point: Point, budget_bytes: int, solver: str) -> tuple[SearchResult, Sequence[int], int, str]:
+def _search_and_place(
+    point: Point, budget_bytes: int, host_budget_bytes: int, solver: str
+) -> tuple[SearchResult, Sequence[int], int, str]:
     """Search with the lower bound; where the packing misses it and overruns the budget, search below by the excess."""
     allowance = budget_bytes
     while True:
-        result = search(point, allowance)
+        result = search(point, allowance, host_budget_bytes)
         offsets, peak, used = place(point, result.config, solver=solver)
         excess = point.total_bytes(result.config, peak) - budget_bytes
         if not result.fits or excess <= 0:
@@ -240,6 +275,7 @@ def plan(
     mask_ratio: float | None = None,
     device: Device | str = DEFAULT_DEVICE,
     budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
     solver: str = "auto",
 ) -> Plan:
     """Plan one denoising step to the byte.
@@ -254,6 +290,8 @@ def plan(
         Rows to unembed, as a number or as a share of the tokens (half of them if neither is given).
     device, budget_bytes
         Profile by name or object, and the bytes that may be used of it.
+    host_budget_bytes
+        Pinned host memory that weights and hidden states may be kept in; what the profile says by default.
     solver
         Offset solver; `auto` is the portfolio.
 
@@ -274,4 +312,6 @@ def plan(
     lengths = tuple(seq_lens) if seq_lens is not None else (tokens,)
     ratio = DEFAULT_MASK_RATIO if mask_ratio is None else mask_ratio
     request = Request(seq_lens=lengths, masked=masked, mask_ratio=ratio)  # type: ignore[arg-type]
-    return Planner(model, device=device, budget_bytes=budget_bytes).plan(request, solver=solver)
+    return Planner(model, device=device, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes).plan(
+        request, solver=solver
+    )

@@ -1,7 +1,7 @@
 """The bottleneck-driven search for a configuration, and the brute-force one it is held against.
 
 Objective: the least predicted time within the budget; within 0.5 % of that time
-the lowest peak, then the fewest moves, then a fixed order. The method starts
+the least host memory, the lowest peak, the fewest moves, then a fixed order. The method starts
 from the fastest configuration, finds the live set that dominates, and takes the
 cheapest move that lowers it, until the plan fits or nothing lowers it (Mosaic,
 section 4.4, where moves are K_logits and K_FFN; here a chunk that costs nothing
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mosaic.planner.space import Config, Point
 
@@ -44,26 +45,27 @@ class SearchResult:
     trace: tuple[TraceStep, ...]
 
 
-def search(point: Point, budget_bytes: int) -> SearchResult:
-    """Find the best configuration within a budget, one run of the descent per combination of choices
+def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> SearchResult:
+    """Find the best configuration within the budgets, one run of the descent per combination of choices
     that could still win."""
     before = point.evaluations
-    starts = sorted((_fastest(point, choices) for choices in point.space.choice_combinations), key=point.seconds)
-    runs: list[tuple[bool, Config, list[TraceStep]]] = []
+    runs: list[_Run] = []
     limit = float("inf")
-    for start in starts:
-        if point.seconds(start) > limit:
+    groups = sorted(point.groups(), key=lambda group: point.seconds(_fastest(point, group[0])))
+    for base, ladders in groups:
+        if point.seconds(_fastest(point, base)) > limit:
             break  # even its fastest setting is slower than what has been found
-        runs.append(_descend(point, start, budget_bytes))
-        if runs[-1][0]:
-            limit = min(limit, point.seconds(runs[-1][1]) * (1 + TOLERANCE))
-    feasible = [run for run in runs if run[0]]
+        for run in _climb(point, base, ladders, budget_bytes, host_budget_bytes, limit):
+            runs.append(run)
+            if run.fits:
+                limit = min(limit, point.seconds(run.config) * (1 + TOLERANCE))
+    feasible = [run for run in runs if run.fits]
     if not feasible:
-        config = lowest(point)
-        trace = min(runs, key=lambda run: point.total_bytes(run[1]))[2]
+        config = lowest(point, host_budget_bytes)
+        trace = min(runs, key=lambda run: point.total_bytes(run.config)).trace
     else:
         settled = [
-            _settle(point, config, limit, trace) for _, config, trace in feasible if point.seconds(config) <= limit
+            _settle(point, run.config, limit, run.trace) for run in feasible if point.seconds(run.config) <= limit
         ]
         config, trace = min(settled, key=lambda item: _preference(point, item[0]))
     return SearchResult(
@@ -72,15 +74,15 @@ def search(point: Point, budget_bytes: int) -> SearchResult:
     )  # fmt: skip
 
 
-def brute_force(point: Point, budget_bytes: int) -> SearchResult:
+def brute_force(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> SearchResult:
     """Evaluate the whole grid and apply the objective to the letter: the baseline of Mosaic, figures 15 to 17."""
     before = point.evaluations
-    feasible = [config for config in point.grid() if point.total_bytes(config) <= budget_bytes]
+    feasible = [config for config in point.grid() if point.fits(config, budget_bytes, host_budget_bytes)]
     if feasible:
         limit = min(map(point.seconds, feasible)) * (1 + TOLERANCE)
         config = min((c for c in feasible if point.seconds(c) <= limit), key=lambda c: _preference(point, c))
     else:
-        config = lowest(point)
+        config = lowest(point, host_budget_bytes)
     return SearchResult(
         config=config,
         fits=bool(feasible),
@@ -90,31 +92,69 @@ def brute_force(point: Point, budget_bytes: int) -> SearchResult:
     )
 
 
-def lowest(point: Point) -> Config:
+def lowest(point: Point, host_budget_bytes: int = 0) -> Config:
     """The configuration with the lowest total: the floor of the model at these dims."""
-    return min(point.smallest(), key=lambda c: (point.total_bytes(c), *_preference(point, c)))
+    return min(point.smallest(host_budget_bytes), key=lambda c: (point.total_bytes(c), *_preference(point, c)))
 
 
-def _preference(point: Point, config: Config) -> tuple[int, int, float, int]:
-    """Lower peak in whole pages, fewer moves, less time, a fixed order."""
-    combination = point.space.choice_combinations.index(config.choices)
-    moves = sum(rows is not None for rows in config.rows) + (combination > 0)
-    return point.total_bytes(config), moves, point.seconds(config), combination
+def _preference(point: Point, config: Config) -> tuple[int, int, int, float, int]:
+    """Less host memory, a lower peak in whole pages, fewer moves, less time, a fixed order."""
+    combination = point.choice_combinations.index(config.choices)
+    moves = sum(rows is not None for rows in config.rows) + sum(
+        option != options[0] for option, options in zip(config.choices, point.choice_options, strict=True)
+    )
+    return point.host_bytes(config.choices), point.total_bytes(config), moves, point.seconds(config), combination
 
 
-def _descend(point: Point, config: Config, budget_bytes: int) -> tuple[bool, Config, list[TraceStep]]:
+class _Run(NamedTuple):
+    """Where one descent ended."""
+
+    fits: bool
+    config: Config
+    trace: list[TraceStep]
+
+
+def _climb(
+    point: Point, base: tuple[str, ...], ladders: list[list[tuple[str, ...]]], budget_bytes: int,
+    host_budget_bytes: int, limit: float,
+) -> Iterator[_Run]:  # fmt: skip
+    """Descend with nothing escalated; where that does not fit, from the lowest rung of each ladder that does.
+
+    Higher rungs need less of the device and take no less time, so the first that fits is found by bisection.
+    """
+    run = _descend(point, _fastest(point, base), budget_bytes)
+    yield run
+    if run.fits or not host_budget_bytes:
+        return
+    for ladder in ladders:
+        rungs = point.affordable(ladder, host_budget_bytes)
+        if not rungs or point.seconds(_fastest(point, rungs[0])) > limit:
+            continue
+        low, high, found = 0, len(rungs) - 1, None
+        while low <= high:
+            middle = (low + high) // 2
+            run = _descend(point, _fastest(point, rungs[middle]), budget_bytes)
+            if run.fits:
+                found, high = run, middle - 1
+            else:
+                low = middle + 1
+        if found is not None:
+            yield found
+
+
+def _descend(point: Point, config: Config, budget_bytes: int) -> _Run:
     """From the fastest setting down to one that fits, then back up wherever time can be saved for free."""
     trace = [_step(point, config, "the fastest configuration")]
     while point.total_bytes(config) > budget_bytes:
         moves = list(_lowering(point, config))
         if not moves:
-            return False, config, trace
+            return _Run(False, config, trace)
         config, move = _cheapest(moves)
         trace.append(_step(point, config, move))
     for better, move in _relaxations(point, config, budget_bytes):
         config = better
         trace.append(_step(point, config, move))
-    return True, config, trace
+    return _Run(True, config, trace)
 
 
 def _fastest(point: Point, choices: tuple[str, ...]) -> Config:
@@ -138,7 +178,7 @@ def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str
     """
     now = point.dominating(config)
     for knob, rows in enumerate(config.rows):
-        smallest = point.options(knob)[-1]
+        smallest = point.options(config.choices, knob)[-1]
         if rows == smallest or point.dominating(_with(config, knob, smallest)) >= now:
             continue
         for setting in point.by_time(config.choices, knob):
@@ -183,7 +223,7 @@ def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) 
         config, move = _cheapest(moves)
         trace.append(_step(point, config, f"{move} (within the tolerance)"))
     for knob in range(len(config.rows)):
-        for rows in point.options(knob):
+        for rows in point.options(config.choices, knob):
             kept = _with(config, knob, rows)
             if rows == config.rows[knob] or (
                 point.total_bytes(kept) <= point.total_bytes(config) and point.seconds(kept) <= limit

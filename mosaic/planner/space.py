@@ -7,8 +7,9 @@ only; variants are compiled on demand and kept.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -100,49 +101,68 @@ class Space:
             self._pool_rows[key] = rows
         return self._pool_rows[key]
 
-    def at(self, dims: Mapping[str, int]) -> Point:
-        """The space at given dims."""
-        return Point(self, self.template.dims_of(dims))
-
-    @cached_property
-    def choice_combinations(self) -> tuple[tuple[str, ...], ...]:
-        """Every combination of choices."""
-        return tuple(self.template.bodies)
+    def at(self, dims: Mapping[str, int], *, pinned: Mapping[str, str] | None = None) -> Point:
+        """The space at given dims, some choices pinned to one of their options."""
+        return Point(self, self.template.dims_of(dims), pinned or {})
 
 
 class Point:
-    """A space at fixed dims: evaluates configurations. One evaluation of the peak formula takes microseconds."""
+    """A space at fixed dims: evaluates configurations. One evaluation of the peak formula takes microseconds.
 
-    def __init__(self, space: Space, dims: dict[str, int]) -> None:
+    Parameters
+    ----------
+    pinned
+        Choices that are not free, with the option they have.
+    """
+
+    def __init__(self, space: Space, dims: dict[str, int], pinned: Mapping[str, str]) -> None:
         self.space, self.dims = space, dims
         template = space.template
+        for name, option in pinned.items():
+            _option_of(template, name, option)
+        self.choice_options = tuple(
+            (pinned[choice.name],) if choice.name in pinned else choice.options for choice in template.choices
+        )
         self._dim_values = [dims[dim.name] for dim in template.dims]
         self.extents = {knob.name: dims[knob.over] for knob in template.knobs}
         self._knob_extents = list(self.extents.values())
-        self._options: dict[int, list[int | None]] = {}
+        self._options: dict[tuple[tuple[str, ...], int], list[int | None]] = {}
         self._tables: dict[tuple[str, ...], _Tables] = {}
         self._by_time: dict[tuple[tuple[str, ...], int], list[int | None]] = {}
         self._fixed: dict[tuple[str, ...], int] = {}
+        self._host: dict[tuple[str, ...], int] = {}
         self._peaks: dict[Config, tuple[int, int]] = {}
+        self._seconds: dict[Config, float] = {}
+        self._nested: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[int | None, ...]], float] = {}
         self.evaluations = 0
 
     # -- configurations -----------------------------------------------------------------------------------------
 
-    def options(self, knob: int) -> list[int | None]:
-        """Settings of one knob, from off through ever smaller chunks: its tile times powers of two."""
-        if knob not in self._options:
-            record = self.space.template.knobs[knob]
+    @cached_property
+    def choice_combinations(self) -> tuple[tuple[str, ...], ...]:
+        """Every combination of choices that is free to be taken, in a fixed order."""
+        return tuple(product(*self.choice_options))
+
+    def options(self, choices: tuple[str, ...], knob: int) -> list[int | None]:
+        """Settings of one knob, from off through ever smaller chunks: its tile times powers of two.
+
+        A knob without a region under these choices is off; one whose loop holds side ops is never off.
+        """
+        key = (choices, knob)
+        if key not in self._options:
+            record, body = self.space.template.knobs[knob], self.space.template.bodies[choices]
             found: list[int | None] = []
             rows = record.tile
-            while rows < self.extents[record.name]:
+            while record.name in body.knobs and rows < self.extents[record.name]:
                 found.append(rows)
                 rows *= 2
-            self._options[knob] = [None, *reversed(found)]
-        return self._options[knob]
+            found.append(rows if record.name in body.looping else None)
+            self._options[key] = found[::-1]
+        return self._options[key]
 
     def config(self, settings: Mapping[str, int | str | None]) -> Config:
         """The configuration that settings by name describe; what is not named is off, or the first option,
-        and a chunk as large as its dim is off too.
+        and a chunk as large as its dim is off too, but for a loop with side ops, which runs once then.
 
         Raises
         ------
@@ -151,41 +171,106 @@ class Point:
         UsageError
             Rows that are not a positive multiple of the knob's tile.
         """
-        known = [name for name, _ in self.space.template.choices] + [knob.name for knob in self.space.template.knobs]
+        template = self.space.template
+        known = [choice.name for choice in template.choices] + [knob.name for knob in template.knobs]
         for name in settings:
             if name not in known:
                 raise UnknownName("knob", name, known)
-        choices = []
-        for name, options in self.space.template.choices:
-            chosen = str(settings.get(name, options[0]))
-            if chosen not in options:
-                raise UnknownName(f"option of '{name}'", chosen, options)
-            choices.append(chosen)
-        rows = []
-        for knob in self.space.template.knobs:
-            value = settings.get(knob.name)
-            if value is not None and (not isinstance(value, int) or value <= 0 or value % knob.tile):
-                raise UsageError(
-                    f"'{knob.name}' takes rows that are a multiple of {knob.tile}, or none; got {value!r}."
-                )
-            rows.append(value if value is not None and value < self.extents[knob.name] else None)
-        return Config(tuple(choices), tuple(rows))
+        choices = tuple(
+            _option_of(template, choice.name, str(settings.get(choice.name, options[0])))
+            for choice, options in zip(template.choices, self.choice_options, strict=True)
+        )
+        return Config(choices, tuple(self._rows(choices, k, settings) for k in self._knobs))
+
+    def _rows(self, choices: tuple[str, ...], knob: int, settings: Mapping[str, int | str | None]) -> int | None:
+        record, body = self.space.template.knobs[knob], self.space.template.bodies[choices]
+        value = settings.get(record.name)
+        if value is not None and (not isinstance(value, int) or value <= 0 or value % record.tile):
+            raise UsageError(
+                f"'{record.name}' takes rows that are a multiple of {record.tile}, or none; got {value!r}."
+            )
+        if record.name not in body.knobs:
+            return None
+        if value is not None and value < self.extents[record.name]:
+            return value
+        return round_up(self.extents[record.name], record.tile) if record.name in body.looping else None
 
     def grid(self) -> Iterator[Config]:
         """Every configuration of the stated grid, in a fixed order."""
-        settings = [self.options(k) for k in range(len(self.space.template.knobs))]
-        for choices in self.space.choice_combinations:
-            for rows in product(*settings):
+        for choices in self.choice_combinations:
+            for rows in product(*(self.options(choices, k) for k in self._knobs)):
                 yield Config(choices, rows)
 
-    def smallest(self) -> Iterator[Config]:
-        """Every subset of knobs at its smallest chunk: one of these has the lowest peak there is."""
-        settings = [
-            sorted({options[0], options[-1]}, key=lambda r: r or 0) for options in map(self.options, self._knobs)
+    def smallest(self, host_budget_bytes: int = 0) -> Iterator[Config]:
+        """The configurations among which the one with the lowest total is: one per combination of choices that needs
+        least of the device within what the host gives."""
+        return map(self.lowest, self.frugal(host_budget_bytes))
+
+    def lowest(self, choices: tuple[str, ...]) -> Config:
+        """The configuration with the lowest peak under some choices.
+
+        From the smallest chunk of every knob on, loops around the peak are dissolved where that lowers it. A region
+        stretches lifetimes only up to its own borders, so that no other region need be looked at.
+        """
+        settings = [self.options(choices, k) for k in self._knobs]
+        config, better = Config(choices, tuple(options[-1] for options in settings)), True
+        while better:
+            better = False
+            for knob in self._around_peak(config):
+                rows = settings[knob][0]
+                flipped = Config(choices, (*config.rows[:knob], rows, *config.rows[knob + 1 :]))
+                if rows is None and self.dominating(flipped) < self.dominating(config):
+                    config, better = flipped, True
+        return config
+
+    def _around_peak(self, config: Config) -> list[int]:
+        """Knobs that are on and whose loops hold an op at which the live set is the largest."""
+        body, formula = self.space.template.bodies[config.choices], self.space.variant(config).formula
+        values = self.form_values(config)
+        around: set[str] = set()
+        for at in np.flatnonzero(values == values.max()).tolist():
+            region = body.ops[formula.at[at]].region
+            while region is not None:
+                around.add(body.regions[region].knob)
+                region = body.regions[region].parent
+        return [
+            k for k, knob in enumerate(self.space.template.knobs) if knob.name in around and config.rows[k] is not None
         ]
-        for choices in self.space.choice_combinations:
-            for rows in product(*settings):
-                yield Config(choices, rows)
+
+    def frugal(self, host_budget_bytes: int) -> Iterator[tuple[str, ...]]:
+        """Combinations with escalating choices at their first option, and at the last one that the host has room for."""
+        for base, ladders in self.groups():
+            yield base
+            for ladder in ladders if host_budget_bytes else ():
+                rungs = self.affordable(ladder, host_budget_bytes)
+                if rungs and rungs[-1] != base:
+                    yield rungs[-1]
+
+    def affordable(self, ladder: Sequence[tuple[str, ...]], host_budget_bytes: int) -> Sequence[tuple[str, ...]]:
+        """The lower rungs of a ladder, those that the host has room for; higher ones need more of it."""
+        if self.host_bytes(ladder[-1]) <= host_budget_bytes:
+            return ladder
+        return ladder[: bisect_right(ladder, host_budget_bytes, key=self.host_bytes)]
+
+    def groups(self) -> Iterator[tuple[tuple[str, ...], list[list[tuple[str, ...]]]]]:
+        """For each combination of the plain choices: it with nothing escalated, and its ladders.
+
+        A ladder varies the last escalating choice, in order, at fixed options of the other ones.
+        """
+        free = [choice.escalating for choice in self.space.template.choices]
+        escalating = [k for k, on in enumerate(free) if on]
+        plain = [options if not on else options[:1] for on, options in zip(free, self.choice_options, strict=True)]
+        for base in product(*plain):
+            ladders = []
+            for others in product(*(self.choice_options[k] for k in escalating[:-1])):
+                rungs = []
+                for option in self.choice_options[escalating[-1]] if escalating else ():
+                    rung = list(base)
+                    for k, value in zip(escalating, (*others, option), strict=True):
+                        rung[k] = value
+                    rungs.append(tuple(rung))
+                ladders.append(rungs)
+            yield base, ladders
 
     @property
     def _knobs(self) -> range:
@@ -242,13 +327,33 @@ class Point:
             self._fixed[config.choices] = device.context_bytes + device.library_bytes + pools
         return self._fixed[config.choices]
 
+    def host_bytes(self, choices: tuple[str, ...]) -> int:
+        """Pinned host memory, in whole pages: streamed weights and hidden states. No knob changes it."""
+        if choices not in self._host:
+            config = Config(choices, (None,) * len(self._knobs))
+            self._host[choices] = round_up(self.pool_bytes(config, "host"), self.space.device.page_bytes)
+        return self._host[choices]
+
+    def fits(self, config: Config, budget_bytes: int, host_budget_bytes: int = 0) -> bool:
+        """Whether device and host have room for a configuration, the workspace at its lower bound."""
+        return self.host_bytes(config.choices) <= host_budget_bytes and self.total_bytes(config) <= budget_bytes
+
     def total_bytes(self, config: Config, workspace_bytes: int | None = None) -> int:
         """Bytes of the whole request; the workspace at its lower bound unless given."""
         workspace = self.lower_bound(config) if workspace_bytes is None else workspace_bytes
         return self.fixed_bytes(config) + round_up(workspace, self.space.device.page_bytes)
 
     def seconds(self, config: Config) -> float:
-        """Predicted time of the step: what no knob changes, each knob's own ops, and what nested knobs share."""
+        """Predicted time of the step."""
+        found = self._seconds.get(config)
+        if found is None:
+            found = self._seconds[config] = self._predict(config)
+        return found
+
+    def _predict(self, config: Config) -> float:
+        """What no knob changes, each knob's own ops, and what nested knobs share; or two clocks beside each other."""
+        if self.space.template.bodies[config.choices].has_streams:
+            return self._exact_seconds(config)
         if config.choices not in self._tables:
             self._tables[config.choices] = self._tabulate(config.choices)
         total, tables, nested = self._tables[config.choices]
@@ -256,22 +361,31 @@ class Point:
             if rows not in table:  # a setting off the grid
                 return self._exact_seconds(config)
             total += table[rows]
-        if nested:
-            times, values = self.space.times(config.choices), self.values(config)
-            total += sum(times.group_seconds(group, values, self.extents) for group in nested)
-        return total
+        return total + sum(self._group_seconds(config, group) for group in nested)
+
+    def _group_seconds(self, config: Config, group: tuple[str, ...]) -> float:
+        """Seconds of the ops in loops of exactly these knobs; they depend on no other knob."""
+        rows = [r for knob, r in zip(self.space.template.knobs, config.rows, strict=True) if knob.name in group]
+        key = (config.choices, group, tuple(rows))
+        if key not in self._nested:
+            times = self.space.times(config.choices)
+            self._nested[key] = times.group_seconds(group, self.values(config), self.extents)
+        return self._nested[key]
 
     def by_time(self, choices: tuple[str, ...], knob: int) -> list[int | None]:
-        """Settings of one knob, the fastest first, larger chunks first where equal (nested knobs: at the others off)."""
+        """Settings of one knob, the fastest first, larger chunks first where equal, at the others' largest chunks."""
         key = (choices, knob)
         if key not in self._by_time:
-            off = (None,) * len(self._knobs)
-            configs = {rows: Config(choices, (*off[:knob], rows, *off[knob + 1 :])) for rows in self.options(knob)}
-            self._by_time[key] = sorted(self.options(knob), key=lambda rows: self.seconds(configs[rows]))
+            first = tuple(self.options(choices, k)[0] for k in self._knobs)
+            settings = self.options(choices, knob)
+            configs = {rows: Config(choices, (*first[:knob], rows, *first[knob + 1 :])) for rows in settings}
+            self._by_time[key] = sorted(settings, key=lambda rows: self.seconds(configs[rows]))
         return self._by_time[key]
 
     def _exact_seconds(self, config: Config) -> float:
         times, values = self.space.times(config.choices), self.values(config)
+        if times.has_streams:
+            return times.total_seconds(values, self.extents)
         return sum(times.group_seconds(group, values, self.extents) for group in times.groups)
 
     def _tabulate(self, choices: tuple[str, ...]) -> _Tables:
@@ -280,7 +394,7 @@ class Point:
         values = self.values(Config(choices, (None,) * len(self._knobs)))
         tables: list[dict[int | None, float]] = []
         for index, knob in enumerate(self.space.template.knobs):
-            options = self.options(index)
+            options = self.options(choices, index)
             if (knob.name,) not in times.groups:
                 tables.append(dict.fromkeys(options, 0.0))
                 continue
@@ -289,3 +403,13 @@ class Point:
             tables.append(dict(zip(options, seconds, strict=True)))
         fixed = times.group_seconds((), values, self.extents) if () in times.groups else 0.0
         return fixed, tables, [group for group in times.groups if len(group) > 1]
+
+
+def _option_of(template: Template, name: str, option: str) -> str:
+    """Make sure that a choice has an option."""
+    options = {choice.name: choice.options for choice in template.choices}
+    if name not in options:
+        raise UnknownName("choice", name, options)
+    if option not in options[name]:
+        raise UnknownName(f"option of '{name}'", option, options[name])
+    return option

@@ -7,12 +7,13 @@ choices; a body's ops and buffers refer to rows of its polynomial table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property, partial
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +21,20 @@ import numpy.typing as npt
 from mosaic.errors import GraphError
 
 __all__ = [
+    "Access",
+    "Bodies",
     "Body",
     "BufferRecord",
+    "ChoiceRecord",
     "DimRecord",
     "KnobRecord",
     "OpRecord",
     "RegionRecord",
+    "Register",
     "Template",
+    "compile_choices",
     "compile_template",
-    "linear_columns",
+    "factor_columns",
 ]
 
 
@@ -66,6 +72,7 @@ class OpRecord(NamedTuple):
     flops: int
     bytes: int
     rate_rows: int
+    rate_columns: int
 
 
 class BufferRecord(NamedTuple):
@@ -84,6 +91,22 @@ class BufferRecord(NamedTuple):
     alias_offset: int
 
 
+class ChoiceRecord(NamedTuple):
+    """A choice: its options, and whether each needs less device memory, and no less time, than the one before."""
+
+    name: str
+    options: tuple[str, ...]
+    escalating: bool
+
+
+class Access(NamedTuple):
+    """One op's touch of a buffer."""
+
+    op: int
+    read: bool
+    write: bool
+
+
 class RegionRecord(NamedTuple):
     """A chunk region over ops [start, end)."""
 
@@ -95,12 +118,12 @@ class RegionRecord(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Body:
     """One registration of the model, compiled.
 
     `exponents` [monomials, variables] and `coefficients` [polynomials, monomials] hold every symbolic quantity;
-    variables are the dims, then one `<knob>_rows` per knob. `linear` is `linear_columns` of the exponents.
+    variables are the dims, then one `<knob>_rows` per knob. `factors` is `factor_columns` of the exponents.
     """
 
     variables: tuple[str, ...]
@@ -112,28 +135,56 @@ class Body:
     regions: tuple[RegionRecord, ...]
     barriers: tuple[tuple[str, list[int], int | None, int], ...]
     edges: tuple[tuple[str, int, int], ...]
-    linear: npt.NDArray[np.int64] | None
+    factors: npt.NDArray[np.int64]
+
+    @cached_property
+    def accesses(self) -> list[list[Access]]:
+        """The touches of every buffer, in program order."""
+        found: list[list[Access]] = [[] for _ in self.buffers]
+        for index, op in enumerate(self.ops):
+            read = set(op.reads)
+            for b in op.reads:
+                found[b].append(Access(index, True, b in op.writes))
+            for b in op.writes:
+                if b not in read:
+                    found[b].append(Access(index, False, True))
+        return found
+
+    @cached_property
+    def has_streams(self) -> bool:
+        """Whether some ops run beside the main stream."""
+        return any(op.stream != "main" for op in self.ops)
+
+    @cached_property
+    def knobs(self) -> frozenset[str]:
+        """Knobs that have a region here."""
+        return frozenset(region.knob for region in self.regions)
+
+    @cached_property
+    def looping(self) -> frozenset[str]:
+        """Knobs with a region that holds side ops: iterations overlap by rotating buffers, so it is never dissolved."""
+        return frozenset(
+            self.regions[op.region].knob for op in self.ops if op.stream != "main" and op.region is not None
+        )
 
     def evaluate(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
         """Every polynomial at the given variables, exact in 64 bits; fractions are floored."""
         return (self.coefficients @ self.monomials(values)) // self.denominators
 
     def monomials(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Values of the monomials; a gather where all are linear, as they are unless a model says otherwise."""
-        if self.linear is not None:
-            gathered: npt.NDArray[np.int64] = np.array([*values, 1], dtype=np.int64)[self.linear]
-            return gathered
-        powers: npt.NDArray[np.int64] = np.asarray(values, dtype=np.int64) ** self.exponents
-        products: npt.NDArray[np.int64] = np.multiply.reduce(powers, axis=1)
+        """Values of the monomials: a gather of their factors, multiplied."""
+        gathered = np.array([*values, 1], dtype=np.int64)[self.factors]
+        products: npt.NDArray[np.int64] = gathered[0] if len(gathered) == 1 else np.multiply.reduce(gathered, axis=0)
         return products
 
 
-def linear_columns(exponents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-    """For each monomial the variable it is (the number of variables stands for the constant 1); None if one is neither."""
-    if exponents.size and int(exponents.sum(axis=1).max()) > 1:
-        return None
+def factor_columns(exponents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[degree, monomials]: the variables that each monomial multiplies; the number of variables stands for a 1."""
     constant = exponents.shape[1]
-    return np.where(exponents.any(axis=1), exponents.argmax(axis=1) if exponents.size else 0, constant)
+    lists = [[v for v, power in enumerate(row) for _ in range(power)] for row in exponents.tolist()]
+    degree = max(1, *map(len, lists)) if lists else 1
+    columns = [row + [constant] * (degree - len(row)) for row in lists]
+    return np.ascontiguousarray(np.array(columns, dtype=np.int64).reshape(len(lists), degree).T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,15 +198,20 @@ class Template:
     dims, knobs
         Symbolic dims and chunk knobs, in order of declaration.
     choices
-        Names and options of the choices; `bodies` has one entry per combination, keyed by the chosen options.
+        The choices; `bodies` has one entry per combination, keyed by the chosen options, compiled when asked for.
     """
 
     name: str
     backend: str
     dims: tuple[DimRecord, ...]
     knobs: tuple[KnobRecord, ...]
-    choices: tuple[tuple[str, tuple[str, ...]], ...]
+    choices: tuple[ChoiceRecord, ...]
     bodies: Mapping[tuple[str, ...], Body]
+
+    @property
+    def first(self) -> Body:
+        """The body with every choice at its first option."""
+        return self.bodies[tuple(choice.options[0] for choice in self.choices)]
 
     def dims_of(self, given: Mapping[str, int]) -> dict[str, int]:
         """Complete dims with fixed values and check bounds.
@@ -228,43 +284,68 @@ class _Polynomials:
         return np.array(powers, dtype=np.int64).reshape(len(powers), len(self.variables)), coefficients, denominators
 
 
-def compile_template(register: Callable[[Mapping[str, str] | None], Any]) -> Template:
-    """Compile a model for every combination of its choices.
+class Bodies(Mapping[tuple[str, ...], Body]):
+    """The bodies of all combinations of choices, each compiled when it is first asked for.
 
     Parameters
     ----------
-    register
-        Builds the graph for given choices (None: the defaults), such as `Model.graph` bound to its options.
+    choices
+        The choices, in order.
+    compile_now
+        Gives the body of one combination.
     """
-    from mosaic.registrar.validate import validate
 
+    def __init__(self, choices: Sequence[ChoiceRecord], compile_now: Callable[[tuple[str, ...]], Body]) -> None:
+        self._keys = tuple(product(*(choice.options for choice in choices)))
+        self._compile, self._known = compile_now, dict[tuple[str, ...], Body]()
+
+    def __getitem__(self, key: tuple[str, ...]) -> Body:
+        if key not in self._known:
+            if key not in self._keys:
+                raise KeyError(key)
+            self._known[key] = self._compile(key)
+        return self._known[key]
+
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+Register: TypeAlias = Callable[[Mapping[str, str] | None], Any]
+"""Builds the graph for given choices (None: the first options), such as `Model.graph` bound to its options."""
+
+
+def compile_template(register: Register) -> Template:
+    """Compile a model; its bodies follow when they are asked for."""
     first = register(None)
-    names = tuple(first.choices)
-    options = tuple(first.choices[name].options for name in names)
-    bodies = {}
-    for combination in product(*options):
-        graph = (
-            first
-            if combination == tuple(o[0] for o in options)
-            else register(dict(zip(names, combination, strict=True)))
-        )
-        validate(graph)
-        bodies[combination] = compile_body(graph)
-    over = {region.knob: str(region.over) for region in first.regions}
+    choices = tuple(ChoiceRecord(c.name, c.options, c.escalating) for c in first.choices.values())
     return Template(
         name=first.name,
         backend=first.backend,
         dims=tuple(DimRecord(name, info.at_most, info.value) for name, info in first.dims.items()),
-        knobs=tuple(KnobRecord(name, over[name], tile) for name, tile in first.tiles.items()),
-        choices=tuple(zip(names, options, strict=True)),
-        bodies=bodies,
+        knobs=tuple(KnobRecord(name, str(first.knob_dims[name]), tile) for name, tile in first.tiles.items()),
+        choices=choices,
+        bodies=Bodies(choices, partial(compile_choices, register, choices)),
     )
+
+
+def compile_choices(register: Register, choices: Sequence[ChoiceRecord], options: Sequence[str]) -> Body:
+    """Register the model with one option of every choice, validate and compile it."""
+    from mosaic.registrar.validate import validate
+
+    graph = register({choice.name: option for choice, option in zip(choices, options, strict=True)})
+    validate(graph)
+    return compile_body(graph)
 
 
 def compile_body(graph: Any) -> Body:
     """Turn one registered graph into coefficient tables and records."""
-    rows = {region.knob: region.rows for region in graph.regions}
-    symbols = [info.symbol for info in graph.dims.values()] + [rows[knob] for knob in graph.tiles]
+    import sympy
+
+    symbols = [info.symbol for info in graph.dims.values()]
+    symbols += [sympy.Symbol(f"{knob}_rows", positive=True, integer=True) for knob in graph.tiles]
     polynomials = _Polynomials(symbols)
     region_index = {region.name: i for i, region in enumerate(graph.regions)}
     at = region_index.get
@@ -287,8 +368,9 @@ def compile_body(graph: Any) -> Body:
             op.name, op.contract.name, op.stream, at(op.region.name) if op.region else None,
             _unique(b.id for b in op.reads), _unique(b.id for b in op.writes), updates,
             {name: b.id for name, b in op.operands.items()}, _plain(op.attrs), inplace,
-            [[s.operand, s.axis, s.region, s.factor] for s in op.slices], op.contract.rate,
+            [[s.operand, s.axis, s.region, s.factor] for s in op.slices], op.rate,
             polynomials.row(op.flops), polynomials.row(op.bytes), polynomials.row(op.rate_rows),
+            polynomials.row(op.rate_columns),
         )  # fmt: skip
 
     ops = tuple(map(op_record, graph.ops))
@@ -302,7 +384,7 @@ def compile_body(graph: Any) -> Body:
         variables=tuple(map(str, symbols)), exponents=exponents, coefficients=coefficients, denominators=denominators,
         ops=ops, buffers=buffers, regions=regions,
         barriers=tuple((b.name, [x.id for x in b.buffers], b.start, b.end) for b in graph.barriers),
-        edges=tuple((e.kind, e.source, e.target) for e in graph.edges), linear=linear_columns(exponents),
+        edges=tuple((e.kind, e.source, e.target) for e in graph.edges), factors=factor_columns(exponents),
     )  # fmt: skip
 
 

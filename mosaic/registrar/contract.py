@@ -16,10 +16,10 @@ import sympy
 from mosaic.errors import GraphError
 from mosaic.registrar.dtypes import ITEMSIZE
 
-__all__ = ["Contract", "Dim", "Rate", "Spec", "require"]
+__all__ = ["Contract", "Dim", "Rate", "Spec", "divides", "require"]
 
 Dim: TypeAlias = int | sympy.Expr
-Rate: TypeAlias = Literal["memory", "gemm", "attention", "unembed"]
+Rate: TypeAlias = Literal["memory", "gemm", "attention", "unembed", "link"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,15 @@ def require(condition: bool, message: str) -> None:
         raise GraphError(message)
 
 
+def divides(size: Dim, width: Dim) -> bool:
+    """Tell whether `width` is a multiple of `size` whatever the dims are.
+
+    >>> divides(128, 4096), divides(128, 128 * sympy.Symbol("r", integer=True)), divides(3, 4)
+    (True, True, False)
+    """
+    return (sympy.sympify(width) / size).is_integer is True
+
+
 Infer: TypeAlias = Callable[..., Sequence[Spec]]
 Count: TypeAlias = Callable[..., Dim]
 
@@ -56,6 +65,11 @@ Count: TypeAlias = Callable[..., Dim]
 def _leading(**operands: Any) -> Dim:
     """Rows of the first operand that has any: one where a contract reads nothing or only scalars."""
     return next((o.shape[0] for o in operands.values() if isinstance(o, Spec) and o.shape), 1)
+
+
+def _one(*_: Any, **__: Any) -> Dim:
+    """Count one of whatever a rate does not depend on."""
+    return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +95,11 @@ class Contract:
     flops
         Floating-point operations of one launch, from the same arguments.
     rate
-        Which of a device's rates bounds it.
+        Which of a device's rates bounds it; where an operand lies in host memory it is `link`, whatever this says.
     rate_rows
         The row count that the rate depends on; by default the first operand's leading dim.
+    rate_columns
+        The output columns that the rate depends on, of a matrix product; 1 elsewhere.
     """
 
     name: str
@@ -97,6 +113,7 @@ class Contract:
     bytes_moved: Callable[[Mapping[str, Spec], Mapping[str, Any]], Dim] | None = None
     rate: Rate = "memory"
     rate_rows: Count = field(default=_leading)
+    rate_columns: Count = field(default=_one)
 
     def __post_init__(self) -> None:
         names = {name.rstrip("?") for name in self.reads}

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import sympy
 
 from mosaic.errors import GraphError, MissingExtra
-from mosaic.registrar.contract import Contract, Dim, Spec, require
+from mosaic.registrar.contract import Contract, Dim, Rate, Spec, require
 from mosaic.registrar.contracts import contract as shipped_contract
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.implementations import scratch_bytes
@@ -124,7 +125,9 @@ class Op:
     slices: tuple[Slice, ...]
     flops: Dim
     bytes: Dim
+    rate: Rate
     rate_rows: Dim
+    rate_columns: Dim
     source: str
 
 
@@ -150,11 +153,26 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A knob whose value selects what the model registers; the planner tries every option."""
+    """A knob whose value selects what the model registers; the planner tries every option.
+
+    Of an `escalating` one, each option needs no more device memory than the one before it, more of the host's, and is
+    no faster: the planner takes the first that fits.
+    """
 
     name: str
     options: tuple[str, ...]
     value: str
+    escalating: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What a contract says of one launch."""
+
+    outputs: tuple[Spec, ...]
+    flops: Dim
+    rate_rows: Dim
+    rate_columns: Dim
 
 
 @dataclass(slots=True)
@@ -200,15 +218,20 @@ class Graph:
         self.aliases: dict[int, tuple[Buffer, Dim]] = {}
         self.choices: dict[str, Choice] = {}
         self.tiles: dict[str, int] = {}
+        self.knob_dims: dict[str, sympy.Symbol] = {}
         self._given = dict(choices or {})
         self._names: dict[str, Buffer] = {}
         self._op_names: set[str] = set()
+        self._region_names: set[str] = set()
+        self._last_main = -1
         self._scope: list[str] = []
         self._part = ""
         self._region: Region | None = None
         self._stream: _SideStream | None = None
         self._side: dict[str, _SideStream] = {}
         self._waits: list[int] = []
+        self._works: dict[Any, _Work] = {}
+        self._bytes: dict[Any, Dim] = {}
 
     # -- dims, knobs, names -------------------------------------------------------------------------------------
 
@@ -238,12 +261,24 @@ class Graph:
         self.dims[name] = DimInfo(symbol=symbol, at_most=at_most, value=value)
         return symbol
 
-    def choice(self, name: str, options: Sequence[str]) -> str:
+    def choice(self, name: str, options: Sequence[str], *, escalating: bool = False) -> str:
         """Declare a knob that selects what is registered, and return the value of this registration."""
         value = self._given.get(name, options[0])
         require(value in options, f"choice '{name}' ({_caller()}) is one of {', '.join(options)}, got '{value}'")
-        self.choices[name] = Choice(name, tuple(options), value)
+        self.choices[name] = Choice(name, tuple(options), value, escalating)
         return value
+
+    def knob(self, name: str, *, over: sympy.Symbol, tile: int = 128) -> None:
+        """Declare a chunk knob ahead of its regions, for knobs that only some choices use.
+
+        Raises
+        ------
+        GraphError
+            As for `chunk`.
+        """
+        self._check_knob(name, over, tile, _caller())
+        self.tiles[name] = tile
+        self.knob_dims[name] = over
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -313,8 +348,8 @@ class Graph:
 
     def _is_size(self, dim: object) -> bool:
         if isinstance(dim, sympy.Expr):
-            rows = {region.rows for region in self.regions}
-            return all(symbol in rows or str(symbol) in self.dims for symbol in dim.free_symbols)
+            names = (str(symbol) for symbol in dim.free_symbols)
+            return all(name in self.dims or name.removesuffix("_rows") in self.tiles for name in names)
         return isinstance(dim, int) and not isinstance(dim, bool) and dim > 0
 
     def input(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
@@ -393,18 +428,16 @@ class Graph:
         while full in self._op_names:
             full, serial = f"{self._full(name or rule.name)}.{serial}", serial + 1
         self._op_names.add(full)
+        _plain_attributes(attrs, full, source)
         operands = self._operands(rule, reads, full, source)
         sliced = self._sliced(rule, operands, full, source)
         specs = {key: self._seen(rule, key, buffer) for key, buffer in operands.items()}
         try:
-            inferred = tuple(rule.infer(**specs, **attrs))
-            flops = rule.flops(**specs, **attrs)
-            rate_rows = rule.rate_rows(**specs, **attrs)
+            work = self._work_of(rule, specs, attrs)
         except (GraphError, TypeError, IndexError) as error:
             shown = ", ".join(f"{key} {spec}" for key, spec in specs.items())
             raise GraphError(f"{full} ({source}): {rule.name}({shown}): {error}") from None
-        _plain_attributes(attrs, full, source)
-        created = self._outputs(rule, inferred, out, full, source)
+        created = self._outputs(rule, work.outputs, out, full, source)
         for buffer in created.values():
             if any(buffer is operand for operand in operands.values()):
                 raise GraphError(
@@ -430,12 +463,30 @@ class Graph:
             reads=tuple(operands[key] for key in specs if key not in created),
             writes=(*created.values(), *updated, *([operands["scratch"]] if "scratch" in operands else [])),
             attrs=attrs, region=self._region, stream=self._stream.name if self._stream else MAIN,
-            slices=tuple(sliced), flops=flops, bytes=rule.moved(specs, attrs), rate_rows=rate_rows, source=source,
+            slices=tuple(sliced), flops=work.flops, bytes=self._moved(rule, specs, attrs), rate_rows=work.rate_rows, source=source,
+            rate="link" if any(b.pool == "host" for b in operands.values()) else rule.rate,
+            rate_columns=work.rate_columns,
         )  # fmt: skip
         self._order(op)
         self.ops.append(op)
         results = tuple(created.values()) or tuple(updated)
         return results[0] if len(results) == 1 else results
+
+    def _work_of(self, rule: Contract, specs: Mapping[str, Spec], attrs: Mapping[str, Any]) -> _Work:
+        """What a contract says of one launch; layers repeat theirs, and symbolic arithmetic is slow."""
+        key = (rule, tuple(specs.items()), tuple(attrs.items()))
+        if key not in self._works:
+            self._works[key] = _Work(
+                outputs=tuple(rule.infer(**specs, **attrs)), flops=rule.flops(**specs, **attrs),
+                rate_rows=rule.rate_rows(**specs, **attrs), rate_columns=rule.rate_columns(**specs, **attrs),
+            )  # fmt: skip
+        return self._works[key]
+
+    def _moved(self, rule: Contract, specs: Mapping[str, Spec], attrs: Mapping[str, Any]) -> Dim:
+        key = (rule, tuple(specs.items()), tuple(attrs.items()))
+        if key not in self._bytes:
+            self._bytes[key] = rule.moved(specs, attrs)
+        return self._bytes[key]
 
     def _operands(self, rule: Contract, reads: Sequence[Buffer | None], full: str, source: str) -> dict[str, Buffer]:
         required = sum(not name.endswith("?") for name in rule.reads)
@@ -528,15 +579,17 @@ class Graph:
         GraphError
             A dim of another graph, a knob used over two dims or with two tiles or inside itself, a region without ops.
         """
-        self._check_knob(knob, over, tile, _caller())
         region = Region(
             name=self._full(name or knob), knob=knob, over=over, parent=self._region, start=len(self.ops),
             rows=sympy.Symbol(f"{knob}_rows", positive=True, integer=True),
         )  # fmt: skip
-        if any(other.name == region.name for other in self.regions):
+        if region.name in self._region_names:
             raise GraphError(f"region {region.name} ({_caller()}): the name is taken")
-        self.tiles[knob] = tile
+        if any(outer.over == over for outer in self._enclosing()):
+            raise GraphError(f"chunk '{knob}' ({_caller()}): a region over {over} is open already")
+        self.knob(knob, over=over, tile=tile)
         self.regions.append(region)
+        self._region_names.add(region.name)
         outer, self._region = self._region, region
         try:
             yield region.rows
@@ -550,11 +603,9 @@ class Graph:
         """One knob is one number of rows: one dim, one tile, and never nested in itself."""
         if str(over) not in self.dims or self.dims[str(over)].symbol != over:
             raise GraphError(f"chunk '{knob}' ({source}): over= must be a dim of this graph, got {over}")
-        for other in self.regions:
-            if other.knob == knob and other.over != over:
-                raise GraphError(
-                    f"chunk '{knob}' ({source}): over {over}, but the same knob of {other.name} is over {other.over}"
-                )
+        known = self.knob_dims.get(knob, over)
+        if known != over:
+            raise GraphError(f"chunk '{knob}' ({source}): over {over}, but the same knob is over {known} elsewhere")
         if self.tiles.get(knob, tile) != tile:
             raise GraphError(
                 f"chunk '{knob}' ({source}): tile {tile}, but the same knob was given tile {self.tiles[knob]}"
@@ -563,8 +614,6 @@ class Graph:
             raise GraphError(
                 f"chunk '{knob}' ({source}): its rows would be called {knob}_rows, which is a dim; name it otherwise"
             )
-        if any(open_region.over == over for open_region in self._enclosing()):
-            raise GraphError(f"chunk '{knob}' ({source}): a region over {over} is open already")
 
     def add_alias(self, a: Buffer, b: Buffer, *, offset: Dim = 0) -> None:
         """Let `a` occupy `b`'s storage from byte `offset` on; legality is proved by `validate`."""
@@ -600,7 +649,7 @@ class Graph:
         """Register ops that run beside the main stream, forked after the last main op; join with `wait`."""
         if self._stream is not None or name == MAIN:
             raise GraphError(f"stream '{name}' ({_caller()}): streams fork from the main stream only")
-        forked = max((op.index for op in self.ops if op.stream == MAIN), default=-1)
+        forked = self._last_main
         side = self._side.get(name)
         if side is None or side.last is None:
             side = self._side[name] = _SideStream(name, forked)
@@ -628,6 +677,7 @@ class Graph:
                     self.edges.append(Edge("fork", side.forked_after, op.index))
             side.last = op.index
             return
+        self._last_main = op.index
         self.edges.extend(Edge("wait", last, op.index) for last in self._waits)
         self._waits.clear()
 
@@ -652,6 +702,7 @@ class Graph:
         return self.aliases[buffer.id][0] if buffer.id in self.aliases else buffer
 
 
+@lru_cache(maxsize=4096)
 def _swap(dim: Dim, old: sympy.Symbol, new: sympy.Symbol) -> Dim:
     if isinstance(dim, int):
         return dim
@@ -659,6 +710,7 @@ def _swap(dim: Dim, old: sympy.Symbol, new: sympy.Symbol) -> Dim:
     return swapped
 
 
+@lru_cache(maxsize=4096)
 def _factor(dim: Dim, symbol: sympy.Symbol) -> int | None:
     """The integer f with dim == f * symbol, if there is one."""
     if isinstance(dim, int) or not dim.has(symbol):

@@ -50,8 +50,8 @@ def _graph(graph: Graph) -> dict[str, Any]:
         "name": graph.name,
         "backend": graph.backend,
         "dims": [[name, info.at_most, info.value] for name, info in graph.dims.items()],
-        "choices": [[c.name, list(c.options), c.value] for c in graph.choices.values()],
-        "tiles": dict(graph.tiles),
+        "choices": [[c.name, list(c.options), c.value, c.escalating] for c in graph.choices.values()],
+        "knobs": [[name, str(graph.knob_dims[name]), tile] for name, tile in graph.tiles.items()],
         "regions": [
             [r.name, r.knob, str(r.over), r.parent.name if r.parent else None, r.start, r.end] for r in graph.regions
         ],
@@ -100,7 +100,9 @@ def _op(op: Op) -> dict[str, Any]:
         "slices": [[s.operand, s.axis, s.region, s.factor] for s in op.slices],
         "flops": _terms(op.flops),
         "bytes": _terms(op.bytes),
+        "rate": op.rate,
         "rate_rows": _terms(op.rate_rows),
+        "rate_columns": _terms(op.rate_columns),
         "source": op.source,
     }
 
@@ -127,9 +129,10 @@ class _Reader:
         self.graph = graph = Graph(plain["name"], backend=plain["backend"])
         for name, at_most, value in plain["dims"]:
             graph.dims[name] = DimInfo(symbol=self._symbol(name), at_most=at_most, value=value)
-        for name, options, value in plain["choices"]:
-            graph.choices[name] = Choice(name, tuple(options), value)
-        graph.tiles.update(plain["tiles"])
+        for name, options, value, escalating in plain["choices"]:
+            graph.choices[name] = Choice(name, tuple(options), value, escalating)
+        for name, over, tile in plain["knobs"]:
+            graph.tiles[name], graph.knob_dims[name] = tile, self._symbol(over)
         self.regions: dict[str, Region] = {}
         for name, knob, over, parent, start, end in plain["regions"]:
             self.regions[name] = Region(
@@ -198,5 +201,6 @@ class _Reader:
             attrs={key: self._dim(v["terms"]) if isinstance(v, dict) else v for key, v in plain["attrs"].items()},
             region=self.regions[plain["region"]] if plain["region"] else None, stream=plain["stream"],
             slices=tuple(Slice(*s) for s in plain["slices"]), flops=self._dim(plain["flops"]),
-            bytes=self._dim(plain["bytes"]), rate_rows=self._dim(plain["rate_rows"]), source=plain["source"],
+            bytes=self._dim(plain["bytes"]), rate=plain["rate"], rate_rows=self._dim(plain["rate_rows"]),
+            rate_columns=self._dim(plain["rate_columns"]), source=plain["source"],
         )  # fmt: skip

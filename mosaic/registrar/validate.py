@@ -177,25 +177,38 @@ def _certainly_at_most(low: Dim, high: Dim) -> bool:
 def _streams_are_closed(graph: Graph) -> None:
     if graph._waits:
         raise GraphError(f"graph '{graph.name}': wait() with no op after it; side streams join at a main op")
-    waits = [edge for edge in graph.edges if edge.kind == "wait"]
     for op in graph.ops:
-        if op.stream == MAIN:
-            continue
-        joins = [e.target for e in waits if e.source >= op.index and graph.ops[e.source].stream == op.stream]
-        workspace = next((b for b in (*op.reads, *op.writes) if b.pool == "workspace"), None)
-        if not joins and workspace is not None:
-            raise GraphError(
-                f"{op.name} ({op.source}): stream '{op.stream}' is never joined, yet it touches {workspace}; wait for it"
-            )
-        region = op.region
-        if region is not None:
-            forks = [
-                e.source
-                for e in graph.edges
-                if e.kind == "fork" and e.target <= op.index and graph.ops[e.target].stream == op.stream
-            ]
-            if not forks or not joins or not region.start <= forks[-1] or min(joins) >= region.end:
-                raise GraphError(
-                    f"{op.name} ({op.source}): stream '{op.stream}' must fork and join inside region {region.name}, "
-                    "whose iterations follow each other"
-                )
+        if op.stream != MAIN and not (op.region is not None and _rotates(op, op.region)):
+            _is_forked_and_joined(graph, op)
+
+
+def _rotates(op: Op, region: Region) -> bool:
+    """Whether iterations may overlap: what the op touches in the workspace has slots that iterations take in turn."""
+    touched = [b for b in (*op.reads, *op.writes) if b.pool == "workspace"]
+    return all(b.home is region and b.rotate > 1 for b in touched)
+
+
+def _is_forked_and_joined(graph: Graph, op: Op) -> None:
+    joins = [
+        e.target
+        for e in graph.edges
+        if e.kind == "wait" and e.source >= op.index and graph.ops[e.source].stream == op.stream
+    ]
+    workspace = next((b for b in (*op.reads, *op.writes) if b.pool == "workspace"), None)
+    if not joins and workspace is not None:
+        raise GraphError(
+            f"{op.name} ({op.source}): stream '{op.stream}' is never joined, yet it touches {workspace}; wait for it"
+        )
+    region = op.region
+    if region is None:
+        return
+    forks = [
+        e.source
+        for e in graph.edges
+        if e.kind == "fork" and e.target <= op.index and graph.ops[e.target].stream == op.stream
+    ]
+    if not forks or not joins or not region.start <= forks[-1] or min(joins) >= region.end:
+        raise GraphError(
+            f"{op.name} ({op.source}): stream '{op.stream}' must fork and join inside region {region.name}, whose "
+            "iterations follow each other, or touch only buffers of the region that rotate"
+        )

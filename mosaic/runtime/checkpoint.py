@@ -1,31 +1,34 @@
-"""Checkpoint files: safetensors, memory-mapped, every claim of their headers checked before a tensor is touched.
+"""Checkpoint files: safetensors, every claim of their headers checked before a tensor is touched.
 
-A file's pages are dropped as soon as a tensor has been copied, so that no tensor is held twice.
+Tensors are read straight to their place in host memory, or through a small buffer to a device or another dtype; never
+held twice. Reading, not mapping: a file that another process cuts short is an error, not a bus error.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
-from mosaic.models.safetensors import SAFETENSORS_DTYPES, Layout, TensorEntry, find_entry, read_header, wrong
+from mosaic.models.safetensors import AGAIN, SAFETENSORS_DTYPES, Layout, TensorEntry, find_entry, read_header, wrong
 from mosaic.runtime.workspace import DTYPES, torch_dtype
+from mosaic.units import MIB
 
-__all__ = ["Checkpoint", "SafetensorsFile", "TensorEntry", "write_safetensors"]
+__all__ = ["PIECE_BYTES", "Checkpoint", "SafetensorsFile", "TensorEntry", "write_safetensors"]
+
+PIECE_BYTES: Final = 32 * MIB
+"""Tensors are read, converted, written and drawn at random in pieces of at most so many bytes."""
 
 
 class SafetensorsFile:
-    """One safetensors file, memory-mapped, its header checked in full before any tensor is touched.
+    """One safetensors file, open for reading, its header checked in full before any tensor is touched.
 
     Raises
     ------
@@ -36,39 +39,47 @@ class SafetensorsFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.entries, self._data_start = read_header(self.path)
-        with open(self.path, "rb") as stream:
-            # a private writable mapping: PyTorch warns about read-only memory; nothing here writes to it
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    def tensor(self, name: str) -> Tensor:
-        """View a tensor of the file in the mapping; valid until `close`."""
-        entry = self.entry(name)
-        dtype, offset = torch_dtype(entry.dtype), self._data_start + entry.start
-        count = math.prod(entry.shape)
-        if count == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(entry.shape)
+        self._stream = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed by `close`)
 
     def entry(self, name: str) -> TensorEntry:
         """Look a tensor up."""
         return find_entry(self.path, self.entries, name)
 
-    def drop_pages(self, name: str) -> None:
-        """Tell the system that a tensor's pages will not be read again."""
-        entry = self.entry(name)
-        start = (self._data_start + entry.start) // mmap.PAGESIZE * mmap.PAGESIZE
-        length = self._data_start + entry.end - start
-        if length > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, start, length)
+    def read_into(self, name: str, out: Tensor, start: int = 0) -> None:
+        """Read a tensor's bytes from byte `start` on, as many as fill `out`.
+
+        Parameters
+        ----------
+        out
+            uint8 [N] on the CPU, contiguous.
+
+        Raises
+        ------
+        CheckpointError
+            If the file ends before them, or cannot be read.
+        """
+        entry, buffer, done = self.entry(name), out.numpy().data, 0
+        position = self._data_start + entry.start + start
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._stream.fileno(), [buffer[done : done + PIECE_BYTES]], position + done)
+            except OSError as error:
+                raise wrong(self.path, f"tensor '{name}'", "readable bytes", error.strerror, AGAIN) from error
+            if count == 0:
+                expected = f"{entry.end - entry.start:,} bytes"
+                raise wrong(self.path, f"tensor '{name}'", expected, f"the file's end after {start + done:,}", AGAIN)
+            done += count
 
     def close(self) -> None:
-        """Let go of the mapping; the system unmaps it when no view is left."""
-        with suppress(BufferError):  # a view is still alive: its owner keeps the mapping
-            self._map.close()
+        """Close the file. Closing twice is fine."""
+        self._stream.close()
 
 
 class Checkpoint:
     """A checkpoint directory: `model.safetensors`, or shards listed in `model.safetensors.index.json`.
+
+    Holds two buffers of `PIECE_BYTES` while it is open: one for bytes on their way to a device, one for what is
+    converted.
 
     Examples
     --------
@@ -80,7 +91,14 @@ class Checkpoint:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.layout = Layout(directory)
         self.path = self.layout.path
-        self._files = {name: SafetensorsFile(self.path / name) for name in self.layout.files}
+        self._files: dict[str, SafetensorsFile] = {}
+        self._raw, self._converted = _anonymous(PIECE_BYTES), _anonymous(PIECE_BYTES)
+        try:
+            for name in self.layout.files:
+                self._files[name] = SafetensorsFile(self.path / name)
+        except BaseException:
+            self.close()
+            raise
 
     def __contains__(self, name: str) -> bool:
         return name in self.layout.where
@@ -91,13 +109,34 @@ class Checkpoint:
         return list(self.layout.where)
 
     def copy_into(self, name: str, out: Tensor) -> None:
-        """Copy a tensor into a view, converting between floating-point dtypes; then drop its pages."""
+        """Copy a tensor into a contiguous view on any device, converting between floating-point dtypes.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such tensor, or of another shape or dtype, or the file ends before it.
+        """
         path, entry = self.layout.find(name, tuple(out.shape))
         file, wanted = self._files[path.name], str(out.dtype).removeprefix("torch.")
         if entry.dtype != wanted and not (torch_dtype(entry.dtype).is_floating_point and out.is_floating_point()):
             raise wrong(file.path, f"tensor '{name}'", wanted, entry.dtype, "convert the checkpoint first")
-        out.copy_(file.tensor(name))
-        file.drop_pages(name)
+        flat = out.view(-1)
+        if entry.dtype == wanted and out.device.type == "cpu":
+            file.read_into(name, flat.view(torch.uint8))
+        else:
+            self._copy_by_pieces(file, name, torch_dtype(entry.dtype), flat)
+
+    def _copy_by_pieces(self, file: SafetensorsFile, name: str, dtype: torch.dtype, out: Tensor) -> None:
+        """Read, convert and copy what fits the buffers at once; PyTorch would convert in a copy of its own."""
+        size = PIECE_BYTES // max(dtype.itemsize, out.element_size())
+        for start in range(0, out.numel(), size):
+            piece = out[start : start + size]
+            raw = self._raw[: piece.numel() * dtype.itemsize]
+            file.read_into(name, raw, start * dtype.itemsize)
+            found = raw.view(dtype)
+            if dtype != out.dtype and out.device.type != "cpu":
+                found = self._converted[: piece.numel() * out.element_size()].view(out.dtype).copy_(found)
+            piece.copy_(found)
 
     def close(self) -> None:
         """Close the files."""
@@ -114,13 +153,18 @@ class Checkpoint:
         self.close()
 
 
+def _anonymous(size: int) -> Tensor:
+    """Make a uint8 buffer whose pages are taken when they are touched, and given back with the last view."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+
+
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors to a file, straight from their memory; it appears whole, written under another name first.
 
     Parameters
     ----------
     tensors
-        Contiguous CPU tensors by name, written in this order.
+        Contiguous tensors by name, written in this order; from a device piece by piece.
     """
     target = Path(path)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -137,7 +181,9 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor
         with open(temporary, "wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors.values():
-                stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                flat = tensor.view(-1).view(torch.uint8)
+                for start in range(0, flat.numel(), PIECE_BYTES):
+                    stream.write(flat[start : start + PIECE_BYTES].cpu().numpy().data)
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

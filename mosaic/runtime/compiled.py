@@ -5,30 +5,35 @@ The planning side is reached through `_planner` and `_plan` alone.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
-from mosaic.runtime.checkpoint import Checkpoint
+from mosaic.runtime.batch import Rows, TokenIds, bucket, fill_rows, pack, rows_of
+from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
+from mosaic.runtime.streams import CudaStreams
 from mosaic.runtime.weights import (
     adopt_tensors,
     fill_randomly,
     load_weights,
     save_checkpoint,
+    streamed_bytes,
     weight_views,
 )
-from mosaic.runtime.workspace import Pool, Workspace
+from mosaic.runtime.workspace import Workspace
 from mosaic.units import format_bytes, format_tokens, parse_bytes
 
 if TYPE_CHECKING:
@@ -39,16 +44,19 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput", "compile"]
 
-TokenIds: TypeAlias = Tensor | Sequence[Tensor]
-Rows: TypeAlias = Tensor | Sequence[Tensor] | None
+Settings: TypeAlias = Mapping[str, int | str | None] | None
 _KEPT_EXECUTORS: Final = 16
+CAPTURED_MS: Final = 500.0
+"""Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """The statistics of M rows, and the logits of R rows where asked for.
 
-    Views of planned memory: valid until the next call of the model; `.clone()` to keep them.
+    Views of planned memory: valid until the next call of the model; `.clone()` to keep them. On a CUDA device a call
+    that needs less memory empties them.
 
     Parameters
     ----------
@@ -78,25 +86,33 @@ class StepOutput:
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return replace(self, **{name: value.clone() for name, value in values.items() if value is not None})
 
+    def tensors(self) -> list[Tensor]:
+        """The views of planned memory."""
+        values = (getattr(self, entry.name) for entry in fields(self) if entry.name != "rows")
+        return [value for value in values if value is not None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Bytes by component (`weights`, `state`, `workspace`): planned, committed and resident.
+    """Bytes by component (`weights`, `state`, `workspace`, pinned `host`): planned, committed and resident.
 
     `resident` is measured by the operating system. Adopted parameters are the caller's: counted, not measured.
+    `in_use` is what a CUDA device's own counter shows, all processes together; None on the CPU.
     """
 
     planned: Mapping[str, int]
     committed: Mapping[str, int]
     resident: Mapping[str, int]
     budget_bytes: int
+    in_use: int | None = None
 
     def __str__(self) -> str:
         lines = [f"{'':<12}{'planned':>14}{'committed':>14}{'resident':>14}"]
         for name in self.planned:
             cells = (table.get(name, 0) for table in (self.planned, self.committed, self.resident))
             lines.append(f"{name:<12}" + "".join(f"{format_bytes(cell):>14}" for cell in cells))
-        return "\n".join([*lines, f"budget {format_bytes(self.budget_bytes)}"])
+        used = "" if self.in_use is None else f", {format_bytes(self.in_use)} of the device in use"
+        return "\n".join([*lines, f"budget {format_bytes(self.budget_bytes)}{used}"])
 
 
 def compile(
@@ -105,6 +121,10 @@ def compile(
     device: Device | str = "cpu",
     dtype: str | torch.dtype | None = None,
     budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    max_tokens: int | None = None,
+    config: Mapping[str, int | str | None] | None = None,
+    capture: bool = True,
     debug: Debug = None,
     seed: int = 0,
 ) -> CompiledModel:
@@ -121,6 +141,15 @@ def compile(
         Of weights and activations; the checkpoint's if not given.
     budget
         The most bytes that everything together may take, as a number or like "24GiB"; the device's memory if not given.
+    host_budget
+        Pinned host memory that weights and hidden states may be kept in; what the profile says if not given.
+    max_tokens
+        The longest step expected: weights are loaded to where its plan wants them. A step that needs them elsewhere
+        loads them anew.
+    config
+        Take these settings in every plan instead of searching, such as {"attention": "heads", "heads": 4}.
+    capture
+        Replay short steps from CUDA graphs.
     debug
         "poison" fills every buffer with NaN before and after its lifetime.
     seed
@@ -145,9 +174,12 @@ def compile(
     source = dict(_config_of(model)) if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module) and dtype is None:
         dtype = next(iter(model.parameters())).dtype
-    planner = _planner(source, device, dtype, parse_bytes(budget) if isinstance(budget, str) else budget)
+    budgets = [parse_bytes(size) if isinstance(size, str) else size for size in (budget, host_budget)]
+    planner = _planner(source, device, dtype, *budgets, adopts=isinstance(model, nn.Module))
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-    return CompiledModel(planner, state=state, debug=debug, seed=seed)
+    return CompiledModel(
+        planner, state=state, config=config, max_tokens=max_tokens, capture=capture, debug=debug, seed=seed
+    )
 
 
 def _config_of(module: nn.Module) -> Mapping[str, Any]:
@@ -158,8 +190,16 @@ def _config_of(module: nn.Module) -> Mapping[str, Any]:
     return found
 
 
-def _planner(source: Any, device: Device | str, dtype: str | torch.dtype | None, budget_bytes: int | None) -> Planner:
-    """Reach the planner: the model's description on a device of the CPU backend."""
+def _planner(
+    source: Any,
+    device: Device | str,
+    dtype: str | torch.dtype | None,
+    budget_bytes: int | None,
+    host_budget_bytes: int | None,
+    *,
+    adopts: bool,
+) -> Planner:
+    """Reach the planner: the model's description on the device. Parameters that are adopted stay where they are."""
     from mosaic.devices import load_device
     from mosaic.models import Model, load
     from mosaic.planner.planner import Planner
@@ -170,14 +210,31 @@ def _planner(source: Any, device: Device | str, dtype: str | torch.dtype | None,
     profile = load_device(device) if isinstance(device, str) else device
     if profile.backend == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
-    return Planner(described, device=profile, budget_bytes=budget_bytes)
+    return Planner(
+        described, device=_usable(profile), budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes,
+        pinned={"stream": "none"} if adopts else None,
+    )  # fmt: skip
 
 
-def _plan(planner: Planner, lengths: tuple[int, ...], masked: int, logit_rows: int) -> Plan:
+def _usable(profile: Device) -> Device:
+    """The profile with the implementations that this process has: plans must not ask for others."""
+    if profile.backend != "cuda" or "cudnn" not in profile.attention_rates:
+        return profile
+    from mosaic.kernels.cuda.attention_cudnn import available
+
+    found = available()
+    if found:
+        return profile
+    _log.warning("attention runs on Triton, which is slower: %s", found.reason)
+    rates = {name: table for name, table in profile.attention_rates.items() if name != "cudnn"}
+    return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
+
+
+def _plan(planner: Planner, lengths: tuple[int, ...], masked: int, logit_rows: int, config: Settings = None) -> Plan:
     """Plan one step, or say why it does not fit."""
     from mosaic.planner.planner import Request
 
-    plan = planner.plan(Request(seq_lens=lengths, masked=masked, logit_rows=logit_rows))
+    plan = planner.plan(Request(seq_lens=lengths, masked=masked, logit_rows=logit_rows), config=config)
     if not plan.fits:
         raise DoesNotFit(
             f"a step over {format_tokens(sum(lengths))} tokens ({format_tokens(masked)} masked) needs "
@@ -189,18 +246,23 @@ def _plan(planner: Planner, lengths: tuple[int, ...], masked: int, logit_rows: i
     return plan
 
 
-def _open_pool(planner: Planner) -> Pool:
-    """The pages of the device that the plans are for, within the planner's budget."""
+def _open_workspace(planner: Planner) -> Workspace:
+    """The pages of the device and of the host that the plans are for, within the planner's budgets."""
     device = planner.device
     ledger = DeviceLedger(planner.budget_bytes, device.name)
+    host_ledger = DeviceLedger(planner.host_budget_bytes, "host")
     if device.backend == "cpu":
         # Users hold views of outputs: one that outlives its memory reads zeros instead of ending the process.
-        return PagePool(ledger, page_bytes=device.page_bytes, released="read")
+        pool = PagePool(ledger, page_bytes=device.page_bytes, released="read")
+        return Workspace(pool=pool, host=PagePool(host_ledger, page_bytes=device.page_bytes))
     from mosaic.runtime.cuda_driver import CudaDriver
     from mosaic.runtime.cuda_pool import open_pool
+    from mosaic.runtime.host_pool import HostPool
 
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    return open_pool(CudaDriver(torch.cuda.current_device()), ledger, page_bytes=device.page_bytes)
+    driver = CudaDriver(torch.cuda.current_device())
+    host = HostPool(driver, host_ledger, page_bytes=device.page_bytes)
+    return Workspace(pool=open_pool(driver, ledger, page_bytes=device.page_bytes), host=host)
 
 
 class CompiledModel:
@@ -211,42 +273,77 @@ class CompiledModel:
     """
 
     def __init__(
-        self, planner: Planner, *, state: Mapping[str, Tensor] | None = None, debug: Debug = None, seed: int = 0
+        self,
+        planner: Planner,
+        *,
+        state: Mapping[str, Tensor] | None = None,
+        config: Settings = None,
+        max_tokens: int | None = None,
+        capture: bool = True,
+        debug: Debug = None,
+        seed: int = 0,
     ) -> None:
-        self._planner, self.debug = planner, debug
-        self.model = planner.model
+        self._asked, self.debug, self._seed, self._capture = planner, debug, seed, capture
+        self.model, self._config = planner.model, config
         self._bound: OrderedDict[tuple[int, ...], tuple[Plan, Executor]] = OrderedDict()
-        self._current = _plan(planner, (1,), 1, 0)  # every plan of a model places its weights alike
-        self.workspace = Workspace(pool=_open_pool(planner))
+        longest = max_tokens or 1
+        self._settle_on(_plan(planner, (longest,), longest, 0, config))
+        self.workspace = _open_workspace(planner)
+        self._on_cuda = planner.device.backend == "cuda"
+        self._streams = CudaStreams() if self._on_cuda else None
         for fixed in ("context", "library"):
             self.workspace.ledger.charge(fixed, self._current.components[fixed])
         self._adopted_bytes = 0
+        self._adopted: dict[str, Tensor] = {}
+        self._handed: list[weakref.ref[Tensor]] = []
         try:
-            self._weights = self._load(seed) if state is None else self._adopt(state)
+            self._weights = self._load() if state is None else self._adopt(state)
         except BaseException:
             self.workspace.close()
             raise
 
+    def _settle_on(self, plan: Plan) -> None:
+        """Plan from here on with the weights where this plan has them."""
+        self._current = plan
+        self._planner = self._asked.with_pinned({"stream": str(plan.config["stream"])})
+
     # --- weights --------------------------------------------------------------------------------------------------
 
-    def _load(self, seed: int) -> dict[str, Tensor]:
-        document = self._current.document
+    def _load(self) -> dict[str, Tensor]:
+        """Fill the weights where the current plan has them, the device's and those that are streamed."""
+        document, workspace = self._current.document, self.workspace
+        streamed = streamed_bytes(document)
         # loading touches every page itself; faulting them in before would clear them for nothing
-        self.workspace.resize("weights", self._current.components["weights"], populate=False)
-        views = weight_views(document, self.workspace)
+        sizes = {"weights": self._current.components["weights"], **({"host": streamed} if streamed else {})}
+        workspace.resize_all(sizes, populate=False)
+        views = weight_views(document, workspace)
         if self.model.path is None:
-            fill_randomly(views, seed=seed)
+            staging = None
+            if self._on_cuda and streamed:
+                workspace.resize("workspace", PIECE_BYTES)
+                staging = workspace.view("workspace", 0, (PIECE_BYTES,), "uint8")
+            fill_randomly(views, seed=self._seed, staging=staging)
         else:
             with Checkpoint(self.model.path) as checkpoint:
                 load_weights(views, checkpoint)
         return views
 
+    def _move(self, plan: Plan) -> None:
+        """Load the weights anew to where another plan wants them."""
+        _log.info("weights move: %s of the model's layers are streamed from now on", plan.config["stream"])
+        self._release_views()
+        self._bound.clear()
+        self._weights = {}
+        self.workspace.resize_all(dict.fromkeys(self.workspace.committed_bytes(), 0))
+        self._settle_on(plan)
+        self._weights = self._load()
+
     def _adopt(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         document = self._current.document
         names = [record["tensor"] for record in document["buffers"] if record["tensor"] is not None]
         prefixed = {f"model.{name}": tensor for name, tensor in state.items() if f"model.{name}" in names}
-        adopted = adopt_tensors(document, {**prefixed, **state})
-        where = next(iter(adopted.values())).device
+        where = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
+        adopted = adopt_tensors(document, {**prefixed, **state}, device=where)
         constants = {
             record["tensor"]: torch.empty(record["shape"], device=where)
             for record in document["buffers"]
@@ -255,7 +352,13 @@ class CompiledModel:
         fill_randomly(constants)
         self._adopted_bytes = self._current.components["weights"]
         self.workspace.ledger.charge("weights", self._adopted_bytes)
-        return {**adopted, **constants}
+        self._adopted = {**adopted, **constants}
+        return self._adopted
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Views of all weights by checkpoint name, stacks of experts as one; streamed ones are in host memory."""
+        self._require_open()
+        return MappingProxyType(self._weights)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -280,7 +383,7 @@ class CompiledModel:
             With the largest context that fits.
         """
         lengths = (tokens,) if isinstance(tokens, int) else tuple(tokens)
-        return _plan(self._planner, lengths, sum(lengths) if masked is None else masked, logit_rows)
+        return self._make(lengths, sum(lengths) if masked is None else masked, logit_rows)[0]
 
     def __call__(self, token_ids: TokenIds, masked: Rows = None, *, logits_for: Rows = None) -> StepOutput:
         """Run one denoising step.
@@ -308,9 +411,9 @@ class CompiledModel:
             If the step needs more than the budget.
         """
         self._require_open()
-        packed, lengths = _pack(token_ids, self.model.architecture.vocabulary)
-        rows = _rows("masked", packed == self.mask_token_id if masked is None else masked, lengths)
-        chosen = _rows("logits_for", logits_for, lengths) if logits_for is not None else rows[:0]
+        packed, lengths = pack(token_ids, self.model.architecture.vocabulary)
+        rows = rows_of("masked", packed == self.mask_token_id if masked is None else masked, lengths)
+        chosen = rows_of("logits_for", logits_for, lengths) if logits_for is not None else rows[:0]
         executor = self._executor(lengths, len(rows), len(chosen))
         inputs = executor.inputs
         inputs["token_ids"].copy_(packed)
@@ -318,36 +421,72 @@ class CompiledModel:
         inputs["cu_seqlens"].copy_(torch.tensor(bounds, dtype=torch.int32))
         for start, end in pairwise(bounds):
             torch.arange(end - start, out=inputs["positions"][start:end])
-        _fill_rows(inputs["rows"], rows)
+        fill_rows(inputs["rows"], rows)
         if len(chosen):
-            _fill_rows(inputs["logit_rows"], chosen)
+            fill_rows(inputs["logit_rows"], chosen)
         executor.run()
-        return _output(executor.outputs, rows, len(chosen))
+        output = _output(executor.outputs, rows, len(chosen))
+        if self._on_cuda:
+            self._handed = [weakref.ref(t) for t in output.tensors()]
+        return output
+
+    def _make(self, lengths: tuple[int, ...], masked: int, logit_rows: int) -> tuple[Plan, bool]:
+        """Plan with the weights where they are; where only that fits, with weights elsewhere (True)."""
+        try:
+            return _plan(self._planner, lengths, masked, logit_rows, self._config), False
+        except DoesNotFit:
+            if self._config is not None or self._asked.pinned == self._planner.pinned:
+                raise
+            return _plan(self._asked, lengths, masked, logit_rows), True
 
     def _executor(self, lengths: tuple[int, ...], masked: int, logit_rows: int) -> Executor:
         """Find or bind the executor of a shape, and commit exactly its memory."""
         tokens = sum(lengths)
-        key = (tokens, len(lengths), max(_bucket(masked, tokens), 1), _bucket(logit_rows, tokens))
+        key = (tokens, len(lengths), max(bucket(masked, tokens), 1), bucket(logit_rows, tokens))
         plan, executor = self._bound.pop(key, None) or (self._plan_of(lengths, max(masked, 1), logit_rows), None)
-        self.workspace.resize("workspace", plan.components["workspace"])
-        if plan.components["state"]:
-            self.workspace.resize("state", plan.components["state"])
+        self._commit(plan)
         self._current = plan
         if executor is None:
-            executor = Executor(plan, self.workspace, tensors=self._weights, debug=self.debug)
+            executor = Executor(
+                plan, self.workspace, tensors=self._adopted, debug=self.debug, streams=self._streams,
+                capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
+            )  # fmt: skip
         if executor.inputs["rows"].numel() == key[2]:  # a plan for the exact number of rows serves no other
             self._bound[key] = (plan, executor)
         while len(self._bound) > _KEPT_EXECUTORS:
             self._bound.popitem(last=False)
         return executor
 
+    def _commit(self, plan: Plan) -> None:
+        sizes = {"workspace": plan.components["workspace"]}
+        if plan.components["state"]:
+            sizes["state"] = plan.components["state"]
+        if plan.document["host_bytes"]:
+            sizes["host"] = plan.document["host_bytes"]
+        workspace = self.workspace.range("workspace")
+        if sizes["workspace"] < workspace.committed_bytes:
+            self._release_views()
+        self.workspace.resize_all(sizes)
+
+    def _release_views(self) -> None:
+        """Empty the outputs handed out last: on a device, one touch of memory that is gone ends the whole process."""
+        for reference in self._handed:
+            tensor = reference()
+            if tensor is not None:
+                tensor.set_()  # type: ignore[call-overload]
+        self._handed = []
+
     def _plan_of(self, lengths: tuple[int, ...], masked: int, logit_rows: int) -> Plan:
-        """Plan with rows rounded up, to be used again; exactly, where only that fits."""
+        """Plan with rows rounded up, to be used again; exactly, where only that fits; last with weights elsewhere."""
         tokens = sum(lengths)
+        rounded = (lengths, bucket(masked, tokens), bucket(logit_rows, tokens))
         try:
-            return _plan(self._planner, lengths, _bucket(masked, tokens), _bucket(logit_rows, tokens))
+            plan, moved = self._make(*rounded)
         except DoesNotFit:
-            return _plan(self._planner, lengths, masked, logit_rows)
+            plan, moved = self._make(lengths, masked, logit_rows)
+        if moved:
+            self._move(plan)
+        return plan
 
     # --- looking and leaving --------------------------------------------------------------------------------------
 
@@ -355,12 +494,15 @@ class CompiledModel:
         """Report planned, committed and resident bytes; planned are those of the last call's plan."""
         self._require_open()
         components = {name: self._current.components[name] for name in ("weights", "state", "workspace")}
+        if self._current.document["host_bytes"]:
+            components["host"] = self._current.document["host_bytes"]
         adopted = {"weights": self._adopted_bytes} if self._adopted_bytes else {}
         return MemoryReport(
             planned=components,
             committed={**dict.fromkeys(components, 0), **self.workspace.committed_bytes(), **adopted},
             resident={**dict.fromkeys(components, 0), **self.workspace.resident_bytes(), **adopted},
             budget_bytes=self._planner.budget_bytes,
+            in_use=_in_use() if self._on_cuda else None,
         )
 
     def save(self, path: str | Path) -> None:
@@ -388,72 +530,7 @@ class CompiledModel:
         self.close()
 
 
-# --- inputs and outputs -----------------------------------------------------------------------------------------------
-
-
-def _sequences(what: str, values: TokenIds) -> list[Tensor]:
-    """Split a tensor or a list into one 1-D tensor per sequence."""
-    if isinstance(values, Tensor) and values.dim() == 1:
-        return [values]
-    if isinstance(values, Tensor) and values.dim() == 2:
-        return list(values)
-    if isinstance(values, Tensor):
-        raise UsageError(f"{what}: expected [S], [B, S] or a list of [S], got a tensor of shape {list(values.shape)}.")
-    parts = list(values)
-    if not parts or not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):
-        raise UsageError(f"{what}: expected [S], [B, S] or a list of [S]; each sequence a 1-D tensor, at least one.")
-    return parts
-
-
-def _pack(token_ids: TokenIds, vocabulary: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Lay the sequences one after another: ids [T] and lengths."""
-    parts = _sequences("token_ids", token_ids)
-    lengths = tuple(part.numel() for part in parts)
-    if not lengths or min(lengths) == 0:
-        raise UsageError(f"token_ids: a sequence is empty (lengths {list(lengths)}); give at least one token each.")
-    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if packed.is_floating_point() or packed.dtype == torch.bool:
-        raise UsageError(f"token_ids: expected integers, got {packed.dtype}.")
-    low, high = int(packed.min()), int(packed.max())
-    if low < 0 or high >= vocabulary:
-        raise UsageError(f"token_ids: expected ids in [0, {vocabulary}), got {low if low < 0 else high}.")
-    return packed, lengths
-
-
-def _rows(what: str, rows: TokenIds, lengths: tuple[int, ...]) -> Tensor:
-    """Turn a mask or row numbers into int64 rows of the packed batch."""
-    tokens = sum(lengths)
-    if isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype != torch.bool:
-        found = rows.to(torch.int64)
-        if found.numel() > tokens:
-            raise UsageError(f"{what}: {found.numel()} rows of a batch of {tokens} tokens; list each row once.")
-        if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < tokens:
-            raise UsageError(f"{what}: rows in [0, {tokens}) expected, got {int(found.min())} to {int(found.max())}.")
-        return found.clone()
-    masks = _sequences(what, rows)
-    given = tuple(part.numel() for part in masks)
-    packed = len(masks) == 1 and given == (tokens,)
-    if any(part.dtype != torch.bool for part in masks) or not (given == lengths or packed):
-        raise UsageError(
-            f"{what}: expected a boolean mask of lengths {list(lengths)}, or row numbers; got lengths {list(given)}."
-        )
-    return torch.cat(masks).nonzero().view(-1)
-
-
-def _bucket(count: int, most: int) -> int:
-    """Round a number of rows up by at most an eighth, so that plans are reused while rows get fewer.
-
-    >>> [_bucket(n, 1000) for n in (0, 7, 33, 100, 999)]
-    [0, 7, 36, 104, 1000]
-    """
-    step = 1 << max(count.bit_length() - 4, 0)
-    return min(-(-count // step) * step, most)
-
-
-def _fill_rows(out: Tensor, rows: Tensor) -> None:
-    """Write the rows; what the bucket has too many repeats a row that exists."""
-    out.fill_(int(rows[-1]) if len(rows) else 0)
-    out[: len(rows)].copy_(rows)
+# --- outputs ----------------------------------------------------------------------------------------------------------
 
 
 def _output(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int) -> StepOutput:
@@ -464,3 +541,8 @@ def _output(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int) -> StepOut
         logits=outputs["logits"][:chosen] if chosen else None,
         **{name: outputs[name][: len(rows)] for name in names},
     )
+
+
+def _in_use() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)

@@ -1,4 +1,4 @@
-"""The CUDA driver's memory calls, thin and checked: what the pools of `cuda_pool` ask of a device.
+"""The CUDA driver's memory calls, thin and checked: what the pools of `cuda_pool` and `host_pool` ask of a device.
 
 Every call that fails raises `CudaError` with the driver's name and code and what was asked. cuda-python is imported
 here alone, when a `CudaDriver` is made. Tests replace the protocol `Driver` by a stateful fake.
@@ -17,7 +17,7 @@ from torch import Tensor
 from mosaic.errors import MissingExtra, MosaicError, RuntimeMemoryError
 from mosaic.units import format_bytes
 
-__all__ = ["CudaDriver", "CudaError", "Driver"]
+__all__ = ["Addresses", "CudaDriver", "CudaError", "Driver"]
 
 
 class CudaError(MosaicError):
@@ -41,8 +41,31 @@ class CudaError(MosaicError):
         super().__init__(f"{name} ({code}): {asked}")
 
 
+class Addresses:
+    """Addresses that a device can reach, in the form that `Driver.as_tensor` takes; kept by every tensor over them.
+
+    Parameters
+    ----------
+    address, size
+        Where they start, and how many bytes.
+    owner
+        What must live as long.
+    """
+
+    def __init__(self, address: int, size: int, owner: object = None) -> None:
+        self.owner = owner
+        # PyTorch reads it once, and keeps this object for as long as the storage.
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
 class Driver(Protocol):
-    """Memory of one device. Sizes in bytes; each call raises `CudaError`."""
+    """Memory of one device, and host memory that it can reach. Sizes in bytes; each call raises `CudaError`."""
 
     @property
     def name(self) -> str:
@@ -86,6 +109,15 @@ class Driver(Protocol):
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Copy within the device, and wait."""
+
+    def host_register(self, address: int, size: int) -> None:
+        """Pin whole pages of host memory and let every device reach them; a copy must lie inside one registration."""
+
+    def host_unregister(self, address: int) -> None:
+        """Undo the registration that starts at `address`. Not ordered against streams: drain them first."""
+
+    def host_device_pointer(self, address: int) -> int:
+        """Give the address at which the device sees registered host memory."""
 
     def synchronize(self) -> None:
         """Wait until all streams of the context are empty."""
@@ -218,6 +250,24 @@ class CudaDriver:
         with self._current():
             self._call(self._cuda.cuMemcpyDtoD(target, source, size), f"copy {format_bytes(size)}")
             self._call(self._cuda.cuCtxSynchronize(), "wait for the copy")
+
+    def host_register(self, address: int, size: int) -> None:
+        """Call cuMemHostRegister, portable and mapped."""
+        cuda = self._cuda
+        flags = int(cuda.CU_MEMHOSTREGISTER_PORTABLE) | int(cuda.CU_MEMHOSTREGISTER_DEVICEMAP)
+        with self._current():
+            self._call(cuda.cuMemHostRegister(address, size, flags), f"register the host's {_span(address, size)}")
+
+    def host_unregister(self, address: int) -> None:
+        """Call cuMemHostUnregister."""
+        with self._current():
+            self._call(self._cuda.cuMemHostUnregister(address), f"unregister the host's {address:#x}")
+
+    def host_device_pointer(self, address: int) -> int:
+        """Call cuMemHostGetDevicePointer."""
+        with self._current():
+            answer = self._cuda.cuMemHostGetDevicePointer(address, 0)
+            return int(self._call(answer, f"ask where the device sees the host's {address:#x}"))
 
     def synchronize(self) -> None:
         """Call cuCtxSynchronize."""

@@ -2,7 +2,7 @@
 
 Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes [0, n) readable and writable,
 decommitting hands the pages back and makes them fault again, so that a stray access is caught.
-Linux: mmap, mprotect, madvise, mincore through ctypes.
+Linux: mmap, mprotect, madvise, mincore through ctypes. `host_pool` pins such ranges for a CUDA device.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
+from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.units import format_bytes, round_up
+from mosaic.runtime.range_pool import RangePool
+from mosaic.units import MIB, format_bytes, round_up
 
-__all__ = ["PAGE_BYTES", "Access", "PagePool", "PageRange", "System"]
+__all__ = ["PAGE_BYTES", "Access", "HostMemoryError", "Linux", "PagePool", "PageRange", "System"]
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 """Granularity of commits: the system's page, as in the built-in profile of a CPU."""
+
+POPULATE_BYTES: Final = 256 * MIB
+"""Pages are faulted in by so many bytes: between two steps there is a look at what is left, and Ctrl-C is heard."""
 
 Access = Literal["none", "read", "write"]
 _PROTECTION: Final[dict[Access, int]] = {"none": 0, "read": 1, "write": 3}
@@ -34,12 +41,39 @@ _MAP_PRIVATE: Final = 0x02
 _MAP_ANONYMOUS: Final = 0x20
 _MAP_NORESERVE: Final = 0x4000
 _MADV_DONTNEED: Final = 4
+_MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
+class HostMemoryError(RuntimeMemoryError):
+    """The machine's memory is too small, or the operating system or the driver refused to give or pin it.
+
+    Attributes
+    ----------
+    asked_bytes
+        What the call wanted on top; of a refused pinning, what was to be pinned.
+    committed_bytes
+        What the range holds now.
+    available_bytes
+        What the machine could give before the call, without swapping; None where it does not say.
+    """
+
+    def __init__(
+        self, message: str, *, asked_bytes: int, committed_bytes: int, available_bytes: int | None = None
+    ) -> None:
+        self.asked_bytes, self.committed_bytes, self.available_bytes = asked_bytes, committed_bytes, available_bytes
+        super().__init__(message)
+
+
 class System(Protocol):
     """The calls to the operating system; tests replace them."""
+
+    def available(self) -> int | None:
+        """Give the bytes that this process can have without swapping; None where the system does not say."""
+
+    def grows(self) -> bool:
+        """Say whether more becomes available as memory is used, as in some virtual machines."""
 
     def reserve(self, size: int) -> int:
         """Reserve inaccessible address space and give its address."""
@@ -52,6 +86,9 @@ class System(Protocol):
 
     def discard(self, address: int, size: int) -> None:
         """Give the contents of pages back."""
+
+    def prefer_huge(self, address: int, size: int) -> None:
+        """Ask for large pages where the system has them."""
 
     def unmap(self, address: int, size: int) -> None:
         """End a reservation."""
@@ -72,6 +109,15 @@ class Linux:
         libc.munmap.argtypes = [address, size]
         libc.mincore.argtypes = [address, size, address]
 
+    def available(self) -> int | None:
+        """Read MemAvailable, and what the container's limit leaves where there is one."""
+        known = [room for room in (_machine_room(), container_room()) if room is not None]
+        return min(known, default=None)
+
+    def grows(self) -> bool:
+        """Look for a virtio-mem device: the hypervisor then plugs memory in as it is used."""
+        return any(Path("/sys/bus/virtio/drivers/virtio_mem").glob("virtio*"))
+
     def reserve(self, size: int) -> int:
         """Reserve inaccessible address space; counts against no limit of memory."""
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
@@ -85,13 +131,7 @@ class Linux:
         _check(self._libc.mprotect(address, size, _PROTECTION[access]))
 
     def populate(self, address: int, size: int) -> None:
-        """Fault the pages in; a kernel older than 5.14 leaves that to the first touch.
-
-        More than the machine has available is refused here: Linux would rather kill a process than fail the call.
-        """
-        available = _available_bytes()
-        if available is not None and size > available:
-            raise OSError(errno.ENOMEM, f"{format_bytes(available)} of physical memory are available")
+        """Fault the pages in; a kernel older than 5.14 leaves that to the first touch."""
         try:
             _check(self._libc.madvise(address, size, _MADV_POPULATE_WRITE))
         except OSError as error:
@@ -101,6 +141,10 @@ class Linux:
     def discard(self, address: int, size: int) -> None:
         """Call madvise(DONTNEED): private anonymous pages are freed and read as zero afterwards."""
         _check(self._libc.madvise(address, size, _MADV_DONTNEED))
+
+    def prefer_huge(self, address: int, size: int) -> None:
+        """Call madvise(HUGEPAGE); a kernel without them says EINVAL, and does with small ones."""
+        self._libc.madvise(address, size, _MADV_HUGEPAGE)
 
     def unmap(self, address: int, size: int) -> None:
         """Call munmap."""
@@ -117,14 +161,36 @@ class Linux:
 _LOW_BIT: Final = bytes(value & 1 for value in range(256))  # the other bits of mincore's answer are undefined
 
 
-def _available_bytes() -> int | None:
-    """Read what Linux thinks can be had without swapping; None where it does not say."""
+def _machine_room() -> int | None:
+    """Read what Linux thinks can be had without swapping."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):
         return None
+
+
+def container_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Read what the limit of this container leaves; its control group is the root of what it sees (v2, else v1).
+
+    The kernel drops cached files before it enforces a limit, so they count as free.
+    """
+    v1 = root / "memory"
+    for limit, used, stat in (
+        (root / "memory.max", root / "memory.current", root / "memory.stat"),
+        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", v1 / "memory.stat"),
+    ):
+        try:
+            fields = _fields(stat)
+            cached = fields["inactive_file"] + fields["active_file"]
+            return max(int(limit.read_text()) - int(used.read_text()) + cached, 0)
+        except (OSError, KeyError, ValueError):  # no such file, or the limit is the word "max"
+            continue
+    return None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Read lines of a name and a number."""
+    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())[1:]}
 
 
 def _check(code: int) -> None:
@@ -162,8 +228,17 @@ class PageRange:
         buffer = (ctypes.c_uint8 * self.capacity_bytes).from_address(self.address)
         # The addresses go back when the last tensor over them is gone: a stray view faults, it never sees foreign
         # memory.
-        weakref.finalize(buffer, system.unmap, self.address, self.capacity_bytes)
+        weakref.finalize(buffer, self._ending())
         self._tensor: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _ending(self) -> Callable[[], None]:
+        """Give what ends the reservation; it must not hold the range itself."""
+        return partial(self._system.unmap, self.address, self.capacity_bytes)
+
+    @property
+    def device_tensor(self) -> Tensor:
+        """The same as `tensor`: the device is the CPU."""
+        return self.tensor
 
     @property
     def tensor(self) -> Tensor:
@@ -200,23 +275,46 @@ class PageRange:
 
     def _grow(self, end: int, populate: bool) -> None:
         start, size = self.address + self.committed_bytes, end - self.committed_bytes
-        with ExitStack() as undo:
+        with interrupts_held() as raise_pending, ExitStack() as undo:
             self._ledger.charge(self.name, size)
             undo.callback(self._ledger.release, self.name, size)
             try:
                 undo.callback(self._withdraw, start, size)
                 self._system.protect(start, size, "write")
                 if populate:
-                    self._system.populate(start, size)
+                    self._populate(start, size, raise_pending)
             except OSError as error:
-                raise RuntimeMemoryError(
-                    f"{self.name}: the system refused {format_bytes(size)} on top of "
-                    f"{format_bytes(self.committed_bytes)} ({error.strerror}); nothing was changed. "
-                    f"Free memory, or plan with a smaller budget."
-                ) from error
+                raise self._refused(size, error.strerror or str(error), self._system.available()) from error
+            self._attach(end)
             undo.pop_all()
-        self.committed_bytes = end
-        self._high_water = max(self._high_water, end)
+            self.committed_bytes = end
+            self._high_water = max(self._high_water, end)
+
+    def _populate(self, start: int, size: int, raise_pending: Callable[[], None]) -> None:
+        """Fault pages in, step by step, never more than there is: Linux would rather kill a process than fail a call.
+
+        All of it must be there beforehand; where memory grows as it is used, only the next step.
+        """
+        grows = self._system.grows()
+        for done in range(0, size, POPULATE_BYTES):
+            step, room = min(POPULATE_BYTES, size - done), self._system.available()
+            if room is not None and room < (step if grows else size - done):
+                there = f"host memory too small: {format_bytes(room + done)} of physical memory are available"
+                raise self._refused(size, there, room + done)
+            self._system.populate(start + done, step)
+            raise_pending()
+
+    def _attach(self, end: int) -> None:
+        """Make `[0, end)` usable as a kind of range needs, the last step of a growth."""
+
+    def _refused(self, size: int, reason: str, available: int | None) -> HostMemoryError:
+        return HostMemoryError(
+            f"{self.name}: the system refused {format_bytes(size)} on top of {format_bytes(self.committed_bytes)} "
+            f"({reason}); nothing was changed. Free memory, or plan with a smaller budget.",
+            asked_bytes=size,
+            committed_bytes=self.committed_bytes,
+            available_bytes=available,
+        )
 
     def _withdraw(self, start: int, size: int) -> None:
         """Give pages back and guard them; also pages that never were accessible."""
@@ -247,11 +345,14 @@ class PageRange:
 
     def close(self) -> None:
         """Give the memory back, and the addresses once no tensor views them. Closing twice is fine."""
-        self.decommit()
-        self._tensor = None
+        if self._tensor is not None:
+            try:
+                self.decommit()
+            finally:
+                self._tensor = None
 
 
-class PagePool:
+class PagePool(RangePool[PageRange]):
     """The ranges of one device, charged to one ledger.
 
     Parameters
@@ -283,40 +384,11 @@ class PagePool:
         system: System | None = None,
         released: Access = "none",
     ) -> None:
+        super().__init__(ledger if ledger is not None else DeviceLedger())
         if page_bytes <= 0 or page_bytes % mmap.PAGESIZE:
             raise ValueError(f"page_bytes is a multiple of {mmap.PAGESIZE}, got {page_bytes}")
-        self.ledger = ledger if ledger is not None else DeviceLedger()
         self.page_bytes, self._released = page_bytes, released
         self._system: System = system if system is not None else Linux()
-        self._ranges: dict[str, PageRange] = {}
 
-    @property
-    def ranges(self) -> dict[str, PageRange]:
-        """The open ranges by name."""
-        return dict(self._ranges)
-
-    def reserve(self, name: str, capacity_bytes: int) -> PageRange:
-        """Reserve a range; it holds no memory yet."""
-        if name in self._ranges:
-            raise RuntimeMemoryError(f"the range {name} exists already: close it first, or choose another name.")
-        self._ranges[name] = PageRange(name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._released)
-        return self._ranges[name]
-
-    @property
-    def committed_bytes(self) -> int:
-        """Bytes committed in all ranges."""
-        return sum(part.committed_bytes for part in self._ranges.values())
-
-    def close(self) -> None:
-        """Close every range. Closing twice is fine."""
-        for part in self._ranges.values():
-            part.close()
-        self._ranges.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _make(self, name: str, capacity_bytes: int) -> PageRange:
+        return PageRange(name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._released)

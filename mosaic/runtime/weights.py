@@ -1,4 +1,4 @@
-"""Weights of a plan: loaded straight into the weights range, drawn at random, or adopted from a module.
+"""Weights of a plan: loaded straight to their place, on the device or in host memory; drawn at random; or adopted.
 
 Also the constants that plans ask for, and saving.
 """
@@ -16,13 +16,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import CheckpointError
+from mosaic.errors import CheckpointError, RuntimeMemoryError
 from mosaic.files import write_atomic
 from mosaic.models.safetensors import is_stack, members
-from mosaic.runtime.checkpoint import Checkpoint, write_safetensors
+from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.workspace import Workspace
+from mosaic.units import format_bytes
 
-__all__ = ["adopt_tensors", "fill_randomly", "load_weights", "save_checkpoint", "weight_views"]
+__all__ = ["adopt_tensors", "fill_randomly", "load_weights", "save_checkpoint", "streamed_bytes", "weight_views"]
 
 _CONSTANT = re.compile(r"=inv_freq:theta=([0-9.eE+-]+),dim=(\d+)")
 INIT_STD: Final = 0.02
@@ -36,20 +37,28 @@ def _stored(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def weight_views(document: Mapping[str, Any], workspace: Workspace) -> dict[str, Tensor]:
-    """View every weight of a plan in its range, by its `tensor` field; constants (`=...`) too."""
+    """View every weight of a plan in its range, by its `tensor` field; constants (`=...`) too.
+
+    Those of kind `host` are views of host memory, the others of the device's.
+    """
     return {
         record["tensor"]: workspace.view(record["pool"], record["offset"], record["shape"], record["dtype"])
         for record in _stored(document)
     }
 
 
+def streamed_bytes(document: Mapping[str, Any]) -> int:
+    """Bytes of host memory that the streamed weights of a plan reach; hidden states come after them."""
+    return max((b["offset"] + b["size"] for b in _stored(document) if b["pool"] == "host"), default=0)
+
+
 def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Fill the views from a checkpoint, and compute the constants.
+    """Fill the views from a checkpoint, wherever they are, and compute the constants.
 
     Raises
     ------
     CheckpointError
-        If a tensor is missing, or of another shape, or not convertible.
+        If a tensor is missing, or of another shape, or not convertible, or the file ends before it.
     """
     for tensor, view in views.items():
         if tensor.startswith("="):
@@ -61,21 +70,53 @@ def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
                 checkpoint.copy_into(name, part)
 
 
-def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0) -> None:
+def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor | None = None) -> None:
     """Fill the views with random weights: normal with deviation 0.02, around 1 for norms (vectors that are no bias).
 
-    Every tensor has a generator of its own, seeded by its name, so that its values depend on nothing else in the model
-    (but CPU and CUDA generators differ).
+    Every tensor has a generator of its own, seeded by its name, and is drawn in pieces of `PIECE_BYTES`, so that its
+    values depend neither on the rest of the model nor on where it lies (but CPU and CUDA generators differ).
+
+    Parameters
+    ----------
+    views
+        Contiguous, on the CPU or a device; filled.
+    seed
+        Another one gives another model.
+    staging
+        uint8 [at least PIECE_BYTES] on the device: what views of host memory get is drawn there, with the values that
+        it would have on the device. Without it, views of host memory are drawn by the CPU.
+
+    Raises
+    ------
+    RuntimeMemoryError
+        If the staging is too small.
     """
+    if staging is not None and staging.numel() < PIECE_BYTES:
+        raise RuntimeMemoryError(
+            f"drawing weights for host memory needs {format_bytes(PIECE_BYTES)} of staging on the device, "
+            f"{format_bytes(staging.numel())} were given: commit more of the range that it lies in."
+        )
     for tensor, view in views.items():
         if tensor.startswith("="):
             _fill_constant(tensor, view)
             continue
         for part, name in zip(_parts(tensor, view), members(tensor), strict=True):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator(part.device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             mean = 1.0 if part.dim() == 1 and not name.endswith("bias") else 0.0
-            part.normal_(mean, INIT_STD, generator=generator)
+            _draw(part.view(-1), mean, int.from_bytes(digest[:8], "little", signed=True), staging)
+
+
+def _draw(out: Tensor, mean: float, seed: int, staging: Tensor | None) -> None:
+    """Draw one tensor, piece by piece from one generator, in place or by way of the staging."""
+    through = staging[:PIECE_BYTES].view(out.dtype) if staging is not None and staging.device != out.device else None
+    generator = torch.Generator((out if through is None else through).device).manual_seed(seed)
+    size = PIECE_BYTES // out.element_size()
+    for start in range(0, out.numel(), size):
+        piece = out[start : start + size]
+        target = piece if through is None else through[: piece.numel()]
+        target.normal_(mean, INIT_STD, generator=generator)
+        if through is not None:
+            piece.copy_(target)
 
 
 def _parts(tensor: str, view: Tensor) -> list[Tensor]:
@@ -94,7 +135,9 @@ def _fill_constant(tensor: str, out: Tensor) -> None:
     out.copy_(1.0 / (theta**exponent))
 
 
-def adopt_tensors(document: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def adopt_tensors(
+    document: Mapping[str, Any], state: Mapping[str, Tensor], *, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """Take a module's own parameters for the weights of a plan, without a copy.
 
     Parameters
@@ -102,6 +145,8 @@ def adopt_tensors(document: Mapping[str, Any], state: Mapping[str, Tensor]) -> d
     state
         `module.state_dict()`, or any mapping of the plan's tensor names to tensors. A stack is looked up under its
         template, and as one tensor only: members that lie apart cannot be adopted.
+    device
+        Where the plan runs, and all parameters must be: "cpu", or a CUDA device with its index.
 
     Returns
     -------
@@ -111,7 +156,7 @@ def adopt_tensors(document: Mapping[str, Any], state: Mapping[str, Tensor]) -> d
     Raises
     ------
     CheckpointError
-        If a parameter is missing, of another shape or dtype, not contiguous, or not on the CPU.
+        If a parameter is missing, of another shape or dtype, not contiguous, or elsewhere.
     """
     found: dict[str, Tensor] = {}
     for record in document["buffers"]:
@@ -124,19 +169,19 @@ def adopt_tensors(document: Mapping[str, Any], state: Mapping[str, Tensor]) -> d
                 f"the module: parameter '{name}': expected {record['dtype']} {record['shape']}, found {detail}; "
                 f"save the model and compile the checkpoint directory instead."
             )
-        found[name] = _adopt(name, record, state[name])
+        found[name] = _adopt(name, record, state[name], torch.device(device))
     return found
 
 
-def _adopt(name: str, record: Mapping[str, Any], tensor: Tensor) -> Tensor:
+def _adopt(name: str, record: Mapping[str, Any], tensor: Tensor, device: torch.device) -> Tensor:
     tensor = tensor.detach()
     actual = str(tensor.dtype).removeprefix("torch.")
     fits = list(tensor.shape) == list(record["shape"]) and actual == record["dtype"]
-    if not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if not fits or not tensor.is_contiguous() or tensor.device != device:
         kind = f"{'' if tensor.is_contiguous() else 'non-contiguous '}{actual} {list(tensor.shape)} on {tensor.device}"
         raise CheckpointError(
-            f"the module: parameter '{name}': expected {record['dtype']} {record['shape']} on cpu, found {kind}; "
-            f"convert the module first, for example with .to(torch.{record['dtype']})."
+            f"the module: parameter '{name}': expected {record['dtype']} {record['shape']} on {device}, found "
+            f"{kind}; convert the module first, for example with .to('{device}', torch.{record['dtype']})."
         )
     return tensor
 

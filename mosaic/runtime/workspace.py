@@ -1,7 +1,7 @@
 """Workspace: the ranges of one device into which the offsets of plans point, and typed views of them.
 
 One range per pool of the plan document (`workspace`, `weights`, `state`, `host`), reserved large, committed as plans
-need.
+need. `host` is memory of the host that the device copies from and reads: pinned where the device is a CUDA card.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from mosaic.errors import PlanFormatError, RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
+from mosaic.runtime.range_pool import close_all, close_on_exit
 
 __all__ = ["DTYPES", "Pool", "Range", "Workspace", "torch_dtype"]
 
@@ -27,6 +28,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 """Name in plans -> PyTorch dtype."""
 
 RESERVE_BYTES: Final = 1 << 40
+HOST: Final = "host"
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -41,7 +43,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Range(Protocol):
-    """A range of a pool, on whatever device: `PageRange`, `CudaRange`, `SlabRange`."""
+    """A range of a pool, on whatever device: `PageRange`, `CudaRange`, `SlabRange`, `HostRange`."""
 
     name: str
     address: int
@@ -52,6 +54,10 @@ class Range(Protocol):
     def tensor(self) -> Tensor:
         """uint8 over the range."""
 
+    @property
+    def device_tensor(self) -> Tensor:
+        """The same bytes as the device sees them; another tensor than `tensor` for pinned host memory alone."""
+
     def resize(self, num_bytes: int, *, populate: bool = True) -> None:
         """Make exactly `[0, num_bytes)`, rounded up to pages, memory."""
 
@@ -60,7 +66,7 @@ class Range(Protocol):
 
 
 class Pool(Protocol):
-    """The ranges of one device: `PagePool`, `CudaPool`, `SlabPool`."""
+    """Ranges that share a ledger: `PagePool`, `CudaPool`, `SlabPool`, `HostPool`."""
 
     ledger: DeviceLedger
 
@@ -88,6 +94,9 @@ class Workspace:
         Granularity of commits: a plan's `page_bytes`.
     pool
         Where the ranges come from, with a ledger and pages of its own; a `PagePool` of the two above if not given.
+    host
+        Where the range `host` comes from, with a ledger of its own: a `HostPool` for a CUDA card. Beside a `PagePool`,
+        another one without a limit if not given.
 
     Examples
     --------
@@ -105,26 +114,56 @@ class Workspace:
         capacities: Mapping[str, int] | None = None,
         page_bytes: int = PAGE_BYTES,
         pool: Pool | None = None,
+        host: Pool | None = None,
     ) -> None:
         self.pages: Pool = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
+        if host is None and isinstance(self.pages, PagePool):
+            host = PagePool(DeviceLedger(device=HOST), page_bytes=self.pages.page_bytes)
+        self.host = host
         self._capacities = dict(capacities or {})
 
     @property
     def ledger(self) -> DeviceLedger:
-        """The ledger that the pages are charged to."""
+        """The ledger that the pages of the device are charged to; `host.ledger` has those of the host."""
         return self.pages.ledger
+
+    def _pool(self, name: str) -> Pool:
+        if name != HOST:
+            return self.pages
+        if self.host is None:
+            raise RuntimeMemoryError(
+                f"the range {HOST} is asked for on {self.ledger.device}, and no pool of pinned memory was given: make "
+                f"the workspace with host=HostPool(driver)."
+            )
+        return self.host
 
     def range(self, name: str) -> Range:
         """Give the range of a pool, reserving it on first use."""
-        existing = self.pages.ranges.get(name)
-        return existing if existing is not None else self.pages.reserve(name, self._capacities.get(name, RESERVE_BYTES))
+        pool = self._pool(name)
+        existing = pool.ranges.get(name)
+        return existing if existing is not None else pool.reserve(name, self._capacities.get(name, RESERVE_BYTES))
 
     def resize(self, name: str, num_bytes: int, *, populate: bool = True) -> None:
         """Make exactly `[0, num_bytes)` of a pool memory, rounded up to pages."""
         self.range(name).resize(num_bytes, populate=populate)
 
-    def view(self, name: str, offset: int, shape: Sequence[int], dtype: str) -> Tensor:
+    def resize_all(self, sizes: Mapping[str, int], *, populate: bool = True) -> None:
+        """Resize several pools, first those that shrink: the others may need their pages.
+
+        Where a growth is refused, that pool stays as it was, and those resized before it have their new sizes.
+        """
+        for name, size in sorted(sizes.items(), key=lambda item: item[1] > self.range(item[0]).committed_bytes):
+            self.resize(name, size, populate=populate)
+
+    def view(self, name: str, offset: int, shape: Sequence[int], dtype: str, *, on_device: bool = False) -> Tensor:
         """View committed bytes of a pool as a contiguous tensor; no copy.
+
+        Parameters
+        ----------
+        name, offset, shape, dtype
+            The pool of a buffer, its address there in bytes, and what it holds.
+        on_device
+            View pinned host memory as a tensor of the device, for kernels; other pools are on the device anyway.
 
         Raises
         ------
@@ -138,19 +177,23 @@ class Workspace:
                 f"{name}: a view of {size:,} bytes ({dtype} {list(shape)}) at offset {offset:,} does not lie, aligned, "
                 f"within the {part.committed_bytes:,} committed bytes: commit the plan's peak first."
             )
-        return part.tensor[offset : offset + size].view(kind).view(tuple(shape))
+        whole = part.device_tensor if on_device else part.tensor
+        return whole[offset : offset + size].view(kind).view(tuple(shape))
+
+    def _ranges(self) -> dict[str, Range]:
+        return {**self.pages.ranges, **(self.host.ranges if self.host is not None else {})}
 
     def committed_bytes(self) -> dict[str, int]:
         """Bytes committed, by pool."""
-        return {name: part.committed_bytes for name, part in self.pages.ranges.items()}
+        return {name: part.committed_bytes for name, part in self._ranges().items()}
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes in physical memory as the system counts them, by pool."""
-        return {name: part.resident_bytes() for name, part in self.pages.ranges.items()}
+        return {name: part.resident_bytes() for name, part in self._ranges().items()}
 
     def close(self) -> None:
-        """Give all memory back. Closing twice is fine."""
-        self.pages.close()
+        """Give all memory back, also if one pool cannot; that is raised at the end. Closing twice is fine."""
+        close_all(*(pool for pool in (self.host, self.pages) if pool is not None))
 
     def __enter__(self) -> Self:
         return self
@@ -158,4 +201,4 @@ class Workspace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        close_on_exit(self, error)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from functools import cache
+from typing import Final, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from mosaic.errors import MissingExtra
@@ -14,7 +17,9 @@ try:
 except ImportError as error:
     raise MissingExtra("triton", "torch", "a CUDA kernel") from error
 
-__all__ = ["DOT_MINIMUM", "Tile", "power_of_two", "tile_for", "tl", "triton"]
+__all__ = ["DOT_MINIMUM", "Tile", "power_of_two", "since", "tile_for", "tl", "triton"]
+
+T = TypeVar("T")
 
 DOT_MINIMUM: Final = 16
 """Smallest side of a tile that tl.dot takes."""
@@ -39,6 +44,26 @@ def power_of_two(width: int, most: int, least: int = 1) -> int:
     return max(least, min(most, 1 << max(width - 1, 0).bit_length()))
 
 
-def tile_for(tiles: dict[int, Tile], operand: Tensor) -> Tile:
+def tile_for(tiles: Mapping[int, Tile], operand: Tensor) -> Tile:
     """Choose the tile for the item size of `operand`: 16-bit or 32-bit."""
     return tiles[max(2, min(operand.element_size(), 4))]
+
+
+def since(tables: Mapping[int, T], operand: Tensor) -> T:
+    """Choose by compute capability (90: sm_90): the entry of the newest architecture that is not newer than the card.
+
+    The tables say what holds from an architecture on, up to the next one listed.
+    """
+    card = capability(operand)
+    return tables[max((listed for listed in tables if listed <= card), default=min(tables))]
+
+
+def capability(operand: Tensor) -> int:
+    """Compute capability of the operand's device; 0 where it is no GPU (the interpreter)."""
+    return _capability(operand.device) if operand.is_cuda else 0
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,12 +1,12 @@
 """attention on CUDA: softmax(q k^T * scale) v per sequence of a packed batch, all tokens visible, grouped-query.
 
-Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32; heads, kv_heads,
-head_size, scale) -> y[T, N*H]; y may overwrite q. Row r of q is row `row_start + r` of the packed batch and sees the
-keys of its own sequence; a row in no sequence is left as it was. Online softmax (Milakov and Gimelshein 2018, arXiv
-1805.02867) in float32 over tiles of query rows times tiles of keys, as in FlashAttention (Dao et al. 2022). A tile of
-query rows may span sequences: each row then masks the keys of the others, so nothing is read on the host and a batch
-of many short sequences needs no more tiles than one long one. Legend: T query rows, S keys, B sequences, N query heads,
-K KV heads, H head size.
+Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32; head_size, scale, span)
+-> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row `row_start + r` of the packed batch
+and sees the keys of its own sequence; a row in no sequence is left as it was. Online softmax (Milakov and Gimelshein
+2018, arXiv 1805.02867) in float32 over tiles of query rows times tiles of keys, as in FlashAttention (Dao et al. 2022).
+A tile of query rows may span sequences: each row then masks the keys of the others, so nothing is read on the host and a
+batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S keys, B sequences, N query
+heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
+from mosaic.kernels._operands import check_attention
 from mosaic.kernels.attention import reference
-from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, tile_for, tl, triton
+from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, since, tile_for, tl, triton
 
 __all__ = ["launch", "reference"]
 
-# Untuned defaults by item size: query rows, keys, unused, warps, stages. On an H200 (16,384 tokens, 32 heads of 128,
-# bfloat16) this tile reaches 365 TFLOP/s; 128x64 with 8 warps reaches 404 there, but spills on cards before Hopper.
-# Heads wider than 128 take the narrow tile.
-TILES: Final = {2: Tile(64, 64, 0, 4, 3), 4: Tile(32, 32, 0, 8, 1)}
+# By architecture and item size: query rows, keys, unused, warps, stages. On an H200 (16,384 tokens, 32 heads of 128,
+# bfloat16) 128x64 with 8 warps reaches 404 TFLOP/s and 64x64 with 4 warps 365; the former spills on cards before Hopper,
+# and asks for more shared memory than consumer cards after it have (sm_120). Heads wider than 128 take the narrow tile.
+SMALL: Final = {2: Tile(64, 64, 0, 4, 3), 4: Tile(32, 32, 0, 8, 1)}
+HOPPER: Final = {2: Tile(128, 64, 0, 8, 3), 4: Tile(32, 32, 0, 8, 1)}
+TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
 NARROW: Final = {2: Tile(64, 32, 0, 8, 2), 4: Tile(16, 16, 0, 4, 1)}
 WIDEST: Final = 128
 
@@ -113,24 +114,16 @@ def launch(
     v: Tensor,
     cu_seqlens: Tensor,
     y: Tensor,
-    heads: int,
-    kv_heads: int,
     head_size: int,
     scale: float,
+    span: int = 0,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
-    rows, keys, dtype = q.shape[0], k.shape[0], q.dtype
-    check_shapes(
-        "attention",
-        q=(q, (rows, heads * head_size), None),
-        k=(k, (keys, kv_heads * head_size), dtype),
-        v=(v, (keys, kv_heads * head_size), dtype),
-        y=(y, (rows, heads * head_size), dtype),
-        cu_seqlens=(cu_seqlens, (cu_seqlens.shape[0],), torch.int32),
-    )
-    tile = tile_for(TILES if head_size <= WIDEST else NARROW, q)
+    rows = q.shape[0]
+    heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size)
+    tile = tile_for(since(TILES, q) if head_size <= WIDEST else NARROW, q)
     attention_kernel[(triton.cdiv(rows, tile.rows), heads)](
         q,
         k,

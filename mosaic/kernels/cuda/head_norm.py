@@ -1,6 +1,6 @@
 """head_norm on CUDA: rms_norm of every head of a row, in place (the q and k norms of Qwen3-style attention).
 
-Contract: head_norm(updates x[T, N*H], weight[H]; heads, eps), computed in float32. One program a row and group of
+Contract: head_norm(updates x[T, N*H], weight[H]; eps), computed in float32. One program a row and group of
 heads, a tile [heads, H] at once. Legend: T rows, N heads, H head size.
 """
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
+from mosaic.kernels._operands import check_shapes, heads_of
 from mosaic.kernels.cuda._triton import power_of_two, tl, triton
 from mosaic.kernels.head_norm import reference
 
@@ -36,9 +36,10 @@ def head_norm_kernel(
     tl.store(place, (value * inverse[:, None] * scale[None, :]).to(x.dtype.element_ty), mask=mask)
 
 
-def launch(*, x: Tensor, weight: Tensor, heads: int, eps: float, scratch: Tensor | None = None) -> None:
+def launch(*, x: Tensor, weight: Tensor, eps: float, scratch: Tensor | None = None) -> None:
     """Normalise every head of x [T, N*H] in place."""
     rows, size = x.shape[0], weight.shape[0]
+    heads = heads_of("head_norm", "x", x, size)
     check_shapes("head_norm", x=(x, (rows, heads * size), None), weight=(weight, (size,), x.dtype))
     block_h = power_of_two(size, 1 << 16)
     block_n = power_of_two(heads, max(1, ELEMENTS // block_h))

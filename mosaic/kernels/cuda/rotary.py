@@ -1,7 +1,7 @@
 """rotary on CUDA: rotary position embedding, rotate-half, on the first R columns of each head, in place.
 
 Formula: with a = position * inv_freq, (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a), x1 and x2 the two halves
-of R. Contract: rotary(updates x[T, N*H], positions[T] int32, inv_freq[R/2] float32; heads, head_size); angles, cosines
+of R. Contract: rotary(updates x[T, N*H], positions[T] int32, inv_freq[R/2] float32; head_size); angles, cosines
 and sines in float32, in the kernel, so no table exists. Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads,
 H head size, R rotated columns of a head.
 """
@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
+from mosaic.kernels._operands import check_shapes, heads_of
 from mosaic.kernels.cuda._triton import power_of_two, tl, triton
 from mosaic.kernels.rotary import reference
 
@@ -49,11 +49,10 @@ def rotary_kernel(
     tl.store(place + HALF, (second * cosine + first * sine).to(x.dtype.element_ty), mask=mask)
 
 
-def launch(
-    *, x: Tensor, positions: Tensor, inv_freq: Tensor, heads: int, head_size: int, scratch: Tensor | None = None
-) -> None:
+def launch(*, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, scratch: Tensor | None = None) -> None:
     """Rotate the heads of x [T, N*H] in place by their rows' positions."""
     rows, half = x.shape[0], inv_freq.shape[0]
+    heads = heads_of("rotary", "x", x, head_size)
     check_shapes(
         "rotary",
         x=(x, (rows, heads * head_size), None),

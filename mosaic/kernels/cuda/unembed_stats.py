@@ -2,13 +2,14 @@
 
 Contract: unembed_stats(x[C, D], weight[V, D]) -> token[C] int64 (argmax, ties to the lower index), maximum[C],
 second[C], logsumexp[C], entropy[C], float32. The vocabulary is split: a program keeps the statistics of a tile of rows
-over its part, tile by tile, as partials in scratch; a second kernel joins a row's partials. No atomics: the same
-input gives the same bits. Scratch: [splits, C] int64 tokens, then [4, splits, C] float32. Legend: C rows, D hidden, V
-vocabulary.
+over its part, tile by tile, as partials in scratch; a second kernel joins a row's partials. No atomics: on one card the
+same input gives the same bits. Scratch: planes of [C, splits] of 4 bytes, in the order of `partial_kernel`'s stores.
+Legend: C rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import torch
@@ -17,108 +18,260 @@ from torch import Tensor
 from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels._operands import check_shapes
 from mosaic.kernels._statistics import check_outputs
-from mosaic.kernels.cuda._statistics import absorb, finish
-from mosaic.kernels.cuda._triton import Tile, tile_for, tl, triton
+from mosaic.kernels.cuda._sampling import GROUP, GUMBEL_MOST, STRIDE, gumbel, random_words
+from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, join, rebase
+from mosaic.kernels.cuda._triton import Tile, power_of_two, since, tile_for, tl, triton
 from mosaic.kernels.unembed_stats import reference
-from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, UNEMBED_ROWS, unembed_splits
+from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, SAMPLED_PARTIAL_BYTES, unembed_splits
 
-__all__ = ["launch", "reference"]
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
 
-# Untuned defaults by item size, the best of five that were tried on an H200 and spill on no card (D 4,096, V 126,464,
-# bfloat16): 2,048 rows 4.6 ms, where 64x128 tiles with 8 warps take 7.4 and cuBLAS's bare product 3.0; 32 rows 0.28 ms
-# with the short tile, where cuBLAS takes 0.25.
-TILES: Final = {2: Tile(128, 128, 64, 8, 3), 4: Tile(64, 64, 32, 8, 2)}
-SHORT: Final = {2: Tile(UNEMBED_ROWS, 128, 64, 8, 4), 4: Tile(UNEMBED_ROWS, 64, 32, 8, 2)}
-COMBINED: Final = 1024  # partials in one tile of the second kernel
+__all__ = ["launch", "launch_unembedding", "reference"]
+
+# Tiles by item size, for many rows and for few, without and with samples. What bounds the product is how fast the tiles
+# reach the multiprocessors from the L2 cache (about 7 TB/s on an H200), 1 / rows + 1 / columns bytes per FLOP: so the
+# largest tile that spills on no card. A GPU with descriptors needs no registers for addresses, hence the larger ones.
+POINTER_TILES: Final = {
+    False: {2: Tile(128, 128, 64, 8, 3), 4: Tile(64, 128, 32, 8, 2)},
+    True: {2: Tile(64, 128, 32, 8, 4), 4: Tile(32, 128, 32, 8, 2)},
+}
+FEW_POINTER_TILES: Final = {
+    False: {2: Tile(64, 128, 64, 8, 3), 4: Tile(64, 128, 32, 8, 2)},
+    True: POINTER_TILES[True],
+}
+DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 3), True: Tile(128, 128, 64, 8, 3)}
+FEW_DESCRIPTOR_TILES: Final = {False: Tile(64, 128, 64, 8, 4), True: Tile(64, 128, 64, 8, 4)}
+DESCRIBED: Final = {0: False, 90: True, 120: False}
+"""From which architecture on loads go through tensor descriptors; the large tiles exceed the shared memory of sm_120."""
+FEW_ROWS: Final = 64
+ROW_TILES: Final = 16
+"""Tiles of rows that share the weight while it is in the L2 cache; their x is there all the time."""
+COMBINED: Final = 1024
+"""Partials in one tile of the second kernel."""
+PROCESSORS: Final = 132
+"""Multiprocessors where the device is no GPU: an H200's."""
 
 
-@triton.jit(do_not_specialize=["rows", "tiles_per_split"])
+@triton.jit
+def absorb(logits, column, maximum, second, token, total, weighted):
+    """Take in a tile [C, V] of float32 logits, -inf where masked; tiles come in ascending order of columns [V]."""
+    tile_maximum = tl.max(logits, 1)
+    tile_token = first_at(logits, column, tile_maximum)
+    rest = tl.where(column[None, :] == tile_token[:, None], float("-inf"), logits)
+    second = tl.maximum(tl.minimum(tile_maximum, maximum), tl.maximum(tl.max(rest, 1), second))
+    token = tl.where(tile_maximum > maximum, tile_token, token)  # strictly: a tie keeps the earlier column
+    new_maximum = tl.maximum(tile_maximum, maximum)
+    base, total, weighted = rebase(maximum, new_maximum, total, weighted)
+    total, weighted = exponentials(logits, base, total, weighted)
+    return new_maximum, second, token, total, weighted
+
+
+@triton.jit
+def first_at(values, column, largest):
+    """Find the first column [V] of every row where its largest value stands."""
+    return tl.min(tl.where(values == largest[:, None], column[None, :], LAST), 1)
+
+
+@triton.jit
+def may_win(logits, noise, score):
+    """Tell whether any row's best score [C] may be reached: an equal one may stand at a lower index."""
+    return tl.max((tl.max(logits, 1) + noise * GUMBEL_MOST >= score).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def draw(logits, word, column, noise, score, sample, sample_logit):
+    """Take in a tile [C, W] of logits and their random words; tiles come in no order of columns."""
+    if may_win(logits, noise, score):
+        scores = logits + noise * gumbel(word)
+        best = tl.max(scores, 1)
+        at = first_at(scores, column, best)
+        logit = tl.max(tl.where(column[None, :] == at[:, None], logits, float("-inf")), 1)
+        better = (best > score) | ((best == score) & (at < sample))
+        score = tl.where(better, best, score)
+        sample = tl.where(better, at, sample)
+        sample_logit = tl.where(better, logit, sample_logit)
+    return score, sample, sample_logit
+
+
+@triton.jit
+def draw_groups(
+    logits, within, start, keys, row, row_mask, noise, score, sample, sample_logit,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Take in the columns start + within + (0, 1, 2, 3) * STRIDE, given as logits [C, GROUPS * 4 * WIDTH]."""
+    if may_win(logits, noise, score):
+        split = tl.reshape(logits, [ROWS, GROUPS, 2, 2, WIDTH]).permute(0, 1, 4, 2, 3)
+        even, odd = tl.split(tl.reshape(split, [ROWS, GROUPS * WIDTH, 2, 2]))
+        zero, two = tl.split(even)
+        one, three = tl.split(odd)
+        # A condition that always holds ties the counters to the logits, and so the random words to the threads that
+        # hold their logits; else they are computed in another order and pass through shared memory.
+        column = start + within // STRIDE * GROUP + within % STRIDE
+        counter = tl.where(zero <= float("inf"), (start // 4 + within)[None, :], 0)
+        # loaded here, not kept: ten rounds of keys would be computed ahead of the loop and held in registers
+        key = tl.load(keys + row, mask=row_mask, other=0)
+        word_0, word_1, word_2, word_3 = random_words(counter.to(tl.uint32), key[:, None])
+        score, sample, sample_logit = draw(zero, word_0, column, noise, score, sample, sample_logit)
+        score, sample, sample_logit = draw(one, word_1, column + STRIDE, noise, score, sample, sample_logit)
+        score, sample, sample_logit = draw(two, word_2, column + 2 * STRIDE, noise, score, sample, sample_logit)
+        score, sample, sample_logit = draw(three, word_3, column + 3 * STRIDE, noise, score, sample, sample_logit)
+    return score, sample, sample_logit
+
+
+@triton.jit(do_not_specialize=["rows", "row_tiles", "tiles", "splits"])
 def partial_kernel(
     x,
     weight,
-    token,
-    partial,
+    keys,
+    temperature,
+    integers,
+    floats,
     x_stride,
     weight_stride,
     rows,
     hidden,
     vocabulary,
-    tiles_per_split,
+    row_tiles,
+    tiles,
+    splits,
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    HALVED: tl.constexpr,
 ):
-    split = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    # Programs that run at the same time share tiles of the weight: all of a few tiles of rows, then the next few.
+    program = tl.program_id(0)
+    group = program // (GROUP_ROWS * splits) * GROUP_ROWS
+    in_group = tl.minimum(row_tiles - group, GROUP_ROWS)
+    within = program - group * splits
+    first_row = (group + within % in_group) * BLOCK_C
+    split = within // in_group
+    row = first_row.to(tl.int64) + tl.arange(0, BLOCK_C)
     row_mask = row < rows
     inner = tl.arange(0, BLOCK_D)
     maximum = tl.full([BLOCK_C], float("-inf"), tl.float32)
     second = tl.full([BLOCK_C], float("-inf"), tl.float32)
-    index = tl.zeros([BLOCK_C], tl.int32)
+    token = tl.zeros([BLOCK_C], tl.int32)
     total = tl.zeros([BLOCK_C], tl.float32)
     weighted = tl.zeros([BLOCK_C], tl.float32)
-    begin = split * tiles_per_split * BLOCK_V
-    for start in range(begin, tl.minimum(begin + tiles_per_split * BLOCK_V, vocabulary), BLOCK_V):
+    score = tl.full([BLOCK_C], float("-inf"), tl.float32)
+    sample = tl.zeros([BLOCK_C], tl.int32)
+    sample_logit = tl.full([BLOCK_C], float("-inf"), tl.float32)
+    if SAMPLE:
+        noise = tl.load(temperature)
+    for tile in range(split * tiles // splits, (split + 1) * tiles // splits):
+        start = tile * BLOCK_V
         column = start + tl.arange(0, BLOCK_V)
         column_mask = column < vocabulary
-        x_place = x + row[:, None] * x_stride + inner[None, :]
-        weight_place = weight + column[None, :].to(tl.int64) * weight_stride + inner[:, None]
         logits = tl.zeros([BLOCK_C, BLOCK_V], tl.float32)
+        if not DESCRIBED:
+            x_place = x + row[:, None] * x_stride + inner[None, :]
+            weight_place = weight + column[None, :].to(tl.int64) * weight_stride + inner[:, None]
         for depth in range(0, hidden, BLOCK_D):
-            inside = inner < hidden - depth
-            x_tile = tl.load(x_place + depth, mask=row_mask[:, None] & inside[None, :], other=0.0)
-            weight_tile = tl.load(weight_place + depth, mask=inside[:, None] & column_mask[None, :], other=0.0)
+            if DESCRIBED:  # zero past the ends
+                x_tile = x.load([first_row, depth])
+                weight_tile = weight.load([start, depth]).T
+            else:
+                inside = inner < hidden - depth
+                x_tile = tl.load(x_place + depth, mask=row_mask[:, None] & inside[None, :], other=0.0)
+                weight_tile = tl.load(weight_place + depth, mask=inside[:, None] & column_mask[None, :], other=0.0)
             logits = tl.dot(x_tile, weight_tile, logits, input_precision="ieee")
         logits = tl.where(column_mask[None, :], logits, float("-inf"))
-        maximum, second, index, total, weighted = absorb(logits, column, maximum, second, index, total, weighted)
-    place = split.to(tl.int64) * rows + row
-    plane = SPLITS * rows.to(tl.int64)
-    tl.store(token + place, index.to(tl.int64), mask=row_mask)
-    tl.store(partial + place, maximum, mask=row_mask)
-    tl.store(partial + plane + place, second, mask=row_mask)
-    tl.store(partial + 2 * plane + place, total, mask=row_mask)
-    tl.store(partial + 3 * plane + place, weighted, mask=row_mask)
+        maximum, second, token, total, weighted = absorb(logits, column, maximum, second, token, total, weighted)
+        if SAMPLE:  # noqa: SIM102
+            if noise > 0.0:
+                counted = tl.arange(0, BLOCK_V // 8 if HALVED else BLOCK_V // 4)
+                if HALVED:  # half the random words at a time, or they take too many registers
+                    halves = tl.reshape(logits, [BLOCK_C, BLOCK_V // STRIDE, 2, STRIDE // 2]).permute(0, 1, 3, 2)
+                    left, right = tl.split(halves)
+                    left = tl.reshape(left, [BLOCK_C, BLOCK_V // 2])
+                    right = tl.reshape(right, [BLOCK_C, BLOCK_V // 2])
+                    counted = counted // (STRIDE // 2) * STRIDE + counted % (STRIDE // 2)
+                    score, sample, sample_logit = draw_groups(
+                        left, counted, start, keys, row, row_mask, noise, score, sample, sample_logit,
+                        BLOCK_C, BLOCK_V // GROUP, STRIDE // 2,
+                    )  # fmt: skip
+                    score, sample, sample_logit = draw_groups(
+                        right, counted + STRIDE // 2, start, keys, row, row_mask, noise, score, sample, sample_logit,
+                        BLOCK_C, BLOCK_V // GROUP, STRIDE // 2,
+                    )  # fmt: skip
+                else:
+                    score, sample, sample_logit = draw_groups(
+                        logits, counted, start, keys, row, row_mask, noise, score, sample, sample_logit,
+                        BLOCK_C, BLOCK_V // GROUP, STRIDE,
+                    )  # fmt: skip
+    plane = splits * rows.to(tl.int64)
+    place = row * splits + split
+    tl.store(integers + place, token, mask=row_mask)
+    tl.store(floats + plane + place, maximum, mask=row_mask)
+    tl.store(floats + 2 * plane + place, second, mask=row_mask)
+    tl.store(floats + 3 * plane + place, total, mask=row_mask)
+    tl.store(floats + 4 * plane + place, weighted, mask=row_mask)
+    if SAMPLE:
+        tl.store(integers + 5 * plane + place, sample, mask=row_mask)
+        tl.store(floats + 6 * plane + place, score, mask=row_mask)
+        tl.store(floats + 7 * plane + place, sample_logit, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def winner(value, index):
+    """Find in every row [C, P] the largest value and, of the entries that have it, the lowest index and where it is."""
+    best = tl.max(value, 1)
+    lowest = tl.min(tl.where(value == best[:, None], index, LAST), 1)
+    return best, lowest, (value == best[:, None]) & (index == lowest[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
 def combine_kernel(
-    partial_token,
-    partial,
+    integers,
+    floats,
+    temperature,
     token,
     maximum,
     second,
     logsumexp,
     entropy,
+    sample,
+    sample_logit,
     rows,
+    splits,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row_mask = row < rows
     split = tl.arange(0, SPLITS)
-    plane = SPLITS * rows.to(tl.int64)
-    place = split[None, :].to(tl.int64) * rows + row[:, None]
-    mask = row_mask[:, None] & (split >= 0)[None, :]
-    best = tl.load(partial + place, mask=mask, other=0.0)
-    maximum_all = tl.max(best, 1)
-    # the first split that has it: splits come in ascending order, so a tie keeps the earlier column
-    winner = tl.min(tl.where(best == maximum_all[:, None], split[None, :], SPLITS), 1)
-    won = split[None, :] == winner[:, None]
-    index = tl.sum(tl.where(won, tl.load(partial_token + place, mask=mask, other=0), 0), 1)
+    plane = splits * rows.to(tl.int64)
+    place = row[:, None] * splits + split[None, :]
+    mask = row_mask[:, None] & (split < splits)[None, :]
+    best = tl.load(floats + plane + place, mask=mask, other=float("-inf"))
+    row_best, at, won = winner(best, tl.load(integers + place, mask=mask, other=LAST))
     runner_up = tl.max(tl.where(won, float("-inf"), best), 1)
-    runner_up = tl.maximum(runner_up, tl.max(tl.load(partial + plane + place, mask=mask, other=0.0), 1))
-    base = tl.maximum(maximum_all, -3.4028234663852886e38)
-    shift = tl.maximum(best - base[:, None], -200.0)
-    scale = tl.exp(shift)
-    total = tl.load(partial + 2 * plane + place, mask=mask, other=1.0)
-    weighted = tl.load(partial + 3 * plane + place, mask=mask, other=0.0)
-    log_sum, spread = finish(maximum_all, tl.sum(total * scale, 1), tl.sum((weighted + total * shift) * scale, 1))
-    tl.store(token + row, index, mask=row_mask)
-    tl.store(maximum + row, maximum_all, mask=row_mask)
+    runner_up = tl.maximum(runner_up, tl.max(tl.load(floats + 2 * plane + place, mask=mask, other=float("-inf")), 1))
+    total = tl.load(floats + 3 * plane + place, mask=mask, other=0.0)
+    weighted = tl.load(floats + 4 * plane + place, mask=mask, other=0.0)
+    joined, total, weighted = join(best, total, weighted)
+    log_sum, spread = finish(joined, tl.where(row_mask, total, 1.0), weighted)
+    tl.store(token + row, at.to(tl.int64), mask=row_mask)
+    tl.store(maximum + row, row_best, mask=row_mask)
     tl.store(second + row, runner_up, mask=row_mask)
     tl.store(logsumexp + row, log_sum, mask=row_mask)
     tl.store(entropy + row, spread, mask=row_mask)
+    if SAMPLE:
+        score = tl.load(floats + 6 * plane + place, mask=mask, other=float("-inf"))
+        _, drawn, won = winner(score, tl.load(integers + 5 * plane + place, mask=mask, other=LAST))
+        logit = tl.load(floats + 7 * plane + place, mask=mask, other=float("-inf"))
+        logit = tl.max(tl.where(won, logit, float("-inf")), 1)
+        drawn_any = tl.load(temperature) > 0.0
+        tl.store(sample + row, tl.where(drawn_any, drawn, at).to(tl.int64), mask=row_mask)
+        tl.store(sample_logit + row, tl.where(drawn_any, logit, row_best), mask=row_mask)
 
 
 def launch(
@@ -133,52 +286,104 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the five statistics of the logits of x [C, D] against weight [V, D]."""
+    check_outputs("unembed_stats", x.shape[0], token, maximum, second, logsumexp, entropy)
+    launch_unembedding("unembed_stats", x, weight, (token, maximum, second, logsumexp, entropy), scratch)
+
+
+def launch_unembedding(
+    kernel: str,
+    x: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    scratch: Tensor | None,
+    sampling: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Launch for unembed_stats; with keys, temperature, sample and sample_logit for unembed_sample."""
     (rows, hidden), vocabulary = x.shape, weight.shape[0]
-    check_shapes("unembed_stats", x=(x, (rows, hidden), None), weight=(weight, (vocabulary, hidden), x.dtype))
-    check_outputs("unembed_stats", rows, token, maximum, second, logsumexp, entropy)
-    splits = unembed_splits(rows)
-    partial_token, partial = _partials(scratch, rows * splits)
-    tile, combined = tile_for(TILES if rows > UNEMBED_ROWS else SHORT, x), COMBINED // splits
-    partial_kernel[(triton.cdiv(rows, tile.rows), splits)](
-        x,
-        weight,
-        partial_token,
-        partial,
+    check_shapes(kernel, x=(x, (rows, hidden), None), weight=(weight, (vocabulary, hidden), x.dtype))
+    sampled = sampling is not None
+    token, maximum = statistics[:2]
+    keys, temperature, sample, sample_logit = sampling or (token, maximum, token, maximum)  # stand-ins, not touched
+    described = has_descriptors(x, weight)
+    tile = tile_of(x, sampled, described)
+    row_tiles, tiles = triton.cdiv(rows, tile.rows), triton.cdiv(vocabulary, tile.columns)
+    # two small programs share a multiprocessor; the registers of a large one, or of one that draws, fill it
+    places = processors(x.device) * (1 if sampled or tile.rows * tile.columns > 1 << 14 else 2)
+    splits = min(unembed_splits(row_tiles, places), tiles)
+    integers, floats = _partials(kernel, scratch, rows * splits, SAMPLED_PARTIAL_BYTES if sampled else PARTIAL_BYTES)
+    partial_kernel[(row_tiles * splits,)](
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.inner]) if described else x,
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]) if described else weight,
+        keys,
+        temperature,
+        integers,
+        floats,
         x.stride(0),
         weight.stride(0),
         rows,
         hidden,
         vocabulary,
-        triton.cdiv(triton.cdiv(vocabulary, tile.columns), splits),
+        row_tiles,
+        tiles,
+        splits,
         BLOCK_C=tile.rows,
         BLOCK_V=tile.columns,
         BLOCK_D=tile.inner,
-        SPLITS=splits,
+        GROUP_ROWS=ROW_TILES,
+        DESCRIBED=described,
+        SAMPLE=sampled,
+        HALVED=tile.rows * tile.columns > 1024 * tile.warps,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    combine_kernel[(triton.cdiv(rows, combined),)](
-        partial_token,
-        partial,
-        token,
-        maximum,
-        second,
-        logsumexp,
-        entropy,
+    parts = power_of_two(splits, COMBINED)
+    combine_kernel[(triton.cdiv(rows, COMBINED // parts),)](
+        integers,
+        floats,
+        temperature,
+        *statistics,
+        sample,
+        sample_logit,
         rows,
-        BLOCK=combined,
-        SPLITS=splits,
+        splits,
+        BLOCK=COMBINED // parts,
+        SPLITS=parts,
+        SAMPLE=sampled,
         num_warps=4,
     )
 
 
-def _partials(scratch: Tensor | None, partials: int) -> tuple[Tensor, Tensor]:
-    """View the scratch buffer as tokens and as the four float planes."""
-    tokens_bytes, needed = 8 * partials, PARTIAL_BYTES * partials
-    available = 0 if scratch is None else scratch.numel()
+def has_descriptors(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether the GPU loads tiles by descriptor and these operands are aligned to the 16 bytes that it asks for."""
+    if TensorDescriptor is None or not x.is_cuda or x.element_size() != 2 or not since(DESCRIBED, x):
+        return False
+    return all(t.data_ptr() % 16 == 0 and 2 * t.stride(0) % 16 == 0 for t in (x, weight))
+
+
+def tile_of(x: Tensor, sampled: bool, described: bool) -> Tile:
+    """Choose the tile for so many rows."""
+    few = x.shape[0] <= FEW_ROWS
+    if described:
+        return (FEW_DESCRIPTOR_TILES if few else DESCRIPTOR_TILES)[sampled]
+    return tile_for((FEW_POINTER_TILES if few else POINTER_TILES)[sampled], x)
+
+
+def processors(device: torch.device) -> int:
+    """Count the multiprocessors of a device."""
+    return _processors(device) if device.type == "cuda" else PROCESSORS
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _partials(kernel: str, scratch: Tensor | None, partials: int, partial_bytes: int) -> tuple[Tensor, Tensor]:
+    """View the scratch buffer's planes as integers and as floats."""
+    available, needed = 0 if scratch is None else scratch.numel(), partial_bytes * partials
     if scratch is None or available < needed:
         raise RuntimeMemoryError(
-            f"unembed_stats: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized "
-            "by SCRATCH['unembed_stats']."
+            f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
+            f"SCRATCH['{kernel}']."
         )
-    return scratch[:tokens_bytes].view(torch.int64), scratch[tokens_bytes:needed].view(torch.float32)
+    return scratch[:needed].view(torch.int32), scratch[:needed].view(torch.float32)

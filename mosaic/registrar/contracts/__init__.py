@@ -12,7 +12,7 @@ from mosaic.registrar.contract import Contract
 __all__ = ["OPERATORS", "contract"]
 
 OPERATORS: Final = (
-    "attention", "confidence", "embedding", "gather_rows", "grouped_linear", "head_norm", "linear", "linear_add",
+    "attention", "confidence", "copy", "embedding", "gather_rows", "grouped_linear", "head_norm", "linear", "linear_add",
     "moe_combine", "moe_gather", "moe_route", "moe_sort", "rms_norm", "rotary", "row_stats", "shift_rows", "silu_mul",
     "unembed_stats",
 )  # fmt: skip

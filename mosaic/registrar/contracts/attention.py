@@ -1,27 +1,36 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head: full bidirectional, varlen, grouped queries.
 
-Queries may be sliced by a region, keys and values never; y may overwrite q.
-`pairs` is the number of query-key pairs, the sum of squared sequence lengths.
+Queries may be sliced by a region of tokens, keys and values never; y may overwrite q. `span` is the number of keys that
+a query sees on average, rounded up: the sum of squared sequence lengths over the tokens.
 """
 
 from __future__ import annotations
 
-from mosaic.registrar.contract import Contract, Dim, Spec, require
+import sympy
+
+from mosaic.registrar.contract import Contract, Dim, Spec, divides, require
 
 
-def infer(
-    q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, heads: int, kv_heads: int, head_size: int, scale: float, pairs: Dim
-) -> tuple[Spec]:
-    require(heads % kv_heads == 0, f"{heads} query heads do not divide into {kv_heads} groups")
-    require(q.shape[-1] == heads * head_size, f"q must have {heads} heads of {head_size}")
-    require(
-        k.shape == v.shape and k.shape[-1] == kv_heads * head_size, f"k and v must have {kv_heads} heads of {head_size}"
-    )
+def infer(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, scale: float, span: Dim) -> tuple[Spec]:
+    require(k.shape == v.shape, f"k and v must have one shape, not {k} and {v}")
+    for name, width in (("q", q.shape[-1]), ("k", k.shape[-1])):
+        require(divides(head_size, width), f"{name} must have heads of {head_size}, it has {width} columns")
+    heads, groups = heads_of(q, head_size), heads_of(k, head_size)
+    require(divides(groups, heads), f"{heads} query heads do not divide into {groups} groups")
     return (q,)
 
 
-def flops(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, heads: int, head_size: int, pairs: Dim, **_: object) -> Dim:
-    return 4 * pairs * heads * head_size
+def heads_of(x: Spec, head_size: int) -> Dim:
+    return sympy.sympify(x.shape[-1]) / head_size
+
+
+def flops(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, span: Dim, **_: object) -> Dim:
+    return 4 * span * q.elements
+
+
+def query_rows_and_heads(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, **_: object) -> Dim:
+    """The rate is that of a launch with so many query rows times heads: what fills a GPU."""
+    return q.shape[0] * heads_of(q, head_size)
 
 
 CONTRACT = Contract(
@@ -33,4 +42,5 @@ CONTRACT = Contract(
     infer=infer,
     flops=flops,
     rate="attention",
+    rate_rows=query_rows_and_heads,
 )

@@ -22,6 +22,10 @@ def rows_per_expert(x: Spec, weight: Spec, offsets: Spec) -> Dim:
     return x.shape[0] / sympy.Integer(weight.shape[0])
 
 
+def columns(x: Spec, weight: Spec, offsets: Spec) -> Dim:
+    return weight.shape[1]
+
+
 CONTRACT = Contract(
     name="grouped_linear",
     reads=("x", "weight", "offsets"),
@@ -30,4 +34,5 @@ CONTRACT = Contract(
     flops=flops,
     rate="gemm",
     rate_rows=rows_per_expert,
+    rate_columns=columns,
 )

@@ -15,4 +15,16 @@ def flops(x: Spec, weight: Spec, bias: Spec | None = None) -> Dim:
     return 2 * x.elements * weight.shape[0]
 
 
-CONTRACT = Contract(name="linear", reads=("x", "weight", "bias?"), writes=("y",), infer=infer, flops=flops, rate="gemm")
+def columns(x: Spec, weight: Spec, bias: Spec | None = None) -> Dim:
+    return weight.shape[0]
+
+
+CONTRACT = Contract(
+    name="linear",
+    reads=("x", "weight", "bias?"),
+    writes=("y",),
+    infer=infer,
+    flops=flops,
+    rate="gemm",
+    rate_columns=columns,
+)

@@ -15,6 +15,16 @@ def flops(x: Spec, weight: Spec, y: Spec) -> Dim:
     return 2 * x.elements * weight.shape[0]
 
 
+def columns(x: Spec, weight: Spec, y: Spec) -> Dim:
+    return weight.shape[0]
+
+
 CONTRACT = Contract(
-    name="linear_add", reads=("x", "weight", "y"), updates=("y",), infer=infer, flops=flops, rate="gemm"
+    name="linear_add",
+    reads=("x", "weight", "y"),
+    updates=("y",),
+    infer=infer,
+    flops=flops,
+    rate="gemm",
+    rate_columns=columns,
 )

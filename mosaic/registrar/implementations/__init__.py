@@ -1,4 +1,4 @@
-"""How operators are carried out, torch-free: per backend, the scratch bytes each one asks the plan for."""
+"""How operators are carried out, torch-free: per backend, scratch bytes, and which kernels of attention are legal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 from mosaic.errors import UnknownName
 from mosaic.registrar.contract import Dim, Spec
 
-__all__ = ["BACKENDS", "Scratch", "scratch_bytes"]
+__all__ = ["BACKENDS", "Scratch", "attention_options", "scratch_bytes"]
 
 BACKENDS: Final = ("cuda", "cpu")
 
@@ -26,3 +26,22 @@ def scratch_bytes(backend: str, operator: str, specs: Mapping[str, Spec], attrs:
         return 0
     shapes = {key: spec.shape for key, spec in specs.items()}
     return rule(shapes, {key: spec.dtype for key, spec in specs.items()}, attrs)
+
+
+def attention_options(backend: str, *, seqs: int, head_size: int, dtype: str) -> tuple[str, ...]:
+    """Name the implementations of attention that a backend has for such a step, the fastest first; none: it has one.
+
+    cuDNN's static graphs serve one sequence, heads of a multiple of 8 up to 128, in 16 bits; the Triton kernel serves
+    every batch.
+
+    >>> attention_options("cuda", seqs=1, head_size=128, dtype="bfloat16")
+    ('cudnn', 'triton')
+    >>> attention_options("cuda", seqs=2, head_size=128, dtype="bfloat16")
+    ('triton',)
+    """
+    if backend not in BACKENDS:
+        raise UnknownName("backend", backend, BACKENDS)
+    if backend != "cuda":
+        return ()
+    served = seqs == 1 and head_size % 8 == 0 and head_size <= 128 and dtype in ("bfloat16", "float16")
+    return ("cudnn", "triton") if served else ("triton",)

@@ -2,8 +2,8 @@
 
 `TILES[name]` lists the typed tiles that a kernel carves out of its scratch buffer, from the shapes of its operands;
 `SCRATCH[name]` adds up their bytes. The kernels carve by the same lists, so the two cannot disagree. Dims that vary
-with the batch may be sympy expressions: they meet only `+`, `*` and constants; sizes of the model (D, V, N, H, E, k)
-are plain integers.
+with the batch, and widths that a region over heads slices, may be sympy expressions: they meet only `+`, `*`, constants
+and a whole division by the head size; other sizes of the model (D, V, H, E, k) are plain integers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 __all__ = [
+    "COUNTERS",
+    "COUNTER_COLUMNS",
     "ITEM_BYTES",
+    "SAMPLE_TILES",
     "SCRATCH",
     "TILES",
     "TILE_ALIGNMENT",
@@ -40,9 +43,13 @@ QUERY_ROWS: Final = 256
 KEY_ROWS: Final = 512
 STATISTICS_ROWS: Final = 128
 VOCABULARY_COLUMNS: Final = 1024
+COUNTERS: Final = 32
+"""Counters in a row of random numbers; each gives four words, for columns so far apart."""
+COUNTER_COLUMNS: Final = 4 * COUNTERS
 ROUTE_ROWS: Final = 256
 COMBINE_ROWS: Final = 128
-TILE_ELEMENTS: Final = 1 << 18
+# Whatever the width: a region over heads slices widths, so they may be symbolic too (1 MiB of float32 at 4,096).
+TILE_ROWS: Final = 64
 
 Shapes = Mapping[str, Sequence[Any]]  # operand -> dims; a dim is an int or a sympy expression
 Dtypes = Mapping[str, str]
@@ -68,56 +75,35 @@ def compute_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def _rows_for(width: int, most: int = 256) -> int:
-    """Count the rows of `width` elements that make a tile of about `TILE_ELEMENTS`."""
-    return max(8, min(most, TILE_ELEMENTS // max(width, 1)))
-
-
-def _norm_rows(width: int) -> int:
-    """Rows that the norms convert at a time when the activations are not in the compute dtype."""
-    return _rows_for(width)
-
-
-def _rotary_rows(heads: int, head_size: int) -> int:
-    """Rows that rotary works on at a time."""
-    return _rows_for(heads * head_size)
-
-
 def _statistics_tile(vocabulary: int) -> tuple[int, int]:
     """Rows and vocabulary columns of one tile of logits."""
     return STATISTICS_ROWS, min(VOCABULARY_COLUMNS, vocabulary)
 
 
-def _product_tile(inner: int, outer: int) -> tuple[int, int]:
-    """Rows of x and rows of the weight that a 16-bit matrix product converts to float32 at a time."""
-    rows = _rows_for(inner)
-    return rows, min(rows, outer)
+def linear_tiles(inner: Any, dtype: str) -> tuple[Tile, ...]:
+    """List the tiles of x @ weight.T: for rows of x, rows of the weight and their product.
 
-
-def linear_tiles(inner: int, outer: int, dtype: str) -> tuple[Tile, ...]:
-    """List the tiles of x @ weight.T: none in float32 and float64, where BLAS reads the operands in place.
-
-    PyTorch's 16-bit products on a CPU go through oneDNN, which asks PyTorch's allocator for packed copies; so 16-bit
-    operands are converted here, tile by tile, and multiplied in float32.
+    None in float32 and float64, where BLAS reads the operands in place. PyTorch's 16-bit products on a CPU go through
+    oneDNN, which asks PyTorch's allocator for packed copies; so 16-bit operands are converted here, tile by tile, and
+    multiplied in float32.
     """
     if compute_dtype(dtype) == dtype:
         return ()
-    rows, columns = _product_tile(inner, outer)
-    return Tile((rows, inner), "float32"), Tile((columns, inner), "float32"), Tile((rows, columns), "float32")
+    operand = Tile((TILE_ROWS, inner), "float32")
+    return operand, operand, Tile((TILE_ROWS, TILE_ROWS), "float32")
 
 
 def _linear(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
-    outer, inner = shapes["weight"][-2:]
-    return linear_tiles(inner, outer, dtypes["x"])
+    return linear_tiles(shapes["weight"][-1], dtypes["x"])
 
 
-def _norm(rows: Any, heads: int, width: int, dtype: str) -> tuple[Tile, ...]:
+def _norm(rows: Any, heads: Any, width: int, dtype: str) -> tuple[Tile, ...]:
     compute = compute_dtype(dtype)
     constants = Tile((2,), compute)
     if compute == dtype:
         return constants, Tile((rows, heads), compute)
-    tile = _norm_rows(heads * width)
-    return constants, Tile((tile, heads), compute), Tile((tile, heads * width), compute), Tile((width,), compute)
+    wide = Tile((TILE_ROWS, heads * width), compute)
+    return constants, Tile((TILE_ROWS, heads), compute), wide, Tile((width,), compute)
 
 
 def _rms_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
@@ -126,12 +112,13 @@ def _rms_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
 
 
 def _head_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
-    return _norm(shapes["x"][0], attrs["heads"], shapes["weight"][0], dtypes["x"])
+    (rows, columns), (size,) = shapes["x"], shapes["weight"]
+    return _norm(rows, columns // size, size, dtypes["x"])
 
 
 def _rotary(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
-    heads, half = attrs["heads"], shapes["inv_freq"][0]
-    rows, compute = _rotary_rows(heads, attrs["head_size"]), compute_dtype(dtypes["x"])
+    heads, half = shapes["x"][1] // attrs["head_size"], shapes["inv_freq"][0]
+    rows, compute = TILE_ROWS, compute_dtype(dtypes["x"])
     angles = Tile((rows, half), "float32")
     halves = () if compute == dtypes["x"] else (Tile((rows, heads, 2 * half), compute),)
     table = () if compute == "float32" else (Tile((rows, half), compute), Tile((rows, half), compute))
@@ -177,6 +164,26 @@ def _unembed_stats(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, 
     return (*own, Tile((rows, inner), "float32"), Tile((columns, inner), "float32"))
 
 
+def _samples(rows: Any, vocabulary: int) -> tuple[Tile, ...]:
+    """List what sampling needs besides: a score for every row, and tiles for the random numbers of a tile of logits."""
+    tile_rows, columns = _statistics_tile(vocabulary)
+    groups = -(-columns // COUNTER_COLUMNS)
+    vector, index = Tile((tile_rows,), "float32"), Tile((tile_rows,), "int64")
+    numbers = Tile((1,), "int64"), Tile((tile_rows, groups * COUNTER_COLUMNS), "float32"), Tile((6,), "int64")
+    words = (Tile((tile_rows, groups * COUNTERS), "int64"),) * 6
+    own = (vector, vector, index, Tile((tile_rows,), "bool"), *numbers, Tile((3,), "float32"), index, index, *words)
+    return Tile((rows,), "float32"), *own
+
+
+def _row_sample(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    rows, vocabulary = shapes["logits"]
+    return *_row_stats(shapes, dtypes, attrs), *_samples(rows, vocabulary)
+
+
+def _unembed_sample(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    return *_unembed_stats(shapes, dtypes, attrs), *_samples(shapes["x"][0], shapes["weight"][0])
+
+
 def _moe_route(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
     experts, inner = shapes["weight"]
     compute, rows = compute_dtype(dtypes["x"]), ROUTE_ROWS
@@ -210,6 +217,9 @@ def _moe_combine(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ..
     wide = Tile((COMBINE_ROWS, width), compute)
     return (*own, wide, wide, Tile((COMBINE_ROWS,), compute))
 
+
+SAMPLE_TILES: Final = len(_samples(1, 1))
+"""How many tiles come last in the scratch of a kernel that samples."""
 
 TILES: Final[Mapping[str, TileFunction]] = {
     "attention": _attention,

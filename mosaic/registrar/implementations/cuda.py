@@ -15,23 +15,25 @@ __all__ = [
     "CUDNN_WORKSPACE_BYTES",
     "INVERSE_BYTES",
     "PARTIAL_BYTES",
+    "SAMPLED_PARTIAL_BYTES",
     "SCRATCH",
     "SORT_BLOCK",
-    "UNEMBED_ROWS",
     "unembed_splits",
 ]
 
 Shapes = Mapping[str, tuple[Dim, ...]]
 
 CUDNN_WORKSPACE_BYTES: Final = 256
-UNEMBED_ROWS: Final = 64
-"""Rows in one tile of the fused unembedding."""
-UNEMBED_PROGRAMS: Final = 256
-"""Programs that the fused unembedding wants at least: about two for each multiprocessor of a large card."""
+UNEMBED_ROWS: Final = 128
+"""Most rows in one tile of the fused unembedding."""
+UNEMBED_PROGRAMS: Final = 320
+"""Most programs that the fused unembedding starts to fill a GPU: two for each multiprocessor of the largest."""
 UNEMBED_SPLITS: Final = 8
-"""Fewest vocabulary splits of the fused unembedding; each keeps one partial of the five statistics per row."""
-PARTIAL_BYTES: Final = 24
-"""One partial: an int64 token and four float32."""
+"""Most vocabulary splits of the fused unembedding once its rows fill the GPU; each keeps one partial per row."""
+PARTIAL_BYTES: Final = 20
+"""One partial of the statistics: an int32 token and four float32."""
+SAMPLED_PARTIAL_BYTES: Final = 32
+"""One with a sample as well: an int32 token and two float32 more."""
 SORT_BLOCK: Final = 128
 """Assignments per block of the counting sort; each block counts every expert in an int32."""
 INVERSE_BYTES: Final = 4
@@ -45,21 +47,39 @@ def attention(shapes: Shapes, dtypes: Mapping[str, str], attrs: Mapping[str, Any
 def unembed_stats(shapes: Shapes, dtypes: Mapping[str, str], attrs: Mapping[str, Any]) -> Dim:
     """Partial statistics per row and vocabulary split, combined by a second launch.
 
-    A bound linear in the rows of the partials of `unembed_splits`: where there are more than the fewest splits, the
-    programs are no more than `UNEMBED_PROGRAMS`, of `UNEMBED_ROWS` rows each.
+    A bound linear in the rows of the partials of `unembed_splits`: where there are more than `UNEMBED_SPLITS`, the
+    programs are no more than `UNEMBED_PROGRAMS`, of no more than `UNEMBED_ROWS` rows each.
     """
-    return (shapes["x"][0] * UNEMBED_SPLITS + UNEMBED_ROWS * UNEMBED_PROGRAMS) * PARTIAL_BYTES
+    return _partials(shapes["x"][0]) * PARTIAL_BYTES
 
 
-def unembed_splits(rows: int) -> int:
-    """Count the vocabulary splits for so many rows, a power of two: few rows need many splits to fill the GPU.
+def unembed_sample(shapes: Shapes, dtypes: Mapping[str, str], attrs: Mapping[str, Any]) -> Dim:
+    """Partial statistics and samples, as in `unembed_stats`."""
+    return _partials(shapes["x"][0]) * SAMPLED_PARTIAL_BYTES
 
-    >>> [unembed_splits(rows) for rows in (1, 64, 65, 2048, 100_000)]
-    [256, 256, 128, 8, 8]
+
+def _partials(rows: Dim) -> Dim:
+    return rows * UNEMBED_SPLITS + UNEMBED_ROWS * UNEMBED_PROGRAMS
+
+
+def unembed_splits(row_tiles: int, places: int) -> int:
+    """Count the vocabulary splits for so many tiles of rows on a GPU that has places for so many programs at a time.
+
+    Few tiles need many splits to fill the GPU. With many, of the splits that let the programs of one round share their
+    operands in its cache, those are best that leave the fewest places idle in the last round.
+
+    >>> [unembed_splits(tiles, 132) for tiles in (1, 16, 24, 128)]
+    [132, 8, 5, 8]
     """
-    tiles = -(-rows // UNEMBED_ROWS)
-    wanted = max(UNEMBED_PROGRAMS // max(tiles, 1), 1)
-    return max(UNEMBED_SPLITS, 1 << (wanted.bit_length() - 1))
+    places = min(places, UNEMBED_PROGRAMS)
+    if places > UNEMBED_SPLITS * row_tiles:
+        return places // row_tiles
+    shared = range(UNEMBED_SPLITS // 2, UNEMBED_SPLITS + 1)
+    return max(shared, key=lambda splits: (_filled(row_tiles * splits, places), splits))
+
+
+def _filled(programs: int, places: int) -> float:
+    return programs / (-(-programs // places) * places)
 
 
 def moe_sort(shapes: Shapes, dtypes: Mapping[str, str], attrs: Mapping[str, Any]) -> Dim:

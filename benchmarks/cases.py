@@ -1,0 +1,110 @@
+"""What the GPU benchmarks share: models with fewer layers, options, and one process per case."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from mosaic.models import Model
+from mosaic.units import parse_bytes, parse_tokens
+
+__all__ = ["HOST_BUDGET", "Clock", "cut", "in_own_process", "options", "parse_ratio", "sizes", "tag_of", "token_counts"]
+
+T = TypeVar("T")
+HOST_BUDGET: Final = "96GiB"
+_LAYER_KEYS: Final = ("n_layers", "num_hidden_layers")
+
+
+def cut(model: Model, layers: int | None) -> Model:
+    """The model with fewer layers, all else as it is: what a step of it does, the whole model's step does per layer.
+
+    >>> cut(load("llada-8b"), 3).architecture.layers
+    3
+    """
+    if layers is None or layers >= model.architecture.layers:
+        return model
+    config = {key: layers if key in _LAYER_KEYS else value for key, value in model.config.items()}
+    return replace(
+        model,
+        name=f"{model.name}, {layers} layers",
+        config=config,
+        architecture=replace(model.architecture, layers=layers),
+    )
+
+
+def options(description: str | None, *, models: str = "+") -> argparse.ArgumentParser:
+    """The options that every GPU benchmark has."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("models", nargs=models, help="presets or checkpoint directories")
+    parser.add_argument("--device", default="h200", help="profile of this machine's card")
+    parser.add_argument("--host-budget", default=HOST_BUDGET, type=parse_bytes, help="pinned host memory for Mosaic")
+    parser.add_argument("--minutes", default=9.0, type=float, help="start nothing new after so long")
+    parser.add_argument("--tag", default="", help="added to the result's name, to keep several parts side by side")
+    parser.add_argument("--seed", default=0, type=int)
+    return parser
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """`1k,32k` as numbers."""
+    return tuple(parse_tokens(part) for part in text.split(","))
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """`4GiB,24GiB` as bytes."""
+    return tuple(parse_bytes(part) for part in text.split(","))
+
+
+def parse_ratio(text: str) -> tuple[float, ...]:
+    """`0.1,0.5` as shares."""
+    return tuple(float(part) for part in text.split(","))
+
+
+def tag_of(arguments: argparse.Namespace) -> str:
+    """The end of a result's name."""
+    return f"-{arguments.tag}" if arguments.tag else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A limit on when new work may start."""
+
+    minutes: float
+    began: float
+
+    @classmethod
+    def start(cls, minutes: float) -> Clock:
+        """Begin now."""
+        return cls(minutes, time.monotonic())
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until nothing new may start."""
+        return 60 * self.minutes - (time.monotonic() - self.began)
+
+    def while_left(self, cases: Sequence[T], report: Callable[[str], None]) -> Iterator[T]:
+        """Give the cases that there is time to start, and say which were left out."""
+        for number, case in enumerate(cases):
+            if self.left_s <= 0:
+                report(f"no time left for {len(cases) - number} of {len(cases)} cases")
+                return
+            yield case
+
+
+def in_own_process(module: str, case: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Run `python -m <module> --case JSON` and read the last line it prints, as JSON; why it failed, under `failed`."""
+    command = [sys.executable, "-m", module, "--case", json.dumps(dict(case))]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(timeout_s, 1.0))
+    except subprocess.TimeoutExpired:
+        return {**case, "failed": f"ended after {timeout_s:.0f} s"}
+    if ran.returncode:
+        words = [line for line in ran.stderr.splitlines() if line.strip()]
+        return {**case, "failed": words[-1] if words else f"exit code {ran.returncode}"}
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found

@@ -1,0 +1,189 @@
+"""The unembedding with statistics against cuBLAS's bare product of the same rows, with and without Gumbel sampling.
+
+    python -m benchmarks.unembed llada-8b --rows 32,64,128,256,512,1024,2048,4096,8192,16384
+
+For each number of rows: the bare `torch.mm(out=)` of all of them at once, and of the best chunk; the chunked variant (product
+of a chunk, one pass over its logits) at every chunk; the fused kernel; and which of them the planner picks. Writes
+`unembed-<model>-<device>[-tag].json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.cases import Clock, options, tag_of, token_counts
+from benchmarks.record import environment, table, write
+from mosaic.devices import Device, load_device
+from mosaic.models import load
+from mosaic.planner import Planner, Request
+from mosaic.registrar.contract import Spec
+from mosaic.registrar.contracts import contract
+from mosaic.registrar.implementations import scratch_bytes
+
+ROWS = "32,64,128,256,512,1024,2048,4096,8192,16384"
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)
+TARGETS = {"statistics": 1.08, "sampling": 1.15}
+_PASSES = {"statistics": ("row_stats", "unembed_stats"), "sampling": ("row_sample", "unembed_sample")}
+
+
+class Bench:
+    """Operands of one head, and timings over slices of their rows."""
+
+    def __init__(self, model: str, device: Device, seed: int) -> None:
+        import torch
+
+        from mosaic import kernels
+        from mosaic.runtime.workspace import torch_dtype
+
+        self.torch, self.kernels, self.device = torch, kernels, device
+        arch = load(model).architecture
+        self.cuda = device.backend == "cuda"
+        self.where = "cuda" if self.cuda else "cpu"
+        self.dtype = torch_dtype(arch.dtype)
+        self.arch = arch
+        generator = torch.Generator(self.where).manual_seed(seed)
+        self.weight = self._random(generator, arch.vocabulary, arch.hidden).mul_(0.02)
+        self.generator = generator
+
+    def _random(self, generator: Any, *shape: int) -> Any:
+        return self.torch.randn(*shape, device=self.where, generator=generator).to(self.dtype)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds of a call among many; the best of three readings."""
+        from mosaic.bench.meters import sustained
+
+        return min(sustained(call, cuda=self.cuda, least_s=0.05) for _ in range(3))
+
+    def _bound(self, operator: str, reads: dict[str, Any]) -> Callable[[], object]:
+        """An operator with outputs and scratch of its own."""
+        specs = {name: Spec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in reads.items()}
+        meaning = contract(operator)
+        made = {
+            name: self.torch.empty(spec.shape, dtype=getattr(self.torch, spec.dtype), device=self.where)
+            for name, spec in zip(meaning.writes, meaning.infer(**specs), strict=True)
+        }
+        size = scratch_bytes(self.device.backend, operator, specs, {})
+        scratch = self.torch.empty(int(size), dtype=self.torch.uint8, device=self.where) if size else None
+        launch = self.kernels.load(operator, self.device.backend).launch
+        return lambda: launch(**reads, **made, scratch=scratch)
+
+    def _random_reads(self, kind: str, rows: int) -> dict[str, Any]:
+        if kind == "statistics":
+            return {}
+        keys = self.torch.arange(rows, dtype=self.torch.int64, device=self.where) * 7919
+        return {"keys": keys, "temperature": self.torch.ones(1, device=self.where)}
+
+    def bare(self, rows: int, chunk: int) -> float:
+        """cuBLAS alone, in chunks of rows."""
+        x = self._random(self.generator, rows, self.arch.hidden)
+        out = self.torch.empty(min(chunk, rows), self.arch.vocabulary, dtype=self.dtype, device=self.where)
+        parts = x.split(chunk)
+
+        def call() -> None:
+            for part in parts:
+                self.torch.mm(part, self.weight.t(), out=out[: part.shape[0]])
+
+        return self.seconds(call)
+
+    def chunked(self, kind: str, rows: int, chunk: int) -> float:
+        """Product of a chunk, then one pass over its logits."""
+        x = self._random(self.generator, rows, self.arch.hidden)
+        out = self.torch.empty(min(chunk, rows), self.arch.vocabulary, dtype=self.dtype, device=self.where)
+        steps: list[tuple[Any, Callable[[], object]]] = []
+        passes: dict[int, Callable[[], object]] = {}
+        for part in x.split(chunk):
+            count = part.shape[0]
+            if count not in passes:
+                passes[count] = self._bound(
+                    _PASSES[kind][0], {"logits": out[:count], **self._random_reads(kind, count)}
+                )
+            steps.append((part, passes[count]))
+
+        def call() -> None:
+            for part, statistics in steps:
+                self.torch.mm(part, self.weight.t(), out=out[: part.shape[0]])
+                statistics()
+
+        return self.seconds(call)
+
+    def fused(self, kind: str, rows: int) -> float:
+        """The kernel whose logits never exist."""
+        x = self._random(self.generator, rows, self.arch.hidden)
+        return self.seconds(
+            self._bound(_PASSES[kind][1], {"x": x, "weight": self.weight, **self._random_reads(kind, rows)})
+        )
+
+
+def picked(model: str, rows: int, device: Device) -> tuple[str, int | None]:
+    """The variant and the chunk that the planner takes for so many masked rows of twice as many tokens."""
+    config = Planner(model, device=device).plan(Request(seq_lens=(2 * rows,), masked=rows)).config
+    chunk = config["logits"]
+    return str(config["head"]), int(chunk) if isinstance(chunk, int) else None
+
+
+def measure(bench: Bench, model: str, rows: int, kinds: Sequence[str]) -> dict[str, Any]:
+    """All variants at one number of rows."""
+    chunks = sorted({min(chunk, rows) for chunk in CHUNKS})
+    bare = {chunk: bench.bare(rows, chunk) for chunk in chunks}
+    head, chunk = picked(model, rows, bench.device)
+    found: dict[str, Any] = {
+        "rows": rows, "bare_s": bench.bare(rows, rows), "bare_chunked_s": min(bare.values()), "picked": [head, chunk],
+    }  # fmt: skip
+    for kind in kinds:
+        chunked = {size: bench.chunked(kind, rows, size) for size in chunks}
+        found[kind] = {
+            "chunked_s": chunked, "fused_s": bench.fused(kind, rows),
+            "picked_s": bench.fused(kind, rows) if head == "fused" else bench.chunked(kind, rows, min(chunk or rows, rows)),
+        }  # fmt: skip
+    return found
+
+
+HEADER = ("rows", "bare ms", "planned variant")
+
+
+def rows_of(found: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[tuple[str, ...]]:
+    """One line per number of rows; times of the variants as ratios to the bare product."""
+    rows = []
+    for entry in found:
+        bare, (head, chunk) = entry["bare_s"], entry["picked"]
+        named = head if head == "fused" else f"chunks of {chunk or entry['rows']:,}"
+        cells = []
+        for kind in kinds:
+            best = min(entry[kind]["chunked_s"].values())
+            cells += [f"{value / bare:.3f}" for value in (best, entry[kind]["fused_s"], entry[kind]["picked_s"])]
+        rows.append((f"{entry['rows']:,}", f"{bare * 1e3:.3f}", named, *cells))
+    return rows
+
+
+def header_of(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The columns of `rows_of`."""
+    return (*HEADER, *(f"{kind}: {variant}" for kind in kinds for variant in ("best chunks", "fused", "planned")))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure one model after the other."""
+    parser = options(__doc__)
+    parser.add_argument("--rows", default=token_counts(ROWS), type=token_counts)
+    parser.add_argument("--kinds", default=list(_PASSES), nargs="+", choices=_PASSES)
+    arguments = parser.parse_args(argv)
+    from mosaic.bench.meters import card
+
+    device, clock = load_device(arguments.device), Clock.start(arguments.minutes)
+    for model in arguments.models:
+        bench, name = Bench(model, device, arguments.seed), load(model).name
+        found = [measure(bench, model, rows, arguments.kinds) for rows in clock.while_left(arguments.rows, print)]
+        result = {
+            "environment": environment(),
+            "card": card(bench.cuda),
+            "model": name,
+            "targets": TARGETS,
+            "rows": found,
+        }
+        write(f"unembed-{name}-{device.name}{tag_of(arguments)}", result)
+        print(f"\n{name}: times as ratios to cuBLAS's bare product; targets {TARGETS}")
+        print(table(header_of(arguments.kinds), rows_of(found, arguments.kinds)))
+
+
+if __name__ == "__main__":
+    main()

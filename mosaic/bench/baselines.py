@@ -1,0 +1,292 @@
+"""What a user has today: the official models' arithmetic in plain PyTorch, and the sampling of their published loops.
+
+Logits of every row, then argmax and softmax confidence. The full-precision and in-dtype steps are where the published
+files have them: norms in float32; LLaDA's rotary in float32, Dream's and LLaDA-MoE's in the model's dtype; softmax of
+the logits in the model's dtype, of all rows (LLaDA, LLaDA-MoE) or of the masked rows of logits that were shifted by a
+copy (Dream). Keys and values of grouped heads are repeated. Legend: S tokens, M masked, D hidden, V vocabulary, N query
+heads, K key-value heads, H head size, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mosaic.models.architecture import Architecture
+from mosaic.runtime.workspace import torch_dtype
+
+__all__ = ["Experts", "Transformer", "grouped_products"]
+
+Experts = Literal["grouped", "loop"]
+
+
+def grouped_products(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Tell whether PyTorch has a grouped product for this dtype on this device, as the experts of transformers use."""
+    if dtype != torch.bfloat16 or torch.device(device).type != "cuda":
+        return False
+    return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability() >= (9, 0)
+
+
+class RMSNorm(nn.Module):
+    """weight * (x / rms(x)), the quotient in float32 and cast back before the product."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias, on memory that is given."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project the last axis."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """(-x2, x1) of the two halves of the last axis."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+class Weights:
+    """Memory for a model's tensors: made on demand, kept by checkpoint name, filled afterwards."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.dtype, self.device = dtype, device
+        self.tensors: dict[str, Tensor] = {}
+
+    def make(self, name: str, *shape: int) -> Tensor:
+        """Give the memory of one tensor."""
+        self.tensors[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self.tensors[name]
+
+
+class Attention(nn.Module):
+    """Full bidirectional attention through `scaled_dot_product_attention`."""
+
+    def __init__(self, arch: Architecture, layer: int, weights: Weights) -> None:
+        super().__init__()
+        self.arch = arch
+        names, width, kv_width = arch.names, arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+
+        def projection(stem: str, columns: int) -> Linear:
+            stem = stem.format(layer=layer)
+            bias = weights.make(f"{stem}.bias", columns) if arch.qkv_bias else None
+            return Linear(weights.make(f"{stem}.weight", columns, arch.hidden), bias)
+
+        self.q, self.k, self.v = (
+            projection(stem, columns)
+            for stem, columns in ((names.query, width), (names.key, kv_width), (names.value, kv_width))
+        )
+        self.o = Linear(weights.make(names.output.format(layer=layer), arch.hidden, width))
+        norms = (names.query_norm, names.key_norm) if arch.head_norms else ()
+        self.norms = nn.ModuleList(
+            RMSNorm(weights.make(name.format(layer=layer), arch.head_size), arch.norm_eps) for name in norms
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend: x [1, S, D] to [1, S, D]; cos, sin [S, H]."""
+        arch, shape = self.arch, (*x.shape[:-1], -1, self.arch.head_size)
+        q, k, v = self.q(x).view(shape), self.k(x).view(shape), self.v(x).view(shape)
+        if self.norms:
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k = self.rotated(q, cos, sin), self.rotated(k, cos, sin)
+        if arch.kv_heads < arch.heads:
+            k, v = (part.repeat_interleave(arch.heads // arch.kv_heads, dim=1) for part in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=False)
+        projected: Tensor = self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+        return projected
+
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate in the dtype of the angles, and give the model's back."""
+        wide = x.to(cos.dtype)
+        return (wide * cos + rotate_half(wide) * sin).to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, arch: Architecture, layer: int, weights: Weights) -> None:
+        super().__init__()
+        names = arch.names
+        self.gate, self.up = (
+            Linear(weights.make(name.format(layer=layer), arch.ffn, arch.hidden)) for name in (names.gate, names.up)
+        )
+        self.down = Linear(weights.make(names.down.format(layer=layer), arch.hidden, arch.ffn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Feed x [1, S, D] forward."""
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class MixtureOfExperts(nn.Module):
+    """The top experts' outputs by their float32 softmax scores, not renormalised.
+
+    `loop` visits one expert after the other, as the published file; `grouped` sorts the tokens by expert and multiplies
+    all at once, as transformers does today.
+    """
+
+    def __init__(self, arch: Architecture, layer: int, weights: Weights, how: Experts) -> None:
+        super().__init__()
+        self.arch, self.how = arch, how
+        many, names = arch.experts, arch.names
+        self.router = Linear(weights.make(names.router.format(layer=layer), many, arch.hidden))
+        stack = f"{{0:{many}}}"
+        self.gate, self.up, self.down = (
+            nn.Parameter(weights.make(name.format(layer=layer, experts=stack), many, *shape), requires_grad=False)
+            for name, shape in (
+                (names.gate, (arch.ffn, arch.hidden)),
+                (names.up, (arch.ffn, arch.hidden)),
+                (names.down, (arch.hidden, arch.ffn)),
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix for x [1, S, D]."""
+        rows = x.reshape(-1, x.shape[-1])
+        scores = self.router(rows).softmax(-1, dtype=torch.float32)
+        scores, chosen = scores.topk(self.arch.experts_per_token, dim=-1)
+        if self.arch.normalize_experts:
+            scores = scores / scores.sum(-1, keepdim=True)
+        mix = self.looped if self.how == "loop" else self.grouped
+        mixed: Tensor = mix(rows, scores.to(x.dtype), chosen)
+        return mixed.view(x.shape)
+
+    def looped(self, rows: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """One expert after the other."""
+        result = torch.zeros_like(rows)
+        hits = F.one_hot(chosen, self.arch.experts).permute(2, 1, 0)
+        for expert in range(self.arch.experts):
+            slot, token = torch.where(hits[expert])
+            x = rows[token]
+            y = F.linear(F.silu(F.linear(x, self.gate[expert])) * F.linear(x, self.up[expert]), self.down[expert])
+            result.index_add_(0, token, y * scores[token, slot, None])
+        return result
+
+    def grouped(self, rows: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Sort by expert, three grouped products, and back."""
+        top_k = chosen.shape[-1]
+        flat = chosen.reshape(-1)
+        order = flat.argsort()
+        bounds = torch.histc(flat.float(), self.arch.experts, 0, self.arch.experts - 1).cumsum(0, dtype=torch.int32)
+        x = rows[order // top_k]
+        gate, up = (torch._grouped_mm(x, weight.transpose(-2, -1), offs=bounds) for weight in (self.gate, self.up))
+        y = torch._grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=bounds)
+        y = y * scores.reshape(-1)[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        return y[back].view(-1, top_k, y.shape[-1]).sum(dim=1)
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, arch: Architecture, layer: int, weights: Weights, experts: Experts) -> None:
+        super().__init__()
+        names = arch.names
+        self.attention_norm, self.ffn_norm = (
+            RMSNorm(weights.make(name.format(layer=layer), arch.hidden), arch.norm_eps)
+            for name in (names.attention_norm, names.ffn_norm)
+        )
+        self.attention = Attention(arch, layer, weights)
+        self.ffn = (
+            MixtureOfExperts(arch, layer, weights, experts) if arch.experts else FeedForward(arch, layer, weights)
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """One block."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        y: Tensor = x + self.ffn(self.ffn_norm(x))
+        return y
+
+
+class Transformer(nn.Module):
+    """One denoising step of a model that Mosaic ships, as its users run it.
+
+    Parameters
+    ----------
+    arch
+        Sizes, and the names that `tensors` goes by.
+    dtype, device
+        Of weights and activations; the architecture's dtype if not given.
+    wide_rotary
+        Rotate queries and keys in float32 (LLaDA) instead of in the model's dtype (Dream, LLaDA-MoE).
+    experts
+        How a mixture of experts is computed.
+
+    Attributes
+    ----------
+    tensors
+        The weights by checkpoint name, uninitialised: fill them in place. Experts are stacked, as in plans.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        wide_rotary: bool = False,
+        experts: Experts = "loop",
+    ) -> None:
+        super().__init__()
+        self.arch, self.wide_rotary = arch, wide_rotary
+        self.dtype = dtype if dtype is not None else torch_dtype(arch.dtype)
+        weights = Weights(self.dtype, device)
+        self.embedding = nn.Parameter(
+            weights.make(arch.names.embedding, arch.vocabulary, arch.hidden), requires_grad=False
+        )
+        self.layers = nn.ModuleList(Layer(arch, layer, weights, experts) for layer in range(arch.layers))
+        self.norm = RMSNorm(weights.make(arch.names.final_norm, arch.hidden), arch.norm_eps)
+        tied = weights.tensors[arch.names.embedding] if arch.tied else None
+        self.head = Linear(tied if tied is not None else weights.make(arch.names.head, arch.vocabulary, arch.hidden))
+        self.tensors: Mapping[str, Tensor] = weights.tensors
+
+    def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [S, H] of the rotary embedding, computed in float32."""
+        size, device = self.arch.head_size, self.embedding.device
+        exponent = torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size
+        inv_freq = 1.0 / (self.arch.rope_theta**exponent)
+        angles = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), inv_freq)
+        angles = torch.cat((angles, angles), dim=-1)
+        kept = torch.promote_types(self.dtype, torch.float32) if self.wide_rotary else self.dtype
+        return angles.cos().to(kept), angles.sin().to(kept)
+
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """Logits [1, S, V] of every row, before any shift."""
+        x = F.embedding(token_ids, self.embedding)
+        cos, sin = self.angles(token_ids.shape[1])
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        found: Tensor = self.head(self.norm(x))
+        return found
+
+    def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Predict: token_ids [1, S] to the token and its confidence at the masked positions, [M] each."""
+        masked = token_ids == self.arch.mask_token_id
+        logits = self.logits(token_ids)
+        if self.arch.shifted:
+            logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
+            confidence, token = logits[masked].softmax(-1).max(-1)
+            return token, confidence
+        token = logits.argmax(-1)
+        confidence = logits.softmax(-1).gather(-1, token[..., None])[..., 0]
+        return token[masked], confidence[masked]

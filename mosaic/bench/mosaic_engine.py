@@ -1,0 +1,133 @@
+"""Mosaic as an engine: `mosaic.compile`, called with the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mosaic.bench.floor import Floor
+from mosaic.bench.inputs import Inputs
+from mosaic.bench.meters import driver_bytes
+from mosaic.bench.plans import alive_by_plan
+from mosaic.bench.settings import Settings
+from mosaic.devices import load_device
+from mosaic.planner.planner import Planner, Request
+from mosaic.runtime.compiled import compile as compile_model
+
+__all__ = ["MosaicEngine", "fixed_part"]
+
+
+class MosaicEngine:
+    """A compiled model in its planned memory."""
+
+    ratio_matters = True
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.profile = load_device(settings.device)
+        self.cuda = self.profile.backend == "cuda"
+        self.compiled = compile_model(
+            settings.model,
+            device=self.profile,
+            dtype=settings.dtype,
+            budget=settings.budget_bytes,
+            host_budget=settings.host_budget_bytes,
+            config=settings.config,
+            seed=settings.seed,
+        )
+        self.model = self.compiled.model
+        self.arch = self.model.architecture
+        self._floor = Floor(self.profile.backend)
+        self._inputs: Inputs | None = None
+        self._documents: list[tuple[Inputs, Mapping[str, Any]]] = []
+
+    def describe(self) -> dict[str, Any]:
+        """What is true of every point."""
+        return {
+            "weights_bytes": self.compiled.memory().planned["weights"],
+            "budget_bytes": self.compiled.memory().budget_bytes,
+            "arithmetic": "logits of the masked rows, their statistics in float32",
+        }
+
+    def start(self, inputs: Inputs) -> None:
+        """Remember the inputs."""
+        self._inputs = inputs
+
+    def settle(self) -> None:
+        """Nothing to do: the pages are the plan's."""
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """One step: token and confidence of the masked positions."""
+        assert self._inputs is not None
+        found = self.compiled(self._inputs.token_ids)
+        return found.token_ids, found.confidence
+
+    def facts(self, step_s: float) -> dict[str, Any]:
+        """Predicted, planned and measured, after the counted steps."""
+        assert self._inputs is not None
+        plan = self.compiled.plan(self._inputs.tokens, masked=self._inputs.masked)
+        memory = self.compiled.memory()
+        before = _allocations(self.cuda)
+        self.step()
+        facts = {
+            "allocations_in_step": _allocations(self.cuda) - before if self.cuda else None,
+            "driver_bytes": driver_bytes(self.cuda),
+            "reserved_bytes": torch.cuda.memory_reserved() if self.cuda else None,
+            "activation_peak_bytes": plan.peak_bytes,
+            "planned_bytes": sum(memory.planned.values()) + plan.components["context"] + plan.components["library"],
+            "committed_bytes": dict(memory.committed),
+            "planned_components": {**plan.components, **memory.planned},
+            "host_bytes": plan.document.get("host_bytes", 0),
+            "inflation": memory.committed["workspace"] / max(memory.planned["workspace"], 1) - 1,
+            "predicted_s": plan.predicted_step_ms / 1e3,
+            "config": dict(plan.config),
+            "attention": {"used": plan.document.get("implementations", {}).get("attention", self.profile.backend)},
+            "max_ctx_tokens": plan.max_ctx_tokens,
+        }
+        facts |= fixed_part(facts["driver_bytes"], memory.committed, plan.components)
+        peak, average = alive_by_plan(plan.document, self.profile)
+        facts |= {"average_bytes": round(average), "peak_to_average": peak / average}
+        self._documents.append((self._inputs, plan.document))
+        return facts
+
+    def floors(self) -> Iterator[dict[str, Any]]:
+        """The floor of every point measured, after all of them: its operands are no memory of ours."""
+        for inputs, document in self._documents:
+            yield {"tokens": inputs.tokens, "mask_ratio": inputs.mask_ratio, **self._floor.of(document)}
+
+    def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
+        """The planner's largest context: what it says, it runs."""
+        planner = Planner(
+            self.model,
+            device=self.profile,
+            budget_bytes=cap_bytes,
+            host_budget_bytes=self.settings.host_budget_bytes,
+        )
+        request = Request(seq_lens=(1,), mask_ratio=mask_ratio)
+        return {"max_tokens": planner.max_context(request), "note": "the planner's"}
+
+    def warm(self) -> None:
+        """Nothing to load ahead: the first call of every point warms it."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.compiled.close()
+
+
+def fixed_part(
+    driver_bytes: int | None, committed: Mapping[str, int], components: Mapping[str, int]
+) -> dict[str, int | None]:
+    """What the card shows beyond our pages (context, modules, libraries), and the bound that the plan declared for it."""
+    pages = sum(size for name, size in committed.items() if name != "host")
+    return {
+        "fixed_bytes": None if driver_bytes is None else driver_bytes - pages,
+        "declared_fixed_bytes": components["context"] + components["library"],
+    }
+
+
+def _allocations(cuda: bool) -> int:
+    """How often PyTorch's allocator has been asked for memory of the card."""
+    return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0)) if cuda else 0

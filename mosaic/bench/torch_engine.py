@@ -1,0 +1,198 @@
+"""The PyTorch engines: the official models' step, eager or through `torch.compile(dynamic=True)`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mosaic.bench import sdpa
+from mosaic.bench.baselines import Transformer, grouped_products
+from mosaic.bench.inputs import Inputs, make_inputs
+from mosaic.bench.limits import largest
+from mosaic.bench.meters import alive_over_time, driver_bytes, profiled, synchronise
+from mosaic.bench.settings import Settings
+from mosaic.devices import load_device
+from mosaic.models import Model, load
+from mosaic.runtime.checkpoint import Checkpoint
+from mosaic.runtime.weights import fill_randomly, load_weights
+
+__all__ = ["TorchEngine", "fill"]
+
+_WARM_TOKENS: Final = 256
+_STEP_TOKENS: Final = 256
+"""Granularity of the largest context."""
+_MOST_TOKENS: Final = 1 << 20
+
+
+def fill(tensors: Mapping[str, Tensor], model: Model, seed: int) -> None:
+    """Give tensors the values that `mosaic.compile` gives the model's weights: of its checkpoint, or drawn by name."""
+    if model.path is None:
+        fill_randomly(tensors, seed=seed)
+        return
+    with Checkpoint(model.path) as checkpoint:
+        load_weights(tensors, checkpoint)
+
+
+class TorchEngine:
+    """A baseline with the weights that Mosaic would have: drawn by name from the same seed, or of the same checkpoint.
+
+    Parameters
+    ----------
+    settings
+        The benchmark.
+    compiled
+        Through `torch.compile(dynamic=True)`: the whole step, sampling included.
+    """
+
+    def __init__(self, settings: Settings, *, compiled: bool) -> None:
+        self.settings, self.compiled = settings, compiled
+        model = load(settings.model)
+        if settings.dtype is not None:
+            model = model.with_dtype(settings.dtype)
+        self.model, self.arch = model, model.architecture
+        self.cuda = load_device(settings.device).backend == "cuda"
+        self.device = torch.device("cuda" if self.cuda else "cpu")
+        dtype = getattr(torch, self.arch.dtype)
+        self.experts = "grouped" if self.arch.experts and grouped_products(dtype, self.device) else "loop"
+        self.transformer = Transformer(
+            self.arch,
+            device=self.device,
+            dtype=dtype,
+            wide_rotary=model.family == "llada",
+            experts="grouped" if self.experts == "grouped" else "loop",
+        )
+        fill(self.transformer.tensors, model, settings.seed)
+        self._function = torch.compile(self.transformer, dynamic=True) if compiled else self.transformer
+        self._attention: sdpa.Choice = {}
+        self._ids = torch.empty(0, dtype=torch.int64)
+        self._held = self._reserved = 0
+
+    @property
+    def ratio_matters(self) -> bool:
+        """Whether the step's work depends on how many rows are masked: only where the masked rows alone are sampled."""
+        return self.arch.shifted
+
+    def describe(self) -> dict[str, Any]:
+        """What is true of every point."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self.transformer.tensors.values())
+        described = {
+            "weights_bytes": size,
+            "torch_compile": "dynamic=True, the whole step" if self.compiled else None,
+            "arithmetic": "logits of all rows, argmax and softmax confidence in the model's dtype",
+        }
+        return {**described, "experts": self.experts} if self.arch.experts else described
+
+    # --- one point ------------------------------------------------------------------------------------------------
+
+    def start(self, inputs: Inputs) -> None:
+        """Move the inputs, settle on an attention backend, and take notes of what the allocator holds."""
+        self._ids = inputs.token_ids[None].to(self.device)
+        choice = sdpa.choose(self.settings.attention, self.arch, inputs.tokens, self.transformer.dtype, self.device)
+        if self.compiled and choice["used"] != self._attention.get("used", choice["used"]):
+            torch.compiler.reset()  # what was traced keeps the backend it was traced with
+        self._attention = choice
+        self.settle()
+
+    def settle(self) -> None:
+        """Empty the allocator's cache and restart its peaks."""
+        if self.cuda:
+            synchronise(True)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self._held, self._reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """One step: token and confidence of the masked positions."""
+        with torch.no_grad(), sdpa.using(self._forced):
+            found: tuple[Tensor, Tensor] = self._function(self._ids)
+            return found
+
+    @property
+    def _forced(self) -> str | None:
+        forced = self._attention.get("forced")
+        return forced if isinstance(forced, str) else None
+
+    def facts(self, step_s: float) -> dict[str, Any]:
+        """What the meters say after the counted steps."""
+        found: dict[str, Any] = {"attention": dict(self._attention), "driver_bytes": driver_bytes(self.cuda)}
+        if self.cuda:
+            peak = torch.cuda.max_memory_allocated() - self._held
+            reserved = torch.cuda.max_memory_reserved()
+            found |= {
+                "activation_peak_bytes": peak,
+                "reserved_bytes": reserved,
+                "inflation": (reserved - self._reserved) / peak - 1,
+            }
+        if self.settings.averages and step_s < 4.0:
+            alive = alive_over_time(profiled(self.step, cuda=self.cuda), cuda=self.cuda)
+            if alive is not None:
+                found.setdefault("activation_peak_bytes", alive[0])
+                found |= {"average_bytes": round(alive[1]), "peak_to_average": alive[0] / alive[1]}
+        return found
+
+    # --- the largest context --------------------------------------------------------------------------------------
+
+    def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
+        """Find the largest context under a cap of device memory, the context and what else CUDA takes counted in.
+
+        PyTorch's allocator is capped at what the measured rest leaves; a try counts if the step ran and the driver's
+        counter stayed within the cap.
+        """
+        if not self.cuda:
+            return {"max_tokens": None, "note": "PyTorch's allocator has no cap on a CPU"}
+        total = torch.cuda.mem_get_info()[1]
+        tries: list[dict[str, Any]] = []
+        per_token = self._try(4096, mask_ratio)
+        if per_token is None:
+            return {"max_tokens": None, "note": "4,096 tokens do not fit the card"}
+        rest = self._cap(cap_bytes, total)
+
+        def runs(tokens: int) -> bool:
+            ran = self._try(tokens, mask_ratio) is not None
+            used = driver_bytes(True) or 0
+            if ran and used > cap_bytes:  # CUDA took more than at the last look: give the allocator less, try again
+                self._cap(cap_bytes, total)
+                ran, used = self._try(tokens, mask_ratio) is not None, driver_bytes(True) or 0
+            tries.append({"tokens": tokens, "ran": ran, "driver_bytes": used})
+            return ran and used <= cap_bytes
+
+        guess = int((cap_bytes - rest - self._held) / per_token)
+        longest = largest(runs, guess=max(guess, _STEP_TOKENS), step=_STEP_TOKENS, most=_MOST_TOKENS)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        return {"max_tokens": longest, "context_bytes": rest, "tries": tries}
+
+    def _cap(self, cap_bytes: int, total: int) -> int:
+        """Leave PyTorch's allocator what the rest of CUDA leaves of the cap; return that rest."""
+        rest = (driver_bytes(True) or 0) - torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(max(cap_bytes - rest, 0) / total)
+        return rest
+
+    def _try(self, tokens: int, mask_ratio: float) -> float | None:
+        """Run one step; return reserved activation bytes per token, None where memory ran out."""
+        try:
+            self.start(make_inputs(self.arch, tokens, mask_ratio, self.settings.seed))
+            self.step()
+            synchronise(True)
+        except torch.OutOfMemoryError:
+            gc.collect()
+            torch.cuda.empty_cache()
+            return None
+        return (torch.cuda.max_memory_reserved() - self._reserved) / tokens
+
+    def floors(self) -> Iterator[dict[str, Any]]:
+        """The floor is the plan's."""
+        yield from ()
+
+    def warm(self) -> None:
+        """Load what the first step loads, so that no point pays for it."""
+        self.start(make_inputs(self.arch, _WARM_TOKENS, 0.5, self.settings.seed))
+        self.step()
+        synchronise(self.cuda)
+
+    def close(self) -> None:
+        """Nothing to give back: the process ends."""

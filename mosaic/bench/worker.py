@@ -1,0 +1,146 @@
+"""One engine in a process of its own: `python -m mosaic.bench.worker ENGINE`, settings as JSON on stdin.
+
+Every record is a line of JSON on stdout, written as soon as it is measured; whatever else prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mosaic.bench.inputs import Inputs, make_inputs, masked_rows
+from mosaic.bench.meters import card, synchronise, timed
+from mosaic.bench.settings import Settings
+from mosaic.errors import DoesNotFit
+from mosaic.models.architecture import Architecture
+
+__all__ = ["Engine", "main", "work"]
+
+Emit = Callable[[Mapping[str, Any]], None]
+_SHOWN = 32
+"""Predicted tokens that a point keeps, so that engines can be held against each other."""
+
+
+class Engine(Protocol):
+    """What a worker drives."""
+
+    arch: Architecture
+    cuda: bool
+
+    @property
+    def ratio_matters(self) -> bool:
+        """Whether a step's work depends on the share of masked tokens."""
+
+    def describe(self) -> dict[str, Any]:
+        """What is true of every point."""
+
+    def warm(self) -> None:
+        """Load what the first step loads."""
+
+    def start(self, inputs: Inputs) -> None:
+        """Take the inputs of the next steps."""
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """One step: token and confidence of the masked positions."""
+
+    def settle(self) -> None:
+        """Restart the meters."""
+
+    def facts(self, step_s: float) -> dict[str, Any]:
+        """What the meters say."""
+
+    def floors(self) -> Iterator[dict[str, Any]]:
+        """The floor of every point, where there is one."""
+
+    def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
+        """The largest context under a cap."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def open_engine(name: str, settings: Settings) -> Engine:
+    """Make an engine; each imports only what it needs."""
+    if name == "mosaic":
+        from mosaic.bench.mosaic_engine import MosaicEngine
+
+        return MosaicEngine(settings)
+    from mosaic.bench.torch_engine import TorchEngine
+
+    return TorchEngine(settings, compiled=name == "compile")
+
+
+def work(name: str, settings: Settings, emit: Emit) -> None:
+    """Measure all points of one engine, then its floors and its largest contexts."""
+    began = time.perf_counter()
+    engine = open_engine(name, settings)
+    engine.warm()
+    synchronise(engine.cuda)
+    emit({"record": "engine", "card": card(engine.cuda), "ready_s": time.perf_counter() - began, **engine.describe()})
+    for tokens in settings.contexts:
+        first: dict[str, Any] | None = None
+        for ratio in settings.mask_ratios:
+            if first is None or engine.ratio_matters:
+                found = measure(engine, make_inputs(engine.arch, tokens, ratio, settings.seed), settings)
+            else:
+                found = {
+                    **first, "masked": masked_rows(tokens, ratio), "same_work_as_ratio": settings.mask_ratios[0], "sample": None,
+                }  # fmt: skip
+            first = first or found
+            emit({"record": "point", "tokens": tokens, "mask_ratio": ratio, **found})
+    for floor in engine.floors() if settings.floor else ():
+        emit({"record": "floor", **floor})
+    ratios = settings.mask_ratios if engine.ratio_matters else settings.mask_ratios[:1]
+    for cap, ratio in product(settings.caps, ratios):
+        found = engine.largest_context(cap, ratio)
+        emit({"record": "limit", "cap_bytes": cap, "mask_ratio": ratio, **found})
+    engine.close()
+
+
+def measure(engine: Engine, inputs: Inputs, settings: Settings) -> dict[str, Any]:
+    """One point: uncounted steps first, then the counted ones; or why there are none."""
+    try:
+        engine.start(inputs)
+        warm_s = timed(engine.step, 1, cuda=engine.cuda)[0]
+        engine.settle()
+        timed(engine.step, 1, cuda=engine.cuda)
+        seconds = timed(engine.step, settings.repeats, cuda=engine.cuda)
+        token, confidence = engine.step()
+        sample = {"tokens": token[:_SHOWN].tolist(), "mean_confidence": float(confidence.double().mean())}
+        del token, confidence
+        middle = statistics.median(seconds)
+        return {
+            "masked": inputs.masked, "step_s": middle, "seconds": seconds, "warm_s": warm_s, "sample": sample,
+            "failed": None, **engine.facts(middle),
+        }  # fmt: skip
+    except torch.OutOfMemoryError:
+        engine.settle()
+        return {"masked": inputs.masked, "step_s": None, "failed": "out of memory"}
+    except DoesNotFit as error:
+        return {"masked": inputs.masked, "step_s": None, "failed": f"does not fit: {error}"}
+
+
+def main() -> None:
+    """Read the settings, measure, and leave the real stdout to the records."""
+    settings = Settings.from_json(sys.stdin.read())
+    records = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def emit(record: Mapping[str, Any]) -> None:
+        records.write(json.dumps({"engine": sys.argv[1], **record}) + "\n")
+        records.flush()
+
+    work(sys.argv[1], settings, emit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""`mosaic bench`: eager PyTorch, `torch.compile` and Mosaic side by side, each in a process of its own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from mosaic.cli.output import note, print_json, results
+from mosaic.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["bench"]
+
+
+def bench(
+    model: Annotated[str | None, typer.Option(help="Preset (random weights) or checkpoint directory.")] = None,
+    ctx: Annotated[str, typer.Option(help="Contexts in tokens: 1k,4k,32k.")] = "1k,4k,16k",
+    mask_ratio: Annotated[str, typer.Option(help="Shares of masked tokens: 0.1,0.5,0.9.")] = "0.5",
+    engines: Annotated[str, typer.Option(help="Of mosaic, eager, compile; in this order, one after the other.")] = (
+        "mosaic,eager,compile"
+    ),
+    device: Annotated[str | None, typer.Option(help="Device profile of this machine's card, or cpu.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Bytes that Mosaic may take, such as 24GiB.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Pinned host memory that Mosaic may take.")] = None,
+    cap: Annotated[
+        str | None, typer.Option(help="Find every engine's largest context in so much device memory: 24GiB,40GiB.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Counted steps per point; the median is shown.")] = 5,
+    attention: Annotated[
+        str, typer.Option(help="PyTorch's attention: fastest (of a timing), default, cudnn, flash, efficient, math.")
+    ] = "fastest",
+    floor: Annotated[bool, typer.Option("--floor", help="Measure the GEMM and attention floor of every step.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so long; what was measured is kept.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights and inputs.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
+) -> None:
+    """Measure steps side by side: latency, memory by four counters, the largest context under a cap. Exit code 1 when
+    an engine failed.
+    """
+    from mosaic.bench import Settings, run
+    from mosaic.cli.exports import check_targets
+    from mosaic.files import write_atomic
+    from mosaic.units import parse_bytes, parse_tokens
+
+    if model is None:
+        raise UsageError("give a model: --model llada-8b (see `mosaic models`).")
+    if device is None:
+        raise UsageError(
+            "give the profile of this machine's card, --device h200 (see `mosaic devices`), or --device cpu."
+        )
+    check_targets([out])
+    _require_torch()
+    settings = Settings(
+        model=model,
+        device=device,
+        contexts=tuple(parse_tokens(part) for part in ctx.split(",")),
+        mask_ratios=tuple(_ratio(part) for part in mask_ratio.split(",")),
+        engines=tuple(part.strip() for part in engines.split(",")),
+        dtype=dtype,
+        budget_bytes=None if budget is None else parse_bytes(budget),
+        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
+        caps=tuple(parse_bytes(part) for part in cap.split(",")) if cap is not None else (),
+        repeats=repeats,
+        attention=attention,
+        floor=floor,
+        seed=seed,
+    )
+    _check(settings.model, settings.device)
+    command = shlex.join(["mosaic", *sys.argv[1:]])
+    result = run(settings, command=command, progress=_progress, deadline_s=None if minutes is None else 60 * minutes)
+    if out is not None:
+        import json
+
+        write_atomic(out, json.dumps(result, indent=1) + "\n")
+    if as_json:
+        print_json(result)
+    else:
+        for table in tables(result):
+            results().print(table)
+            results().print()
+    if not result["complete"]:
+        raise typer.Exit(1)
+
+
+def _ratio(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"cannot read the mask ratio '{text}': write a share such as 0.5.") from None
+
+
+def _require_torch() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingExtra("torch", "torch", "`mosaic bench`")
+
+
+def _check(model: str, device: str) -> None:
+    """Refuse unknown names here, in one line, instead of in every worker."""
+    from mosaic.devices import load_device
+    from mosaic.models import load
+
+    load_device(device)
+    load(model)
+
+
+def _progress(record: dict[str, Any]) -> None:
+    """A line on stderr for every point."""
+    if "failed" in record:
+        shown = record["failed"] or f"{record['step_s'] * 1e3:,.2f} ms"
+        note(f"{record['engine']}, {record['tokens']:,} tokens, {record['mask_ratio']:g} masked: {shown}")
+    elif "message" in record:
+        note(f"{record['engine']} failed: {record['message']}")
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """The results as people read them."""
+    found = [_points(result)]
+    if result["limits"]:
+        found.append(_limits(result))
+    return found
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
+    ("engine", lambda p: str(p["engine"])),
+    ("tokens", lambda p: f"{p['tokens']:,}"),
+    ("masked", lambda p: f"{p['mask_ratio']:g}"),
+    ("step ms", lambda p: _milliseconds(p["step_s"]) or str(p["failed"]).split(":")[0]),
+    ("predicted", lambda p: _milliseconds(p.get("predicted_s"))),
+    ("floor", lambda p: _milliseconds(p.get("floor_s"))),
+    ("activations", lambda p: _mib(p.get("activation_peak_bytes"))),
+    ("reserved", lambda p: _mib(p.get("reserved_bytes"))),
+    ("device MiB", lambda p: _mib(p.get("driver_bytes"))),
+    ("peak/avg", lambda p: _number(p.get("peak_to_average"), ".2f")),
+    ("inflation", lambda p: _number(p.get("inflation"), ".1%")),
+    ("attention", lambda p: str(p.get("attention", {}).get("used", ""))),
+    ("= eager", lambda p: _number(p.get("agrees_with_eager"), ".0%")),
+)
+"""Times in milliseconds; activations, what PyTorch's allocator reserved and what the driver shows in MiB."""
+
+
+def _new(columns: Sequence[str]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", header_style="dim", no_wrap=True)
+    return table
+
+
+def _points(result: dict[str, Any]) -> Table:
+    """Every point; columns that would be empty are left out."""
+    cells = [[show(point) for _, show in _COLUMNS] for point in result["points"]]
+    shown = [index for index in range(len(_COLUMNS)) if index < 4 or any(row[index] for row in cells)]
+    table = _new([_COLUMNS[index][0] for index in shown])
+    for row in cells:
+        table.add_row(*(row[index] for index in shown))
+    return table
+
+
+def _limits(result: dict[str, Any]) -> Table:
+    from mosaic.units import format_bytes
+
+    table = _new(("engine", "cap", "masked", "largest context", ""))
+    for entry in result["limits"]:
+        longest = entry["max_tokens"]
+        table.add_row(
+            entry["engine"], format_bytes(entry["cap_bytes"]), f"{entry['mask_ratio']:g}",
+            "" if longest is None else f"{longest:,}", entry.get("note", ""),
+        )  # fmt: skip
+    return table
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:,.2f}"
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / (1 << 20):,.1f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

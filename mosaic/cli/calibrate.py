@@ -1,0 +1,130 @@
+"""`mosaic calibrate`: measure the CUDA card of this machine and write the profile that `--device` takes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from mosaic.cli.output import note, print_json, results
+from mosaic.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mosaic.runtime.calibrate import Calibration
+
+__all__ = ["calibrate", "name_of"]
+
+_TARGET_S: Final = 0.12
+_QUICK_TARGET_S: Final = 0.03
+
+
+def calibrate(
+    device_name: Annotated[
+        str | None, typer.Option("--device-name", help="Name of the profile; default after the card.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default NAME.toml in this directory.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions: seconds, and rougher.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Measure the CUDA card of this machine, in about a minute, and write its profile. Nothing else should run on it."""
+    import datetime
+
+    from mosaic.cli.exports import check_targets
+    from mosaic.devices import to_toml
+    from mosaic.files import write_atomic
+
+    check_targets([out])
+    _require_torch()
+    from mosaic.runtime.calibrate import FULL, QUICK
+    from mosaic.runtime.calibrate import calibrate as measure
+    from mosaic.runtime.cuda_card import cuda_bench, measure_fixed_part
+
+    bench = cuda_bench(target_s=_QUICK_TARGET_S if quick else _TARGET_S)
+    name = device_name or name_of(bench.title)
+    target = out or Path(f"{name}.toml")
+    check_targets([target])
+    made = measure(
+        bench, name=name, date=datetime.date.today().isoformat(), fixed_part=measure_fixed_part,
+        sizes=QUICK if quick else FULL, progress=lambda what: note(f"measuring {what}"),
+    )  # fmt: skip
+    write_atomic(target, to_toml(made.device))
+    if as_json:
+        print_json({"file": str(target), **_plain(made)})
+        return
+    for table in _tables(made):
+        results().print(table)
+        results().print()
+    for message in made.notes:
+        note(message)
+    results().print(f"written to {target}: --device {target}", soft_wrap=True)
+
+
+def name_of(card: str) -> str:
+    """A profile's name after its card.
+
+    >>> name_of("NVIDIA GeForce RTX 4090"), name_of("NVIDIA H200")
+    ('rtx-4090', 'h200')
+    """
+    words = re.findall(r"[a-z0-9.]+", card.lower())
+    return "-".join(word for word in words if word not in ("nvidia", "geforce")) or "card"
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise MissingExtra("torch", "torch", "calibrating a card") from None
+
+
+def _plain(made: Calibration) -> dict[str, Any]:
+    """A calibration as JSON, sizes as text where they are keys."""
+    plain = asdict(made)
+    return {"device": plain.pop("device"), "measured": plain}
+
+
+def _tables(made: Calibration) -> list[Table]:
+    """GEMM rates by rows and columns with the fused unembedding, attention by size, and single figures."""
+    device = made.device
+    gemms = _table("GEMM, TFLOP/s at rows", *[f"{columns:,} columns" for columns in device.gemm_rates], "fused head")
+    for rows in sorted({*device.unembed_rates, *(r for rates in device.gemm_rates.values() for r in rates)}):
+        rates = [rates.get(rows) for rates in (*device.gemm_rates.values(), device.unembed_rates)]
+        gemms.add_row(f"{rows:,}", *map(_tera, rates))
+    attention = _table("attention, TFLOP/s at rows x heads", *device.attention_rates)
+    for size in sorted({size for rates in device.attention_rates.values() for size in rates}):
+        attention.add_row(f"{size:,}", *(_tera(rates.get(size)) for rates in device.attention_rates.values()))
+    return [gemms, attention, _figures(made)]
+
+
+def _figures(made: Calibration) -> Table:
+    from mosaic.units import format_bytes
+
+    device = made.device
+    table = _table(device.name, "")
+    table.add_row("memory", format_bytes(device.memory_bytes))
+    table.add_row("bandwidth", f"{device.bandwidth / 1e9:,.0f} GB/s")
+    table.add_row("host link, to the device", f"{made.link_to_device / 1e9:,.1f} GB/s")
+    table.add_row("host link, to the host", f"{made.link_to_host / 1e9:,.1f} GB/s")
+    table.add_row("launch, captured", f"{made.captured_launch_s * 1e6:.2f} us")
+    table.add_row("launch, eager", f"{made.eager_launch_s * 1e6:.2f} us")
+    table.add_row("context and modules", format_bytes(device.context_bytes))
+    table.add_row("library workspaces", format_bytes(device.library_bytes))
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1))
+    table.add_column(first, header_style="dim", no_wrap=True)
+    for column in others:
+        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+    return table
+
+
+def _tera(rate: float | None) -> str:
+    return "" if rate is None else f"{rate / 1e12:,.1f}"

@@ -1,0 +1,39 @@
+"""row_sample on CUDA: the statistics of row_stats, and a token of each row drawn from softmax(logits / temperature).
+
+Contract: row_sample(logits[C, V], keys[C] int64, temperature[1] float32) -> the outputs of row_stats, sample[C] int64,
+sample_logit[C] float32. The kernel is that of row_stats; the temperature is read on the device. Legend: C rows, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mosaic.kernels._sampling import check_samples
+from mosaic.kernels._statistics import check_outputs
+from mosaic.kernels.cuda.row_stats import launch_rows
+from mosaic.kernels.row_sample import reference
+
+__all__ = ["launch", "reference"]
+
+
+def launch(
+    *,
+    logits: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    token: Tensor,
+    maximum: Tensor,
+    second: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
+    sample: Tensor,
+    sample_logit: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write the statistics and the samples of the rows of logits [C, V]."""
+    rows = logits.shape[0]
+    check_outputs("row_sample", rows, token, maximum, second, logsumexp, entropy)
+    check_samples("row_sample", rows, keys, temperature, sample, sample_logit)
+    statistics = (token, maximum, second, logsumexp, entropy)
+    launch_rows("row_sample", logits, statistics, (keys, temperature, sample, sample_logit))

@@ -1,0 +1,59 @@
+"""row_sample: the statistics of row_stats, and a token of each row drawn from softmax(logits / temperature).
+
+Contract: row_sample(logits[C, V], keys[C] int64, temperature[1] float32) -> the outputs of row_stats, of the logits as
+they are, then sample[C] int64 and sample_logit[C] float32, the sample's own logit. A sample is a function of its row's
+logits, its key and the temperature: never of chunks, tiles or where the row stands. Legend: C rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels._sampling import RowSamples, check_samples, uniforms
+from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
+from mosaic.kernels.row_stats import take_in
+
+__all__ = ["launch", "reference"]
+
+
+def launch(
+    *,
+    logits: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    token: Tensor,
+    maximum: Tensor,
+    second: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
+    sample: Tensor,
+    sample_logit: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write the statistics and the samples of the rows of logits [C, V]."""
+    check_outputs("row_sample", logits.shape[0], token, maximum, second, logsumexp, entropy)
+    check_samples("row_sample", logits.shape[0], keys, temperature, sample, sample_logit)
+    tiles = tiles_of("row_sample", scratch, {"logits": logits})
+    samples = RowSamples.over(tiles, keys=keys, temperature=temperature, sample=sample, sample_logit=sample_logit)
+    state = RowStatistics(
+        token=token,
+        maximum=maximum,
+        second=second,
+        logsumexp=logsumexp,
+        entropy=entropy,
+        tiles=tiles,
+        samples=samples,
+    )
+    take_in(logits, state)
+
+
+def reference(*, logits: Tensor, keys: Tensor, temperature: Tensor) -> dict[str, Tensor]:
+    """Return the statistics and the samples in plain PyTorch; u is float32, whatever the dtype."""
+    gumbel = -torch.log(-torch.log1p(-uniforms(keys, logits.shape[1]).to(logits.dtype)))
+    score = logits + temperature * gumbel
+    order = torch.arange(logits.shape[1])
+    sample = torch.where(score == score.amax(dim=1)[:, None], order, logits.shape[1]).amin(dim=1)
+    sample_logit = logits.gather(1, sample[:, None])[:, 0]
+    return statistics_reference(logits) | {"sample": sample, "sample_logit": sample_logit}

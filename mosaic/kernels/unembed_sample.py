@@ -1,0 +1,55 @@
+"""unembed_sample: the statistics and samples of x @ weight.T, whose rows of logits never exist.
+
+Contract: unembed_sample(x[C, D], weight[V, D], keys[C] int64, temperature[1] float32) -> the outputs of row_sample for
+the logits x @ weight.T. Tiles as in unembed_stats. Legend: C rows, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mosaic.kernels import row_sample
+from mosaic.kernels._sampling import RowSamples, check_samples
+from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels._statistics import RowStatistics, check_outputs
+from mosaic.kernels.unembed_stats import multiply_in
+from mosaic.registrar.implementations.cpu import SAMPLE_TILES
+
+__all__ = ["launch", "reference"]
+
+
+def launch(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    token: Tensor,
+    maximum: Tensor,
+    second: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
+    sample: Tensor,
+    sample_logit: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write the statistics and the samples of the logits of x [C, D] against weight [V, D]."""
+    check_outputs("unembed_sample", x.shape[0], token, maximum, second, logsumexp, entropy)
+    check_samples("unembed_sample", x.shape[0], keys, temperature, sample, sample_logit)
+    tiles = tiles_of("unembed_sample", scratch, {"x": x, "weight": weight})
+    samples = RowSamples.over(tiles, keys=keys, temperature=temperature, sample=sample, sample_logit=sample_logit)
+    state = RowStatistics(
+        token=token,
+        maximum=maximum,
+        second=second,
+        logsumexp=logsumexp,
+        entropy=entropy,
+        tiles=tiles,
+        samples=samples,
+    )
+    multiply_in("unembed_sample", x, weight, state, tiles[11:-SAMPLE_TILES])
+
+
+def reference(*, x: Tensor, weight: Tensor, keys: Tensor, temperature: Tensor) -> dict[str, Tensor]:
+    """Return the statistics and the samples from whole rows of logits, in plain PyTorch."""
+    return row_sample.reference(logits=x @ weight.T, keys=keys, temperature=temperature)

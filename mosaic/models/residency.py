@@ -1,0 +1,130 @@
+"""Where a step's weights and hidden states live: on the device, or in pinned host memory with transfers beside the step.
+
+A streamed weight is an ordinary transient, written by a copy on the side stream `weights` while the sublayer before
+computes. An offloaded hidden state stays in host memory; each iteration of a token region works on a window of it,
+in one of two slots: the next one is fetched and the last one stored meanwhile (streams `fetch` and `store`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from mosaic.models.architecture import Architecture
+from mosaic.registrar.contract import Dim
+from mosaic.registrar.graph import Buffer, Graph
+
+__all__ = ["Hidden", "Matrix", "Residency"]
+
+WEIGHTS: Final = "weights"
+FETCH: Final = "fetch"
+STORE: Final = "store"
+SLOTS: Final = 2
+
+SHARES: Final[Mapping[str, float]] = {
+    "none": 0.0, "embedding": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "layers": 1.0, "all": 1.0,
+}  # fmt: skip
+"""Options of the choice `stream`, each with the share of the layers whose matrices are streamed, the last ones; every
+option but `none` keeps the embedding in host memory too, and `all` the head."""
+UNTIED: Final = frozenset({"embedding", "all"})
+"""Options that do not exist where the embedding is the head: it stays on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A weight that may be streamed: its name, shape and checkpoint tensor."""
+
+    name: str
+    shape: Sequence[Dim]
+    tensor: str
+
+
+class Residency:
+    """Gives the weights of a step, from the device or fetched ahead of use, as the choice `stream` says."""
+
+    def __init__(self, g: Graph, arch: Architecture) -> None:
+        options = [name for name in SHARES if name not in UNTIED or not arch.tied]
+        self.level = g.choice("stream", options, escalating=True)
+        self._g, self._arch = g, arch
+        self._streamed_from = arch.layers - ceil(SHARES[self.level] * arch.layers)
+
+    @property
+    def embedding_on_host(self) -> bool:
+        """Whether token embeddings are gathered from host memory."""
+        return self.level != "none" and not self._arch.tied
+
+    @property
+    def streams_head(self) -> bool:
+        """Whether the head is fetched at the end of the step."""
+        return self.level == "all"
+
+    def streams(self, layer: int) -> bool:
+        """Whether the matrices of a layer are fetched."""
+        return layer >= self._streamed_from
+
+    def fetch(self, matrices: Sequence[Matrix], *, streamed: bool) -> dict[str, Buffer]:
+        """Give the matrices; where streamed, issue their copies now and let `arrive` wait for them."""
+        g = self._g
+        if not streamed:
+            return {m.name: g.weight(m.name, m.shape, self._arch.dtype, tensor=m.tensor) for m in matrices}
+        with g.stream(WEIGHTS):
+            return {m.name: self._fetch(m) for m in matrices}
+
+    def _fetch(self, matrix: Matrix) -> Buffer:
+        g = self._g
+        source = self.on_host(matrix)
+        slot = g.buffer(matrix.name, matrix.shape, self._arch.dtype)
+        g.add_op("copy", source, out=slot, name=f"{matrix.name}_fetch")
+        return slot
+
+    def on_host(self, matrix: Matrix) -> Buffer:
+        """Give the matrix as a buffer in host memory."""
+        return self._g.buffer(f"{matrix.name}@host", matrix.shape, self._arch.dtype, kind="host", tensor=matrix.tensor)
+
+    def arrive(self, *, streamed: bool) -> None:
+        """Let the next op wait for what was fetched."""
+        if streamed:
+            self._g.wait(WEIGHTS)
+
+
+class Hidden:
+    """The residual stream [T, D], whole on the device or in windows.
+
+    Parameters
+    ----------
+    name
+        Of the buffer.
+    on_host
+        Whether it lives in host memory.
+    """
+
+    def __init__(self, g: Graph, name: str, arch: Architecture, *, on_host: bool) -> None:
+        self._g, self._arch, self.on_host = g, arch, on_host
+        shape = (g.dim("tokens"), arch.hidden)
+        self.buffer = g.buffer(name, shape, arch.dtype, kind="host" if on_host else "transient")
+
+    def rows(self, size: Dim, name: str) -> Buffer:
+        """Give the rows of this iteration of a token region to read or update, `size` of them."""
+        if not self.on_host:
+            return self.buffer
+        g = self._g
+        window = self.window(size, name)
+        with g.stream(FETCH):
+            g.add_op("copy", self.buffer, out=window, name=f"{name}_fetch")
+        g.wait(FETCH)
+        return window
+
+    def window(self, size: Dim, name: str) -> Buffer:
+        """Give the buffer that this iteration writes rows to, which `keep` stores."""
+        if not self.on_host:
+            return self.buffer
+        return self._g.buffer(name, (size, self._arch.hidden), self._arch.dtype, rotate=SLOTS)
+
+    def keep(self, window: Buffer) -> None:
+        """Store the rows that this iteration wrote or updated."""
+        if self.on_host:
+            g = self._g
+            with g.stream(STORE):
+                g.add_op("copy", window, out=self.buffer, name=f"{window.name.rsplit('/', 1)[-1]}_store")

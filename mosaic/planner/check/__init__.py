@@ -1,0 +1,159 @@
+"""Verify every claim of a plan from its JSON document alone, sharing no code with the planner.
+
+`reading` turns the document into `columns`; `structure`, `launches` (by the letters of `operators`), `lifetimes`,
+`placement`, `values`, `streams`, `claims` and `settings` check one idea each.
+
+Rulings where the rules leave a choice; each takes the safe side:
+
+- A `carry` that is read before it is written holds its value from op 0; one that is written lives to the end. A `host`
+  buffer that is never written is a constant and lives throughout; one that is written holds no value before. An `input`
+  that no op touches lives one op, `[0, 1)`.
+- A buffer is touched only inside its home region. One that is carried through it may be read before it is written (the
+  kernel knows the first iteration), but some op must write it, and it must have one slot; it is carried through all
+  enclosing regions as well.
+- A gap holds no access and no part of an explicit barrier or of a side stream's window. What comes first after it, also
+  on the way round a loop, overwrites the whole buffer. Lower bound and overlap leave gaps out; a root's gaps bind its
+  aliases.
+- `inplace` permits only an overwrite at the same address and of the same number of bytes. Members of an alias group
+  that share bytes must hold their value when read, in each iteration of a loop; what the step hands on, at its end.
+- Outside of loops, a side op holds what it touches from its fork to its join; one that is never joined touches nothing in
+  the workspace. In a loop, it holds that over the whole loop: its stream is forked where the loop begins and joined
+  where it ends, and iterations overlap (module `streams` has the rules). Then what it touches is at home in that very
+  loop, with two slots or more and no aliases; or outside the workspace, where it is either not written in the loop or
+  sliced by it, alike in all ops. That does not bind side ops of a loop that runs once, nor those that the edges of the
+  same iteration both fork and join.
+- Reads and writes of one value on two streams are ordered by edges or the borders of loops, too, and rotating slots
+  exempt nothing from that. An edge out of a loop goes on from its last iteration, one into it is waited for in the first.
+- The shape of a buffer that rotates is one slot's; its size is that of all slots, each rounded up to the alignment. It
+  shares its storage with no alias.
+- `operands` names each buffer of `reads` and `writes`, scratch included (scratch is written).
+- Explicit barriers that stretch nothing are allowed: they promise more and break nothing.
+- Shapes, attributes, FLOPs and bytes of the shipped operators follow from the letters of `operators`; kernels that are
+  not there are their author's word. Inside a loop an axis is either a sliced multiple of the loop's rows or constant. A
+  shipped operator has at most one operand in host memory, and only where its kernel reaches through the link.
+- Each line of the formula is compared with what is live at its op: the sum before rounding, so at most that, and at
+  least that less what rounding (and in an alias group the storage beyond the smallest member) adds. The largest line
+  reaches the lower bound up to the same slack.
+- In the phase `full_step`, which Mosaic ships, each dim must be the length of an input, but for `span`, the keys that a
+  query sees on average, and `kv_heads`; elsewhere dims are free.
+- A JSON `true` where an integer belongs counts as 1.
+
+What no file can prove alone: predicted times; the bytes of the device's context and libraries, its memory and other
+figures; the budgets; that `max_ctx_tokens` is not higher (and for several sequences, or where the plan does not fit,
+anything about it); settings of knobs that are off and options of choices; search steps under other choices; scratch
+sizes, `eps` and `scale`; names of models, ops, buffers and checkpoint tensors; that the graph is the model's, for a
+renamed kernel is an unknown one. These are checked for form, and against each other where they repeat themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mosaic.errors import CheckFailed, PlanFormatError
+from mosaic.planner.check.claims import check_claims
+from mosaic.planner.check.columns import Violation
+from mosaic.planner.check.launches import check_launches
+from mosaic.planner.check.lifetimes import derive_lifetimes
+from mosaic.planner.check.placement import check_addresses, check_placement, check_sizes
+from mosaic.planner.check.reading import read
+from mosaic.planner.check.settings import check_settings
+from mosaic.planner.check.streams import check_streams
+from mosaic.planner.check.structure import check_ops, check_structure
+from mosaic.planner.check.values import check_aliases, checked_gaps
+
+__all__ = ["SCHEMA", "Violation", "check_plan", "require_valid", "require_well_formed"]
+
+SCHEMA: Final = "mosaic.plan/1"
+
+
+def check_plan(document: Mapping[str, Any]) -> list[Violation]:
+    """List the claims of a plan that do not hold; an empty list is a valid plan.
+
+    Parameters
+    ----------
+    document
+        A plan as its JSON reads, schema 'mosaic.plan/1'. It is not written.
+
+    Returns
+    -------
+    list of Violation
+        In a fixed order. A malformed document yields only 'format', 'id' and 'region' violations: nothing can be
+        derived from it.
+
+    Raises
+    ------
+    PlanFormatError
+        If the document is no plan or of another schema.
+
+    Examples
+    --------
+    >>> [violation.code for violation in check_plan({"schema": "mosaic.plan/1"})][:2]
+    ['format', 'format']
+    """
+    _refuse_other_schemas(document)
+    found: list[Violation] = []
+    plan = read(document, found)
+    if plan is None or not check_structure(plan):
+        return found
+    check_ops(plan)
+    check_launches(plan)
+    derive_lifetimes(plan)
+    check_sizes(plan)
+    check_placement(plan)
+    check_aliases(plan)
+    gaps = checked_gaps(plan)
+    check_streams(plan, check_addresses(plan, gaps))
+    check_claims(plan, gaps)
+    check_settings(plan)
+    return found
+
+
+def require_valid(document: Mapping[str, Any]) -> None:
+    """Raise if any claim of a plan does not hold.
+
+    Raises
+    ------
+    CheckFailed
+        With every violation's text.
+    PlanFormatError
+        If the document is no plan or of another schema.
+
+    Examples
+    --------
+    >>> require_valid({"schema": "mosaic.plan/2"})
+    Traceback (most recent call last):
+        ...
+    mosaic.errors.PlanFormatError: expected schema 'mosaic.plan/1', got 'mosaic.plan/2'; plan again with this version
+    """
+    violations = check_plan(document)
+    if violations:
+        raise CheckFailed(map(str, violations))
+
+
+def require_well_formed(document: Mapping[str, Any]) -> None:
+    """Raise if a document cannot be read as a plan; whether its claims hold is left to `check_plan`.
+
+    Raises
+    ------
+    PlanFormatError
+        If the document is of another schema, or a field is missing, of a wrong type or out of range.
+
+    Examples
+    --------
+    >>> require_well_formed({"schema": "mosaic.plan/1"})
+    Traceback (most recent call last):
+        ...
+    mosaic.errors.PlanFormatError: not a plan: missing mosaic_version (and 32 more)
+    """
+    _refuse_other_schemas(document)
+    found: list[Violation] = []
+    if read(document, found) is None:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise PlanFormatError(f"not a plan: {found[0].message}{more}")
+
+
+def _refuse_other_schemas(document: Mapping[str, Any]) -> None:
+    schema = document.get("schema") if isinstance(document, Mapping) else None
+    if schema != SCHEMA:
+        raise PlanFormatError(f"expected schema '{SCHEMA}', got {schema!r}; plan again with this version")

@@ -1,0 +1,218 @@
+"""A plan by columns, indexed by buffer id or op index, and what the checks derive from it on the way.
+
+Columns, as looping over 500 rows of 17 fields would take half of a check's time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+__all__ = [
+    "COMPONENTS",
+    "DEVICE_POOLS",
+    "FROM_START",
+    "FULL_STEP",
+    "HOST",
+    "ITEM_BYTES",
+    "KINDS",
+    "MAIN",
+    "PLACED",
+    "POOLS",
+    "TO_END",
+    "Barrier",
+    "Columns",
+    "Ids",
+    "Region",
+    "Violation",
+    "round_up",
+]
+
+FULL_STEP: Final = "full_step"  # the phase whose dims are known by name
+MAIN: Final = "main"
+HOST: Final = "host"
+DEVICE_POOLS: Final = ("workspace", "weights", "state")  # whose pages count against the budget
+PLACED: Final = (*DEVICE_POOLS, HOST)  # pools that the plan places page by page
+POOLS: Final = frozenset({*PLACED, "external"})
+COMPONENTS: Final = ("context", "library", "weights", "state", "workspace")
+FROM_START: Final = frozenset({"input", "weight", "state", "external"})  # these hold a value before op 0
+TO_END: Final = frozenset({"output", "weight", "state", "external"})  # these hold a value after the last op
+KINDS: Final = FROM_START | TO_END | {"carry", "transient", "scratch", "host"}
+ITEM_BYTES: Final = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "float32": 4, "int64": 8, "float64": 8,
+}  # fmt: skip
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One claim of a plan that does not hold.
+
+    Parameters
+    ----------
+    code
+        Short reason code: 'overlap', 'lifetime-short', 'barrier-missing', …
+    message
+        What was claimed and what was found, with names and numbers.
+    buffers, ops
+        Ids of the buffers and indices of the ops concerned.
+
+    Examples
+    --------
+    >>> str(Violation(code="peak", message="peak_bytes is 512, buffers reach 1024"))
+    'peak: peak_bytes is 512, buffers reach 1024'
+    """
+
+    code: str
+    message: str
+    buffers: tuple[int, ...] = ()
+    ops: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+class Region(NamedTuple):
+    """A chunk loop over ops [start, end)."""
+
+    name: str
+    knob: str
+    dim: str
+    extent: int
+    rows: int
+    num_chunks: int
+    start: int
+    end: int
+    parent: str | None
+
+    @property
+    def full(self) -> int:
+        """Rows of a full iteration: a loop of side ops that runs once may name more rows than there are."""
+        return min(self.rows, self.extent)
+
+
+class Barrier(NamedTuple):
+    """What a region, or an explicit barrier (`region` None), claims to keep alive over [start, end)."""
+
+    name: str
+    region: str | None
+    start: int
+    end: int
+    inputs: Ids
+    outputs: Ids
+    carried: Ids
+
+
+@dataclass(slots=True, kw_only=True)
+class Columns:
+    """A plan by columns, and what the checks derive from it.
+
+    The fields under "derived" are filled in the order of the checks: regions, lifetimes, sizes, placement.
+    """
+
+    document: Mapping[str, Any]
+    found: list[Violation]
+    pools: Mapping[str, int]
+    regions: Mapping[str, Region]
+    barriers: Sequence[Barrier]
+    edges: Sequence[tuple[str, int, int]]
+    # ops
+    op_name: Sequence[str]
+    kernel: Sequence[str]
+    stream: Sequence[str]
+    op_region: Sequence[str | None]
+    reads: Sequence[Ids]
+    writes: Sequence[Ids]
+    flops: Sequence[int]
+    moved: Sequence[int]
+    operands: Sequence[dict[str, int]]
+    attrs: Sequence[dict[str, Any]]
+    inplace: Sequence[Sequence[Sequence[int]]]
+    slices: Sequence[Sequence[tuple[str, int, str, int]]]
+    # buffers
+    name: Sequence[str]
+    kind: Sequence[str]
+    pool: Sequence[str]
+    offset: Sequence[int]
+    size: Sequence[int]
+    claimed_start: Sequence[int]
+    claimed_end: Sequence[int]
+    gaps: Sequence[Sequence[Sequence[int]]]
+    alias_of: Sequence[int | None]
+    alias_offset: Sequence[int]
+    dtype: Sequence[str]
+    shape: Sequence[Sequence[int]]
+    alignment: Sequence[int]
+    home: Sequence[str | None]
+    tensor: Sequence[str | None]
+    rotate: Sequence[int]
+    # derived: region -> itself and those around it, innermost first
+    enclosing: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # derived: lifetimes, what barriers and side streams hold, a root's aliases and the lifetime of its own value
+    start: list[int] = field(default_factory=list)
+    end: list[int] = field(default_factory=list)
+    windows: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    members: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    own: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # derived: product(shape) x itemsize x slots; offset + size; pool -> buffers that are no aliases, its highest end
+    raw_bytes: list[int] = field(default_factory=list)
+    top: list[int] = field(default_factory=list)
+    roots: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    reach: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def has_side_streams(self) -> bool:
+        """Whether any op runs beside the main stream."""
+        return not {MAIN}.issuperset(self.stream)
+
+    def fail(self, code: str, message: str, buffers: Iterable[int] = (), ops: Iterable[int] = ()) -> None:
+        """Record a violation."""
+        self.found.append(Violation(code=code, message=message, buffers=tuple(buffers), ops=tuple(ops)))
+
+    def say(self, b: int) -> str:
+        """Name a buffer for a message."""
+        return f"buffer {b} '{self.name[b]}'"
+
+    def say_op(self, i: int) -> str:
+        """Name an op for a message."""
+        return f"op {i} '{self.op_name[i]}'"
+
+    def around(self, i: int) -> tuple[str, ...]:
+        """The regions around an op, innermost first."""
+        region = self.op_region[i]
+        return self.enclosing[region] if region is not None else ()
+
+    def is_within(self, home: str | None, region: str) -> bool:
+        """Whether a home is the region or nested in it."""
+        return home is not None and region in self.enclosing[home]
+
+    def group(self, root: int) -> list[int]:
+        """A root and its aliases."""
+        return [root, *self.members.get(root, ())]
+
+    def group_of(self, b: int) -> list[int]:
+        """All that share a root with a buffer."""
+        root = self.alias_of[b]
+        return self.group(b if root is None else root)
+
+    def share_bytes(self, a: int, b: int) -> bool:
+        """Whether two members of one alias group overlap in bytes."""
+        return (
+            self.alias_offset[a] < self.alias_offset[b] + self.size[b]
+            and self.alias_offset[b] < self.alias_offset[a] + self.size[a]
+        )
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below a value.
+
+    Examples
+    --------
+    >>> round_up(513, 512)
+    1024
+    """
+    return -(-value // multiple) * multiple

@@ -1,0 +1,148 @@
+"""What each shipped operator says of one launch, in letters: operands, axes, attributes, FLOPs, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, Types
+
+__all__ = ["IMPLEMENTATIONS", "OPERATORS", "Known", "Operand", "Product", "Rule", "product_of"]
+
+IMPLEMENTATIONS: Final = {"attention": frozenset({"cudnn", "triton"})}  # of kernels that a CUDA plan chooses for
+
+Rule = tuple[str, str, str]  # (relation, product, product)
+
+
+class _Operator(NamedTuple):
+    """What a shipped operator says of one launch, in letters.
+
+    `shapes` lists operands as `name:dtype=axes`; `?` marks an optional one. An axis is a letter, bound where it first
+    occurs, or a product of letters, attributes and numbers, with `+1` at most; `*T` is any number of axes. Of dtypes, a
+    lower-case letter is bound where it first occurs. `order` of the table is that in which letters can be bound.
+    """
+
+    shapes: str
+    reads: str
+    writes: str
+    attrs: str = ""  # `name:type`; `?` as above
+    flops: str = "0"
+    whole: str = ""  # letters that a loop never slices
+    moved: str = ""  # operands whose bytes count, repeated where they count twice; by default all, and updates twice
+    host: str = ""  # operands that may lie in host memory, one of them at a time
+    rules: tuple[Rule, ...] = ()
+
+
+_STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp:float32=C entropy:float32=C"
+_STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
+_SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
+_SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
+_NOTATION: Final = {
+    "attention": _Operator(
+        "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B y:a=*T,Q", "q k v cu_seqlens", "y", "head_size:n scale:x span?:n",
+        "4*span*T*Q", "S", rules=(("divides", "head_size", "P"), ("groups", "P", "Q")),
+    ),
+    "confidence": _Operator("maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M"),
+    "copy": _Operator("x:a=*T y:a=*T", "x", "y", host="x y"),
+    "embedding": _Operator("ids:index=T table:a=V,D y:a=T,D", "ids table", "y", moved="ids y y", host="table"),
+    "gather_rows": _Operator(
+        "x:a=S,*D rows:index=C y:a=C,*D", "x rows", "y", whole="S D", moved="rows y y", host="x"
+    ),
+    "grouped_linear": _Operator(
+        "x:a=R,I weight=E,O,I offsets=E+1 y:a=R,O", "x weight offsets", "y", flops="2*R*I*O"
+    ),
+    "head_norm": _Operator(
+        "weight=H x=*T,W", "x weight", "x", "eps:x", "4*T*W", rules=(("divides", "H", "W"),)
+    ),
+    "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O"),
+    "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O"),
+    "moe_combine": _Operator("x=C,D scores=C,K order=C*K y=C*K,D", "y order scores x", "x", flops="2*C*K*D"),
+    "moe_gather": _Operator("x:a=C,D order=C*top_k y:a=C*top_k,D", "x order", "y", "top_k:n"),
+    "moe_route": _Operator(
+        "x:a=C,D weight=E,D scores:a=C,top_k experts:int64=C,top_k", "x weight", "scores experts",
+        "top_k:n normalize:b", "2*C*D*E", rules=(("at most", "top_k", "E"),),
+    ),
+    "moe_sort": _Operator(
+        "experts=C,K order:int64=C*K offsets:int64=num_experts+1", "experts", "order offsets", "num_experts:n"
+    ),
+    "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D"),
+    "rotary": _Operator(
+        "x=T,W positions=T inv_freq=R", "x positions inv_freq", "x", "head_size:n", "6*T*W",
+        rules=(("divides", "head_size", "W"), ("at most", "2*R", "head_size")),
+    ),
+    "row_sample": _Operator(
+        f"logits=C,*V {_SAMPLE}", "logits keys temperature", _SAMPLE_NAMES, flops="10*C*V"
+    ),
+    "row_stats": _Operator(f"logits=C,*V {_STATISTICS}", "logits", _STATISTIC_NAMES, flops="6*C*V"),
+    "shift_rows": _Operator("rows:a=M cu_seqlens=*B y:a=M", "rows cu_seqlens", "y"),
+    "silu_mul": _Operator("gate:a=*F up:a=*F", "gate up", "gate", flops="5*F"),
+    "unembed_sample": _Operator(
+        f"x=C,D weight=V,D {_SAMPLE}", "x weight keys temperature", _SAMPLE_NAMES, flops="2*C*D*V"
+    ),
+    "unembed_stats": _Operator(f"x=C,D weight=V,D {_STATISTICS}", "x weight", _STATISTIC_NAMES, flops="2*C*D*V"),
+}  # fmt: skip
+_ATTRIBUTE: Final[Mapping[str, Types]] = {"n": INTEGER, "x": NUMBER, "b": BOOLEAN}
+
+Product = tuple[tuple[str, ...], int]  # factors, and what is added to their product
+
+
+class Operand(NamedTuple):
+    """One operand, parsed."""
+
+    name: str
+    dtype: str
+    axes: tuple[str | Product, ...]  # a name with `*` for any number of axes, or a product
+    optional: bool
+
+
+class Known(NamedTuple):
+    """An operator, parsed."""
+
+    operands: tuple[Operand, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    attrs: Mapping[str, Types]
+    optional: frozenset[str]
+    flops: tuple[str, ...]
+    whole: tuple[str, ...]
+    moved: tuple[str, ...]
+    host: frozenset[str]
+    rules: tuple[Rule, ...]
+
+
+def product_of(text: str) -> Product:
+    """Parse a product.
+
+    Examples
+    --------
+    >>> product_of("C*top_k"), product_of("E+1")
+    ((('C', 'top_k'), 0), (('E',), 1))
+    """
+    factors, _, added = text.partition("+")
+    return tuple(factors.split("*")), int(added or 0)
+
+
+def _parse(operator: _Operator) -> Known:
+    attrs, optional = {}, set()
+    for entry in operator.attrs.split():
+        name, _, kind = entry.partition(":")
+        attrs[name.rstrip("?")] = _ATTRIBUTE[kind]
+        if name[-1] == "?":
+            optional.add(name[:-1])
+    reads, writes = (tuple(side.replace("?", "").split()) for side in (operator.reads, operator.writes))
+    return Known(
+        operands=tuple(map(_parse_operand, operator.shapes.split())), reads=reads, writes=writes, attrs=attrs,
+        optional=frozenset(optional), flops=tuple(operator.flops.split("*")), whole=tuple(operator.whole.split()),
+        moved=tuple(operator.moved.split()) or (*reads, *writes), host=frozenset(operator.host.split()),
+        rules=operator.rules,
+    )  # fmt: skip
+
+
+def _parse_operand(entry: str) -> Operand:
+    label, _, axes = entry.partition("=")
+    name, _, dtype = label.partition(":")
+    parsed = tuple(axis if axis[0] == "*" else product_of(axis) for axis in axes.split(","))
+    return Operand(name=name.rstrip("?"), dtype=dtype, axes=parsed, optional=name[-1] == "?")
+
+
+OPERATORS: Final = {name: _parse(operator) for name, operator in _NOTATION.items()}

@@ -1,0 +1,116 @@
+"""Check configuration, dims, implementations, mesh and pools against each other and against the graph."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Final
+
+from mosaic.planner.check.columns import DEVICE_POOLS, FULL_STEP, HOST, POOLS, Columns
+from mosaic.planner.check.operators import IMPLEMENTATIONS
+
+__all__ = ["check_settings"]
+
+_STEP_DIMS: Final = ("tokens", "seqs", "span", "masked")
+_NO_LENGTHS: Final = frozenset({"span", "kv_heads"})  # dims of the shipped step that no input has as its length
+_CUDNN_DTYPES: Final = frozenset({"bfloat16", "float16"})
+_CUDNN_HEADS: Final = (8, 128)  # a multiple of, at most
+
+
+def check_settings(plan: Columns) -> None:
+    """Check what the plan says of itself besides bytes."""
+    _check_config(plan)
+    _check_dims(plan)
+    _check_implementations(plan)
+    _check_profile(plan)
+
+
+def _check_config(plan: Columns) -> None:
+    """Check regions against configuration and dims."""
+    config, dims = plan.document["config"], plan.document["dims"]
+    for region in plan.regions.values():
+        if config.get(region.knob) != region.rows:
+            rows = config.get(region.knob, "nothing")
+            plan.fail("config", f"region '{region.name}' has {region.rows} rows, config says {region.knob}={rows!r}")
+        if dims.get(region.dim) != region.extent:
+            known = dims.get(region.dim, "nothing")
+            plan.fail("dims", f"region '{region.name}' runs over {region.extent} {region.dim}, dims say {known!r}")
+    on = {knob for knob, rows in config.items() if type(rows) is int}
+    idle = on.difference(region.knob for region in plan.regions.values())
+    if idle:
+        plan.fail("config", f"{', '.join(sorted(idle))}: rows without a region")
+
+
+def _check_dims(plan: Columns) -> None:
+    """Check dims against each other and the inputs."""
+    document, dims = plan.document, plan.document["dims"]
+    missing = [dim for dim in _STEP_DIMS if dim not in dims]
+    if missing and document["phase"] == FULL_STEP:
+        plan.fail("dims", f"a {FULL_STEP} has {', '.join(_STEP_DIMS)}; missing {', '.join(missing)}")
+    if "tokens" not in dims or "seqs" not in dims:
+        return
+    tokens, seqs = dims["tokens"], dims["seqs"]
+    if document["fits"] and seqs == 1 and tokens > document["max_ctx_tokens"]:
+        plan.fail("context", f"max_ctx_tokens is {document['max_ctx_tokens']}, this plan fits with {tokens}")
+    if document["phase"] != FULL_STEP or missing:
+        return
+    lengths = {plan.shape[b][0] for b, kind in enumerate(plan.kind) if kind == "input" and plan.shape[b]}
+    for dim, value in dims.items():
+        if dim not in _NO_LENGTHS and value + (dim == "seqs") not in lengths:
+            plan.fail("dims", f"no input has {value} {dim}")
+    if seqs > tokens or not -(-tokens // seqs) <= dims["span"] <= tokens - seqs + 1:
+        plan.fail("dims", f"queries in {seqs} sequences of {tokens} tokens cannot see {dims['span']} keys on average")
+
+
+def _check_implementations(plan: Columns) -> None:
+    """Check that a CUDA plan chooses an implementation for each kernel that has several, and a legal one."""
+    chosen, backend = plan.document["implementations"], plan.document["backend"]
+    wanted = IMPLEMENTATIONS.keys() & {*plan.kernel} if backend == "cuda" else set()
+    if chosen.keys() != wanted:
+        text = f"chosen for {', '.join(sorted(chosen)) or 'nothing'}, on {backend} the graph needs"
+        plan.fail("implementation", f"{text} {', '.join(sorted(wanted)) or 'none'}")
+    for kernel, name in chosen.items():
+        known = IMPLEMENTATIONS.get(kernel, frozenset())
+        if name not in known:
+            plan.fail("implementation", f"{kernel} has no {name!r}; known: {', '.join(sorted(known)) or 'none'}")
+    if chosen.get("attention") == "cudnn":
+        for i, kernel in enumerate(plan.kernel):
+            if kernel == "attention" and not _is_legal_cudnn(plan, i):
+                text = f"{plan.say_op(i)}: cudnn takes one sequence, 16-bit floats and heads of 8, 16 … 128"
+                plan.fail("implementation", text, (), (i,))
+                break
+
+
+def _is_legal_cudnn(plan: Columns, i: int) -> bool:
+    unit, limit = _CUDNN_HEADS
+    operands, head_size = plan.operands[i], plan.attrs[i].get("head_size")
+    if type(head_size) is not int or not {"q", "cu_seqlens"} <= operands.keys():
+        return False
+    q, bounds = operands["q"], operands["cu_seqlens"]
+    return (
+        0 < head_size <= limit
+        and head_size % unit == 0
+        and plan.dtype[q] in _CUDNN_DTYPES
+        and prod(plan.shape[bounds]) == 2
+    )
+
+
+def _check_profile(plan: Columns) -> None:
+    """Check mesh, pools and the device's memory against each other."""
+    document = plan.document
+    components, mesh = document["components"], document["mesh"]
+    if mesh["size"] != prod(mesh["axes"].values()):
+        plan.fail("mesh", f"{mesh['size']} devices in axes {mesh['axes']}")
+    stated = {name: components[name] for name in DEVICE_POOLS} | {HOST: document["host_bytes"]}
+    for name, size in stated.items():
+        if plan.pools.get(name, 0) != size:
+            plan.fail("pool", f"pool '{name}' has {plan.pools.get(name)} bytes, the totals say {size}")
+    for pool in document["pools"]:
+        name, device = pool["name"], pool["device"]
+        on_cpu = name == HOST or document["backend"] == "cpu"
+        if name not in POOLS:
+            plan.fail("pool", f"unknown pool {name!r}; known: {', '.join(sorted(POOLS))}")
+        elif name != "external" and (device == "cpu") != on_cpu:
+            plan.fail("pool", f"pool '{name}' is on {device!r}, the backend is {document['backend']!r}")
+    fixed = components["context"] + components["library"]
+    if document["device_memory_bytes"] <= fixed:
+        plan.fail("device", f"{document['device_memory_bytes']} bytes of memory, context and libraries take {fixed}")

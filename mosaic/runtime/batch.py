@@ -1,0 +1,81 @@
+"""Token ids and rows as callers give them, packed as a step takes them: sequences one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import UsageError
+
+__all__ = ["Rows", "TokenIds", "bucket", "fill_rows", "pack", "rows_of"]
+
+TokenIds: TypeAlias = Tensor | Sequence[Tensor]
+Rows: TypeAlias = Tensor | Sequence[Tensor] | None
+
+
+def _sequences(what: str, values: TokenIds) -> list[Tensor]:
+    """Split a tensor or a list into one 1-D tensor per sequence."""
+    if isinstance(values, Tensor) and values.dim() == 1:
+        return [values]
+    if isinstance(values, Tensor) and values.dim() == 2:
+        return list(values)
+    if isinstance(values, Tensor):
+        raise UsageError(f"{what}: expected [S], [B, S] or a list of [S], got a tensor of shape {list(values.shape)}.")
+    parts = list(values)
+    if not parts or not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):
+        raise UsageError(f"{what}: expected [S], [B, S] or a list of [S]; each sequence a 1-D tensor, at least one.")
+    return parts
+
+
+def pack(token_ids: TokenIds, vocabulary: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Lay the sequences one after another: ids [T] and lengths."""
+    parts = _sequences("token_ids", token_ids)
+    lengths = tuple(part.numel() for part in parts)
+    if not lengths or min(lengths) == 0:
+        raise UsageError(f"token_ids: a sequence is empty (lengths {list(lengths)}); give at least one token each.")
+    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if packed.is_floating_point() or packed.dtype == torch.bool:
+        raise UsageError(f"token_ids: expected integers, got {packed.dtype}.")
+    low, high = int(packed.min()), int(packed.max())
+    if low < 0 or high >= vocabulary:
+        raise UsageError(f"token_ids: expected ids in [0, {vocabulary}), got {low if low < 0 else high}.")
+    return packed, lengths
+
+
+def rows_of(what: str, rows: TokenIds, lengths: tuple[int, ...]) -> Tensor:
+    """Turn a mask or row numbers into int64 rows of the packed batch."""
+    tokens = sum(lengths)
+    if isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype != torch.bool:
+        found = rows.to(torch.int64)
+        if found.numel() > tokens:
+            raise UsageError(f"{what}: {found.numel()} rows of a batch of {tokens} tokens; list each row once.")
+        if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < tokens:
+            raise UsageError(f"{what}: rows in [0, {tokens}) expected, got {int(found.min())} to {int(found.max())}.")
+        return found.clone()
+    masks = _sequences(what, rows)
+    given = tuple(part.numel() for part in masks)
+    packed = len(masks) == 1 and given == (tokens,)
+    if any(part.dtype != torch.bool for part in masks) or not (given == lengths or packed):
+        raise UsageError(
+            f"{what}: expected a boolean mask of lengths {list(lengths)}, or row numbers; got lengths {list(given)}."
+        )
+    return torch.cat(masks).nonzero().view(-1)
+
+
+def bucket(count: int, most: int) -> int:
+    """Round a number of rows up by at most an eighth, so that plans are reused while rows get fewer.
+
+    >>> [bucket(n, 1000) for n in (0, 7, 33, 100, 999)]
+    [0, 7, 36, 104, 1000]
+    """
+    step = 1 << max(count.bit_length() - 4, 0)
+    return min(-(-count // step) * step, most)
+
+
+def fill_rows(out: Tensor, rows: Tensor) -> None:
+    """Write the rows; what the bucket has too many repeats a row that exists."""
+    out.fill_(int(rows[-1]) if len(rows) else 0)
+    out[: len(rows)].copy_(rows)

@@ -1,0 +1,175 @@
+"""Where a step's streams wait for each other: the plan's edges and the rules of loops, as signals at points in bodies.
+
+A body is a loop's, or the step itself. At its entry its side streams wait for main, at its exit main waits for them; an
+edge within it orders two of its items (ops, or loops, which are main's) in one iteration. Iteration i waits, on every
+stream, for the end of iteration i - r on all streams, where r is the least `rotate` of the buffers at home in the loop
+that its side ops touch. An edge between bodies needs no signal where entry or exit imply it.
+
+Streams that begin behind others in an iteration need not wait for what those have waited for, and streams that end
+before others need not be waited for: vector clocks over the items tell which these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from mosaic.runtime.regions import Regions
+from mosaic.runtime.streams import MAIN, Event
+
+__all__ = ["Body", "Signal", "bodies_of"]
+
+NewEvent: TypeAlias = Callable[[], Event]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signal:
+    """An event and the stream that it is recorded on."""
+
+    event: Event
+    stream: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Body:
+    """The signals of one body, by op index: of what starts there or of what ends there.
+
+    Attributes
+    ----------
+    records
+        Signals to record after the item that ends at an index.
+    waits
+        For the item that starts at an index: who waits for which signal.
+    entry
+        Main's position at the entry, for the streams in `entering` to wait for.
+    exits
+        For main to wait for at the exit.
+    distance
+        How many iterations apart two iterations must not overlap.
+    ends
+        The end of an iteration, one signal per slot: iteration i records slot i mod `distance` of each stream's.
+    turns
+        For the start of iteration i >= `distance`: who waits for slot i mod `distance` of whose `ends`.
+    """
+
+    records: dict[int, list[Signal]] = field(default_factory=dict)
+    waits: dict[int, list[tuple[str, Signal]]] = field(default_factory=dict)
+    entry: Signal | None = None
+    entering: Sequence[str] = ()
+    exits: Sequence[Signal] = ()
+    distance: int = 1
+    ends: Mapping[str, Sequence[Signal]] = field(default_factory=dict)
+    turns: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(slots=True)
+class _Item:
+    """An op, or a loop with all it holds, directly in a body; its rank on its stream; what it waits for by edges."""
+
+    start: int
+    end: int
+    stream: str
+    rank: int
+    after: list[_Item] = field(default_factory=list)
+    clock: dict[str, int] = field(default_factory=dict)
+
+
+def bodies_of(document: Mapping[str, Any], regions: Regions, event: NewEvent) -> dict[str | None, Body]:
+    """Derive the signals of every body that holds side ops.
+
+    Parameters
+    ----------
+    event
+        Makes the event of a signal.
+    """
+    ops = document["ops"]
+    bodies = {}
+    for region in dict.fromkeys(op["region"] for op in ops if op["stream"] != MAIN):
+        items = _items(ops, regions, region)
+        _add_edges(document, regions, region, items)
+        body = bodies[region] = Body()
+        sources, sinks = _run_clocks(items, body, event)
+        body.entering = [stream for stream in sources if stream != MAIN]
+        body.entry = Signal(event(), MAIN) if body.entering else None
+        body.exits = [Signal(event(), stream) for stream in sinks if stream != MAIN]
+        if region is not None:
+            body.distance = _distance(document, region)
+            body.turns = [(waits, on) for waits in sources for on in sinks if waits != on]
+            if regions[region].count > body.distance and body.turns:
+                body.ends = {on: [Signal(event(), on) for _ in range(body.distance)] for on in sinks}
+            else:
+                body.turns = ()
+    return bodies
+
+
+def _items(ops: Sequence[Mapping[str, Any]], regions: Regions, region: str | None) -> dict[int, _Item]:
+    """Lay out what is directly in a body, by first op."""
+    index, end = (0, len(ops)) if region is None else (regions[region].start, regions[region].end)
+    children = regions.children(region)
+    items: dict[int, _Item] = {}
+    ranks: dict[str, int] = {}
+    while index < end:
+        child = children.get(index)
+        stream = ops[index]["stream"] if child is None else MAIN
+        ranks[stream] = ranks.get(stream, 0) + 1
+        items[index] = _Item(index, index + 1 if child is None else child.end, stream, ranks[stream])
+        index = items[index].end
+    return items
+
+
+def _add_edges(document: Mapping[str, Any], regions: Regions, region: str | None, items: Mapping[int, _Item]) -> None:
+    """Give each item the items of its body that it waits for by the plan's edges."""
+    ops = document["ops"]
+    for edge in document["edges"]:
+        a, b = ops[edge["from"]], ops[edge["to"]]
+        if regions.common(a["region"], b["region"]) != region:
+            continue
+        # a side op of a loop further inside begins after that loop's entry and is joined by its exit
+        if any(op["stream"] != MAIN and op["region"] != region for op in (a, b)):
+            continue
+        source, _ = regions.item(region, a["index"], a["region"])
+        target, _ = regions.item(region, b["index"], b["region"])
+        items[target].after.append(items[source])
+
+
+def _run_clocks(items: Mapping[int, _Item], body: Body, event: NewEvent) -> tuple[list[str], list[str]]:
+    """Add a signal for each edge that nothing implies; find who begins behind nobody, and who ends before nobody.
+
+    An item's clock holds, by stream, the rank of the last item there that is known to come before it or to be it.
+    """
+    last: dict[str, _Item] = {}
+    sources: list[str] = []
+    signals: dict[int, Signal] = {}
+    for item in items.values():
+        item.clock = dict(last[item.stream].clock) if item.stream in last else {}
+        for source in sorted(item.after, key=lambda other: -other.start):
+            if item.clock.get(source.stream, 0) >= source.rank:
+                continue
+            for stream, rank in source.clock.items():
+                item.clock[stream] = max(item.clock.get(stream, 0), rank)
+            if source.start not in signals:
+                signals[source.start] = Signal(event(), source.stream)
+                body.records.setdefault(source.end, []).append(signals[source.start])
+            body.waits.setdefault(item.start, []).append((item.stream, signals[source.start]))
+        if item.stream not in last and not item.clock:
+            sources.append(item.stream)
+        item.clock[item.stream] = item.rank
+        last[item.stream] = item
+    sinks = [
+        stream
+        for stream, mine in last.items()
+        if not any(other.clock.get(stream, 0) >= mine.rank for other in last.values() if other is not mine)
+    ]
+    return sources, sinks
+
+
+def _distance(document: Mapping[str, Any], region: str) -> int:
+    """Give how many iterations apart two iterations of a loop must not overlap."""
+    touched = {
+        buffer
+        for op in document["ops"]
+        if op["stream"] != MAIN and op["region"] == region
+        for buffer in op["operands"].values()
+    }
+    return min((b["rotate"] for b in document["buffers"] if b["id"] in touched and b["region"] == region), default=1)

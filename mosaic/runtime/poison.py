@@ -1,0 +1,134 @@
+"""Poison: when and with what the bytes of buffers are filled that hold no value, so that a plan that lies is found out.
+
+NaN in floats, the least value in integers. All fills are main's. A buffer that side ops of a loop touch is, like one
+that rotates or is carried, filled around the loop only: its iterations may overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mosaic.runtime.regions import Region, Regions
+from mosaic.runtime.streams import MAIN
+from mosaic.runtime.views import Views
+
+__all__ = ["Fill", "Poison", "Times"]
+
+_KEPT: Final = ("weight", "state", "external", "host")  # what a step leaves alone
+
+
+class Fill(NamedTuple):
+    """Bytes to fill, with what, and what to call it."""
+
+    view: Tensor
+    value: float | int | bool
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Which roots are filled at a time: before the op there (their lifetime starts) or after the one before it (ends)."""
+
+    starts: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, list[int]] = field(default_factory=dict)
+
+    def inside(self, region: Region) -> Times:
+        """Keep the times strictly inside a region; those on its borders come once, outside of the loop."""
+        return Times(
+            *(
+                {time: roots for time, roots in table.items() if region.start < time < region.end}
+                for table in (self.starts, self.ends)
+            )
+        )
+
+    def merged(self, other: Times) -> Times:
+        """Both sets of times."""
+        return Times(*(_merge(a, b) for a, b in ((self.starts, other.starts), (self.ends, other.ends))))
+
+
+def _merge(a: dict[int, list[int]], b: dict[int, list[int]]) -> dict[int, list[int]]:
+    return {time: a.get(time, []) + b.get(time, []) for time in [*a, *(time for time in b if time not in a)]}
+
+
+class Poison:
+    """The fills of one document."""
+
+    def __init__(self, document: Mapping[str, Any], regions: Regions, views: Views) -> None:
+        self._buffers: Sequence[Mapping[str, Any]] = document["buffers"]
+        self._peak_bytes: int = document["peak_bytes"]
+        self._regions, self._views = regions, views
+        self._beside: dict[str | None, set[int]] = {}
+        for op in document["ops"]:
+            if op["stream"] != MAIN:
+                self._beside.setdefault(op["region"], set()).update(op["operands"].values())
+        self._times: dict[str | None, Times] = {}
+        self._find_times()
+
+    def times(self, region: str | None) -> Times:
+        """Give what is filled in every pass over a region's body (None: the step)."""
+        return self._times.get(region, Times())
+
+    def fill(self, root: int, when: str) -> Fill:
+        """Give the fill of a root."""
+        record, view = self._buffers[root], self._views.bytes_of(root)
+        return Fill(view, _value(view.dtype), f"poison {record['name']} at its {when}")
+
+    def everything(self) -> Iterator[Fill]:
+        """Fill what no input occupies before the step; 0xFF is NaN in every float dtype and -1 in integers."""
+        inputs = sorted(
+            (record["offset"], record["offset"] + record["size"])
+            for record in self._buffers
+            if record["pool"] == "workspace" and record["kind"] in ("input", *_KEPT)
+        )
+        position = 0
+        for start, end in [*inputs, (self._peak_bytes, 0)]:
+            if start > position:
+                yield Fill(self._views.at("workspace", position, (start - position,), "uint8"), 0xFF, "poison")
+            position = max(position, end)
+
+    def _find_times(self) -> None:
+        """Note when each alias group is filled, by the region in whose body that happens.
+
+        A group is filled before its lifetime, after it, and in its gaps; where its home is a region, in every iteration.
+        """
+        groups: dict[int, list[Mapping[str, Any]]] = {}
+        for record in self._buffers:
+            groups.setdefault(self._views.root(record)["id"], []).append(record)
+        for root_id, group in groups.items():
+            root, kinds = self._buffers[root_id], {record["kind"] for record in group}
+            if root["pool"] != "workspace" or not kinds.isdisjoint(_KEPT):
+                continue
+            home, start, end = self._home(root, group)
+            mine = self._times.setdefault(home, Times())
+            if "input" not in kinds:
+                mine.starts.setdefault(start, []).append(root_id)
+            if "output" not in kinds:
+                mine.ends.setdefault(end, []).append(root_id)
+            for gap in root["gaps"] if len(group) == 1 else ():
+                mine.ends.setdefault(gap[0], []).append(root_id)
+
+    def _home(self, root: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> tuple[str | None, int, int]:
+        """Find the region in whose every iteration a group is filled, and its lifetime there."""
+        home: str | None = root["region"]
+        start, end = min(record["start"] for record in group), max(record["end"] for record in group)
+        while home is not None:
+            region = self._regions[home]
+            outlives = region.carried | self._beside.get(home, set())
+            if root["rotate"] == 1 and not any(record["id"] in outlives for record in group):
+                break
+            home, start, end = region.parent, min(start, region.start), max(end, region.end)
+        return home, start, end
+
+
+def _value(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point:
+        return math.nan
+    if dtype == torch.bool:
+        return True
+    return 0xFF if dtype == torch.uint8 else torch.iinfo(dtype).min

@@ -1,0 +1,111 @@
+"""The loops of a plan document: which ops they hold, and the rows of each iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["Chunk", "Chunks", "Region", "Regions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A loop over ops [start, end); `carried` buffers hand values from one iteration to the next."""
+
+    name: str
+    parent: str | None
+    dim: str
+    start: int
+    end: int
+    rows: int
+    extent: int
+    count: int
+    carried: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One iteration of a region: rows [start, end) of its dim."""
+
+    index: int
+    start: int
+    end: int
+
+
+Chunks: TypeAlias = Mapping[str, Chunk]
+"""The current iteration of the loops around."""
+
+
+class Regions:
+    """The regions of a document by name, and what follows from how they nest. None stands for the step itself."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        carried: dict[str, frozenset[int]] = {}
+        for barrier in document["barriers"]:
+            if barrier["region"] is not None:
+                carried[barrier["region"]] = frozenset(barrier["carried"])
+        self.by_name = {
+            entry["name"]: Region(
+                carried=carried.get(entry["name"], frozenset()),
+                **{key: entry[key] for key in ("name", "parent", "dim", "start", "end", "rows", "extent", "count")},
+            )
+            for entry in document["regions"]
+        }
+        self._chains: dict[str, tuple[str, ...]] = {}
+        self._chunks: dict[tuple[int, int, int], tuple[Chunk, ...]] = {}
+        self._children: dict[str | None, dict[int, Region]] = {}
+        for region in self.by_name.values():
+            self._children.setdefault(region.parent, {})[region.start] = region
+
+    def __getitem__(self, name: str) -> Region:
+        """Fetch a region by name."""
+        return self.by_name[name]
+
+    def children(self, name: str | None) -> Mapping[int, Region]:
+        """Give the loops directly inside, by their first op."""
+        return self._children.get(name, {})
+
+    def chain(self, name: str | None) -> tuple[str, ...]:
+        """Give a region and those around it, from the inside out; nothing for the step itself."""
+        if name is None:
+            return ()
+        if name not in self._chains:
+            self._chains[name] = (name, *self.chain(self.by_name[name].parent))
+        return self._chains[name]
+
+    def common(self, a: str | None, b: str | None) -> str | None:
+        """Give the innermost region that holds both; None if only the step does."""
+        found = None
+        for mine, other in zip(reversed(self.chain(a)), reversed(self.chain(b)), strict=False):
+            if mine != other:
+                break
+            found = mine
+        return found
+
+    def item(self, name: str | None, op: int, op_region: str | None) -> tuple[int, int]:
+        """Give the ops [start, end) of what holds an op directly inside a region: the op alone, or a loop."""
+        chain = self.chain(op_region)
+        inner = chain[: len(chain) - len(self.chain(name))]
+        if not inner:
+            return op, op + 1
+        loop = self.by_name[inner[-1]]
+        return loop.start, loop.end
+
+    def iterations(self, region: Region, outer: Chunks) -> tuple[Chunk, ...]:
+        """Give the iterations of a region; the last has what is left. Equal ones are the same object.
+
+        A loop inside a loop over the same dim divides the rows of the outer iteration; its chunks count from there.
+        """
+        extent = region.extent
+        for name in self.chain(region.parent):
+            if self.by_name[name].dim == region.dim:
+                extent = min(extent, outer[name].end - outer[name].start)
+                break
+        key = region.count, region.rows, extent
+        if key not in self._chunks:
+            ranges = ((i, i * region.rows, min((i + 1) * region.rows, extent)) for i in range(region.count))
+            self._chunks[key] = tuple(
+                Chunk(index=index, start=start, end=end) for index, start, end in ranges if start < end
+            )
+        return self._chunks[key]

@@ -1,0 +1,218 @@
+"""Streams: what carries a step's launches, and the events that order them across streams.
+
+`Streams` is the protocol that a bound step speaks; `CudaStreams` speaks it to a device, tests write its log down and
+run that in other orders. Where there is none (the CPU) a step runs in program order and no call orders anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+
+from mosaic.errors import DeviceLost, RuntimeMemoryError
+
+__all__ = ["MAIN", "CudaStreams", "Event", "Replay", "Streams", "device_lost"]
+
+MAIN: Final = "main"
+Event: TypeAlias = Any
+"""Whatever `Streams.event` makes."""
+
+
+class Replay(Protocol):
+    """A captured step."""
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+
+
+class Streams(Protocol):
+    """Named streams of one device; "main" is where everything runs that no plan puts elsewhere."""
+
+    def event(self) -> Event:
+        """Make an event, to be recorded again and again."""
+
+    def record(self, event: Event, stream: str) -> None:
+        """Let the event stand for all that was given to a stream so far."""
+
+    def wait(self, event: Event, stream: str) -> None:
+        """Let what is given to a stream from now on wait for what the event stands for now."""
+
+    def launcher(self, function: Callable[..., object], stream: str) -> Callable[..., object]:
+        """Give a function that calls `function` with its launches on a stream."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Run the body with "main" current: after the caller's stream, and the caller's stream after it.
+
+        Where the body raises, all streams are drained.
+        """
+
+    def capture(self, step: Callable[[], None]) -> Replay:
+        """Capture what a function launches, instead of running it; inside `step` only."""
+
+
+class CudaStreams:
+    """One CUDA stream per name; all executors of a model share them.
+
+    Sharing matters for memory: cuBLAS keeps a workspace (32 MiB on Hopper) per stream that ran a product.
+
+    Parameters
+    ----------
+    device
+        The CUDA device; the current one if not given.
+    """
+
+    def __init__(self, device: torch.device | int | None = None) -> None:
+        index = device.index if isinstance(device, torch.device) else device
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._main = self._stream(MAIN)
+        self._entered, self._left = self.event(), self.event()
+        self._drained = True
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._streams[name]
+
+    def event(self) -> torch.cuda.Event:
+        """Make an event; recorded once, because that is when CUDA creates it."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._main)
+        return event
+
+    def record(self, event: torch.cuda.Event, stream: str) -> None:
+        """Let the event stand for all that was given to a stream so far."""
+        event.record(self._streams[stream])
+
+    def wait(self, event: torch.cuda.Event, stream: str) -> None:
+        """Let what is given to a stream from now on wait for what the event stands for now."""
+        event.wait(self._streams[stream])
+
+    def launcher(self, function: Callable[..., object], stream: str) -> Callable[..., object]:
+        """Give a function that calls `function` with its launches on a stream; from main and back to it."""
+        if stream == MAIN:
+            return function
+        main, side, make_current = self._main, self._stream(stream), torch.cuda.set_stream
+
+        def launch(**arguments: Any) -> None:
+            make_current(side)
+            try:
+                function(**arguments)
+            finally:
+                make_current(main)
+
+        return launch
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run the body with "main" current: after the caller's stream, and the caller's stream after it.
+
+        Where the body raises, Ctrl-C included, all streams are drained: nothing of the step runs on. A drain that was
+        itself interrupted is made up for by the next step.
+        """
+        with torch.cuda.device(self.device):
+            if not self._drained:
+                self.drain()
+            caller = torch.cuda.current_stream()
+            self._drained = False
+            try:
+                self._entered.record(caller)
+                self._entered.wait(self._main)
+                torch.cuda.set_stream(self._main)
+                yield
+                self._left.record(self._main)
+                self._left.wait(caller)
+                self._drained = True
+            except BaseException:
+                with suppress(RuntimeError):  # a lost device answers so to everything; the first error says why
+                    self.drain()
+                raise
+            finally:
+                torch.cuda.set_stream(caller)
+
+    def drain(self) -> None:
+        """Wait on the host until nothing of ours runs."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._drained = True
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture what a function launches into a CUDA graph; main must be current, and everything warm.
+
+        `torch.cuda.graph` would do, but it empties PyTorch's caches and waits for the device.
+
+        Raises
+        ------
+        RuntimeMemoryError
+            If something asked PyTorch's allocator for memory, which the plan then does not hold.
+        RuntimeError
+            As PyTorch says it, where something cannot be captured.
+        """
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            before = self._allocations()
+            step()
+            taken = self._allocations() - before
+            graph.capture_end()
+        except BaseException:
+            self._abandon(graph, pool)
+            raise
+        if taken:
+            raise RuntimeMemoryError(
+                f"the step asked PyTorch's allocator for memory {taken} times, which a planned step never does: find "
+                f"the kernel with torch.cuda.memory._record_memory_history, or run without capture."
+            )
+        return graph
+
+    def _allocations(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture that failed, so that PyTorch's allocator and the streams are as before it."""
+        with suppress(RuntimeError):
+            for name, stream in self._streams.items():
+                with torch.cuda.stream(stream):
+                    joins = name != MAIN and torch.cuda.is_current_stream_capturing()
+                if joins:  # a capture cannot end before its side streams are joined
+                    self._left.record(stream)
+                    self._left.wait(self._main)
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # CUDA dropped the capture, and PyTorch raised before it told its own allocator
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+
+
+_LOST: Final = (
+    "illegal memory access", "unspecified launch failure", "misaligned address", "illegal instruction",
+    "invalid program counter", "device-side assert", "hardware stack error", "uncorrectable ecc", "launch timed out",
+    "device is lost", "fell off the bus",
+)  # fmt: skip
+
+
+def device_lost(error: BaseException) -> DeviceLost | None:
+    """Give the typed error where an error says that the device's context is gone for good; None if it does not.
+
+    PyTorch raises `torch.AcceleratorError` (older ones `RuntimeError`), Triton and the driver's bindings their own, also
+    for errors that a process survives: only the text of CUDA tells.
+
+    Examples
+    --------
+    >>> device_lost(RuntimeError("CUDA error: invalid configuration argument")) is None
+    True
+    >>> type(device_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))).__name__
+    'DeviceLost'
+    """
+    text = str(error)
+    if not any(cause in text.lower() for cause in _LOST):
+        return None
+    return DeviceLost(
+        f"the device stopped in a step: {text.splitlines()[0]}. Its memory and everything loaded on it are gone for "
+        f"this process: restart it. The launch that failed may be an earlier one than the op named here; "
+        f"CUDA_LAUNCH_BLOCKING=1 names it, and debug='poison' shows a plan that is wrong."
+    )

@@ -1,0 +1,1 @@
+"""Ways to break a plan document, by what they break; `plan_mutations` has them all."""

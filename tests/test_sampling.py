@@ -1,0 +1,545 @@
+"""Samples of rows: the CPU kernels, and the Triton ones in the interpreter or on a GPU, against an independent statement.
+
+`words_of`, `noise_of` and `assert_samples` state the random numbers and the rule in NumPy and float64, from what is
+published and nothing of the package. Compiling for real cards happens in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# --- in the process of its own --------------------------------------------------------------------------------------
+
+
+def launches() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Operands of the statistics and samples of LLaDA-8B: many rows, few, and rows that no descriptor can describe."""
+    import torch
+
+    hidden, vocabulary = 4096, 126464
+    for rows, dtype, stride in (
+        (2048, torch.bfloat16, hidden),
+        (32, torch.bfloat16, hidden),
+        (2048, torch.bfloat16, hidden + 4),
+        (2048, torch.float32, hidden),
+    ):
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device="meta")
+
+        stats = {name: empty(rows) for name in ("maximum", "second", "logsumexp", "entropy")}
+        stats["token"] = empty(rows, dtype=torch.int64)
+        more = {"keys": empty(rows, dtype=torch.int64), "temperature": empty(1), "sample_logit": empty(rows)}
+        more["sample"] = empty(rows, dtype=torch.int64)
+        x, weight = empty(rows, stride, dtype=dtype)[:, :hidden], empty(vocabulary, hidden, dtype=dtype)
+        yield "unembed_stats", {"x": x, "weight": weight, **stats}
+        yield "unembed_sample", {"x": x, "weight": weight, **stats, **more}
+        logits = empty(rows, vocabulary, dtype=dtype)
+        yield "row_stats", {"logits": logits, **stats}
+        yield "row_sample", {"logits": logits, **stats, **more}
+
+
+def compile_all(capabilities: list[int]) -> None:
+    """Print a line of JSON for every kernel and capability; operands as on a GPU, so descriptors where it has them."""
+    import test_triton_compiles as ahead
+
+    from mosaic.kernels.cuda import _triton, unembed_stats
+
+    plain = ahead.specialised
+
+    def specialised(kernel: Any, arguments: dict[str, Any]) -> Any:
+        described = {n: a for n, a in arguments.items() if isinstance(a, unembed_stats.TensorDescriptor)}
+        signature, constants, attributes = plain(kernel, arguments | {n: a.base for n, a in described.items()})
+        for parameter in kernel.params:
+            if parameter.name in described:
+                signature[parameter.name] = f"tensordesc<bf16{list(described[parameter.name].block_shape)}>"
+                del attributes[(parameter.num,)]
+        return signature, constants, attributes
+
+    def has_descriptors(x: Any, weight: Any) -> bool:
+        return _triton.capability(x) == 90 and x.element_size() == 2 and x.stride(0) % 8 == 0
+
+    ahead.launches, ahead.specialised, unembed_stats.has_descriptors = launches, specialised, has_descriptors
+    ahead.compile_all(capabilities)
+
+
+if __name__ == "__main__":
+    compile_all([int(argument) for argument in sys.argv[1:]])
+    sys.exit()
+
+
+# --- an independent statement ---------------------------------------------------------------------------------------
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+from runtime_helpers import StorageWatch, allocated_bytes, storages  # noqa: E402
+from test_kernels import (  # noqa: E402
+    BF16,
+    DTYPES,
+    F32,
+    F64,
+    Case,
+    assert_statistics,
+    gamma,
+    name_of,
+    randn,
+    statistics_outputs,
+    strided,
+    unit,
+)
+from torch import Tensor  # noqa: E402
+
+from mosaic.errors import GraphError  # noqa: E402
+from mosaic.kernels import _sampling, load  # noqa: E402
+from mosaic.registrar.contract import Spec  # noqa: E402
+from mosaic.registrar.contracts import contract  # noqa: E402
+from mosaic.registrar.implementations import cpu  # noqa: E402
+
+KERNELS = ("row_sample", "unembed_sample")
+NOISE_ERROR = 1.2e-5  # of g, in float32 and with a GPU's fast logarithm
+
+
+def words_of(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> NDArray[np.uint32]:
+    """Philox 4x32-10 of Salmon, Moraes, Dror and Shaw (2011)."""
+    c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
+    k0, k1 = (np.asarray(k, np.uint64) for k in key)
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        p, q = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (q >> np.uint64(32)) ^ c1 ^ k0, q & low, (p >> np.uint64(32)) ^ c3 ^ k1, p & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return np.stack(np.broadcast_arrays(c0, c1, c2, c3)).astype(np.uint32)
+
+
+def uniforms_of(keys: Tensor, columns: int) -> NDArray[np.float32]:
+    """u of the first columns under each key."""
+    key = keys.numpy().view(np.uint64)[:, None]
+    column = np.arange(columns)
+    words = words_of((column // 128 * 32 + column % 32, 0, 0, 0), (key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)))
+    mine = np.take_along_axis(words, np.broadcast_to(column // 32 % 4, words.shape[1:])[None], axis=0)[0]
+    u = (mine.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    return np.minimum(u, np.float32(1 - 2.0**-24))
+
+
+def noise_of(keys: Tensor, columns: int) -> Tensor:
+    """g of the first columns under each key, in float64."""
+    return torch.from_numpy(-np.log(-np.log1p(-uniforms_of(keys, columns).astype(np.float64))))
+
+
+def assert_samples(case: Case, logits: Tensor, delta: Tensor) -> None:
+    """`logits` in float64; `delta` [C] bounds the error of each logit before it is sampled."""
+    temperature = float(case.operands["temperature"])
+    noise = noise_of(case.operands["keys"], logits.shape[1])
+    score, rows = logits + temperature * noise, torch.arange(logits.shape[0])
+    sample = case.outputs["sample"]
+    best, expected = score.max(dim=1)
+    # a score is a product and a sum in float32
+    error = delta + temperature * NOISE_ERROR + 2 * unit(F32) * (logits.abs() + temperature * noise.abs()).amax(1)
+    assert (score[rows, sample] >= best - 2 * error).all()
+    others = score.clone()
+    others[rows, expected] = float("-inf")
+    clear = best - others.amax(1) > 2 * error
+    assert torch.equal(sample[clear], expected[clear])
+    assert ((case.outputs["sample_logit"].double() - logits[rows, sample]).abs() <= delta).all()
+    if temperature == 0.0:
+        assert torch.equal(sample, case.outputs["token"])
+        assert torch.equal(case.outputs["sample_logit"], case.outputs["maximum"])
+
+
+def some_keys(rows: int, seed: int = 0) -> Tensor:
+    """Keys of all 64 bits, both signs."""
+    return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(seed))
+
+
+def sample_case(kernel: str, operands: dict[str, Tensor], temperature: float, rows: int) -> Case:
+    drawn = {"keys": some_keys(rows), "temperature": torch.tensor([temperature])}
+    outputs = {"sample": torch.empty(rows, dtype=torch.int64), "sample_logit": torch.empty(rows)}
+    return Case(kernel, operands | drawn, statistics_outputs(rows) | outputs)
+
+
+def row_case(shape: tuple[int, int], dtype: torch.dtype, temperature: float, scale: float = 2.0) -> Case:
+    logits = strided(randn(*shape, dtype=dtype, scale=scale))
+    return sample_case("row_sample", {"logits": logits}, temperature, shape[0])
+
+
+def unembed_case(shape: tuple[int, int, int], dtype: torch.dtype, temperature: float, aligned: bool = False) -> Case:
+    rows, hidden, vocabulary = shape
+    x, weight = randn(rows, hidden, dtype=dtype), randn(vocabulary, hidden, dtype=dtype, seed=1, scale=hidden**-0.5)
+    if not aligned:
+        x, weight = strided(x), strided(weight, 8, 8)
+    return sample_case("unembed_sample", {"x": x, "weight": weight}, temperature, rows)
+
+
+def verify(case: Case) -> None:
+    """Check statistics and samples of a launched case."""
+    if case.kernel == "row_sample":
+        logits = case.operands["logits"].double()
+        delta = unit(F32) * logits.abs().amax(1)
+    else:
+        x, weight = case.operands["x"].double(), case.operands["weight"].double()
+        logits = x @ weight.T
+        delta = gamma(2 * x.shape[1] + 3, F32) * (x.abs() @ weight.abs().T).amax(1)
+    assert_statistics(case, logits, delta)
+    assert_samples(case, logits, delta)
+
+
+# --- the random numbers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_the_statement_of_philox_gives_the_published_answers(
+    counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, int, int, int]
+) -> None:
+    assert tuple(words_of(counter, key).tolist()) == expected
+
+
+@pytest.mark.parametrize("columns", [1, 127, 128, 3001])
+def test_uniforms_on_the_cpu_are_the_stated_ones_bit_for_bit(columns: int) -> None:
+    keys = torch.cat([some_keys(5), torch.tensor([0, -1, 2**63 - 1, -(2**63), 1 << 32])])
+    assert np.array_equal(_sampling.uniforms(keys, columns).numpy(), uniforms_of(keys, columns))
+
+
+def test_uniforms_lie_strictly_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.tensor([0, 1, 2**24 + 1, 2**32 - 257, 2**32 - 129, 2**32 - 1]).repeat(6)[:32].view(1, 32)
+    monkeypatch.setattr(_sampling, "_philox", lambda *_: (words,) * 4)
+    u = _sampling.uniforms(torch.zeros(1, dtype=torch.int64), 128)
+    assert float(u.min()) == 2.0**-33 and float(u.max()) == 1.0 - 2.0**-24
+
+
+def test_uniforms_are_uniform_and_their_columns_independent() -> None:
+    u = _sampling.uniforms(some_keys(64), 4096).double()
+    counts = torch.histc(u, bins=256, min=0, max=1)
+    expected = u.numel() / 256
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(chi_square - 255) < 4 * (2 * 255) ** 0.5
+    centred = u - 0.5
+    for lag in (1, 32, 128):  # neighbours, words of one counter, neighbouring counters
+        product = centred[:, lag:] * centred[:, :-lag]
+        assert abs(float(product.mean())) < 4 / 12 / product.numel() ** 0.5
+    assert abs(float((centred[1:] * centred[:-1]).mean())) < 4 / 12 / centred[1:].numel() ** 0.5
+
+
+# --- on the CPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1025), (131, 300)], ids=str)
+def test_row_sample(shape: tuple[int, int], temperature: float, dtype: torch.dtype) -> None:
+    case = row_case(shape, dtype, temperature)
+    before = case.operands["logits"].clone()
+    case.launch()
+    assert torch.equal(case.operands["logits"], before)
+    verify(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (129, 33, 1100), (5, 64, 2100)], ids=str)
+def test_unembed_sample(shape: tuple[int, int, int], temperature: float, dtype: torch.dtype) -> None:
+    case = unembed_case(shape, dtype, temperature)
+    case.launch()
+    verify(case)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_reference_is_the_stated_rule(kernel: str) -> None:
+    case = row_case((9, 1500), F64, 0.8) if kernel == "row_sample" else unembed_case((9, 16, 1500), F64, 0.8)
+    given = {name: t.double() if t.is_floating_point() else t for name, t in case.operands.items()}
+    case.outputs = load(kernel).reference(**given)
+    verify(case)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_samples_follow_the_softmax(temperature: float) -> None:
+    logits = torch.tensor([2.0, -1.0, 0.0, 0.5, float("-inf"), 1.0, -2.0])
+    rows = 5_000
+    case = sample_case("row_sample", {"logits": logits.repeat(rows, 1)}, temperature, rows)
+    case.launch()
+    counts = torch.bincount(case.outputs["sample"], minlength=7).double()
+    expected = rows * (logits.double() / temperature).softmax(0)
+    assert counts[4] == 0
+    kept = expected > 0
+    chi_square = float(((counts - expected)[kept] ** 2 / expected[kept]).sum())
+    assert chi_square < 5 + 4 * 10**0.5  # five degrees of freedom, four deviations
+
+
+def test_the_tail_is_finer_than_24_bits() -> None:
+    """-log(-log u) ends at 16.6 where u is a float32 just below 1; here the largest noise comes from the smallest u."""
+    u = _sampling.uniforms(some_keys(512), 8192)
+    small = u[u < 2.0**-12].double()
+    assert small.numel() > 500
+    assert ((small * 2**24).frac() != 0).double().mean() > 0.9
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sample_does_not_depend_on_chunks_places_or_tiles(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = row_case((150, 1500), F32, 1.0) if kernel == "row_sample" else unembed_case((150, 16, 1500), F32, 1.0)
+    case.launch()
+    whole = {name: t.clone() for name, t in case.outputs.items()}
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(1))
+    first = "logits" if kernel == "row_sample" else "x"
+    for chosen in (torch.arange(40, 97), order):
+        part = Case(kernel, dict(case.operands), {name: torch.empty_like(t[chosen]) for name, t in whole.items()})
+        part.operands |= {name: case.operands[name][chosen] for name in (first, "keys")}
+        part.launch()
+        assert torch.equal(part.outputs["sample"], whole["sample"][chosen])
+    monkeypatch.setattr(cpu, "VOCABULARY_COLUMNS", 256)
+    case.launch()
+    assert torch.equal(case.outputs["sample"], whole["sample"])
+
+
+def test_another_key_draws_another_sample() -> None:
+    case = row_case((64, 4096), F32, 1.0, scale=0.1)
+    case.launch()
+    first = case.outputs["sample"].clone()
+    case.operands["keys"] = case.operands["keys"] ^ 1
+    case.launch()
+    assert (case.outputs["sample"] != first).sum() > 60
+
+
+def test_a_row_of_minus_infinity_draws_the_first_column() -> None:
+    case = sample_case("row_sample", {"logits": torch.full((2, 300), float("-inf"))}, 1.0, 2)
+    case.launch()
+    assert case.outputs["sample"].tolist() == [0, 0] == case.outputs["token"].tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sampling_allocates_nothing(kernel: str, temperature: float, dtype: torch.dtype) -> None:
+    shape = (140, 1100)
+    case = row_case(shape, dtype, temperature) if kernel == "row_sample" else unembed_case((140, 64, 1100), dtype, 1.0)
+    launch, scratch = load(kernel).launch, case.scratch()
+    call = lambda: launch(**case.operands, **case.outputs, scratch=scratch)  # noqa: E731
+    assert allocated_bytes(call) == 0
+    with StorageWatch() as watch:
+        call()
+    assert scratch is not None
+    assert watch.pointers <= storages([*case.operands.values(), *case.outputs.values(), scratch])
+
+
+def test_wrong_operands_are_refused() -> None:
+    case = row_case((3, 8), F32, 1.0)
+    for name, wrong in (("keys", torch.zeros(3, dtype=torch.int32)), ("temperature", torch.ones(2))):
+        with pytest.raises(GraphError, match=f"row_sample: operand '{name}' is"):
+            load("row_sample").launch(**(case.operands | {name: wrong}), **case.outputs, scratch=case.scratch())
+
+
+def test_contracts_of_samples() -> None:
+    logits, keys, temperature = Spec((4, 9), "bfloat16"), Spec((4,), "int64"), Spec((1,), "float32")
+    rule = contract("row_sample")
+    assert rule.whole == {"temperature"}
+    inferred = dict(zip(rule.writes, rule.infer(logits=logits, keys=keys, temperature=temperature), strict=True))
+    assert inferred["sample"] == Spec((4,), "int64") and inferred["sample_logit"] == Spec((4,), "float32")
+    assert rule.writes[:5] == contract("row_stats").writes
+    with pytest.raises(GraphError, match=r"keys must be int64\[4\]"):
+        rule.infer(logits=logits, keys=Spec((3,), "int64"), temperature=temperature)
+    with pytest.raises(GraphError, match=r"temperature must be float32\[1\]"):
+        rule.infer(logits=logits, keys=keys, temperature=Spec((4,), "float32"))
+    with pytest.raises(GraphError, match="weight must be"):
+        contract("unembed_sample").infer(
+            x=Spec((4, 9), "bfloat16"), weight=Spec((5, 8), "bfloat16"), keys=keys, temperature=temperature
+        )
+
+
+def test_partials_of_the_fused_kernel_fit_the_scratch() -> None:
+    """The scratch is linear in the rows and knows no card: no card's splits may exceed it, with any tile."""
+    from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, SCRATCH, UNEMBED_PROGRAMS, unembed_splits
+
+    for tile_rows in (32, 64, 128):
+        for rows in (1, 63, 64, 65, 500, 2047, 2048, 2049, 40_000):
+            available = SCRATCH["unembed_stats"]({"x": (rows, 64)}, {}, {})
+            for places in (1, 7, 82, 132, 264, 400):
+                row_tiles = -(-rows // tile_rows)
+                splits = unembed_splits(row_tiles, places)
+                assert 1 <= splits <= UNEMBED_PROGRAMS and rows * splits * PARTIAL_BYTES <= available
+
+
+# --- in Triton --------------------------------------------------------------------------------------------------------
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from test_triton_kernels import INTERPRETED, run
+
+    DEVICE = "cpu" if INTERPRETED else "cuda"
+    triton_test = (lambda function: function) if INTERPRETED else pytest.mark.gpu
+else:
+    triton_test = pytest.mark.skip(reason="triton is not installed")
+
+
+def launched(case: Case) -> Case:
+    case.outputs = run(case, DEVICE)
+    return case
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 4097), (13, 700), (2, 33000)], ids=str)
+def test_row_sample_in_triton(shape: tuple[int, int], temperature: float, dtype: torch.dtype) -> None:
+    verify(launched(row_case(shape, dtype, temperature)))
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (67, 33, 300), (5, 67, 1100)], ids=str)
+def test_unembed_sample_in_triton(shape: tuple[int, int, int], temperature: float, dtype: torch.dtype) -> None:
+    verify(launched(unembed_case(shape, dtype, temperature)))
+
+
+@triton_test
+@pytest.mark.parametrize("sampled", [False, True], ids=["", "sampled"])
+@pytest.mark.parametrize("shape", [(3, 24, 1025), (70, 72, 700), (300, 64, 130)], ids=str)
+def test_unembedding_by_tensor_descriptors(
+    shape: tuple[int, int, int], sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aligned operands: descriptors on a Hopper GPU, and in the interpreter, which is no GPU, when told so."""
+    from mosaic.kernels.cuda import unembed_stats
+
+    if INTERPRETED:
+        monkeypatch.setattr(unembed_stats, "has_descriptors", lambda x, weight: True)
+    case = unembed_case(shape, BF16, 1.0, aligned=True)
+    if sampled:
+        return verify(launched(case))
+    drawn = ("keys", "temperature")
+    case.kernel, case.operands = "unembed_stats", {n: t for n, t in case.operands.items() if n not in drawn}
+    case.outputs = statistics_outputs(shape[0])
+    x, weight = case.operands["x"].double(), case.operands["weight"].double()
+    delta = gamma(2 * shape[1] + 3, F32) * (x.abs() @ weight.abs().T).amax(1)
+    assert_statistics(launched(case), x @ weight.T, delta)
+
+
+@triton_test
+@pytest.mark.parametrize("rows", [40, 90])
+def test_splits_of_the_vocabulary_join(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles to a split, a number of splits that is no power of two, several groups of row tiles."""
+    from mosaic.kernels.cuda import unembed_stats
+
+    monkeypatch.setattr(unembed_stats, "unembed_splits", lambda row_tiles, places: 3)
+    monkeypatch.setattr(unembed_stats, "ROW_TILES", 2)
+    verify(launched(unembed_case((rows, 16, 700), F32, 1.0)))
+
+
+@triton_test
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ruling_tiles_out_changes_no_sample(kernel: str) -> None:
+    """Logits from flat to peaked, so that all, some or nearly none of the tiles are ruled out before their numbers."""
+    for seed, scale in enumerate((0.01, 1.0, 4.0, 16.0)):
+        if kernel == "row_sample":
+            case = row_case((4, 21_000), F32, 1.0, scale)
+        else:
+            case = unembed_case((4, 16, 1100), F32, 1.0)
+            case.operands["x"] *= scale
+        case.operands["keys"] = some_keys(4, seed)
+        verify(launched(case))
+
+
+@triton_test
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equal_scores_go_to_the_lower_column(kernel: str) -> None:
+    """At a temperature too small to tell equal logits apart in float32, the draw is a tie of scores."""
+    vocabulary, tied = 3000, [131, 145, 1700, 2999]
+    if kernel == "row_sample":
+        logits = torch.zeros(1, vocabulary)
+        logits[0, tied] = 1000.0
+        case = sample_case(kernel, {"logits": logits}, 1e-9, 1)
+    else:
+        weight = torch.zeros(vocabulary, 16)
+        weight[tied] = 1000.0 / 16
+        case = sample_case(kernel, {"x": torch.ones(1, 16), "weight": weight}, 1e-9, 1)
+    out = launched(case).outputs
+    assert out["sample"].tolist() == [131] == out["token"].tolist()
+    assert out["sample_logit"].tolist() == [1000.0] == out["second"].tolist()
+
+
+@triton_test
+def test_numbers_in_triton_are_the_stated_ones_bit_for_bit() -> None:
+    import triton_words
+
+    keys = torch.cat([some_keys(3), torch.tensor([0, -1, -(2**63)])])
+    words = torch.empty(6, 1024, dtype=torch.int32, device=DEVICE)
+    noise = torch.empty(6, 1024, device=DEVICE)
+    triton_words.launch(keys.to(DEVICE), words, noise)
+    u = (words.cpu().numpy().view(np.uint32).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    assert np.array_equal(np.minimum(u, np.float32(1 - 2.0**-24)), uniforms_of(keys, 1024))
+    assert (noise.cpu().double() - noise_of(keys, 1024)).abs().max() <= NOISE_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_graph_serves_every_temperature_and_allocates_nothing(kernel: str) -> None:
+    from test_triton_kernels import moved, scratch_for
+
+    case = row_case((40, 5000), BF16, 1.0) if kernel == "row_sample" else unembed_case((40, 64, 5000), BF16, 1.0, True)
+    given = {name: moved(t, "cuda") for name, t in (case.operands | case.outputs).items()}
+    launch, scratch = load(kernel, "cuda").launch, scratch_for(case, "cuda")
+    launch(**given, scratch=scratch)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(**given, scratch=scratch)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    for temperature in (0.0, 0.4, 3.0):
+        case.operands["temperature"].fill_(temperature)
+        given["temperature"].fill_(temperature)
+        case.operands["keys"] = some_keys(40, int(10 * temperature))
+        given["keys"].copy_(case.operands["keys"])
+        graph.replay()
+        case.outputs = {name: given[name].cpu() for name in case.outputs}
+        verify(case)
+
+
+# --- compiled for real cards ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if not HAS_TRITON:
+        pytest.skip("triton is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    command = [sys.executable, __file__, "80", "86", "89", "90"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_samples_compile_without_spills_and_within_shared_memory(compiled: list[dict[str, Any]]) -> None:
+    from test_triton_compiles import SHARED_BYTES
+
+    assert {line["capability"] for line in compiled} == set(SHARED_BYTES)
+    assert {line["operator"] for line in compiled} == {"row_stats", "unembed_stats", *KERNELS}
+    for line in compiled:
+        assert line["stack"] == 0 and line["local"] == 0, line
+        assert line["shared"] <= SHARED_BYTES[line["capability"]], line
+        assert line["global_scratch"] == 0, line
+
+
+def test_fused_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
+    products = [line for line in compiled if line["kernel"] == "partial_kernel" and line["capability"] == 90]
+    assert products and all(line["wgmma"] for line in products)
