@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.cases import Clock, cut, in_own_process, options, parse_ratio, sizes, tag_of, token_counts
+from benchmarks.cases import GRACE_S, Clock, cut, in_own_process, options, parse_ratio, sizes, tag_of, token_counts
 from benchmarks.record import environment, table, write
 from mosaic.bench.limits import largest
 from mosaic.devices import Device, load_device
@@ -197,7 +197,7 @@ def _ablate(model: str, arguments: Any, clock: Clock) -> None:
                 }
             )  # fmt: skip
     for case in clock.while_left(cases, print):
-        runs.append(in_own_process("benchmarks.ablation", case, 600.0))
+        runs.append(in_own_process("benchmarks.ablation", case, clock.left_s + GRACE_S))
         result["card"] = runs[-1].get("card") or result["card"]
         print(runs[-1], file=sys.stderr, flush=True)
     write(f"ablation-{loaded.name}-{load_device(arguments.device).name}{tag_of(arguments)}", result)

@@ -14,10 +14,23 @@ from typing import Any, Final, TypeVar
 from mosaic.models import Model
 from mosaic.units import parse_bytes, parse_tokens
 
-__all__ = ["HOST_BUDGET", "Clock", "cut", "in_own_process", "options", "parse_ratio", "sizes", "tag_of", "token_counts"]
+__all__ = [
+    "GRACE_S",
+    "HOST_BUDGET",
+    "Clock",
+    "cut",
+    "in_own_process",
+    "options",
+    "parse_ratio",
+    "sizes",
+    "tag_of",
+    "token_counts",
+]
 
 T = TypeVar("T")
 HOST_BUDGET: Final = "96GiB"
+GRACE_S: Final = 45.0
+"""Seconds that a case may run beyond the limit on starting new ones."""
 _LAYER_KEYS: Final = ("n_layers", "num_hidden_layers")
 
 

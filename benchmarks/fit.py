@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.cases import Clock, cut, in_own_process, options, parse_ratio, sizes, tag_of
+from benchmarks.cases import GRACE_S, Clock, cut, in_own_process, options, parse_ratio, sizes, tag_of
 from benchmarks.record import environment, table, write
 from mosaic.bench.plans import alive_by_plan
 from mosaic.devices import Device, load_device
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     runs: list[dict[str, Any]] = []
     result = {"environment": environment(), "card": None, "limits": limits, "runs": runs}
     for case in clock.while_left(cases, print):
-        runs.append(in_own_process("benchmarks.fit", case, 600.0))
+        runs.append(in_own_process("benchmarks.fit", case, clock.left_s + GRACE_S))
         result["card"] = runs[-1].get("card") or result["card"]
         print(runs[-1], file=sys.stderr, flush=True)
         write(f"fit-{load_device(arguments.device).name}{tag_of(arguments)}", result)

@@ -322,7 +322,7 @@ def _ablation_plot(model: str, limits: Sequence[Mapping[str, Any]], folder: Path
     bars = axis.barh(names, [max(entry["max_tokens"], 1) for entry in mine], color=COLOR["mosaic"])
     axis.bar_label(bars, [f"{entry['max_tokens']:,}" for entry in mine], padding=3)
     axis.set_xscale("log")
-    axis.margins(x=0.25)
+    axis.set_xlim(right=10 * max(entry["max_tokens"] for entry in mine))
     axis.invert_yaxis()
     axis.set_xlabel("largest context, tokens")
     axis.set_title(f"{model} in {format_bytes(budget)}")

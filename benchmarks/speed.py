@@ -73,6 +73,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--caps", default=(), type=sizes, help="find the largest contexts in so much device memory")
     parser.add_argument("--budget", default=None, type=lambda text: sizes(text)[0], help="for Mosaic")
     parser.add_argument("--repeats", default=7, type=int)
+    # everything stays on the card here, unless a host budget is given: weights that move are another benchmark
+    parser.set_defaults(host_budget=0)
     arguments = parser.parse_args(argv)
     clock = Clock.start(arguments.minutes)
     for model in clock.while_left(arguments.models, print):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +16,21 @@ from test_runtime_compiled import FAMILIES, LLADA
 from torch import Tensor, nn
 
 import mosaic
-from mosaic.bench import Settings
+from mosaic import cli
+from mosaic.bench import Settings, run, suite
 from mosaic.bench.baselines import Experts, Transformer
+from mosaic.bench.floor import Floor
 from mosaic.bench.inputs import make_inputs, masked_rows
 from mosaic.bench.limits import largest
 from mosaic.bench.meters import alive_over_time, profiled
+from mosaic.bench.plans import alive_by_plan, launch_shapes, op_seconds, weight_slots
 from mosaic.bench.sdpa import choose
+from mosaic.bench.torch_engine import TorchEngine
+from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
-from mosaic.planner import Request
-from mosaic.runtime.weights import fill_randomly
+from mosaic.planner import Planner, Request
+from mosaic.runtime.weights import fill_randomly, save_checkpoint
 
 BOUND = 1e-5
 
@@ -206,3 +213,249 @@ def test_attention_on_a_cpu_is_pytorchs_own_choice() -> None:
     choice = choose("fastest", arch, 64, torch.float32, torch.device("cpu"))
     assert choice["forced"] is None and choice["used"] == choice["default"] == "flash"
     assert choose("math", arch, 64, torch.float32, torch.device("cpu"))["forced"] == "math"
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def document_of(tokens: int = 300, **settings: int | str | None) -> Mapping[str, Any]:
+    """The plan of a tiny LLaDA on a card, in a configuration of our own."""
+    planner = Planner(load(LLADA), device="h200", host_budget_bytes=1 << 30)
+    return planner.plan(Request(seq_lens=(tokens,), masked=100), config=settings).document
+
+
+def test_launch_shapes_are_those_of_one_full_iteration() -> None:
+    document = document_of(proj=128, ffn=256, logits=64)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for op in document["ops"]:
+        shapes.setdefault(op["name"], launch_shapes(document, op))
+    assert shapes["layers.0/gate"]["x"] == (256, 64) and shapes["layers.0/gate"]["weight"] == (96, 64)
+    assert shapes["head/logits"]["x"] == (64, 64)
+    whole = document_of()
+    assert {launch_shapes(whole, op)["x"][0] for op in whole["ops"] if op["name"].endswith("gate")} == {300}
+
+
+def test_the_average_counts_live_bytes_by_predicted_time() -> None:
+    buffers = [
+        {"id": 0, "pool": "workspace", "alias_of": None, "size": 100, "start": 0, "end": 3, "gaps": [], "tensor": None},
+        {"id": 1, "pool": "workspace", "alias_of": None, "size": 40, "start": 1, "end": 3, "gaps": [[2, 3]], "tensor": None},
+        {"id": 2, "pool": "workspace", "alias_of": 0, "size": 100, "start": 0, "end": 3, "gaps": [], "tensor": None},
+        {"id": 3, "pool": "workspace", "alias_of": None, "size": 999, "start": 0, "end": 3, "gaps": [], "tensor": None},
+        {"id": 4, "pool": "host", "alias_of": None, "size": 999, "start": 0, "end": 3, "gaps": [], "tensor": "w"},
+        {"id": 5, "pool": "weights", "alias_of": None, "size": 7, "start": 0, "end": 3, "gaps": [], "tensor": "v"},
+    ]  # fmt: skip
+    profile = load_device("h200")
+
+    def op(kernel: str, seconds: float, stream: str = "main", **operands: int) -> dict[str, Any]:
+        moved = round(seconds * profile.bandwidth)
+        return {"kernel": kernel, "stream": stream, "operands": operands, "flops": 0, "bytes": moved, "slices": []}
+
+    document = {
+        "buffers": buffers, "regions": [],
+        "ops": [op("copy", 50.0, "fetch", x=4, y=3), op("silu_mul", 1.0, gate=0), op("silu_mul", 3.0, gate=0)],
+    }  # fmt: skip
+    assert weight_slots(document) == {3}
+    peak, average = alive_by_plan(document, profile)
+    assert peak == 140 and average == pytest.approx((140 * 1 + 100 * 3) / 4)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_predicted_op_times_add_up_to_about_the_plans_prediction(family: str) -> None:
+    for tokens in (4096, 32768):
+        plan = mosaic.plan(
+            {"llada": "llada-8b", "dream": "dream-7b", "moe": "llada-moe"}[family], tokens=tokens, device="h200"
+        )
+        total = sum(op_seconds(plan.document, load_device("h200")))
+        assert total == pytest.approx(plan.predicted_step_ms / 1e3, rel=0.2)
+
+
+def test_a_plans_peak_is_the_largest_live_set() -> None:
+    plan = mosaic.plan("llada-8b", tokens=131072, device="h200", budget_bytes=20 << 30)
+    peak, average = alive_by_plan(plan.document, load_device("h200"))
+    assert peak == plan.lower_bound_bytes and peak / average < 1.3
+
+
+def test_the_floor_is_the_products_and_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = mosaic.plan(load(LLADA), tokens=300, masked=100, device="cpu")
+    floor = Floor("cpu")
+    monkeypatch.setattr(floor, "_measured", lambda key, measure: 1e9)
+    found = floor.of(plan.document)
+    hidden, ffn, kv, vocabulary, layers = 64, 96, 32, 257, 2
+    dense = 2 * 300 * hidden * (2 * hidden + 2 * kv + 3 * ffn)
+    flops = layers * (dense + 4 * 300 * 300 * hidden) + 2 * 100 * hidden * vocabulary
+    assert found["floor_s"] == pytest.approx(flops / 1e9)
+    assert sum(part["flops"] for part in found["floor_parts"].values()) == flops
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_floors_rates_are_measured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mosaic.bench.floor.sustained", lambda call, *, cuda: (call(), 1e-3)[1])
+    plan = mosaic.plan(load(FAMILIES[family][0]), tokens=70, device="cpu")
+    floor = Floor("cpu")
+    parts = floor.of(plan.document)["floor_parts"]
+    attention = next(part for name, part in parts.items() if name.startswith("attention"))
+    heads = load(FAMILIES[family][0]).architecture
+    assert attention["rate"] == pytest.approx(4 * 70 * 70 * heads.heads * heads.head_size / 1e-3)
+    kinds = {name.split()[0] for name in parts}
+    assert ("grouped_linear" in kinds) == (family == "moe") and {"linear", "linear_add", "attention"} <= kinds
+
+
+# --- workers and the command line ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(folder, baseline("llada").tensors, LLADA)
+    return folder
+
+
+def settings_of(model: Path | str, **more: Any) -> Settings:
+    return Settings(**{"model": str(model), "device": "cpu", "contexts": (24,), "engines": ("mosaic", "eager"), **more})
+
+
+def test_engines_run_in_processes_of_their_own_on_the_same_weights(checkpoint: Path) -> None:
+    records: list[dict[str, Any]] = []
+    settings = settings_of(checkpoint, mask_ratios=(0.25, 1.0), floor=True, repeats=2, caps=(2 << 20,))
+    result = run(settings, command="a test", progress=records.append)
+    assert result["failures"] == [] and result["complete"] and result["card"] == "cpu"
+    assert result["environment"]["command"] == "a test" and result["environment"]["versions"]["torch"]
+    points = {(p["engine"], p["mask_ratio"]): p for p in result["points"]}
+    assert list(points) == [(engine, ratio) for engine in ("mosaic", "eager") for ratio in (0.25, 1.0)]
+    ours, eager = points["mosaic", 1.0], points["eager", 1.0]
+    assert ours["masked"] == eager["masked"] == 24 and ours["failed"] is None and eager["failed"] is None
+    assert len(ours["seconds"]) == 2 and ours["step_s"] > 0 and ours["floor_s"] > 0 and ours["predicted_s"] > 0
+    assert ours["inflation"] == 0 and ours["peak_to_average"] >= 1 and ours["activation_peak_bytes"] > 0
+    # the logits of all rows do not depend on how many are masked: LLaDA's baseline is measured once
+    assert eager["same_work_as_ratio"] == 0.25 and "same_work_as_ratio" not in points["eager", 0.25]
+    assert points["mosaic", 0.25]["agrees_with_eager"] == 1.0
+    assert points["mosaic", 0.25]["sample"]["mean_confidence"] == pytest.approx(
+        points["eager", 0.25]["sample"]["mean_confidence"], rel=1e-4
+    )
+    assert points["eager", 0.25]["peak_to_average"] > 1
+    limits = {(entry["engine"], entry["mask_ratio"]): entry["max_tokens"] for entry in result["limits"]}
+    planner = Planner(str(checkpoint), device="cpu", budget_bytes=2 << 20)
+    assert limits["mosaic", 1.0] == planner.max_context(Request(seq_lens=(1,), mask_ratio=1.0))
+    assert limits["eager", 0.25] is None and ("eager", 1.0) not in limits
+    assert json.loads(json.dumps(result)) == result and records
+
+
+def test_a_step_that_does_not_fit_is_a_result(checkpoint: Path) -> None:
+    result = run(settings_of(checkpoint, engines=("mosaic",), contexts=(16, 100_000), budget_bytes=2 << 20), command="")
+    small, large = result["points"]
+    assert small["failed"] is None and large["failed"].startswith("does not fit") and large["step_s"] is None
+    assert result["complete"]
+
+
+def test_an_engine_that_fails_is_said_and_the_others_run(tmp_path: Path, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"short")
+    result = run(settings_of(tmp_path / "broken", engines=("eager",)), command="")
+    assert not result["complete"] and result["points"] == [] and result["card"] is None
+    assert "CheckpointError" in result["failures"][0]["message"] and result["failures"][0]["engine"] == "eager"
+
+
+def test_time_that_runs_out_ends_the_worker(checkpoint: Path) -> None:
+    kept: list[dict[str, Any]] = []
+    failure = suite.run_engine("eager", settings_of(checkpoint), kept.append, timeout_s=0.05)
+    assert failure is not None and "no time left" in failure and kept == []
+    assert suite.run_engine("eager", settings_of(checkpoint), kept.append, timeout_s=0.0) == "not started: no time left"
+
+
+def test_a_compiled_baseline_goes_through_torch_compile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def compile_(function: Any, **options: Any) -> Any:
+        asked.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    settings = settings_of(checkpoint)
+    engine, eager = (TorchEngine(settings, compiled=compiled) for compiled in (True, False))
+    assert asked == [{"dynamic": True}] and engine.describe()["torch_compile"] and not eager.describe()["torch_compile"]
+    found = []
+    for each in (engine, eager):
+        each.start(make_inputs(each.arch, 24, 0.5, seed=0))
+        found.append(each.step())
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def canned(**more: Any) -> dict[str, Any]:
+    """A result as `run` gives it."""
+    point = {
+        "engine": "eager", "tokens": 1024, "mask_ratio": 0.5, "masked": 512, "step_s": 0.0123, "failed": None,
+        "attention": {"used": "cudnn"}, "activation_peak_bytes": 3 << 20, "driver_bytes": 5 << 30,
+    }  # fmt: skip
+    failed = {**point, "tokens": 9, "step_s": None, "failed": "out of memory"}
+    limit = {"engine": "eager", "cap_bytes": 24 << 30, "mask_ratio": 0.5, "max_tokens": 18944}
+    return {"points": [point, failed], "limits": [limit], "complete": True, "failures": [], **more}
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["mosaic", "bench", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_the_command_prints_a_table_and_writes_json(
+    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Settings] = []
+
+    def fake(settings: Settings, **_: Any) -> dict[str, Any]:
+        asked.append(settings)
+        return canned()
+
+    monkeypatch.setattr("mosaic.bench.run", fake)
+    file = tmp_path / "bench.json"
+    options = (
+        "--model",
+        "llada-8b",
+        "--device",
+        "h200",
+        "--ctx",
+        "1k,2k",
+        "--mask-ratio",
+        "0.1,0.9",
+        "--cap",
+        "24GiB,40GiB",
+    )
+    code, out, _ = command(*options, "--engines", "eager", "--out", str(file), "--budget", "6GiB")
+    assert code == 0 and json.loads(file.read_text()) == canned()
+    assert asked[0].contexts == (1024, 2048) and asked[0].mask_ratios == (0.1, 0.9) and asked[0].budget_bytes == 6 << 30
+    assert asked[0].caps == (24 << 30, 40 << 30) and asked[0].engines == ("eager",)
+    for part in ("12.30", "cudnn", "out of memory", "18,944", "24.00 GiB", "5,120.0"):
+        assert part in out, part
+    assert "floor" not in out and "peak/avg" not in out  # nothing to show there
+    code, out, _ = command(*options, "--json")
+    assert code == 0 and json.loads(out) == canned()
+    monkeypatch.setattr("mosaic.bench.run", lambda settings, **_: canned(complete=False))
+    assert command(*options)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--device", "cpu"), "--model"),
+        (("--model", "llada-8b"), "--device"),
+        (("--model", "llada-9b", "--device", "cpu"), "Did you mean"),
+        (("--model", "llada-8b", "--device", "h2000"), "Did you mean"),
+        (("--model", "llada-8b", "--device", "cpu", "--mask-ratio", "half"), "0.5"),
+        (("--model", "llada-8b", "--device", "cpu", "--engines", "eagre"), "eager"),
+        (("--model", "llada-8b", "--device", "cpu", "--out", "/nowhere/at/all.json"), "does not exist"),
+    ],
+)
+def test_a_wrong_command_is_one_line(
+    command: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], word: str
+) -> None:
+    code, out, err = command(*arguments)
+    assert code == 2 and out == "" and word in err and err.count("\n") == 1

@@ -105,5 +105,6 @@ def test_more_host_memory_never_shortens_the_context() -> None:
 def test_long_contexts_on_small_cards(tokens: int, budget: int, host: int) -> None:
     planner = Planner("llada-8b", device="h200", budget_bytes=budget * GIB, host_budget_bytes=host * GIB)
     plan = planner.plan(Request(seq_lens=(tokens,)))
-    assert plan.fits and plan.optimal and plan.max_ctx_tokens >= tokens
+    assert plan.fits and plan.max_ctx_tokens >= tokens
+    assert plan.peak_bytes <= plan.lower_bound_bytes * 1.01
     assert check_plan(plan.document) == []

@@ -59,11 +59,12 @@ def test_attention_by_groups_of_heads_holds_two_residuals(llada: Planner) -> Non
 
 
 def test_streamed_weights_hold_a_layer_and_the_next_sublayer(llada: Planner) -> None:
-    """At the attention of a layer: its four projections, and the feed-forward's three matrices that arrive meanwhile."""
+    """While queries attend: their two projections, those of keys and values being spent, and the three matrices of the
+    feed-forward that arrive meanwhile."""
     knobs = {"attention": "queries", "proj": 128, "ffn": 128, "logits": 64}
     resident, streamed = (forms(llada, stream=level, **knobs) for level in ("none", "layers"))
-    layer = 2 * (4 * 4096**2 + 3 * 4096 * 12288)
-    assert streamed["layers.0/q_linear"] == resident["layers.0/q_linear"] + layer
+    slots = 2 * (2 * 4096**2 + 3 * 4096 * 12288)
+    assert streamed["layers.0/q_linear"] == resident["layers.0/q_linear"] + slots
 
 
 def test_offloaded_hidden_states_hold_windows(llada: Planner) -> None:
@@ -228,7 +229,7 @@ def test_one_order_serves_every_context_and_chunk(name: str, monkeypatch: pytest
     monkeypatch.setattr(placement, "solve", counted)
     planner = Planner(name, device="h200")
     chunk = "experts" if name == "llada-moe" else "ffn"
-    for tokens in range(2048, 400_000, 9973):
+    for tokens in range(2048, 400_000, 29_973):
         point = planner.space().at(Request(seq_lens=(tokens,), mask_ratio=0.4).dims())
         config = point.config({"proj": 256, chunk: 512, "logits": 128})
         _, peak, _ = placement.place(point, config)

@@ -221,12 +221,12 @@ def row_loop(g: Graph, choose: random.Random, layer: int, hidden: Buffer, weight
                 g.add_op("copy", window, out=hidden, name=f"store{layer}")
 
 
-def planned(build: Callable[[Graph], None], tokens: int = 11, rows: int = 2) -> Document:
+def planned(build: Callable[[Graph], None], tokens: int = 11, rows: int = 2, device: str = "cpu") -> Document:
     """Plan with the given rows per chunk, and one group at a time."""
     g = Graph("probe", backend="cpu")
     build(g)
     config = {knob: 1 if knob == "groups" else rows for knob in g.tiles}
-    return dict(plan_graph(build, dims={"tokens": tokens}, device="cpu", config=config).document)
+    return dict(plan_graph(build, dims={"tokens": tokens}, device=device, config=config).document)
 
 
 GRAPHS: Final[Mapping[str, Callable[[Graph], None]]] = {

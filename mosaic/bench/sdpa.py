@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mosaic.bench.meters import timed
+from mosaic.bench.meters import sustained
 from mosaic.models.architecture import Architecture
 
-__all__ = ["BACKENDS", "Choice", "choose", "default_backend", "measure_backends", "using"]
+__all__ = ["BACKENDS", "Choice", "choose", "default_backend", "keep_unless_slower", "measure_backends", "using"]
 
 BACKENDS: Final = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -26,7 +26,8 @@ _FUSED: Final = ("cudnn", "flash", "efficient")
 _MOST_TOKENS: Final = 16384
 """Rates hardly change beyond; a longer timing would cost more than it tells."""
 
-Choice = dict[str, object]
+Choice = dict[str, Any]
+"""`used`, `forced` (None: PyTorch's own choice), `default`, and `rates`: FLOP/s by backend, where they were measured."""
 
 
 @contextmanager
@@ -60,16 +61,17 @@ def measure_backends(arch: Architecture, tokens: int, dtype: torch.dtype, device
     for name in _FUSED:
         try:
             with using(name):
-                F.scaled_dot_product_attention(q, q, q)
-                seconds = timed(lambda: F.scaled_dot_product_attention(q, q, q), 5, cuda=device.type == "cuda")
+                seconds = sustained(
+                    lambda: F.scaled_dot_product_attention(q, q, q), cuda=device.type == "cuda", least_s=0.02
+                )
         except RuntimeError:  # "No available kernel": not for this card, dtype or shape
             continue
-        rates[name] = flops / sorted(seconds)[len(seconds) // 2]
+        rates[name] = flops / seconds
     return rates
 
 
 def choose(wanted: str, arch: Architecture, tokens: int, dtype: torch.dtype, device: torch.device) -> Choice:
-    """Settle on a backend: `used` (None: PyTorch's own choice), `default`, and the `rates` if any were measured."""
+    """Settle on a backend: as wanted, or the fastest of a timing on a card."""
     default = default_backend(arch, tokens, dtype, device)
     if wanted != "fastest" or device.type != "cuda":
         named = wanted if wanted in BACKENDS else None
@@ -77,3 +79,16 @@ def choose(wanted: str, arch: Architecture, tokens: int, dtype: torch.dtype, dev
     rates = measure_backends(arch, tokens, dtype, device)
     best = max(rates, key=lambda name: rates[name]) if rates else None
     return {"used": best or default, "forced": best, "default": default, "rates": rates}
+
+
+def keep_unless_slower(current: Choice, found: Choice, margin: float = 1.1) -> Choice:
+    """Stay with the current backend unless the one found is faster by a margin: a compiled step is compiled anew for it.
+
+    >>> rates = {"cudnn": 100.0, "flash": 105.0}
+    >>> keep_unless_slower({"used": "cudnn"}, {"used": "flash", "forced": "flash", "rates": rates})["used"]
+    'cudnn'
+    """
+    rates, before = found["rates"], current["used"]
+    if before not in rates or rates[found["used"]] > margin * rates[before]:
+        return found
+    return {**found, "used": before, "forced": before}

@@ -26,6 +26,8 @@ _WARM_TOKENS: Final = 256
 _STEP_TOKENS: Final = 256
 """Granularity of the largest context."""
 _MOST_TOKENS: Final = 1 << 20
+_FIRST_TRY: Final = 4096
+"""Where bytes per token are measured, for a first guess at the largest context."""
 
 
 def fill(tensors: Mapping[str, Tensor], model: Model, seed: int) -> None:
@@ -89,12 +91,17 @@ class TorchEngine:
     # --- one point ------------------------------------------------------------------------------------------------
 
     def start(self, inputs: Inputs) -> None:
-        """Move the inputs, settle on an attention backend, and take notes of what the allocator holds."""
+        """Settle on an attention backend for this size, take the inputs, restart the meters."""
+        found = sdpa.choose(self.settings.attention, self.arch, inputs.tokens, self.transformer.dtype, self.device)
+        if self.compiled and self._attention:
+            found = sdpa.keep_unless_slower(self._attention, found)
+            if found["used"] != self._attention["used"]:
+                torch.compiler.reset()  # what was traced keeps the backend it was traced with
+        self._attention = found
+        self._take(inputs)
+
+    def _take(self, inputs: Inputs) -> None:
         self._ids = inputs.token_ids[None].to(self.device)
-        choice = sdpa.choose(self.settings.attention, self.arch, inputs.tokens, self.transformer.dtype, self.device)
-        if self.compiled and choice["used"] != self._attention.get("used", choice["used"]):
-            torch.compiler.reset()  # what was traced keeps the backend it was traced with
-        self._attention = choice
         self.settle()
 
     def settle(self) -> None:
@@ -146,9 +153,10 @@ class TorchEngine:
             return {"max_tokens": None, "note": "PyTorch's allocator has no cap on a CPU"}
         total = torch.cuda.mem_get_info()[1]
         tries: list[dict[str, Any]] = []
-        per_token = self._try(4096, mask_ratio)
+        self.start(make_inputs(self.arch, _FIRST_TRY, mask_ratio, self.settings.seed))
+        per_token = self._try(_FIRST_TRY, mask_ratio)
         if per_token is None:
-            return {"max_tokens": None, "note": "4,096 tokens do not fit the card"}
+            return {"max_tokens": None, "note": f"{_FIRST_TRY:,} tokens do not fit the card"}
         rest = self._cap(cap_bytes, total)
 
         def runs(tokens: int) -> bool:
@@ -175,14 +183,15 @@ class TorchEngine:
     def _try(self, tokens: int, mask_ratio: float) -> float | None:
         """Run one step; return reserved activation bytes per token, None where memory ran out."""
         try:
-            self.start(make_inputs(self.arch, tokens, mask_ratio, self.settings.seed))
+            self._take(make_inputs(self.arch, tokens, mask_ratio, self.settings.seed))
             self.step()
             synchronise(True)
+            return (torch.cuda.max_memory_reserved() - self._reserved) / tokens
         except torch.OutOfMemoryError:
-            gc.collect()
-            torch.cuda.empty_cache()
-            return None
-        return (torch.cuda.max_memory_reserved() - self._reserved) / tokens
+            pass  # the error holds the step's tensors: free them once it is gone
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
 
     def floors(self) -> Iterator[dict[str, Any]]:
         """The floor is the plan's."""

@@ -5,6 +5,7 @@ Every record is a line of JSON on stdout, written as soon as it is measured; wha
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -114,19 +115,24 @@ def measure(engine: Engine, inputs: Inputs, settings: Settings) -> dict[str, Any
         engine.settle()
         timed(engine.step, 1, cuda=engine.cuda)
         seconds = timed(engine.step, settings.repeats, cuda=engine.cuda)
-        token, confidence = engine.step()
-        sample = {"tokens": token[:_SHOWN].tolist(), "mean_confidence": float(confidence.double().mean())}
-        del token, confidence
         middle = statistics.median(seconds)
         return {
-            "masked": inputs.masked, "step_s": middle, "seconds": seconds, "warm_s": warm_s, "sample": sample,
+            "masked": inputs.masked, "step_s": middle, "seconds": seconds, "warm_s": warm_s, "sample": sample(engine),
             "failed": None, **engine.facts(middle),
         }  # fmt: skip
     except torch.OutOfMemoryError:
-        engine.settle()
-        return {"masked": inputs.masked, "step_s": None, "failed": "out of memory"}
+        why = "out of memory"
     except DoesNotFit as error:
-        return {"masked": inputs.masked, "step_s": None, "failed": f"does not fit: {error}"}
+        why = f"does not fit: {error}"
+    gc.collect()  # the error held the step's tensors
+    engine.settle()
+    return {"masked": inputs.masked, "step_s": None, "failed": why}
+
+
+def sample(engine: Engine) -> dict[str, Any]:
+    """The first predictions of a step, and its mean confidence; nothing of it stays on the card."""
+    token, confidence = engine.step()
+    return {"tokens": token[:_SHOWN].cpu().tolist(), "mean_confidence": float(confidence.cpu().double().mean())}
 
 
 def main() -> None:

@@ -29,9 +29,11 @@ KERNELS: Final[dict[str, str]] = {
         "moe_sort",
         "rms_norm",
         "rotary",
+        "row_sample",
         "row_stats",
         "shift_rows",
         "silu_mul",
+        "unembed_sample",
         "unembed_stats",
     )
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from mosaic.planner.space import Config, Point
@@ -77,7 +78,7 @@ def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> Searc
 def brute_force(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> SearchResult:
     """Evaluate the whole grid and apply the objective to the letter: the baseline of Mosaic, figures 15 to 17."""
     before = point.evaluations
-    feasible = [config for config in point.grid() if point.fits(config, budget_bytes, host_budget_bytes)]
+    feasible = [config for config in point.grid(host_budget_bytes) if point.fits(config, budget_bytes, host_budget_bytes)]
     if feasible:
         limit = min(map(point.seconds, feasible)) * (1 + TOLERANCE)
         config = min((c for c in feasible if point.seconds(c) <= limit), key=lambda c: _preference(point, c))
@@ -197,7 +198,8 @@ def _cheapest(moves: list[tuple[float, Config, str]]) -> tuple[Config, str]:
 
 
 def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tuple[Config, str]]:
-    """Undo moves that later ones made needless: any faster setting of one knob that still fits."""
+    """Undo moves that later ones made needless: any faster setting of one knob that still fits, and of two knobs whose
+    loops nest, where one may have to give for the other."""
     improved = True
     while improved:
         improved = False
@@ -211,6 +213,20 @@ def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tu
                     improved = True
                     yield config, _describe(point, knob, rows)
                     break
+        for outer, inner in point.nested_knobs(config.choices):
+            traded = _traded(point, config, outer, inner, budget_bytes)
+            if point.seconds(traded) < point.seconds(config):
+                config, improved = traded, True
+                moves = (_describe(point, knob, config.rows[knob]) for knob in (outer, inner))
+                yield config, ", ".join(moves)
+
+
+def _traded(point: Point, config: Config, outer: int, inner: int, budget_bytes: int) -> Config:
+    """The fastest pair of settings of two knobs that fits, or the configuration as it is."""
+    pairs = product(point.options(config.choices, outer), point.options(config.choices, inner))
+    candidates = [config, *(_with(_with(config, outer, a), inner, b) for a, b in pairs)]
+    fitting = (c for c in candidates if c is config or point.total_bytes(c) <= budget_bytes)
+    return min(fitting, key=point.seconds)
 
 
 def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) -> tuple[Config, list[TraceStep]]:

@@ -195,9 +195,21 @@ class Point:
             return value
         return round_up(self.extents[record.name], record.tile) if record.name in body.looping else None
 
-    def grid(self) -> Iterator[Config]:
-        """Every configuration of the stated grid, in a fixed order."""
-        for choices in self.choice_combinations:
+    def nested_knobs(self, choices: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Pairs of knobs of which one has a loop inside a loop of the other."""
+        index = {knob.name: k for k, knob in enumerate(self.space.template.knobs)}
+        body = self.space.template.bodies[choices]
+        parents = [(body.regions[r.parent].knob, r.knob) for r in body.regions if r.parent is not None]
+        return [(index[outer], index[inner]) for outer, inner in dict.fromkeys(parents)]
+
+    def grid(self, host_budget_bytes: int = 0) -> Iterator[Config]:
+        """Every configuration of the stated grid that the host has room for, in a fixed order."""
+        combinations = dict[tuple[str, ...], None]()
+        for base, ladders in self.groups():
+            combinations[base] = None
+            for ladder in ladders if host_budget_bytes else ():
+                combinations.update(dict.fromkeys(self.affordable(ladder, host_budget_bytes)))
+        for choices in combinations:
             for rows in product(*(self.options(choices, k) for k in self._knobs)):
                 yield Config(choices, rows)
 

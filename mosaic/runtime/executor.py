@@ -228,5 +228,6 @@ class Executor:
                     for step, arguments in zip(segment.steps, row, strict=True):
                         step.call(**arguments)
         except Exception as error:
-            error.add_note(f"in op {step.op} ({step.name}) of the plan" if step is not None else "before the first op")
+            assert step is not None
+            error.add_note(f"in op {step.op} ({step.name}) of the plan")
             raise

@@ -13,8 +13,8 @@ __all__ = ["OPERATORS", "contract"]
 
 OPERATORS: Final = (
     "attention", "confidence", "copy", "embedding", "gather_rows", "grouped_linear", "head_norm", "linear", "linear_add",
-    "moe_combine", "moe_gather", "moe_route", "moe_sort", "rms_norm", "rotary", "row_stats", "shift_rows", "silu_mul",
-    "unembed_stats",
+    "moe_combine", "moe_gather", "moe_route", "moe_sort", "rms_norm", "rotary", "row_sample", "row_stats", "shift_rows",
+    "silu_mul", "unembed_sample", "unembed_stats",
 )  # fmt: skip
 
 

@@ -233,8 +233,10 @@ TILES: Final[Mapping[str, TileFunction]] = {
     "moe_sort": _moe_sort,
     "rms_norm": _rms_norm,
     "rotary": _rotary,
+    "row_sample": _row_sample,
     "row_stats": _row_stats,
     "shift_rows": _shift_rows,
+    "unembed_sample": _unembed_sample,
     "unembed_stats": _unembed_stats,
 }
 

@@ -101,5 +101,6 @@ SCRATCH: Final = {
     "attention": attention,
     "moe_combine": moe_combine,
     "moe_sort": moe_sort,
+    "unembed_sample": unembed_sample,
     "unembed_stats": unembed_stats,
 }

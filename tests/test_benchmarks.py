@@ -1,0 +1,265 @@
+"""The benchmark scripts on a CPU with a tiny model: their cases, their records, and the documents made from them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_runtime_compiled import LLADA
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import ablation, cases, fit, record, report, requests, same_results, speed, unembed
+from mosaic.bench.baselines import Transformer
+from mosaic.devices import load_device
+from mosaic.errors import UsageError
+from mosaic.models import load
+from mosaic.planner import Planner, Request
+from mosaic.runtime.weights import fill_randomly, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    network = Transformer(load(LLADA).architecture)
+    fill_randomly(network.tensors)
+    save_checkpoint(folder, network.tensors, LLADA)
+    return str(folder)
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the scripts write instead of benchmarks/results."""
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    return tmp_path / "out"
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["llada-8b", "dream-7b", "llada-moe"])
+def test_a_cut_model_does_the_same_work_per_layer(preset: str) -> None:
+    """The plan of a long context under a small budget has the same workspace with three layers, to the byte."""
+    model, budgets = load(preset), {"budget_bytes": 8 << 30, "host_budget_bytes": 96 << 30}
+    request = Request(seq_lens=(65536,))
+    full = Planner(model, device="h200", **budgets).plan(request)
+    part = Planner(cases.cut(model, 3), device="h200", **budgets).plan(request, config=full.config)
+    assert full.peak_bytes == part.peak_bytes and part.config == full.config
+    assert cases.cut(model, None) is model and cases.cut(model, 99) is model
+
+
+def test_cases_are_read_as_written() -> None:
+    assert fit.parse_case("512k:12GiB") == {"tokens": 524288, "budget_bytes": 12 << 30, "layers": None}
+    for wrong in ("512k", "1k:1GiB:2:3", "k:1GiB"):
+        with pytest.raises(UsageError):
+            fit.parse_case(wrong)
+
+
+def test_a_clock_starts_nothing_after_its_time() -> None:
+    said: list[str] = []
+    assert list(cases.Clock.start(1.0).while_left([1, 2], said.append)) == [1, 2] and said == []
+    assert list(cases.Clock.start(0.0).while_left([1, 2], said.append)) == [] and "2 of 2" in said[0]
+
+
+def test_a_case_that_fails_says_why() -> None:
+    case = {"model": "no such model", "device": "cpu"}
+    found = cases.in_own_process("benchmarks.fit", case, 60.0)
+    assert found["model"] == "no such model" and "UnknownName" in found["failed"]
+    assert "ended" in cases.in_own_process("benchmarks.fit", case, 0.01)["failed"]
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+
+def test_fit_runs_a_plan_with_fewer_layers_in_the_full_plans_bytes(checkpoint: str, out: Path) -> None:
+    common = {"model": checkpoint, "device": "cpu", "host_budget": 1 << 30, "mask_ratio": 0.5, "seed": 0}
+    case = {**common, "tokens": 200, "budget_bytes": 4 << 20}
+    whole, part = fit.execute({**case, "layers": None}), fit.execute({**case, "layers": 1})
+    assert whole["failed"] is None and whole["finite"] and whole["within"] and whole["ballast_bytes"] == 0
+    assert part["executed_layers"] == 1 and part["ballast_bytes"] > 0
+    taken = sum(size for name, size in part["committed_bytes"].items() if name != "host")
+    assert taken == part["planned_bytes"] == whole["planned_bytes"]
+    refused = fit.execute({**case, "budget_bytes": 1 << 16, "layers": None})
+    assert "does not fit" in refused["failed"] and refused["max_tokens"] == 0
+    rows = fit.run_rows([{**run, "name": "tiny"} for run in (whole, part, refused)])
+    assert {len(row) for row in rows} == {len(fit.RUN_HEADER)}
+
+
+def test_fit_writes_the_planners_table(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit.main(["llada-8b", "--table", "--budgets", "8GiB,24GiB", "--device", "h200"])
+    limits = {entry["budget_bytes"]: entry for entry in read(out, "fit-h200")["limits"]}
+    planner = Planner("llada-8b", device="h200", budget_bytes=24 << 30, host_budget_bytes=96 << 30)
+    assert limits[24 << 30]["max_tokens"] == planner.max_context(Request(seq_lens=(1,)))
+    assert limits[24 << 30]["total_bytes"] <= 24 << 30 and 1 <= limits[8 << 30]["peak_to_average"] < 1.5
+    assert f"| 24.00 GiB | {limits[24 << 30]['max_tokens']:,} |" in capsys.readouterr().out
+
+
+def test_requests_run_within_the_budget_or_are_refused(
+    checkpoint: str, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests.main([checkpoint, "--device", "cpu", "--requests", "0:6", "--longest", "64", "--host-budget", "1GiB"])
+    rows = read(out, "requests-cpu")["requests"]
+    assert [row["number"] for row in rows] == list(range(6)) and {row["outcome"] for row in rows} == {"ran", "refused"}
+    assert all(row["as_planned"] for row in rows)
+    assert all(row["pages_as_planned"] and row["finite"] for row in rows if row["outcome"] == "ran")
+    device = load_device("cpu")
+    again = requests.draw(3, [checkpoint], device, 1 << 30, 64, 0)
+    assert again == {key: rows[3][key] for key in again}, "a request follows from its number"
+    assert "| asked | 6 |" in capsys.readouterr().out
+
+
+def test_ablation_adds_one_part_after_another(out: Path) -> None:
+    ablation.main(["llada-8b", "--ctx", "none", "--budgets", "24GiB"])
+    found = [entry["max_tokens"] for entry in read(out, "ablation-llada-8b-h200")["limits"]]
+    assert (
+        len(found) == 2 + len(ablation.LEVELS) and found == sorted(found) and found[0] < found[1] < found[2] < found[3]
+    )
+
+
+def test_ablation_times_one_move_each(checkpoint: str) -> None:
+    variants = ablation.variants(checkpoint, 64, "cpu", 0.5)
+    assert list(variants)[:2] == ["no moves", "fastest"]
+    case = {
+        "model": checkpoint, "device": "cpu", "host_budget": 1 << 30, "tokens": 64, "mask_ratio": 0.5, "seed": 0,
+        "layers": None, "repeats": 1,
+    }  # fmt: skip
+    runs = []
+    for name in ("fastest", "all together"):
+        runs.append(ablation.run_variant({**case, "variant": name, "config": variants[name]}))
+        assert runs[-1]["failed"] is None and runs[-1]["step_s"] > 0
+    rows = ablation.run_rows([*runs, {**runs[0], "failed": "no"}])
+    assert rows[0][3] == "+0.0%" and {len(row) for row in rows} == {len(ablation.RUN_HEADER)}
+
+
+def test_results_of_every_variant_are_held_against_float32(checkpoint: str, out: Path) -> None:
+    same_results.main(
+        [checkpoint, "--device", "cpu", "--ctx", "50", "--host-budget", "1GiB",
+         "--only", "fastest,poisoned,weights streamed,hidden states offloaded,attention split"]
+    )  # fmt: skip
+    eager, *variants = read(out, f"same-{Path(checkpoint).name}-cpu")["rows"]
+    assert eager["logits_error"] < 1e-6 and eager["argmax_agreement"] == 1  # float32 here is the reference's dtype
+    assert len(variants) == 5 and all(row["repeatable"] for row in variants)
+    assert all(row["logits_error"] < 1e-5 and row["confidence_error"] < 1e-5 for row in variants)
+    assert all(row["same_bits"] for row in variants if row["name"] != "attention split")
+
+
+def test_errors_are_relative_to_the_reference() -> None:
+    reference = {
+        "logits": torch.tensor([[3.0, 4.0]]),
+        "token": torch.tensor([1, 0]),
+        "confidence": torch.tensor([0.5, 0.25]),
+    }
+    found = {
+        "logits": torch.tensor([[3.0, 4.5]]),
+        "token": torch.tensor([1, 1]),
+        "confidence": torch.tensor([0.5, 0.2]),
+    }
+    errors = same_results.errors(found, reference)
+    assert errors["argmax_agreement"] == 0.5 and errors["logits_error"] == pytest.approx(0.1)
+    assert errors["logits_worst"] == pytest.approx(0.125) and errors["confidence_worst"] == pytest.approx(0.2)
+    assert same_results.over_eager(errors, errors)["logits_error_over_eager"] == 1.0
+
+
+def test_unembedding_is_measured_in_every_variant(checkpoint: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mosaic.bench.meters.sustained", lambda call, **_: (call(), 1e-3)[1])
+    unembed.main([checkpoint, "--device", "cpu", "--rows", "5,200", "--kinds", "statistics", "sampling"])
+    found = read(out, f"unembed-{Path(checkpoint).name}-cpu")["rows"]
+    assert [entry["rows"] for entry in found] == [5, 200]
+    kinds = ["statistics", "sampling"]
+    for kind in kinds:
+        assert list(found[1][kind]["chunked_s"]) == ["128", "200"] and found[1][kind]["fused_s"] == 1e-3
+    assert {len(row) for row in unembed.rows_of(found, kinds)} == {len(unembed.header_of(kinds))}
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def point(engine: str, tokens: int, step_s: float | None, **more: Any) -> dict[str, Any]:
+    return {
+        "engine": engine, "tokens": tokens, "mask_ratio": 0.5, "masked": tokens // 2, "step_s": step_s,
+        "failed": None if step_s else "out of memory", "attention": {"used": "cudnn"}, "driver_bytes": 16 << 30, **more,
+    }  # fmt: skip
+
+
+ENVIRONMENT = {"machine": "m", "versions": {"torch": "2.11.0"}, "commit": None, "command": "python -m benchmarks.x"}
+SPEED = {
+    "model": "llada-8b", "card": "NVIDIA H200", "environment": ENVIRONMENT,
+    "points": [
+        point("mosaic", 1024, 0.020, floor_s=0.019, predicted_s=0.021, fixed_bytes=3 << 20, allocations_in_step=0),
+        point("eager", 1024, 0.034), point("compile", 1024, 0.025), point("eager", 65536, None),
+    ],
+    "limits": [{"engine": "eager", "cap_bytes": 24 << 30, "mask_ratio": 0.5, "max_tokens": 18944}],
+}  # fmt: skip
+FIT = {
+    "card": None, "environment": ENVIRONMENT, "runs": [],
+    "limits": [{"model": "llada-8b", "budget_bytes": 24 << 30, "max_tokens": 1_443_278}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with results, and documents that have the markers."""
+    for module in (record, report):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.delenv("OUT", raising=False)
+    record.write("speed-llada-8b-h200", SPEED)
+    record.write("fit-h200", FIT)
+    (tmp_path / "docs").mkdir()
+    markers = "\n".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->" for name in (*report.SECTIONS, "bench"))
+    (tmp_path / "docs" / "performance.md").write_text(markers)
+    (tmp_path / "README.md").write_text(markers)
+    return tmp_path
+
+
+def test_one_command_rewrites_tables_and_plots(project: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.main()
+    text, readme = (project / "docs" / "performance.md").read_text(), (project / "README.md").read_text()
+    assert "| 1,024 | 0.5 | 20.0 | 34.0 | 25.0 | 1.053 | 1.12 | 0.952 | 1.250 | 1.700 | cudnn / cudnn / cudnn |" in text
+    assert "out of memory" in text and "| llada-8b | eager PyTorch | 24.00 GiB | 18,944 |" in text
+    assert "| 24.00 GiB | 1,443,278 |" in text and "NVIDIA H200, torch 2.11.0, commit None" in text
+    assert "| 1,024 | 20.0 | 34.0 | 25.0 | 16.00 | 16.00 | 16.00 |" in readme
+    images = {file.name for file in (project / "docs" / "images").iterdir()}
+    assert images == {"speed-llada-8b.png", "fit.png"}
+    report.main()
+    assert (project / "docs" / "performance.md").read_text() == text, "the same results, the same document"
+
+
+def test_a_document_without_the_markers_is_named(project: Path) -> None:
+    (project / "docs" / "performance.md").write_text("nothing")
+    with pytest.raises(SystemExit, match=r"performance\.md needs the markers <!-- speed:begin -->"):
+        report.main()
+
+
+def test_later_parts_replace_points_of_earlier_ones() -> None:
+    later = {**SPEED, "points": [point("mosaic", 1024, 0.018), point("mosaic", 2048, 0.04)]}
+    found = {(p["engine"], p["tokens"]): p["step_s"] for p in report.points_of([SPEED, later])}
+    assert found["mosaic", 1024] == 0.018 and found["mosaic", 2048] == 0.04 and found["eager", 1024] == 0.034
+
+
+def test_commits_are_filled_where_a_machine_knew_none(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.write("other", {"environment": {**ENVIRONMENT, "commit": "abc"}})
+    monkeypatch.setattr(record, "commit_of", lambda tree: "deadbee")
+    assert record.fill_commits() == ["fit-h200.json", "speed-llada-8b-h200.json"]
+    assert [r["environment"]["commit"] for r in record.load_results("speed")] == ["deadbee"]
+    assert record.load_results("other")[0]["environment"]["commit"] == "abc" and record.fill_commits() == []
+
+
+def test_every_section_reads_what_its_script_writes() -> None:
+    """A row has as many cells as its header, so that a table never shifts."""
+    rows = speed.rows_of(SPEED["points"])  # type: ignore[arg-type]
+    assert {len(row) for row in rows} == {len(speed.HEADER)} and [row[0] for row in rows] == ["1,024", "65,536"]
+    assert {len(row) for row in report.memory_rows(SPEED["points"])} == {len(report.MEMORY_HEADER)}  # type: ignore[arg-type]
+    sections: dict[str, Callable[..., str]] = {name: write for name, (_, write) in report.SECTIONS.items()}
+    assert sections["speed"]([]) == "" and sections["memory"]([]) == ""
