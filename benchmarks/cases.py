@@ -37,6 +37,7 @@ _LAYER_KEYS: Final = ("n_layers", "num_hidden_layers")
 def cut(model: Model, layers: int | None) -> Model:
     """The model with fewer layers, all else as it is: what a step of it does, the whole model's step does per layer.
 
+    >>> from mosaic.models import load
     >>> cut(load("llada-8b"), 3).architecture.layers
     3
     """

@@ -93,7 +93,7 @@ def execute(case: dict[str, Any]) -> dict[str, Any]:
         ballast = full.total_bytes - plan.total_bytes
         if ballast > 0:
             compiled.workspace.resize("ballast", ballast)
-        seconds = []
+        seconds: list[float] = []
         while len(seconds) < (1 if seconds and seconds[0] > _AGAIN_S else 2):
             synchronise(cuda)
             began = time.perf_counter()

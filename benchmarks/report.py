@@ -70,7 +70,7 @@ MEMORY_HEADER: Final = (
 
 def memory_rows(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Every counter of every point."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for p in sorted(points, key=lambda p: (p["tokens"], p["mask_ratio"], ENGINES.index(p["engine"]))):
         if p["failed"] or p.get("same_work_as_ratio") is not None:
             continue

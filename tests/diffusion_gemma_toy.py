@@ -263,12 +263,10 @@ def attention(
             else g.add_op("linear", h, weight(g, "v_proj", kv_width, HIDDEN), name="v_linear")
         )
         g.add_op(HEAD_VALUES, raw, out=v, name="v_norm", heads=layer.kv_heads, eps=EPS)  # before k is normed in place
-        for out, heads in ((q, layer.heads), (k, layer.kv_heads)):
+        for out in (q, k):
             name = out.name.rsplit("/", 1)[-1]
-            g.add_op(
-                "head_norm", out, weight(g, f"{name}_norm", layer.head_size), name=f"{name}_norm", heads=heads, eps=EPS
-            )
-            g.add_op("rotary", out, positions, inv_freq, name=f"{name}_rotary", heads=heads, head_size=layer.head_size)
+            g.add_op("head_norm", out, weight(g, f"{name}_norm", layer.head_size), name=f"{name}_norm", eps=EPS)
+            g.add_op("rotary", out, positions, inv_freq, name=f"{name}_rotary", head_size=layer.head_size)
     prefix = g.dim(layer.prefix, at_most=window(g) if layer.window else None)
     keys, values = (g.state(name, (prefix, kv_width), DTYPE) for name in ("committed_keys", "committed_values"))
     y = g.add_op(

@@ -65,7 +65,8 @@ def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:
 
 def test_plan_json_is_only_json_and_checks(mosaic: Any, tmp_path: Path) -> None:
     ran = mosaic(*PLAN, "--ctx", "4k", "--masked", "100", "--json")
-    assert ran.code == 0 and ran.json["dims"] == {"tokens": 4096, "seqs": 1, "pairs": 4096**2, "masked": 100}
+    dims = {"tokens": 4096, "seqs": 1, "span": 4096, "kv_heads": 32, "masked": 100}
+    assert ran.code == 0 and ran.json["dims"] == dims
     file = tmp_path / "plan.json"
     assert mosaic(*PLAN, "--ctx", "4k", "--masked", "100", "--out", str(file)).code == 0
     assert json.loads(file.read_text()) == ran.json
@@ -77,7 +78,7 @@ def test_plan_json_is_only_json_and_checks(mosaic: Any, tmp_path: Path) -> None:
 
 def test_explain_shows_formula_and_search(mosaic: Any) -> None:
     out = mosaic(*PLAN, "--ctx", "128k", "--explain").out
-    assert "32772*tokens + 8192*proj_rows" in out and "57344*ffn_rows + 8196*tokens" in out
+    assert "24580*tokens + 16384*proj_rows" in out and "57344*ffn_rows + 8196*tokens" in out
     assert "the fastest configuration" in out
 
 
@@ -90,17 +91,18 @@ def test_auto_is_the_largest_context_that_fits(mosaic: Any) -> None:
 
 def test_a_plan_that_does_not_fit_says_what_would(mosaic: Any, tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
-    ran = mosaic(*PLAN, "--ctx", "512k", "--out", str(target), "--json")
+    ran = mosaic(*PLAN, "--ctx", "530k", "--out", str(target), "--json")
     reason = ran.json["misfit"]
     assert ran.code == 3 and not ran.json["fits"] and not target.exists()
     assert reason["needed_bytes"] > reason["available_bytes"] and reason["floor"].startswith("layers.0/")
     assert reason["largest"][0][0] == "hidden" and reason["device"] == "a100-40g"
-    assert f"--ctx {reason['max_ctx_tokens']}" in reason["suggestion"]
+    host = reason["suggestion"].split(",")[0].split()
+    assert host[0] == "--host-budget" and mosaic(*PLAN, "--ctx", "530k", *host).code == 0
     budget = str(reason["smallest_budget_bytes"])
-    assert mosaic("plan", "--model", "llada-8b", "--device", "a100-40g", "--ctx", "512k", "--budget", budget).code == 0
+    assert mosaic("plan", "--model", "llada-8b", "--device", "a100-40g", "--ctx", "530k", "--budget", budget).code == 0
     less = str(reason["needed_bytes"] - 2**21)
-    assert mosaic("plan", "--model", "llada-8b", "--device", "a100-40g", "--ctx", "512k", "--budget", less).code == 3
-    text = mosaic(*PLAN, "--ctx", "512k")
+    assert mosaic("plan", "--model", "llada-8b", "--device", "a100-40g", "--ctx", "530k", "--budget", less).code == 3
+    text = mosaic(*PLAN, "--ctx", "530k")
     assert (
         text.code == 3
         and "does not fit: needs" in text.out
@@ -174,7 +176,7 @@ def test_models_and_devices(mosaic: Any) -> None:
     assert line.split()[-1] == "measured"
     fits = {
         row["name"]: row["fits"]
-        for row in mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "512k", "--json").json
+        for row in mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "530k", "--json").json
     }
     assert fits["a100-40g"] and not fits["rtx-4090"]
     assert mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "16m").code == 3

@@ -207,7 +207,8 @@ def test_the_soft_embedding_is_carried_between_steps_in_the_state() -> None:
 
 def test_the_formula_is_the_head_or_the_experts() -> None:
     """Without tiles 6 B per score (bfloat16 logits, float32 scores) over the whole vocabulary; with tiles, over one tile."""
-    free, tight = planned("one canvas", "h200")["denoise"], planned("one canvas", "h200", 24)["denoise"]
+    free = plan_program(toy.program(), dims=SIZES["one canvas"], device="h200", config={})["denoise"]
+    tight = planned("one canvas", "h200", 24)["denoise"]
     statistics = 4 * 4 + 2 * 8  # a row's four float32 accumulators and two tokens; the soft embedding is state
     inputs = 4 + 16  # temperature and seed; the hidden states are not needed any more
     scores = {"expr": f"{6 * toy.VOCABULARY + statistics}*canvas + {inputs}", "at": "head/scores"}

@@ -72,7 +72,8 @@ class Pair:
     def check(self, seed: int) -> None:
         self.run(seed)
         for name, value in self.results(seed).items():
-            torch.testing.assert_close(self.executor.outputs[name].cpu(), value, rtol=1e-4, atol=1e-5)
+            scale = float(value.abs().max())  # products of float32 in another order
+            torch.testing.assert_close(self.executor.outputs[name].cpu(), value, rtol=0.0, atol=2e-5 * scale)
 
 
 def allocations() -> tuple[int, int]:

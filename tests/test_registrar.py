@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
     "a region's name twice": (r"region a \(.*the name is taken", lambda g, t, x: (
         _in_region(g, t, lambda: g.add_op(COPY, x)), _in_region(g, t, lambda: g.add_op(COPY, x)))),
     "a region over no dim": (r"over= must be a dim of this graph, got 2\*tokens", lambda g, t, x: _chunks(g, x, ("a", 2 * t, 8))),
-    "a knob over two dims": (r"over n, but the same knob of r0 is over tokens", lambda g, t, x: _chunks(
+    "a knob over two dims": (r"over n, but the same knob is over tokens elsewhere", lambda g, t, x: _chunks(
         g, x, ("a", t, 8), ("a", g.dim("n"), 8))),
     "a knob of two tiles": (r"tile 16, but the same knob was given tile 8", lambda g, t, x: _chunks(
         g, x, ("a", t, 8), ("a", t, 16))),
@@ -477,11 +477,9 @@ def test_scratch_is_private_to_its_op() -> None:
         q,
         q,
         g.input("cu", (2,), "int32"),
-        heads=2,
-        kv_heads=2,
         head_size=32,
         scale=1.0,
-        pairs=g.dim("pairs"),
+        span=g.dim("span"),
     )
     scratch = g.ops[0].operands["scratch"]
     assert (scratch.kind, scratch.shape, scratch.dtype) == ("scratch", (256,), "uint8")

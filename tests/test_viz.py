@@ -136,7 +136,7 @@ class Builder:
             "model": "synthetic-8b",
             "phase": "full_step",
             "dtype": "bfloat16",
-            "dims": {"tokens": self.tokens, "masked": self.tokens // 2, "seqs": 1, "pairs": self.tokens**2},
+            "dims": {"tokens": self.tokens, "masked": self.tokens // 2, "seqs": 1, "span": self.tokens},
             "device": "rtx-4090",
             "estimated": True,
             "page_bytes": 2 << 20,

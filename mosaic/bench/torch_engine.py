@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mosaic.bench import sdpa
-from mosaic.bench.baselines import Transformer, grouped_products
+from mosaic.bench.baselines import Experts, Transformer, grouped_products
 from mosaic.bench.inputs import Inputs, make_inputs
 from mosaic.bench.limits import largest
 from mosaic.bench.meters import alive_over_time, driver_bytes, profiled, synchronise
@@ -26,6 +26,8 @@ _WARM_TOKENS: Final = 256
 _STEP_TOKENS: Final = 256
 """Granularity of the largest context."""
 _MOST_TOKENS: Final = 1 << 20
+_PROFILED_S: Final = 4.0
+"""Longer steps are not run once more under the profiler."""
 _FIRST_TRY: Final = 4096
 """Where bytes per token are measured, for a first guess at the largest context."""
 
@@ -59,13 +61,14 @@ class TorchEngine:
         self.cuda = load_device(settings.device).backend == "cuda"
         self.device = torch.device("cuda" if self.cuda else "cpu")
         dtype = getattr(torch, self.arch.dtype)
-        self.experts = "grouped" if self.arch.experts and grouped_products(dtype, self.device) else "loop"
+        grouped = self.arch.experts > 0 and grouped_products(dtype, self.device)
+        self.experts: Experts = "grouped" if grouped else "loop"
         self.transformer = Transformer(
             self.arch,
             device=self.device,
             dtype=dtype,
             wide_rotary=model.family == "llada",
-            experts="grouped" if self.experts == "grouped" else "loop",
+            experts=self.experts,
         )
         fill(self.transformer.tensors, model, settings.seed)
         self._function = torch.compile(self.transformer, dynamic=True) if compiled else self.transformer
@@ -134,7 +137,7 @@ class TorchEngine:
                 "reserved_bytes": reserved,
                 "inflation": (reserved - self._reserved) / peak - 1,
             }
-        if self.settings.averages and step_s < 4.0:
+        if self.settings.averages and step_s < _PROFILED_S:
             alive = alive_over_time(profiled(self.step, cuda=self.cuda), cuda=self.cuda)
             if alive is not None:
                 found.setdefault("activation_peak_bytes", alive[0])

@@ -75,7 +75,7 @@ def max_context(
 
     if not fits_somehow(1):
         return 0
-    low, high = 1, min(max(solved.values()), limit) + 1
+    low, high = 1, min(max(1, *solved.values()), limit) + 1
     if fits(high - 1, likely):
         low = high - 1
     while high - low > 1:  # rounding to pages, or a host too small for hidden states

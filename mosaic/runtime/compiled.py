@@ -24,7 +24,7 @@ from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
-from mosaic.runtime.streams import CudaStreams
+from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.weights import (
     adopt_tensors,
     fill_randomly,
@@ -290,7 +290,7 @@ class CompiledModel:
         self._settle_on(_plan(planner, (longest,), longest, 0, config))
         self.workspace = _open_workspace(planner)
         self._on_cuda = planner.device.backend == "cuda"
-        self._streams = CudaStreams() if self._on_cuda else None
+        self._streams = shared_streams(torch.cuda.current_device()) if self._on_cuda else None
         for fixed in ("context", "library"):
             self.workspace.ledger.charge(fixed, self._current.components[fixed])
         self._adopted_bytes = 0

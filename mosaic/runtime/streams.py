@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
 from mosaic.errors import DeviceLost, RuntimeMemoryError
 
-__all__ = ["MAIN", "CudaStreams", "Event", "Replay", "Streams", "device_lost"]
+__all__ = ["MAIN", "CudaStreams", "Event", "Replay", "Streams", "device_lost", "shared_streams"]
 
 MAIN: Final = "main"
 Event: TypeAlias = Any
@@ -53,10 +54,15 @@ class Streams(Protocol):
         """Capture what a function launches, instead of running it; inside `step` only."""
 
 
-class CudaStreams:
-    """One CUDA stream per name; all executors of a model share them.
+@cache
+def shared_streams(index: int) -> CudaStreams:
+    """The streams that all models on one device share: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that
+    ran a product, as long as the process lives."""
+    return CudaStreams(index)
 
-    Sharing matters for memory: cuBLAS keeps a workspace (32 MiB on Hopper) per stream that ran a product.
+
+class CudaStreams:
+    """One CUDA stream per name. See `shared_streams`.
 
     Parameters
     ----------
