@@ -115,31 +115,60 @@ KERNELS = ("row_sample", "unembed_sample")
 NOISE_ERROR = 1.2e-5  # of g, in float32 and with a GPU's fast logarithm
 
 
-def words_of(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> NDArray[np.uint32]:
-    """Philox 4x32-10 of Salmon, Moraes, Dror and Shaw (2011)."""
+def words_of(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], rounds: int = 7) -> NDArray[np.uint32]:
+    """Philox 4x32 of Salmon, Moraes, Dror and Shaw (2011)."""
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
     k0, k1 = (np.asarray(k, np.uint64) for k in key)
     low = np.uint64(0xFFFFFFFF)
-    for _ in range(10):
+    for _ in range(rounds):
         p, q = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (q >> np.uint64(32)) ^ c1 ^ k0, q & low, (p >> np.uint64(32)) ^ c3 ^ k1, p & low
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
     return np.stack(np.broadcast_arrays(c0, c1, c2, c3)).astype(np.uint32)
 
 
-def uniforms_of(keys: Tensor, columns: int) -> NDArray[np.float32]:
-    """u of the first columns under each key."""
+def halves_of(keys: Tensor) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     key = keys.numpy().view(np.uint64)[:, None]
-    column = np.arange(columns)
-    words = words_of((column // 128 * 32 + column % 32, 0, 0, 0), (key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)))
-    mine = np.take_along_axis(words, np.broadcast_to(column // 32 % 4, words.shape[1:])[None], axis=0)[0]
-    u = (mine.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    return key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)
+
+
+def uniform_of(words: NDArray[np.uint32]) -> NDArray[np.float32]:
+    u = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     return np.minimum(u, np.float32(1 - 2.0**-24))
+
+
+def uniforms_of(keys: Tensor, columns: int) -> NDArray[np.float32]:
+    """u of the first columns under each key: what a column's number exceeds the two smallest of its group by."""
+    column = np.arange(columns)
+    words = words_of((column // 128 * 32 + column % 32, 0, 0, 0), halves_of(keys))
+    return uniform_of(np.take_along_axis(words, np.broadcast_to(column // 32 % 4, words.shape[1:])[None], axis=0)[0])
+
+
+def groups_of(keys: Tensor, groups: int) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[Any], NDArray[Any]]:
+    """u of the smallest number, u of the next, and the places of the two, of the first groups under each key."""
+    words = words_of((np.arange(groups), 1, 0, 0), halves_of(keys))
+    place = words[2].astype(np.int64) % 32
+    return (
+        uniform_of(words[0]),
+        uniform_of(words[1]),
+        place,
+        (place + 1 + words[2].astype(np.int64) // 32 * 31 // 2**27) % 32,
+    )
+
+
+def exponentials_of(keys: Tensor, columns: int) -> NDArray[np.float64]:
+    """E of the first columns under each key."""
+    column = np.arange(columns)
+    group, place = column // 128 * 4 + column % 32 // 8, column // 32 % 4 * 8 + column % 8
+    u, v, lowest, next_lowest = (x[:, group] for x in groups_of(keys, -(-columns // 128) * 4))
+    own, first, second = (-np.log1p(-x.astype(np.float64)) for x in (uniforms_of(keys, columns), u, v))
+    first, second = first / 32, first / 32 + second / 31
+    return np.where(place == lowest, first, np.where(place == next_lowest, second, second + own))
 
 
 def noise_of(keys: Tensor, columns: int) -> Tensor:
     """g of the first columns under each key, in float64."""
-    return torch.from_numpy(-np.log(-np.log1p(-uniforms_of(keys, columns).astype(np.float64))))
+    return torch.from_numpy(-np.log(exponentials_of(keys, columns)))
 
 
 def assert_samples(case: Case, logits: Tensor, delta: Tensor) -> None:
@@ -217,33 +246,57 @@ def verify(case: Case) -> None:
 def test_the_statement_of_philox_gives_the_published_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, int, int, int]
 ) -> None:
-    assert tuple(words_of(counter, key).tolist()) == expected
+    assert tuple(words_of(counter, key, rounds=10).tolist()) == expected
+
+
+def test_the_statement_of_seven_rounds_gives_the_published_answer() -> None:
+    assert words_of((0, 0, 0, 0), (0, 0)).tolist() == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
 
 
 @pytest.mark.parametrize("columns", [1, 127, 128, 3001])
-def test_uniforms_on_the_cpu_are_the_stated_ones_bit_for_bit(columns: int) -> None:
+def test_numbers_on_the_cpu_are_the_stated_ones_bit_for_bit(columns: int) -> None:
     keys = torch.cat([some_keys(5), torch.tensor([0, -1, 2**63 - 1, -(2**63), 1 << 32])])
-    assert np.array_equal(_sampling.uniforms(keys, columns).numpy(), uniforms_of(keys, columns))
+    blocks = -(-columns // 128)
+    own, *others = _sampling.random_numbers(keys, columns)
+    stated = uniforms_of(keys, 128 * blocks).reshape(10, blocks, 4, 4, 8).swapaxes(2, 3)
+    assert np.array_equal(own.numpy(), stated.reshape(10, 4 * blocks, 32))
+    for mine, expected in zip(others, groups_of(keys, 4 * blocks), strict=True):
+        assert np.array_equal(mine.numpy(), expected)
+    relative = _sampling.exponentials(keys, columns).double().numpy() / exponentials_of(keys, columns) - 1
+    assert np.abs(relative).max() < 1e-6
 
 
 def test_uniforms_lie_strictly_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
     words = torch.tensor([0, 1, 2**24 + 1, 2**32 - 257, 2**32 - 129, 2**32 - 1]).repeat(6)[:32].view(1, 32)
-    monkeypatch.setattr(_sampling, "_philox", lambda *_: (words,) * 4)
-    u = _sampling.uniforms(torch.zeros(1, dtype=torch.int64), 128)
+    monkeypatch.setattr(_sampling, "_philox", lambda counters, *_: (words[:, : counters[0].shape[1]].clone(),) * 4)
+    u = _sampling.random_numbers(torch.zeros(1, dtype=torch.int64), 128)[0]
     assert float(u.min()) == 2.0**-33 and float(u.max()) == 1.0 - 2.0**-24
 
 
-def test_uniforms_are_uniform_and_their_columns_independent() -> None:
-    u = _sampling.uniforms(some_keys(64), 4096).double()
+def test_numbers_are_exponential_and_their_columns_independent() -> None:
+    u = -torch.expm1(-_sampling.exponentials(some_keys(64), 4096).double())
     counts = torch.histc(u, bins=256, min=0, max=1)
     expected = u.numel() / 256
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert abs(chi_square - 255) < 4 * (2 * 255) ** 0.5
     centred = u - 0.5
-    for lag in (1, 32, 128):  # neighbours, words of one counter, neighbouring counters
+    for lag in (1, 8, 32, 128):  # neighbours and groups, words of one counter, neighbouring counters
         product = centred[:, lag:] * centred[:, :-lag]
         assert abs(float(product.mean())) < 4 / 12 / product.numel() ** 0.5
     assert abs(float((centred[1:] * centred[:-1]).mean())) < 4 / 12 / centred[1:].numel() ** 0.5
+
+
+def test_the_two_smallest_of_a_group_are_where_they_are_said_to_be_and_anywhere() -> None:
+    keys = some_keys(64)
+    made = _sampling.exponentials(keys, 4096).view(64, 32, 4, 4, 8).transpose(2, 3).reshape(64, 128, 32)
+    _, _, _, place, next_place = _sampling.random_numbers(keys, 4096)
+    order = made.argsort(dim=2)
+    assert torch.equal(order[:, :, 0], place) and torch.equal(order[:, :, 1], next_place)
+    pairs = torch.bincount((place * 32 + next_place).flatten(), minlength=1024).double()
+    expected = place.numel() / (32 * 31)
+    assert (pairs.view(32, 32).diagonal() == 0).all()
+    chi_square = float(((pairs - expected) ** 2 / expected).sum()) - 32 * expected
+    assert abs(chi_square - 991) < 4 * (2 * 991) ** 0.5
 
 
 # --- on the CPU -------------------------------------------------------------------------------------------------------
@@ -293,8 +346,8 @@ def test_samples_follow_the_softmax(temperature: float) -> None:
 
 def test_the_tail_is_finer_than_24_bits() -> None:
     """-log(-log u) ends at 16.6 where u is a float32 just below 1; here the largest noise comes from the smallest u."""
-    u = _sampling.uniforms(some_keys(512), 8192)
-    small = u[u < 2.0**-12].double()
+    made = _sampling.exponentials(some_keys(512), 8192)
+    small = made[made < 2.0**-12].double()
     assert small.numel() > 500
     assert ((small * 2**24).frac() != 0).double().mean() > 0.9
 
@@ -507,11 +560,20 @@ def test_numbers_in_triton_are_the_stated_ones_bit_for_bit() -> None:
 
     keys = torch.cat([some_keys(3), torch.tensor([0, -1, -(2**63)])])
     words = torch.empty(6, 1024, dtype=torch.int32, device=DEVICE)
-    noise = torch.empty(6, 1024, device=DEVICE)
-    triton_words.launch(keys.to(DEVICE), words, noise)
-    u = (words.cpu().numpy().view(np.uint32).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    assert np.array_equal(np.minimum(u, np.float32(1 - 2.0**-24)), uniforms_of(keys, 1024))
-    assert (noise.cpu().double() - noise_of(keys, 1024)).abs().max() <= NOISE_ERROR
+    exponentials = torch.empty(6, 1024, device=DEVICE)
+    smallest = torch.empty(6, 32, 2, device=DEVICE)
+    places = torch.empty(6, 32, 2, dtype=torch.int32, device=DEVICE)
+    triton_words.launch(keys.to(DEVICE), words, exponentials, smallest, places)
+    u = uniforms_of(keys, 1024)
+    assert np.array_equal(uniform_of(words.cpu().numpy().view(np.uint32)), u)
+    first, second, *stated = groups_of(keys, 32)
+    for index, place in enumerate(stated):
+        assert np.array_equal(places.cpu().numpy()[:, :, index], place)
+    first, second = (-np.log1p(-x.astype(np.float64)) for x in (first, second))
+    expected = np.stack([first / 32, first / 32 + second / 31], axis=2)
+    assert np.abs(np.log(smallest.cpu().numpy().astype(np.float64) / expected)).max() <= NOISE_ERROR
+    expected = -np.log1p(-u.astype(np.float64))
+    assert np.abs(np.log(exponentials.cpu().numpy().astype(np.float64) / expected)).max() <= NOISE_ERROR
 
 
 @pytest.mark.gpu

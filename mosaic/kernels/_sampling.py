@@ -1,11 +1,23 @@
 """Samples of rows of logits by the Gumbel-max rule, kept online over tiles: shared by row_sample and unembed_sample.
 
-sample = argmax_v(logits_v + temperature * g_v), ties to the lower index: a draw from softmax(logits / temperature), and
-the argmax at temperature 0. g = -log(-log(1 - u)), u uniform: it is small u, where float32 is fine, that give the large
-g, so the tail reaches 22.9. -log(-log u) in float32 ends at 16.6, which sharpens what a diffusion model draws (Zheng et
-al., arXiv 2409.02908). u depends on the row's key and on the column alone: Philox 4x32-10 (Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3") under the key gives four words for counter 32 * (v // 128) + v % 32, and column v
-takes word v // 32 % 4 of them. Four columns that lie 32 apart share a counter: on a GPU one thread has them all.
+sample = argmax_v(logits_v - temperature * log(E_v)), ties to the lower index, E_v independent exponential numbers: a
+draw from softmax(logits / temperature), and the argmax at temperature 0. It is small E that give the large noise g =
+-log E, and float32 is fine there: the tail reaches 26.3. -log(-log u) in float32 ends at 16.6, which sharpens what a
+diffusion model draws (Zheng et al., arXiv 2409.02908).
+
+E depends on the row's key and on the column alone, and is made so that few of its numbers need to be known. Columns
+come in groups of 32, whose smallest numbers come first, from one call: the smallest of 32 exponential numbers is
+exponential / 32, and lies anywhere; what the others exceed it by is exponential again. So with exponentials e, f (and
+h_v for each column), E = e / 32 in a place, e / 32 + f / 31 in another and e / 32 + f / 31 + h_v in the other 30. Where
+a group's largest logit with the second smallest number cannot win, and that is nearly everywhere, nothing else of it is
+computed on a GPU. The groups are such that there one thread has a group's columns: group 4 * (v // 128) + v % 32 // 8
+has column v, in place 8 * (v // 32 % 4) + v % 8.
+
+Random words are those of Philox 4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3": the fewest rounds
+with a margin that pass BigCrush) under the key: e, f and the places from words 0, 1 and 2 of counter (group, 1, 0, 0);
+h_v from word v // 32 % 4 of counter (32 * (v // 128) + v % 32, 0, 0, 0). An exponential number is -log(1 - u), u =
+(word + 1/2) / 2^32. Of the word t for places, the first is t % 32, and the other follows at 1 + (t // 32 * 31) // 2^27,
+modulo 32.
 """
 
 from __future__ import annotations
@@ -18,14 +30,19 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, SAMPLE_TILES
+from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, SAMPLE_TILES
 
-__all__ = ["RowSamples", "check_samples", "uniforms"]
+__all__ = ["RowSamples", "check_samples", "exponentials", "random_numbers"]
 
-_ROUNDS: Final = 10
-_INTEGERS: Final = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF, 32)
-"""Two multipliers, two key increments, a word's mask and bits: in scratch, as PyTorch would allocate a plain number."""
-_FLOATS: Final = (0.5, 2.0**-32, 1.0 - 2.0**-24)
+_ROUNDS: Final = 7
+_GROUPS: Final = COUNTERS // GROUP_RUN
+"""Groups in a block of `COUNTER_COLUMNS` columns."""
+_RUNS: Final = COUNTER_COLUMNS // COUNTERS
+_MEMBERS: Final = _RUNS * GROUP_RUN
+_INTEGERS: Final = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF, 32, _MEMBERS - 1, 5, 27, 1)
+"""Two multipliers, two key increments, a word's mask and bits, then what makes two places of a word: in scratch, as
+PyTorch would allocate a plain number."""
+_FLOATS: Final = (0.5, 2.0**-32, 1.0 - 2.0**-24, 1 / _MEMBERS, 1 / (_MEMBERS - 1))
 """u = (word + 1/2) / 2^32, at most the largest number below 1: words near 2^32 round up to it."""
 
 
@@ -84,11 +101,11 @@ class RowSamples:
             return
         rows, columns = logits_CV.shape
         top, logit, index, better = (tile[:rows] for tile in self.tiles[:4])
-        base, u, *words = self.tiles[4:]
-        groups = -(-columns // COUNTER_COLUMNS)
-        score_CV = u.view(-1)[: rows * groups * COUNTER_COLUMNS].view(rows, groups * COUNTER_COLUMNS)
-        _fill_uniforms(score_CV, self.keys, first_column, words)
-        score_CV.neg_().log1p_().neg_().log_().neg_()
+        base, scores, *scratch = self.tiles[4:]
+        blocks = -(-columns // COUNTER_COLUMNS)
+        score_CV = scores.view(-1)[: rows * blocks * COUNTER_COLUMNS].view(rows, blocks * COUNTER_COLUMNS)
+        _fill_exponentials(score_CV, self.keys, first_column, scratch)
+        score_CV.log_().neg_()
         score_CV = score_CV[:, :columns]
         score_CV.mul_(self.temperature).add_(logits_CV)
         torch.max(score_CV, dim=1, out=(top, index))
@@ -111,57 +128,130 @@ class RowSamples:
             self.sample_logit.copy_(maximum)
 
 
-def uniforms(keys: Tensor, columns: int) -> Tensor:
-    """Return the numbers of some keys [C] as float32 [C, columns].
+def random_numbers(keys: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the numbers under some keys [C] for so many columns: what `exponentials` are made of.
 
-    >>> uniforms(torch.tensor([7]), 2).shape
+    Returns
+    -------
+    tuple of Tensor
+        u of every column by groups, float32 [C, groups, 32]; u of the smallest, u of the next, float32 [C, groups];
+        their places, int64 [C, groups].
+
+    Examples
+    --------
+    >>> random_numbers(torch.tensor([7]), 2)[0].shape
+    torch.Size([1, 4, 32])
+    """
+    blocks = -(-columns // COUNTER_COLUMNS)
+    own, first, second, place, next_place = _fill_numbers(keys, 0, blocks, _scratch(keys.shape[0], blocks))
+    return own.reshape(keys.shape[0], blocks * _GROUPS, _MEMBERS), first, second, place, next_place
+
+
+def exponentials(keys: Tensor, columns: int) -> Tensor:
+    """Return E under some keys [C] for so many columns, float32 [C, columns].
+
+    >>> exponentials(torch.tensor([7]), 2).shape
     torch.Size([1, 2])
     """
-    rows, groups = keys.shape[0], -(-columns // COUNTER_COLUMNS)
-    u_CV = torch.empty(rows, groups * COUNTER_COLUMNS)
-    integers = torch.empty(len(_INTEGERS), dtype=torch.int64)
-    key, words = torch.empty(2, rows, dtype=torch.int64), torch.empty(6, rows * groups * COUNTERS, dtype=torch.int64)
-    _fill_uniforms(u_CV, keys, 0, [integers, torch.empty(len(_FLOATS)), *key, *words])
-    return u_CV[:, :columns]
+    rows, blocks = keys.shape[0], -(-columns // COUNTER_COLUMNS)
+    made = torch.empty(rows, blocks * COUNTER_COLUMNS)
+    _fill_exponentials(made, keys, 0, _scratch(rows, blocks))
+    return made[:, :columns]
 
 
-def _fill_uniforms(u_CV: Tensor, keys: Tensor, first_column: int, scratch: Sequence[Tensor]) -> None:
-    """Fill u [C, n*128] with the numbers of the columns from `first_column` on, a multiple of 128.
+def _scratch(rows: int, blocks: int) -> list[Tensor]:
+    constants = [torch.empty(len(_INTEGERS), dtype=torch.int64), torch.empty(len(_FLOATS))]
+    key, words = torch.empty(2, rows, dtype=torch.int64), torch.empty(6, rows * blocks * COUNTERS, dtype=torch.int64)
+    groups = torch.empty(2, rows * blocks * _GROUPS)
+    return [*constants, *key, *groups, torch.empty(rows * blocks * COUNTER_COLUMNS), *words]
+
+
+def _fill_exponentials(made_CV: Tensor, keys: Tensor, first_column: int, scratch: Sequence[Tensor]) -> None:
+    """Fill E [C, n*128] of the columns from `first_column` on, a multiple of 128; scratch as for `_fill_numbers`."""
+    rows, blocks = made_CV.shape[0], made_CV.shape[1] // COUNTER_COLUMNS
+    own, first, second, place, next_place = _fill_numbers(keys, first_column, blocks, scratch)
+    for numbers in (own, first, second):
+        numbers.neg_().log1p_().neg_()
+    part, next_part = scratch[1][3:].unsqueeze(1)
+    first.mul_(part)
+    second.mul_(next_part).add_(first)
+    members = own.view(rows, blocks * _GROUPS, _MEMBERS)
+    members.add_(second.unsqueeze(2))
+    members.scatter_(2, next_place.unsqueeze(2), second.unsqueeze(2))
+    members.scatter_(2, place.unsqueeze(2), first.unsqueeze(2))
+    made_CV.view(rows, blocks, _RUNS, _GROUPS, GROUP_RUN).copy_(own.transpose(2, 3))
+
+
+def _fill_numbers(
+    keys: Tensor, first_column: int, blocks: int, scratch: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Make the random numbers of n blocks of 128 columns from `first_column` on, a multiple of 128.
 
     Parameters
     ----------
     keys
         int64 [C].
     scratch
-        Six integers, three floats, two int64 of C elements or more and six of C*n*32 or more; all written.
+        Ten integers, five floats, two int64 of C elements or more, float32 of C*n*4 twice and of C*n*128, and six int64
+        of C*n*32 or more; all written.
+
+    Returns
+    -------
+    tuple of Tensor
+        u by groups, float32 [C, n, 4, 4, 8] (group, run, column of the run), then as `random_numbers`; in scratch.
     """
-    integers, floats, low, high, *words = scratch
+    integers, floats, low, high, *group_numbers, numbers = scratch[:7]
     for place, number in enumerate(_INTEGERS):
         integers[place].fill_(number)
     for place, value in enumerate(_FLOATS):
         floats[place].fill_(value)
-    rows, groups = u_CV.shape[0], u_CV.shape[1] // COUNTER_COLUMNS
-    counters = [word.view(-1)[: rows * groups * COUNTERS].view(rows, groups * COUNTERS) for word in words]
-    halves = low[:rows].unsqueeze(1), high[:rows].unsqueeze(1)
-    mask, bits = integers[4:].unsqueeze(1)
-    torch.bitwise_and(keys.unsqueeze(1), mask, out=halves[0])
-    torch.bitwise_right_shift(keys.unsqueeze(1), bits, out=halves[1]).bitwise_and_(mask)
-    first = first_column // COUNTER_COLUMNS * COUNTERS
-    torch.arange(first, first + groups * COUNTERS, out=counters[0][0])
+    rows, block = keys.shape[0], first_column // COUNTER_COLUMNS
+    own = numbers.view(-1)[: rows * blocks * COUNTER_COLUMNS].view(rows, blocks, _GROUPS, _RUNS, GROUP_RUN)
+    drawn = _words(keys, (block * COUNTERS, blocks * COUNTERS), 0, (low, high), integers, scratch[7:])
+    for run, word in enumerate(drawn):
+        own[:, :, :, run].copy_(word.view(rows, blocks, _GROUPS, GROUP_RUN))
+    first, second = (tile.view(-1)[: rows * blocks * _GROUPS].view(rows, blocks * _GROUPS) for tile in group_numbers)
+    drawn = _words(keys, (block * _GROUPS, blocks * _GROUPS), 1, (low, high), integers, scratch[7:])
+    zero, one, two, _ = drawn
+    first.copy_(zero)
+    second.copy_(one)
+    half, scale, largest = floats[:3].unsqueeze(1)
+    for uniform in (own, first, second):
+        uniform.add_(half).mul_(scale)
+        torch.minimum(uniform, largest, out=uniform)
+    last, place_bits, rest_bits, least = integers[6:].unsqueeze(1)
+    torch.bitwise_and(two, last, out=zero)
+    two.bitwise_right_shift_(place_bits).mul_(last).bitwise_right_shift_(rest_bits)
+    two.add_(least).add_(zero).bitwise_and_(last)
+    return own, first, second, zero, two
+
+
+def _words(
+    keys: Tensor,
+    counted: tuple[int, int],
+    domain: int,
+    halves: tuple[Tensor, Tensor],
+    integers: Tensor,
+    tiles: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Give four words [C, count] for the counters (first + i, domain, 0, 0), `counted` being first and count."""
+    rows, (first, count) = keys.shape[0], counted
+    counters = [tile.view(-1)[: rows * count].view(rows, count) for tile in tiles]
+    low, high = (half[:rows].unsqueeze(1) for half in halves)
+    mask, bits = integers[4:6].unsqueeze(1)
+    torch.bitwise_and(keys.unsqueeze(1), mask, out=low)
+    torch.bitwise_right_shift(keys.unsqueeze(1), bits, out=high).bitwise_and_(mask)
+    torch.arange(first, first + count, out=counters[0][0])
     counters[0][1:].copy_(counters[0][:1].expand(rows - 1, -1))
-    for word in counters[1:4]:
-        word.zero_()
-    u = u_CV.view(rows, groups, COUNTER_COLUMNS // COUNTERS, COUNTERS)
-    for place, word in enumerate(_philox(counters, halves, integers)):
-        u[:, :, place].copy_(word.view(rows, groups, COUNTERS))
-    half, scale, largest = floats.unsqueeze(1)
-    u_CV.add_(half).mul_(scale)
-    torch.minimum(u_CV, largest, out=u_CV)
+    counters[1].fill_(domain)
+    for counter in counters[2:4]:
+        counter.zero_()
+    return _philox(counters, (low, high), integers)
 
 
 def _philox(words: Sequence[Tensor], key: tuple[Tensor, Tensor], integers: Tensor) -> tuple[Tensor, ...]:
     """Turn counters into random words, in place: four words and two spare tensors, the key's two words; all written."""
-    multiply_0, multiply_1, raise_0, raise_1, mask, bits = integers.unsqueeze(1)
+    multiply_0, multiply_1, raise_0, raise_1, mask, bits = integers[:6].unsqueeze(1)
     zero, one, two, three, product_0, product_1 = words
     for _ in range(_ROUNDS):
         torch.mul(zero, multiply_0, out=product_0)  # 64 bits, the uppermost taken for a sign: hence the masks

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels._sampling import RowSamples, check_samples, uniforms
+from mosaic.kernels._sampling import RowSamples, check_samples, exponentials
 from mosaic.kernels._scratch import tiles_of
 from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
 from mosaic.kernels.row_stats import take_in
@@ -50,9 +50,8 @@ def launch(
 
 
 def reference(*, logits: Tensor, keys: Tensor, temperature: Tensor) -> dict[str, Tensor]:
-    """Return the statistics and the samples in plain PyTorch; u is float32, whatever the dtype."""
-    gumbel = -torch.log(-torch.log1p(-uniforms(keys, logits.shape[1]).to(logits.dtype)))
-    score = logits + temperature * gumbel
+    """Return the statistics and the samples in plain PyTorch; E is float32, whatever the dtype."""
+    score = logits - temperature * exponentials(keys, logits.shape[1]).to(logits.dtype).log()
     order = torch.arange(logits.shape[1])
     sample = torch.where(score == score.amax(dim=1)[:, None], order, logits.shape[1]).amin(dim=1)
     sample_logit = logits.gather(1, sample[:, None])[:, 0]

@@ -21,7 +21,8 @@ LOGITS_TILE = 64
 
 ATTENTION = ("together", "queries", "heads")
 """How attention runs: all queries at once; by chunks of queries, which then never exist whole; or that for a few KV
-heads at a time, accumulated into a second residual."""
+heads at a time, whose results are gathered before one output projection. With the hidden states in host memory, which
+has no room for the results of all heads on the device, each group is projected and added to a second residual there."""
 
 
 def full_step(g: Graph, arch: Architecture, *, logits: bool = False) -> None:
@@ -140,25 +141,23 @@ class _Step:
             self.attend_together(layer, norm, matrices)
         elif self.attention_choice == "queries":
             self.attend(layer, norm, matrices, self.arch.kv_heads, self.hidden)
+        elif self.spare is None:
+            self.attend_by_heads(layer, norm, matrices)
         else:
-            residual = self.copied()
+            residual = self.copied(self.spare)
             with self.g.chunk("heads", over=self.kv_heads, tile=1) as group:
                 self.attend(layer, norm, matrices, group, residual)
-            self.hidden, self.spare = residual, (self.hidden if self.on_host else None)
+            self.hidden, self.spare = residual, self.hidden
 
-    def copied(self) -> Hidden:
-        """Give a second residual that starts as the first."""
+    def copied(self, spare: Hidden) -> Hidden:
+        """Give a second residual in host memory that starts as the first."""
         g = self.g
-        if self.spare is None:
-            residual = Hidden(g, "residual", self.arch, on_host=False)
-            g.add_op("copy", self.hidden.buffer, out=residual.buffer, name="residual_copy")
-            return residual
         with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="residual") as rows:
             source = self.hidden.rows(rows, "residual_in")
-            window = self.spare.window(rows, "residual_out")
+            window = spare.window(rows, "residual_out")
             g.add_op("copy", source, out=window, name="residual_copy")
-            self.spare.keep(window)
-        return self.spare
+            spare.keep(window)
+        return spare
 
     def project(self, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None) -> Buffer:
         """One of q, k, v, normed and rotated as the architecture says."""
@@ -180,13 +179,15 @@ class _Step:
             g.add_op("rotary", y, self.positions, self.inv_freq, name=f"{name}_rotary", head_size=arch.head_size)
         return y
 
-    def attend_to(self, q: Buffer, k: Buffer, v: Buffer) -> Buffer:
-        """softmax(q k^T) v, over the queries' storage."""
+    def attend_to(self, q: Buffer, k: Buffer, v: Buffer, out: Buffer | None = None) -> Buffer:
+        """softmax(q k^T) v, into `out` or over the queries' storage."""
         g, arch = self.g, self.arch
         y: Buffer = g.add_op(
-            "attention", q, k, v, self.cu_seqlens, head_size=arch.head_size, scale=arch.head_size**-0.5, span=self.span
-        )
-        g.add_alias(y, q)
+            "attention", q, k, v, self.cu_seqlens, out=out, head_size=arch.head_size, scale=arch.head_size**-0.5,
+            span=self.span,
+        )  # fmt: skip
+        if out is None:
+            g.add_alias(y, q)
         return y
 
     def attend_together(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
@@ -209,19 +210,39 @@ class _Step:
 
     def attend(self, layer: int, norm: Buffer, matrices: dict[str, Buffer], heads: Dim, target: Hidden) -> None:
         """Keys and values of `heads` KV heads, then chunks of queries: project, attend, add to the residual at once."""
-        g, arch, tokens = self.g, self.arch, self.tokens
-        kv = {name: g.buffer(name, (tokens, heads * arch.head_size), arch.dtype) for name in ("k", "v")}
-        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE, name="keys") as rows:
-            _, h = self.normed(rows, norm, "keys_in")
-            for name, out in kv.items():
-                self.project(layer, name, h, matrices[f"{name}_proj"], out)
-        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE, name="queries") as rows:
+        g = self.g
+        k, v = self.keys_and_values(layer, norm, matrices, heads)
+        with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="queries") as rows:
             source, h = self.normed(rows, norm, "queries_in")
             window = source if target is self.hidden else target.rows(rows, "queries_out")
-            q = self.project(layer, "q", h, matrices["q_proj"])
-            y = self.attend_to(q, kv["k"], kv["v"])
+            y = self.attend_to(self.project(layer, "q", h, matrices["q_proj"]), k, v)
             g.add_op("linear_add", y, matrices["o_proj"], window, name="o_linear")
             target.keep(window)
+
+    def attend_by_heads(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """A few KV heads at a time into their columns of one buffer, then one output projection of all: the arithmetic,
+        to the bit, of attending at once."""
+        g, arch = self.g, self.arch
+        width = self.kv_heads * (arch.heads // arch.kv_heads) * arch.head_size
+        attended = g.buffer("attended", (self.tokens, width), arch.dtype)
+        with g.chunk("heads", over=self.kv_heads, tile=1) as group:
+            k, v = self.keys_and_values(layer, norm, matrices, group)
+            with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="queries") as rows:
+                _, h = self.normed(rows, norm, "queries_in")
+                self.attend_to(self.project(layer, "q", h, matrices["q_proj"]), k, v, attended)
+        g.add_op("linear_add", attended, matrices["o_proj"], self.hidden.buffer, name="o_linear")
+
+    def keys_and_values(
+        self, layer: int, norm: Buffer, matrices: dict[str, Buffer], heads: Dim
+    ) -> tuple[Buffer, Buffer]:
+        """Those of all tokens for some heads, by chunks of tokens."""
+        g, arch = self.g, self.arch
+        k, v = (g.buffer(name, (self.tokens, heads * arch.head_size), arch.dtype) for name in ("k", "v"))
+        with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="keys") as rows:
+            _, h = self.normed(rows, norm, "keys_in")
+            self.project(layer, "k", h, matrices["k_proj"], k)
+            self.project(layer, "v", h, matrices["v_proj"], v)
+        return k, v
 
     def normed(self, rows: Dim, norm: Buffer, name: str) -> tuple[Buffer, Buffer]:
         """This iteration's rows of the hidden state, and rms_norm of them."""

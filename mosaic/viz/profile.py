@@ -60,11 +60,23 @@ _ROLES: Final[tuple[tuple[str, Mapping[str, frozenset[str]]], ...]] = (
         {
             "row_stats": frozenset({"token", "maximum", "second", "logsumexp", "entropy"}),
             "unembed_stats": frozenset({"token", "maximum", "second", "logsumexp", "entropy"}),
+            "row_sample": frozenset({"token", "maximum", "second", "logsumexp", "entropy", "sample", "sample_logit"}),
+            "unembed_sample": frozenset(
+                {"token", "maximum", "second", "logsumexp", "entropy", "sample", "sample_logit"}
+            ),
             "confidence": frozenset({"maximum", "logsumexp", "y"}),
         },
     ),
     ("hidden", {"embedding": frozenset({"y"}), "linear_add": frozenset({"y"}), "moe_combine": frozenset({"x"})}),
-    ("logits and head", {"row_stats": frozenset({"logits"}), "unembed_stats": frozenset({"x"})}),
+    (
+        "logits and head",
+        {
+            "row_stats": frozenset({"logits"}),
+            "row_sample": frozenset({"logits"}),
+            "unembed_stats": frozenset({"x"}),
+            "unembed_sample": frozenset({"x"}),
+        },
+    ),
     (
         "attention",
         {

@@ -7,16 +7,16 @@ import os
 from triton.language.extra.cuda import libdevice
 
 from mosaic.kernels.cuda._triton import tl, triton
-from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS
+from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, GROUP_RUN
 
-__all__ = ["GROUP", "GUMBEL_MOST", "GUMBEL_SLACK", "STRIDE", "gumbel", "random_words"]
+__all__ = ["BLOCK", "GUMBEL_SLACK", "RUN", "STRIDE", "exponential", "group_numbers", "gumbel", "random_words"]
 
 STRIDE = tl.constexpr(COUNTERS)
 """Columns so far apart share a counter."""
-GROUP = tl.constexpr(COUNTER_COLUMNS)
+BLOCK = tl.constexpr(COUNTER_COLUMNS)
 """Columns of which one row of counters serves all."""
-GUMBEL_MOST = tl.constexpr(23.0)
-"""No g is larger: 33 log 2 = 22.9, for the word 0."""
+RUN = tl.constexpr(GROUP_RUN)
+"""Neighbouring columns of a group: four runs, a stride apart."""
 GUMBEL_SLACK = tl.constexpr(1e-3)
 """A hundred times what `gumbel` may be off, so that a bound made with it is one."""
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -24,14 +24,14 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def random_words(counter, key):
-    """Philox 4x32-10: four words for every uint32 counter, under an int64 key that broadcasts.
+def random_words(counter, domain, key):
+    """Philox 4x32-7: four words for every uint32 counter, under an int64 key that broadcasts.
 
     Not tl.philox: its separate upper and lower products are two instructions, and the upper one is slow.
     """
     key_0, key_1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    zero, one, two, three = counter, counter * 0, counter * 0, counter * 0
-    for _ in tl.static_range(10):
+    zero, one, two, three = counter, counter * 0 + domain, counter * 0, counter * 0
+    for _ in tl.static_range(7):
         product_0, product_1 = zero.to(tl.uint64) * 0xD2511F53, two.to(tl.uint64) * 0xCD9E8D57
         zero = (product_1 >> 32).to(tl.uint32) ^ one ^ key_0
         two = (product_0 >> 32).to(tl.uint32) ^ three ^ key_1
@@ -48,12 +48,27 @@ def _log2(x):
 
 
 @triton.jit
-def gumbel(word):
-    """-log(-log(1 - u)) for u = (word + 1/2) / 2^32, within 1e-5 of the exact value.
+def exponential(word):
+    """-log(1 - u) for u = (word + 1/2) / 2^32, to 5e-7 of it.
 
-    The inner logarithm by its series where 1 - u would lose digits of u: the first omitted term is 5e-9 of the sum.
+    By its series where 1 - u would lose digits of u: the first omitted term is 5e-9 of the sum.
     """
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * (0.25 + u * 0.2))))
-    exponential = tl.where(u < 0.03125, series, -_LN2 * _log2(1.0 - u))
+    return tl.where(u < 0.03125, series, -_LN2 * _log2(1.0 - u))
+
+
+@triton.jit
+def gumbel(exponential):
+    """-log(x), within 1e-5 of the exact noise."""
     return -_LN2 * _log2(exponential)
+
+
+@triton.jit
+def group_numbers(group, key):
+    """The smallest and the second smallest number of every group, and their places in it, 0 to 31."""
+    zero, one, two, _ = random_words(group.to(tl.uint32), 1, key)
+    first = exponential(zero) * 0.03125
+    second = first + exponential(one) * 0.03225806451612903
+    place = (two & 31).to(tl.int32)
+    return first, second, place, (place + 1 + (((two >> 5) * 31) >> 27).to(tl.int32)) & 31

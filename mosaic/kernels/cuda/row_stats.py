@@ -14,10 +14,20 @@ from torch import Tensor
 
 from mosaic.kernels._operands import check_shapes
 from mosaic.kernels._statistics import check_outputs
-from mosaic.kernels.cuda._sampling import GROUP, GUMBEL_MOST, GUMBEL_SLACK, STRIDE, gumbel, random_words
+from mosaic.kernels.cuda._sampling import (
+    BLOCK,
+    GUMBEL_SLACK,
+    RUN,
+    STRIDE,
+    exponential,
+    group_numbers,
+    gumbel,
+    random_words,
+)
 from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, join, rebase
 from mosaic.kernels.cuda._triton import tl, triton
 from mosaic.kernels.row_stats import reference
+from mosaic.registrar.implementations.cpu import GROUP_RUN
 
 __all__ = ["launch", "launch_rows", "reference"]
 
@@ -27,8 +37,8 @@ FEW_ROWS: Final = 264
 FEW_WARPS: Final = 16
 """Up to so many rows, two for each multiprocessor of a large card, a row wants more warps."""
 LOAD_BYTES: Final = 16
-SAMPLED_WIDTH: Final = 4
-"""Columns of a load where random numbers take as many registers again as the logits."""
+AGAIN: Final = 16
+"""Tiles of a lane that are looked at once more at a time."""
 
 
 @triton.jit
@@ -58,6 +68,31 @@ def first_column(zero, one, two, three, value, column):
 
 
 @triton.jit
+def score_column(logits, word, first, second, at_first, at_second, noise):
+    """Score columns of which the group's two smallest numbers, and whether they are here, are known."""
+    number = tl.where(at_second, second, second + exponential(word))
+    return logits + noise * gumbel(tl.where(at_first, first, number))
+
+
+@triton.jit
+def draw_again(row, start, lane, columns, key, noise, TILES: tl.constexpr, TILE: tl.constexpr):
+    """Score every column that a lane reads in some tiles from `start` on; return the best score and its column."""
+    lane_start = start + tl.arange(0, TILES)[:, None] * TILE + lane // (STRIDE // RUN) * BLOCK
+    run = lane % (STRIDE // RUN) * RUN + tl.arange(0, RUN)[None, :]
+    column = lane_start + run
+    zero, one, two, three = load_four(row, column, columns)
+    first, second, place, next_place = group_numbers(lane_start // STRIDE + lane % (STRIDE // RUN), key)
+    word_0, word_1, word_2, word_3 = random_words((lane_start // 4 + run).to(tl.uint32), 0, key)
+    here, there = place - tl.arange(0, RUN)[None, :], next_place - tl.arange(0, RUN)[None, :]
+    zero = score_column(zero, word_0, first, second, here == 0, there == 0, noise)
+    one = score_column(one, word_1, first, second, here == RUN, there == RUN, noise)
+    two = score_column(two, word_2, first, second, here == 2 * RUN, there == 2 * RUN, noise)
+    three = score_column(three, word_3, first, second, here == 3 * RUN, there == 3 * RUN, noise)
+    best = tl.max(largest(zero, one, two, three), 0)
+    return best, first_column(zero, one, two, three, best, column)
+
+
+@triton.jit
 def row_kernel(
     logits,
     keys,
@@ -74,23 +109,28 @@ def row_kernel(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     SAMPLE: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * stride
     lane = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    within = lane // STRIDE * GROUP + lane % STRIDE
+    within = lane // STRIDE * BLOCK + lane % STRIDE
     # of each lane: the largest logit and where its tile starts, and the second largest of its tiles' largest
     best = tl.full([LANES], float("-inf"), tl.float32)
     runner_up = tl.full([LANES], float("-inf"), tl.float32)
     best_start = tl.zeros([LANES], tl.int32)
     total = tl.zeros([LANES], tl.float32)
     weighted = tl.zeros([LANES], tl.float32)
-    # of the row
-    score = tl.max(best, 0)
-    drawn = tl.max(best_start, 0)
+    # of each lane: the best score where its groups have their smallest numbers, and a bound on all its other scores
+    score = tl.full([LANES], float("-inf"), tl.float32)
+    drawn = tl.full([LANES], LAST, tl.int32)
+    others = tl.full([LANES], float("-inf"), tl.float32)
     if SAMPLE:
+        tl.static_assert(WIDTH == RUN)  # a group is what a lane reads of a tile
         key = tl.load(keys + program)
         noise = tl.load(temperature)
+        lanes = tl.arange(0, LANES)
+        run = lanes // (STRIDE // RUN) * BLOCK + lanes % (STRIDE // RUN) * RUN
     for start in range(0, columns, 4 * LANES * WIDTH):
         column = start + within
         zero, one, two, three = load_four(row, column, columns)
@@ -104,22 +144,17 @@ def row_kernel(
         total, weighted = exponentials(one, base, total, weighted)
         total, weighted = exponentials(two, base, total, weighted)
         total, weighted = exponentials(three, base, total, weighted)
-        # Three tests, each dearer than the one before, for whether the tile can beat the row's best score.
         if SAMPLE:  # noqa: SIM102
-            if noise > 0.0:  # noqa: SIM102
-                if tl.max(top, 0) + noise * GUMBEL_MOST > score:
-                    word_0, word_1, word_2, word_3 = random_words((start // 4 + lane).to(tl.uint32), key)
-                    # the smallest word gives the largest g
-                    least = tl.min(tl.minimum(tl.minimum(word_0, word_1), tl.minimum(word_2, word_3)), 1)
-                    if tl.max(top + noise * (gumbel(least) + GUMBEL_SLACK), 0) > score:
-                        zero += noise * gumbel(word_0)
-                        one += noise * gumbel(word_1)
-                        two += noise * gumbel(word_2)
-                        three += noise * gumbel(word_3)
-                        most = tl.max(largest(zero, one, two, three), 0)
-                        if most > score:
-                            score = most
-                            drawn = first_column(zero, one, two, three, most, column)
+            if noise > 0.0:
+                least, next_least, place, _ = group_numbers(lanes + start // STRIDE, key)
+                shift = noise * gumbel(least)
+                at_place = start + run + place // RUN * STRIDE + place % RUN
+                # read again, as registers have no index: seldom, once the lane has a good score
+                may_win = (top + shift > score) & (at_place < columns)
+                scored = tl.load(row + at_place, mask=may_win, other=float("-inf")).to(tl.float32) + shift
+                drawn = tl.where(scored > score, at_place, drawn)  # strictly: a tie keeps the earlier column
+                score = tl.maximum(scored, score)
+                others = tl.maximum(others, top + noise * (gumbel(next_least) + GUMBEL_SLACK))
     row_best = tl.max(best, 0)
     # Where a lane met the largest logit, its tile once more: in which column, and what else is there. One load at a
     # time, for few registers.
@@ -144,9 +179,24 @@ def row_kernel(
     tl.store(logsumexp + place, log_sum)
     tl.store(entropy + place, spread)
     if SAMPLE:
-        drawn = tl.where(noise > 0.0, drawn, at)
-        tl.store(sample + program, drawn.to(tl.int64))
-        tl.store(sample_logit + program, tl.load(row + drawn).to(tl.float32))
+        token_drawn = at
+        if noise > 0.0:
+            best_score = tl.max(score, 0)
+            token_drawn = tl.min(tl.where(score == best_score, drawn, LAST), 0)
+            # Lanes whose other scores may win, or tie at a lower column: few, whatever the vocabulary.
+            most = tl.max(others, 0)
+            while (most >= best_score) & (most > float("-inf")):
+                chosen = tl.min(tl.where(others == most, lanes, LANES), 0)
+                for first_tile in range(0, columns, 4 * LANES * WIDTH * TILES):
+                    again, at_again = draw_again(row, first_tile, chosen, columns, key, noise, TILES, 4 * LANES * WIDTH)
+                    wins = (again > best_score) | ((again == best_score) & (at_again < token_drawn))
+                    token_drawn = tl.where(wins, at_again, token_drawn)
+                    best_score = tl.maximum(again, best_score)
+                others = tl.where(lanes == chosen, float("-inf"), others)
+                most = tl.max(others, 0)
+            token_drawn = tl.where(token_drawn < columns, token_drawn, 0)  # a row of -inf has none
+        tl.store(sample + program, token_drawn.to(tl.int64))
+        tl.store(sample_logit + program, tl.load(row + token_drawn).to(tl.float32))
 
 
 def launch(
@@ -187,7 +237,8 @@ def launch_rows(
         logits.stride(0),
         vocabulary,
         LANES=32 * warps,
-        WIDTH=SAMPLED_WIDTH if sampled else LOAD_BYTES // logits.element_size(),
+        WIDTH=GROUP_RUN if sampled else LOAD_BYTES // logits.element_size(),
         SAMPLE=sampled,
+        TILES=AGAIN,
         num_warps=warps,
     )

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 __all__ = [
     "COUNTERS",
     "COUNTER_COLUMNS",
+    "GROUP_RUN",
     "ITEM_BYTES",
     "SAMPLE_TILES",
     "SCRATCH",
@@ -46,6 +47,8 @@ VOCABULARY_COLUMNS: Final = 1024
 COUNTERS: Final = 32
 """Counters in a row of random numbers; each gives four words, for columns so far apart."""
 COUNTER_COLUMNS: Final = 4 * COUNTERS
+GROUP_RUN: Final = 8
+"""Neighbouring columns of a group of random numbers; it has four such runs, `COUNTERS` columns apart."""
 ROUTE_ROWS: Final = 256
 COMBINE_ROWS: Final = 128
 # Whatever the width: a region over heads slices widths, so they may be symbolic too (1 MiB of float32 at 4,096).
@@ -167,12 +170,14 @@ def _unembed_stats(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, 
 def _samples(rows: Any, vocabulary: int) -> tuple[Tile, ...]:
     """List what sampling needs besides: a score for every row, and tiles for the random numbers of a tile of logits."""
     tile_rows, columns = _statistics_tile(vocabulary)
-    groups = -(-columns // COUNTER_COLUMNS)
+    blocks = -(-columns // COUNTER_COLUMNS)
     vector, index = Tile((tile_rows,), "float32"), Tile((tile_rows,), "int64")
-    numbers = Tile((1,), "int64"), Tile((tile_rows, groups * COUNTER_COLUMNS), "float32"), Tile((6,), "int64")
-    words = (Tile((tile_rows, groups * COUNTERS), "int64"),) * 6
-    own = (vector, vector, index, Tile((tile_rows,), "bool"), *numbers, Tile((3,), "float32"), index, index, *words)
-    return Tile((rows,), "float32"), *own
+    numbers = Tile((tile_rows, blocks * COUNTER_COLUMNS), "float32")
+    groups = Tile((tile_rows, blocks * COUNTERS // GROUP_RUN), "float32")
+    words = (Tile((tile_rows, blocks * COUNTERS), "int64"),) * 6
+    state = vector, vector, index, Tile((tile_rows,), "bool"), Tile((1,), "int64"), numbers
+    constants = Tile((10,), "int64"), Tile((5,), "float32")
+    return Tile((rows,), "float32"), *state, *constants, index, index, groups, groups, numbers, *words
 
 
 def _row_sample(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
