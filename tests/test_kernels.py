@@ -656,7 +656,10 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
 
 
 def test_memory_cases_cover_every_kernel() -> None:
-    assert {case.kernel for case in memory_cases(F32)} == set(KERNELS) - {"row_sample", "unembed_sample"}  # test_sampling
+    assert {case.kernel for case in memory_cases(F32)} == set(KERNELS) - {
+        "row_sample",
+        "unembed_sample",
+    }  # test_sampling
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -100,7 +100,8 @@ def test_more_host_memory_never_shortens_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "budget", "host"), [(32768, 4, 16), (131072, 6, 16), (524288, 12, 32), (1048576, 24, 32), (1048576, 8, 64)]
+    ("tokens", "budget", "host"),
+    [(32768, 4, 16), (131072, 6, 16), (524288, 12, 32), (1048576, 24, 32), (1048576, 8, 64)],
 )
 def test_long_contexts_on_small_cards(tokens: int, budget: int, host: int) -> None:
     planner = Planner("llada-8b", device="h200", budget_bytes=budget * GIB, host_budget_bytes=host * GIB)

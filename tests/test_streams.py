@@ -591,6 +591,14 @@ def test_what_cannot_be_captured_runs_launch_by_launch_and_says_so_once(
     assert "operation not permitted" in record.getMessage() and record.levelname == "WARNING"
 
 
+def test_advice_about_device_side_assertions_is_no_lost_device() -> None:
+    advice = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+    survived = "CUDA error: operation not permitted when stream is capturing"
+    assert device_lost(RuntimeError(f"{survived}\n{advice}")) is None
+    assert device_lost(RuntimeError(f"CUDA error: device-side assert triggered\n{advice}")) is not None
+    assert device_lost(RuntimeError("")) is None
+
+
 def test_a_device_lost_in_capture_is_not_run_on(workspace: Workspace) -> None:
     log = Capturing(RuntimeError("CUDA error: unspecified launch failure"))
     executor = bind(planned(windows), workspace, streams=log, capture=True)

@@ -417,7 +417,10 @@ def test_kernel(name: str, dtype: torch.dtype) -> None:
 
 
 def test_cases_cover_every_kernel() -> None:
-    assert {name.split()[0].rstrip(",") for name in CASES} == set(KERNELS) - {"row_sample", "unembed_sample"}  # test_sampling
+    assert {name.split()[0].rstrip(",") for name in CASES} == set(KERNELS) - {
+        "row_sample",
+        "unembed_sample",
+    }  # test_sampling
 
 
 # --- what the operands may be -----------------------------------------------------------------------------------------

@@ -45,8 +45,23 @@ def plan(
     """Plan one denoising step: every byte, the chunks, the predicted time. Exit code 3 when it does not fit."""
     if compare is not None:
         if any(
-            (model, ctx, seq_lens, masked, mask_ratio, device, budget, host_budget, dtype, out, html, png, trace, snapshot,
-             explain)
+            (
+                model,
+                ctx,
+                seq_lens,
+                masked,
+                mask_ratio,
+                device,
+                budget,
+                host_budget,
+                dtype,
+                out,
+                html,
+                png,
+                trace,
+                snapshot,
+                explain,
+            )
         ):
             raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)

@@ -78,7 +78,9 @@ def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> Searc
 def brute_force(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> SearchResult:
     """Evaluate the whole grid and apply the objective to the letter: the baseline of Mosaic, figures 15 to 17."""
     before = point.evaluations
-    feasible = [config for config in point.grid(host_budget_bytes) if point.fits(config, budget_bytes, host_budget_bytes)]
+    feasible = [
+        config for config in point.grid(host_budget_bytes) if point.fits(config, budget_bytes, host_budget_bytes)
+    ]
     if feasible:
         limit = min(map(point.seconds, feasible)) * (1 + TOLERANCE)
         config = min((c for c in feasible if point.seconds(c) <= limit), key=lambda c: _preference(point, c))

@@ -33,10 +33,10 @@ __all__ = [
     "WrongResult",
     "attention_rates",
     "calibrate",
-    "memory_bandwidth",
     "gemm_rates",
     "launch_times",
     "link_rates",
+    "memory_bandwidth",
     "unembed_rates",
 ]
 

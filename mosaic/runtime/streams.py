@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any, Final, Protocol, TypeAlias
+from warnings import catch_warnings, simplefilter
 
 import torch
 
@@ -187,7 +188,9 @@ class CudaStreams:
                     self._left.record(stream)
                     self._left.wait(self._main)
         try:
-            graph.capture_end()
+            with catch_warnings():  # that the graph is empty, where the first launch failed
+                simplefilter("ignore")
+                graph.capture_end()
         except RuntimeError:
             # CUDA dropped the capture, and PyTorch raised before it told its own allocator
             with suppress(RuntimeError):
@@ -214,11 +217,11 @@ def device_lost(error: BaseException) -> DeviceLost | None:
     >>> type(device_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))).__name__
     'DeviceLost'
     """
-    text = str(error)
+    text = (str(error).splitlines() or [""])[0]  # what follows is advice, which speaks of device-side assertions always
     if not any(cause in text.lower() for cause in _LOST):
         return None
     return DeviceLost(
-        f"the device stopped in a step: {text.splitlines()[0]}. Its memory and everything loaded on it are gone for "
+        f"the device stopped in a step: {text}. Its memory and everything loaded on it are gone for "
         f"this process: restart it. The launch that failed may be an earlier one than the op named here; "
         f"CUDA_LAUNCH_BLOCKING=1 names it, and debug='poison' shows a plan that is wrong."
     )
