@@ -2,13 +2,14 @@
 # make test    install the test extras and run the tests
 # make lint    style and types
 # make bench   CPU benchmarks; results go to benchmarks/results and into the docs
+# make report  tables and plots of the recorded GPU results, into the docs
 
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench report clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +38,9 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.search
 	$(BIN)/python -m benchmarks.offsets
+
+report: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.report
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

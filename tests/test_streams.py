@@ -21,6 +21,7 @@ from mosaic.planner.custom import plan_graph
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.streams import device_lost
 from mosaic.runtime.weights import fill_randomly, weight_views
 from mosaic.runtime.workspace import Workspace
 

@@ -81,6 +81,9 @@ def _facts(document: Mapping[str, Any]) -> RenderableType:
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(style="dim")
     table.add_column()
+    choices = [f"{name} {value}" for name, value in document["config"].items() if isinstance(value, str)]
+    if choices:
+        table.add_row("choices", ", ".join(choices))
     table.add_row("chunks", ", ".join(_chunks(document)) or "none")
     milliseconds = document["predicted_step_ms"]
     shown = f"{milliseconds / 1e3:,.2f} s" if milliseconds >= 1e3 else f"{milliseconds:.2f} ms"
@@ -95,9 +98,7 @@ def _chunks(document: Mapping[str, Any]) -> list[str]:
     counts = {region["knob"]: region["count"] for region in document["regions"]}
     found = []
     for knob, value in document["config"].items():
-        if isinstance(value, str):
-            found.append(f"{knob} = {value}")
-        elif value is not None:
+        if isinstance(value, int):
             found.append(f"{knob} {counts[knob]:,} x {value:,} rows")
     return found
 
