@@ -35,9 +35,8 @@ def by_model(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def points_of(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """All points of a model; where parts overlap, the last part's."""
-    found = {(p["engine"], p["tokens"], p["mask_ratio"]): p for result in results for p in result["points"]}
-    return list(found.values())
+    """The points of a model's largest run: times of two runs, perhaps of two cards, are never set beside each other."""
+    return max((result["points"] for result in results), key=len, default=[])
 
 
 def sources(results: Sequence[Result]) -> str:
@@ -54,11 +53,12 @@ def titled(model: str, *parts: str) -> str:
 
 
 def speed_section(results: Sequence[Result]) -> str:
-    """Latency side by side and against the floor, per model."""
+    """Latency side by side and against the floor, a table per run."""
     parts = []
     for model, mine in by_model(results).items():
-        if rows := speed.rows_of(points_of(mine)):
-            parts.append(titled(model, table(speed.HEADER, rows), sources([r for r in mine if r["points"]])))
+        for run in sorted(mine, key=lambda run: -len(run["points"])):
+            if rows := speed.rows_of(run["points"]):
+                parts.append(titled(model, table(speed.HEADER, rows), sources([run])))
     return "\n\n".join(parts)
 
 
@@ -190,7 +190,7 @@ def readme(results: Sequence[Result]) -> str:
     title = (
         f"{HEADLINE}, {HEADLINE_RATIO:.0%} masked, one step; milliseconds, and device memory as the driver shows it:"
     )
-    return "\n\n".join((title, table(header, rows), sources(mine)))
+    return "\n\n".join((title, table(header, rows), sources([r for r in mine if r["points"] is points_of(mine)])))
 
 
 def _step(point: Mapping[str, Any] | None) -> str:

@@ -156,9 +156,10 @@ def test_search_equals_brute_force(name: str, device: str) -> None:
 
 
 def test_a_chunk_that_costs_nothing_is_taken_though_memory_suffices() -> None:
-    """On an H200 2,048 rows are the GEMM's sweet spot, so the feed-forward is chunked with 100 GiB to spare."""
+    """On an H200 GEMMs of a few thousand rows are as fast as larger ones, so all is chunked with 100 GiB to spare."""
     made = plan("llada-8b", tokens=65536, device="h200")
-    assert made.config["ffn"] == 2048 and made.budget_bytes - made.total_bytes > 100 * GIB
+    assert made.config["ffn"] and made.config["logits"] and made.config["attention"] == "queries"
+    assert made.budget_bytes - made.total_bytes > 100 * GIB
 
 
 def test_no_chunk_is_taken_that_costs_without_need(llada: Planner) -> None:

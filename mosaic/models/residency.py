@@ -16,7 +16,7 @@ from mosaic.models.architecture import Architecture
 from mosaic.registrar.contract import Dim
 from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["Hidden", "Matrix", "Residency"]
+__all__ = ["SLOTS", "Hidden", "Matrix", "Residency", "fetched", "stored"]
 
 WEIGHTS: Final = "weights"
 FETCH: Final = "fetch"
@@ -109,12 +109,7 @@ class Hidden:
         """Give the rows of this iteration of a token region to read or update, `size` of them."""
         if not self.on_host:
             return self.buffer
-        g = self._g
-        window = self.window(size, name)
-        with g.stream(FETCH):
-            g.add_op("copy", self.buffer, out=window, name=f"{name}_fetch")
-        g.wait(FETCH)
-        return window
+        return fetched(self._g, self.buffer, (size, self._arch.hidden), self._arch.dtype, name)
 
     def window(self, size: Dim, name: str) -> Buffer:
         """Give the buffer that this iteration writes rows to, which `keep` stores."""
@@ -125,6 +120,19 @@ class Hidden:
     def keep(self, window: Buffer) -> None:
         """Store the rows that this iteration wrote or updated."""
         if self.on_host:
-            g = self._g
-            with g.stream(STORE):
-                g.add_op("copy", window, out=self.buffer, name=f"{window.name.rsplit('/', 1)[-1]}_store")
+            stored(self._g, window, self.buffer)
+
+
+def fetched(g: Graph, source: Buffer, shape: Sequence[Dim], dtype: str, name: str) -> Buffer:
+    """Copy this iteration's rows of a host buffer into a window; the next op waits for them."""
+    window = g.buffer(name, shape, dtype, rotate=SLOTS)
+    with g.stream(FETCH):
+        g.add_op("copy", source, out=window, name=f"{name}_fetch")
+    g.wait(FETCH)
+    return window
+
+
+def stored(g: Graph, window: Buffer, target: Buffer) -> None:
+    """Copy a window to this iteration's rows, and columns, of a host buffer."""
+    with g.stream(STORE):
+        g.add_op("copy", window, out=target, name=f"{window.name.rsplit('/', 1)[-1]}_store")

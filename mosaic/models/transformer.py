@@ -8,7 +8,7 @@ heads, H head size, E experts.
 from __future__ import annotations
 
 from mosaic.models.architecture import Architecture
-from mosaic.models.residency import Hidden, Matrix, Residency
+from mosaic.models.residency import SLOTS, Hidden, Matrix, Residency, fetched, stored
 from mosaic.registrar.contract import Dim
 from mosaic.registrar.graph import Buffer, Graph
 
@@ -21,8 +21,7 @@ LOGITS_TILE = 64
 
 ATTENTION = ("together", "queries", "heads")
 """How attention runs: all queries at once; by chunks of queries, which then never exist whole; or that for a few KV
-heads at a time, whose results are gathered before one output projection. With the hidden states in host memory, which
-has no room for the results of all heads on the device, each group is projected and added to a second residual there."""
+heads at a time, whose results are gathered before one output projection."""
 
 
 def full_step(g: Graph, arch: Architecture, *, logits: bool = False) -> None:
@@ -67,7 +66,7 @@ class _Step:
             tensor=f"=inv_freq:theta={arch.rope_theta},dim={arch.head_size}",
         )
         self.hidden = Hidden(g, "hidden", arch, on_host=self.on_host)
-        self.spare = Hidden(g, "residual", arch, on_host=True) if self.on_host and self.splits else None
+        self.attended = self.attended_on_host() if self.on_host and self.splits else None
         table = self.embed(ids)
         with g.scope("layers.0"):
             matrices = self.residency.fetch(self.attention_matrices(0), streamed=self.residency.streams(0))
@@ -140,24 +139,9 @@ class _Step:
         if self.attention_choice == "together":
             self.attend_together(layer, norm, matrices)
         elif self.attention_choice == "queries":
-            self.attend(layer, norm, matrices, self.arch.kv_heads, self.hidden)
-        elif self.spare is None:
-            self.attend_by_heads(layer, norm, matrices)
+            self.attend_queries(layer, norm, matrices)
         else:
-            residual = self.copied(self.spare)
-            with self.g.chunk("heads", over=self.kv_heads, tile=1) as group:
-                self.attend(layer, norm, matrices, group, residual)
-            self.hidden, self.spare = residual, self.hidden
-
-    def copied(self, spare: Hidden) -> Hidden:
-        """Give a second residual in host memory that starts as the first."""
-        g = self.g
-        with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="residual") as rows:
-            source = self.hidden.rows(rows, "residual_in")
-            window = spare.window(rows, "residual_out")
-            g.add_op("copy", source, out=window, name="residual_copy")
-            spare.keep(window)
-        return spare
+            self.attend_by_heads(layer, norm, matrices)
 
     def project(self, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None) -> Buffer:
         """One of q, k, v, normed and rotated as the architecture says."""
@@ -199,38 +183,54 @@ class _Step:
             _, h = self.normed(rows, norm, "attention_in")
             for name, out in whole.items():
                 self.project(layer, name, h, matrices[f"{name}_proj"], out)
-        y = self.attend_to(whole["q"], whole["k"], whole["v"])
+        self.project_out(self.attend_to(whole["q"], whole["k"], whole["v"]), matrices["o_proj"])
+
+    def project_out(self, y: Buffer, matrix: Buffer) -> None:
+        """hidden += y @ o_proj.T for all heads, by windows where hidden states or results are in host memory."""
+        g = self.g
         if not self.on_host:
-            g.add_op("linear_add", y, matrices["o_proj"], self.hidden.buffer, name="o_linear")
+            g.add_op("linear_add", y, matrix, self.hidden.buffer, name="o_linear")
             return
-        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE, name="output") as rows:
+        with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="output") as rows:
             window = self.hidden.rows(rows, "output_rows")
-            g.add_op("linear_add", y, matrices["o_proj"], window, name="o_linear")
+            if y.kind == "host":
+                y = fetched(g, y, (rows, y.shape[1]), self.arch.dtype, "attended_rows")
+            g.add_op("linear_add", y, matrix, window, name="o_linear")
             self.hidden.keep(window)
 
-    def attend(self, layer: int, norm: Buffer, matrices: dict[str, Buffer], heads: Dim, target: Hidden) -> None:
-        """Keys and values of `heads` KV heads, then chunks of queries: project, attend, add to the residual at once."""
+    def attend_queries(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Keys and values of all heads, then chunks of queries: project, attend, add to the residual at once."""
         g = self.g
-        k, v = self.keys_and_values(layer, norm, matrices, heads)
+        k, v = self.keys_and_values(layer, norm, matrices, self.arch.kv_heads)
         with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="queries") as rows:
             source, h = self.normed(rows, norm, "queries_in")
-            window = source if target is self.hidden else target.rows(rows, "queries_out")
             y = self.attend_to(self.project(layer, "q", h, matrices["q_proj"]), k, v)
-            g.add_op("linear_add", y, matrices["o_proj"], window, name="o_linear")
-            target.keep(window)
+            g.add_op("linear_add", y, matrices["o_proj"], source, name="o_linear")
+            self.hidden.keep(source)
 
     def attend_by_heads(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """A few KV heads at a time into their columns of one buffer, then one output projection of all: the arithmetic,
-        to the bit, of attending at once."""
+        to the bit, of attending at once. With the hidden states, that buffer is in host memory too."""
         g, arch = self.g, self.arch
-        width = self.kv_heads * (arch.heads // arch.kv_heads) * arch.head_size
-        attended = g.buffer("attended", (self.tokens, width), arch.dtype)
+        per_kv_head = arch.heads // arch.kv_heads * arch.head_size
+        attended = self.attended or g.buffer("attended", (self.tokens, self.kv_heads * per_kv_head), arch.dtype)
         with g.chunk("heads", over=self.kv_heads, tile=1) as group:
             k, v = self.keys_and_values(layer, norm, matrices, group)
             with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="queries") as rows:
                 _, h = self.normed(rows, norm, "queries_in")
-                self.attend_to(self.project(layer, "q", h, matrices["q_proj"]), k, v, attended)
-        g.add_op("linear_add", attended, matrices["o_proj"], self.hidden.buffer, name="o_linear")
+                q = self.project(layer, "q", h, matrices["q_proj"])
+                if self.attended is None:
+                    self.attend_to(q, k, v, attended)
+                else:
+                    y = g.buffer("attended_chunk", (rows, group * per_kv_head), arch.dtype, rotate=SLOTS)
+                    stored(g, self.attend_to(q, k, v, y), attended)
+        self.project_out(attended, matrices["o_proj"])
+
+    def attended_on_host(self) -> Buffer:
+        """The results of all heads, one layer after the other, in host memory."""
+        arch = self.arch
+        width = self.kv_heads * (arch.heads // arch.kv_heads) * arch.head_size
+        return self.g.buffer("attended", (self.tokens, width), arch.dtype, kind="host")
 
     def keys_and_values(
         self, layer: int, norm: Buffer, matrices: dict[str, Buffer], heads: Dim
