@@ -17,7 +17,6 @@ from mosaic.planner.offsets import Order, Problem, solve
 from mosaic.planner.placement import place
 from mosaic.planner.planner import plan_point
 from mosaic.planner.search import search
-from mosaic.planner.space import Config
 
 TOKENS = 131072
 
@@ -65,7 +64,7 @@ def in_memory(repeats: int = 200) -> dict[str, float]:
 def formula_microseconds(repeats: int = 20000) -> float:
     """Microseconds of one evaluation of LLaDA-8B's peak formula."""
     point = Planner("llada-8b", device="rtx-3090").space().at(Request(seq_lens=(TOKENS,)).dims())
-    config = Config(("logits",), (256, 2048, 512))
+    config = point.config({"attention": "queries", "proj": 256, "ffn": 2048, "logits": 512})
     variant = point.space.variant(config)
     values = point.values(config)
     began = time.perf_counter()

@@ -257,7 +257,7 @@ def test_in_place_leaves_no_gap() -> None:
     s.g.add_alias(z, y)
     s.copy(z, "end")
     life = s.derive()
-    assert (life.starts[y.id], life.ends[y.id], life.gaps[y.id]) == (0, 3, [])
+    assert (life.starts[y.id], life.ends[y.id], life.gaps[y.id]) == (0, 3, ())
 
 
 def rewritten() -> Small:
@@ -284,7 +284,7 @@ def test_a_loop_that_fills_slices_is_no_complete_overwrite() -> None:
     s = rewritten()
     y = s.g["y"].id
     life = s.derive("k")
-    assert (life.starts[y], life.ends[y], life.gaps[y]) == (0, 6, [])
+    assert (life.starts[y], life.ends[y], life.gaps[y]) == (0, 6, ())
 
 
 @pytest.mark.parametrize("make", [looped, nested, streamed, rewritten])

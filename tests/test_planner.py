@@ -68,9 +68,9 @@ def test_streamed_weights_hold_a_layer_and_the_next_sublayer(llada: Planner) -> 
 
 
 def test_offloaded_hidden_states_hold_windows(llada: Planner) -> None:
-    """Keys and values of two heads, and windows of 128 rows, two slots each, of the source and of the target."""
+    """Keys and values of two heads; windows of 128 rows, two slots each, of the source and of the heads' results."""
     value = forms(llada, attention="heads", hidden="host", heads=2, proj=128, ffn=128, logits=64)
-    assert value["layers.0/q_linear"] == 1024 * S + SMALL + (4 * 8192 + 8192 + 512) * 128
+    assert value["layers.0/q_linear"] == 1024 * S + SMALL + (2 * 8192 + 8192 + 512 + 2 * 512) * 128
 
 
 def test_feed_forward_holds_residual_and_one_chunk(llada: Planner) -> None:

@@ -7,7 +7,7 @@ number of accesses. Regions are applied from the inside out (Mosaic, section
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +15,6 @@ from mosaic.planner.template import Access, Body
 
 __all__ = ["BarrierRecord", "Lifetimes", "derive"]
 
-_FROM_START = frozenset({"input", "weight", "state", "external"})
-_TO_END = frozenset({"output", "weight", "state", "external"})
 _LISTED = frozenset({"workspace", "state"})
 
 
@@ -38,7 +36,7 @@ class Lifetimes:
 
     starts: list[int]
     ends: list[int]
-    gaps: list[list[tuple[int, int]]]
+    gaps: list[Sequence[tuple[int, int]]]
     regions: tuple[int, ...]
     barriers: tuple[BarrierRecord, ...]
     homes: list[int | None]
@@ -47,7 +45,7 @@ class Lifetimes:
 def derive(body: Body, active: Set[str]) -> Lifetimes:
     """Derive all lifetimes with the chunk regions of the knobs in `active` on and all others dissolved."""
     accesses = body.accesses
-    starts, ends = _base(body, accesses)
+    starts, ends = map(list, body.intervals)
     on = [i for i, region in enumerate(body.regions) if region.knob in active]
     homes = [_nearest(body, buffer.home, active) for buffer in body.buffers]
     barriers = [_apply_region(body, i, homes, accesses, starts, ends) for i in _inside_out(body, on)]
@@ -57,16 +55,6 @@ def derive(body: Body, active: Set[str]) -> Lifetimes:
     order = {i: rank for rank, i in enumerate(on)}
     barriers.sort(key=lambda b: (b.region is None, order.get(b.region if b.region is not None else -1, 0), b.end))
     return Lifetimes(starts=starts, ends=ends, gaps=gaps, regions=tuple(on), barriers=tuple(barriers), homes=homes)
-
-
-def _base(body: Body, accesses: list[list[Access]]) -> tuple[list[int], list[int]]:
-    num_ops = len(body.ops)
-    starts, ends = [], []
-    for buffer, seen in zip(body.buffers, accesses, strict=True):
-        constant = buffer.kind == "host" and bool(seen) and seen[0].read
-        starts.append(0 if buffer.kind in _FROM_START or constant or not seen else seen[0].op)
-        ends.append(num_ops if buffer.kind in _TO_END or constant else (seen[-1].op + 1 if seen else 1))
-    return starts, ends
 
 
 def _nearest(body: Body, region: int | None, active: Set[str]) -> int | None:
@@ -150,7 +138,7 @@ def _apply_streams(body: Body, active: Set[str], starts: list[int], ends: list[i
 
 def _merge_aliases(
     body: Body, on: list[int], accesses: list[list[Access]], starts: list[int], ends: list[int]
-) -> list[list[tuple[int, int]]]:
+) -> list[Sequence[tuple[int, int]]]:
     """Give roots the union of their group's lifetimes, and find the gaps in which a group holds no value."""
     groups: dict[int, list[int]] = {}
     for b, buffer in enumerate(body.buffers):
@@ -159,7 +147,7 @@ def _merge_aliases(
     looped = [False] * len(body.ops)
     for i in on:
         looped[body.regions[i].start : body.regions[i].end] = [True] * (body.regions[i].end - body.regions[i].start)
-    gaps: list[list[tuple[int, int]]] = [[] for _ in body.buffers]
+    gaps: list[Sequence[tuple[int, int]]] = [()] * len(body.buffers)
     stretched = {b for _, ids, _, _ in body.barriers for b in ids}
     for b, buffer in enumerate(body.buffers):
         if buffer.alias_of is not None or buffer.pool != "workspace":
@@ -175,7 +163,7 @@ def _merge_aliases(
         end = live[0][1]
         for start, stop in live[1:]:
             if start > end:
-                gaps[b].append((end, start))
+                gaps[b] = [*gaps[b], (end, start)]
             end = max(end, stop)
         starts[b], ends[b] = live[0][0], end
     return gaps

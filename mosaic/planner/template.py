@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+_FROM_START = frozenset({"input", "weight", "state", "external"})
+_TO_END = frozenset({"output", "weight", "state", "external"})
+
+
 class DimRecord(NamedTuple):
     """A symbolic dim: bounded by another one, or fixed."""
 
@@ -149,6 +153,17 @@ class Body:
                 if b not in read:
                     found[b].append(Access(index, False, True))
         return found
+
+    @cached_property
+    def intervals(self) -> tuple[list[int], list[int]]:
+        """First access and last + 1 of every buffer, before loops, barriers and streams stretch them."""
+        num_ops = len(self.ops)
+        starts, ends = [], []
+        for buffer, seen in zip(self.buffers, self.accesses, strict=True):
+            constant = buffer.kind == "host" and bool(seen) and seen[0].read
+            starts.append(0 if buffer.kind in _FROM_START or constant or not seen else seen[0].op)
+            ends.append(num_ops if buffer.kind in _TO_END or constant else (seen[-1].op + 1 if seen else 1))
+        return starts, ends
 
     @cached_property
     def has_streams(self) -> bool:
