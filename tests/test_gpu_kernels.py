@@ -138,9 +138,15 @@ def test_copies_to_and_from_pinned_memory(alias: bool) -> None:
     torch.cuda.synchronize()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests
     assert torch.equal(back[3:200], host[3:200])
+    chunk = torch.zeros(100, 64, dtype=BF16, device="cuda")
+    copy(x=x[5:105, 128:192], y=chunk)  # columns of a wider matrix, both ways
+    copy(x=chunk, y=y[200:300, 64:128])
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests + 1
+    assert torch.equal(back[200:300, 64:128], host[5:105, 128:192])
     if not alias:
-        with pytest.raises(GraphError, match="a transfer needs both contiguous"):
-            copy(x=host[:, :8], y=torch.empty(333, 8, dtype=BF16, device="cuda"))
+        with pytest.raises(GraphError, match="a transfer needs both contiguous, or a matrix of rows"):
+            copy(x=host.t()[:8], y=torch.empty(8, 333, dtype=BF16, device="cuda"))
 
 
 # --- attention by cuDNN ---------------------------------------------------------------------------------------------

@@ -411,3 +411,11 @@ def test_a_module_of_the_wrong_dtype_is_refused() -> None:
 def test_a_cuda_device_is_refused_with_the_way_out() -> None:
     with pytest.raises(UsageError, match="device='cpu'"):
         mosaic.compile(LLADA, device="h200")
+
+
+def test_a_card_older_than_the_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.raises(UsageError, match=r"Tesla T4 has compute capability 7\.5, the kernels need 8\.0"):
+        mosaic.compile("llada-8b", device="h200")

@@ -48,6 +48,8 @@ Settings: TypeAlias = Mapping[str, int | str | None] | None
 _KEPT_EXECUTORS: Final = 16
 CAPTURED_MS: Final = 500.0
 """Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
+OLDEST: Final = (8, 0)
+"""Compute capability of the oldest cards that every kernel is compiled and tested for."""
 _log = logging.getLogger(__name__)
 
 
@@ -217,8 +219,22 @@ def _planner(
 
 
 def _usable(profile: Device) -> Device:
-    """The profile with the implementations that this process has: plans must not ask for others."""
-    if profile.backend != "cuda" or "cudnn" not in profile.attention_rates:
+    """The profile with the implementations that this process has: plans must not ask for others.
+
+    Raises
+    ------
+    UsageError
+        If the card is older than any kernel is compiled for.
+    """
+    if profile.backend != "cuda":
+        return profile
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST:
+        raise UsageError(
+            f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, the kernels need "
+            f"{'.'.join(map(str, OLDEST))} (Ampere) or later; use device='cpu'."
+        )
+    if "cudnn" not in profile.attention_rates:
         return profile
     from mosaic.kernels.cuda.attention_cudnn import available
 
