@@ -58,6 +58,12 @@ def test_planning_imports_nothing_heavy() -> None:
     assert run(code) == "[]"
 
 
+def test_planning_with_compiled_templates_starts_without_sympy() -> None:
+    """It takes longer to import than everything else together; templates are read from disk."""
+    code = "import sys, mosaic.planner, mosaic.cli; print('sympy' in sys.modules)"
+    assert run(code) == "False"
+
+
 def test_importing_mosaic_imports_nothing_at_all() -> None:
     assert run("import sys, mosaic; print([m for m in sys.modules if m.startswith('mosaic.')])") == "['mosaic.version']"
 

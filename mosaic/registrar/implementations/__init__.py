@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mosaic.errors import UnknownName
-from mosaic.registrar.contract import Dim, Spec
 
-__all__ = ["BACKENDS", "Scratch", "attention_options", "scratch_bytes"]
+if TYPE_CHECKING:  # the planner asks for `attention_options` alone, and starts without sympy
+    from mosaic.registrar.contract import Dim, Spec
+
+    Scratch: TypeAlias = Callable[[Mapping[str, tuple[Dim, ...]], Mapping[str, str], Mapping[str, Any]], Dim]
+
+__all__ = ["BACKENDS", "attention_options", "scratch_bytes"]
 
 BACKENDS: Final = ("cuda", "cpu")
-
-Scratch: TypeAlias = Callable[[Mapping[str, tuple[Dim, ...]], Mapping[str, str], Mapping[str, Any]], Dim]
 
 
 def scratch_bytes(backend: str, operator: str, specs: Mapping[str, Spec], attrs: Mapping[str, Any]) -> Dim:
