@@ -94,16 +94,14 @@ class Hidden:
 
     Parameters
     ----------
-    name
-        Of the buffer.
     on_host
         Whether it lives in host memory.
     """
 
-    def __init__(self, g: Graph, name: str, arch: Architecture, *, on_host: bool) -> None:
+    def __init__(self, g: Graph, arch: Architecture, *, on_host: bool) -> None:
         self._g, self._arch, self.on_host = g, arch, on_host
         shape = (g.dim("tokens"), arch.hidden)
-        self.buffer = g.buffer(name, shape, arch.dtype, kind="host" if on_host else "transient")
+        self.buffer = g.buffer("hidden", shape, arch.dtype, kind="host" if on_host else "transient")
 
     def rows(self, size: Dim, name: str) -> Buffer:
         """Give the rows of this iteration of a token region to read or update, `size` of them."""

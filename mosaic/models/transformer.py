@@ -10,7 +10,7 @@ from __future__ import annotations
 from mosaic.models.architecture import Architecture
 from mosaic.models.residency import SLOTS, Hidden, Matrix, Residency, fetched, stored
 from mosaic.registrar.contract import Dim
-from mosaic.registrar.graph import Buffer, Graph
+from mosaic.registrar.graph import Buffer, Graph, Kind
 
 __all__ = ["full_step"]
 
@@ -65,8 +65,8 @@ class _Step:
             "float32",
             tensor=f"=inv_freq:theta={arch.rope_theta},dim={arch.head_size}",
         )
-        self.hidden = Hidden(g, "hidden", arch, on_host=self.on_host)
-        self.attended = self.attended_on_host() if self.on_host and self.splits else None
+        self.hidden = Hidden(g, arch, on_host=self.on_host)
+        self.attended = self.attended_buffer("host") if self.on_host and self.splits else None
         table = self.embed(ids)
         with g.scope("layers.0"):
             matrices = self.residency.fetch(self.attention_matrices(0), streamed=self.residency.streams(0))
@@ -211,9 +211,8 @@ class _Step:
     def attend_by_heads(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """A few KV heads at a time into their columns of one buffer, then one output projection of all: the arithmetic,
         to the bit, of attending at once. With the hidden states, that buffer is in host memory too."""
-        g, arch = self.g, self.arch
-        per_kv_head = arch.heads // arch.kv_heads * arch.head_size
-        attended = self.attended or g.buffer("attended", (self.tokens, self.kv_heads * per_kv_head), arch.dtype)
+        g = self.g
+        attended = self.attended or self.attended_buffer("transient")
         with g.chunk("heads", over=self.kv_heads, tile=1) as group:
             k, v = self.keys_and_values(layer, norm, matrices, group)
             with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="queries") as rows:
@@ -222,15 +221,15 @@ class _Step:
                 if self.attended is None:
                     self.attend_to(q, k, v, attended)
                 else:
-                    y = g.buffer("attended_chunk", (rows, group * per_kv_head), arch.dtype, rotate=SLOTS)
+                    y = g.buffer("attended_chunk", q.shape, q.dtype, rotate=SLOTS)
                     stored(g, self.attend_to(q, k, v, y), attended)
         self.project_out(attended, matrices["o_proj"])
 
-    def attended_on_host(self) -> Buffer:
-        """The results of all heads, one layer after the other, in host memory."""
+    def attended_buffer(self, kind: Kind) -> Buffer:
+        """The results of all heads: of one layer, or in host memory of one layer after the other."""
         arch = self.arch
         width = self.kv_heads * (arch.heads // arch.kv_heads) * arch.head_size
-        return self.g.buffer("attended", (self.tokens, width), arch.dtype, kind="host")
+        return self.g.buffer("attended", (self.tokens, width), arch.dtype, kind=kind)
 
     def keys_and_values(
         self, layer: int, norm: Buffer, matrices: dict[str, Buffer], heads: Dim

@@ -116,16 +116,12 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
 
 def _host_budget(planner: Planner, request: Request) -> int:
     """Pinned host memory, in whole MiB, with which the request would fit the budget; 0 if none would do."""
-    with_host = Planner(
-        planner.model, device=planner.device, budget_bytes=planner.budget_bytes, host_budget_bytes=ANY_HOST,
-        pinned=planner.pinned,
-    )  # fmt: skip
-    made = with_host.plan(request)
+    made = planner.with_host_budget(ANY_HOST).plan(request)
     return round_up(made.document["host_bytes"], MIB) if made.fits else 0
 
 
 def _suggest(planner: Planner, request: Request, plan: Plan, device: str | None, smallest: int) -> str:
-    """One option: the budget if the device has room for it, else a shorter context, else another device."""
+    """One option: the budget if the device has room for it, else host memory, a shorter context, another device."""
     if smallest <= planner.device.memory_bytes:
         return f"--budget {smallest // MIB}MiB"
     if host := _host_budget(planner, request):

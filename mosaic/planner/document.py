@@ -14,6 +14,7 @@ from mosaic.planner.lifetimes import BarrierRecord
 from mosaic.planner.peaks import ALIGNMENT, formula_text
 from mosaic.planner.search import SearchResult
 from mosaic.planner.space import Config, Point, Variant
+from mosaic.planner.template import BufferRecord
 from mosaic.units import round_up
 
 __all__ = ["SCHEMA", "assemble"]
@@ -201,32 +202,32 @@ def _buffers(
     variant: Variant, polynomials: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
 ) -> list[dict[str, Any]]:
     place = dict(zip(variant.formula.roots.tolist(), zip(map(int, offsets), sizes, strict=True), strict=True))
-    tops = {"weights": 0, "state": 0, "host": 0, "external": 0, "hidden": 0}
-    stored = [record.pool == "host" and record.tensor is not None for record in variant.body.buffers]
+    tops = dict.fromkeys(("weights", "state", "host", "external", "hidden"), 0)
     # streamed weights first: they stay where they are, whatever the hidden states take
-    hidden_top = sum(
-        (polynomials[record.bytes] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        for record, first in zip(variant.body.buffers, stored, strict=True)
-        if first
-    )
-    tops["hidden"] = hidden_top
+    hosts = [record for record in variant.body.buffers if record.pool == "host" and record.tensor is not None]
+    tops["hidden"] = sum(_size(record, polynomials) for record in hosts)
     found: list[dict[str, Any]] = []
     for b, (record, static) in enumerate(zip(variant.body.buffers, _buffer_statics(variant), strict=True)):
         at = 0
         if b in place:
             offset, size = place[b]
         else:
-            size = (polynomials[record.bytes] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT * record.rotate
+            size = _size(record, polynomials)
             if record.alias_of is not None:
                 at = polynomials[record.alias_offset]
                 offset = place[record.alias_of][0] + at
             else:
-                pool = "hidden" if record.pool == "host" and not stored[b] else record.pool
+                pool = "hidden" if record.pool == "host" and record.tensor is None else record.pool
                 offset = tops[pool]
                 tops[pool] += size
         shape = [polynomials[row] for row in record.shape]
         found.append({**static, "offset": offset, "size": size, "alias_offset": at, "shape": shape})
     return found
+
+
+def _size(record: BufferRecord, polynomials: Sequence[int]) -> int:
+    """Bytes of all slots of a buffer."""
+    return round_up(polynomials[record.bytes], ALIGNMENT) * record.rotate
 
 
 def _buffer_statics(variant: Variant) -> list[dict[str, Any]]:

@@ -75,12 +75,9 @@ def max_context(
 
     if not fits_somehow(1):
         return 0
-    low, high = 1, min(max(1, *solved.values()), limit) + 1
-    if fits(high - 1, likely):
-        low = high - 1
-    while high - low > 1:  # rounding to pages, or a host too small for hidden states
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle, likely) else (low, middle)
+    low = min(max(1, *solved.values()), limit)
+    if not fits(low, likely):  # rounding to pages, or a host too small for hidden states
+        low = _bisect(1, low, lambda context: fits(context, likely))
     while low < limit and fits_somehow(low + 1):  # grown by the likeliest, verified by all
         low = _grow(low + 1, limit, lambda context: fits(context, likely))
     return low
@@ -92,7 +89,11 @@ def _grow(low: int, limit: int, fits: Callable[[int], bool]) -> int:
     while low < limit and fits(min(low + step, limit)):
         low = min(low + step, limit)
         step *= 2
-    high = min(low + step, limit + 1)
+    return _bisect(low, min(low + step, limit + 1), fits)
+
+
+def _bisect(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest context in [low, high) that fits; `low` does, `high` does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -149,6 +149,12 @@ class Planner:
         other.pinned = {**self.pinned, **pinned}
         return other
 
+    def with_host_budget(self, host_budget_bytes: int) -> Planner:
+        """The same planner with another budget of pinned host memory; what it has compiled is shared."""
+        other = copy(self)
+        other.host_budget_bytes = host_budget_bytes
+        return other
+
     def space(self, *, logits: bool = False) -> Space:
         """The configurations of the step, with or without returned logits."""
         if logits not in self._spaces:

@@ -52,11 +52,11 @@ def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> Searc
     before = point.evaluations
     runs: list[_Run] = []
     limit = float("inf")
-    groups = sorted(point.groups(), key=lambda group: point.seconds(_fastest(point, group[0])))
-    for base, ladders in groups:
-        if point.seconds(_fastest(point, base)) > limit:
+    groups = [(_fastest(point, base), ladders) for base, ladders in point.groups()]
+    for start, ladders in sorted(groups, key=lambda group: point.seconds(group[0])):
+        if point.seconds(start) > limit:
             break  # even its fastest setting is slower than what has been found
-        for run in _climb(point, base, ladders, budget_bytes, host_budget_bytes, limit):
+        for run in _climb(point, start, ladders, budget_bytes, host_budget_bytes, limit):
             runs.append(run)
             if run.fits:
                 limit = min(limit, point.seconds(run.config) * (1 + TOLERANCE))
@@ -118,14 +118,14 @@ class _Run(NamedTuple):
 
 
 def _climb(
-    point: Point, base: tuple[str, ...], ladders: list[list[tuple[str, ...]]], budget_bytes: int,
+    point: Point, start: Config, ladders: list[list[tuple[str, ...]]], budget_bytes: int,
     host_budget_bytes: int, limit: float,
 ) -> Iterator[_Run]:  # fmt: skip
     """Descend with nothing escalated; where that does not fit, from the lowest rung of each ladder that does.
 
     Higher rungs need less of the device and take no less time, so the first that fits is found by bisection.
     """
-    run = _descend(point, _fastest(point, base), budget_bytes)
+    run = _descend(point, start, budget_bytes)
     yield run
     if run.fits or not host_budget_bytes:
         return

@@ -171,6 +171,7 @@ class _Work:
 
     outputs: tuple[Spec, ...]
     flops: Dim
+    bytes: Dim
     rate_rows: Dim
     rate_columns: Dim
 
@@ -231,7 +232,6 @@ class Graph:
         self._side: dict[str, _SideStream] = {}
         self._waits: list[int] = []
         self._works: dict[Any, _Work] = {}
-        self._bytes: dict[Any, Dim] = {}
 
     # -- dims, knobs, names -------------------------------------------------------------------------------------
 
@@ -463,7 +463,7 @@ class Graph:
             reads=tuple(operands[key] for key in specs if key not in created),
             writes=(*created.values(), *updated, *([operands["scratch"]] if "scratch" in operands else [])),
             attrs=attrs, region=self._region, stream=self._stream.name if self._stream else MAIN,
-            slices=tuple(sliced), flops=work.flops, bytes=self._moved(rule, specs, attrs), rate_rows=work.rate_rows, source=source,
+            slices=tuple(sliced), flops=work.flops, bytes=work.bytes, rate_rows=work.rate_rows, source=source,
             rate="link" if any(b.pool == "host" for b in operands.values()) else rule.rate,
             rate_columns=work.rate_columns,
         )  # fmt: skip
@@ -476,17 +476,13 @@ class Graph:
         """What a contract says of one launch; layers repeat theirs, and symbolic arithmetic is slow."""
         key = (rule, tuple(specs.items()), tuple(attrs.items()))
         if key not in self._works:
+            outputs = tuple(rule.infer(**specs, **attrs))
+            moved = rule.moved({**specs, **dict(zip(rule.writes, outputs, strict=False))}, attrs)
             self._works[key] = _Work(
-                outputs=tuple(rule.infer(**specs, **attrs)), flops=rule.flops(**specs, **attrs),
+                outputs=outputs, flops=rule.flops(**specs, **attrs), bytes=moved,
                 rate_rows=rule.rate_rows(**specs, **attrs), rate_columns=rule.rate_columns(**specs, **attrs),
             )  # fmt: skip
         return self._works[key]
-
-    def _moved(self, rule: Contract, specs: Mapping[str, Spec], attrs: Mapping[str, Any]) -> Dim:
-        key = (rule, tuple(specs.items()), tuple(attrs.items()))
-        if key not in self._bytes:
-            self._bytes[key] = rule.moved(specs, attrs)
-        return self._bytes[key]
 
     def _operands(self, rule: Contract, reads: Sequence[Buffer | None], full: str, source: str) -> dict[str, Buffer]:
         required = sum(not name.endswith("?") for name in rule.reads)

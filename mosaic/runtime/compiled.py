@@ -352,7 +352,11 @@ class CompiledModel:
         self._weights = {}
         self.workspace.resize_all(dict.fromkeys(self.workspace.committed_bytes(), 0))
         self._settle_on(plan)
-        self._weights = self._load()
+        try:
+            self._weights = self._load()
+        except BaseException:
+            self.close()
+            raise
 
     def _adopt(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         document = self._current.document
