@@ -388,6 +388,60 @@ def test_a_tensor_that_the_model_needs_is_missed_by_name_and_shape(folder: Path)
             load_weights({"a.weight": torch.empty(7, 5)}, checkpoint)
 
 
+def fused_views(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Three parts of one tensor, not in the order of its rows."""
+    return {f"qkv.weight[{a}:{b}]": torch.empty(b - a, 3, dtype=dtype) for a, b in ((4, 6), (0, 4), (6, 8))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_fused_tensor_are_loaded_and_written_back(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mosaic.runtime.checkpoint.PIECE_BYTES", 20)
+    values = torch.randn(8, 3)
+    save_file({"before": torch.ones(5), "qkv.weight": values}, tmp_path / "model.safetensors")
+    views = fused_views(dtype)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert "qkv.weight[0:4]" in checkpoint and "qkv.bias[0:4]" not in checkpoint
+        load_weights(views, checkpoint)
+    for name, view in views.items():
+        a, b = map(int, name[:-1].split("[")[1].split(":"))
+        assert torch.equal(view, values[a:b].to(dtype))
+    save_checkpoint(tmp_path / "copy", {"scalar": torch.tensor(2.0), **views}, {})
+    written = load_file(tmp_path / "copy" / "model.safetensors")
+    assert written.keys() == {"scalar", "qkv.weight"} and written["scalar"] == 2.0
+    assert torch.equal(written["qkv.weight"], values.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((7, 3), r"'qkv.weight': expected rows \[6, 8\) of shape \[2, 3\], found \[7, 3\]"),
+        ((8, 4), r"expected rows \[4, 6\) of shape \[2, 3\], found \[8, 4\]"),
+        ((9, 3), r"'qkv.weight': expected shape \[8, 3\], found \[9, 3\]; check config.json"),
+    ],
+)
+def test_a_fused_tensor_of_another_size_is_refused(tmp_path: Path, shape: tuple[int, int], message: str) -> None:
+    save_file({"qkv.weight": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        Layout(tmp_path).verify((name, tuple(view.shape)) for name, view in fused_views().items())
+
+
+def test_rows_of_a_parameter_are_adopted() -> None:
+    parameter = torch.nn.Parameter(torch.ones(8, 3))
+    record = document(tensor="qkv.weight[4:6]", shape=[2, 3])
+    adopted = adopt_tensors(record, {"qkv.weight": parameter})["qkv.weight[4:6]"]
+    assert adopted.data_ptr() == parameter[4].data_ptr() and adopted.shape == (2, 3)
+    with pytest.raises(CheckpointError, match=r"'qkv.weight\[4:6\]': expected float32 \[2, 3\], found 0 others"):
+        adopt_tensors(record, {})
+
+
+def test_random_rows_of_a_bias_are_around_zero() -> None:
+    views = {"qkv.bias[0:50]": torch.empty(50), "norm": torch.empty(50)}
+    fill_randomly(views)
+    assert abs(float(views["qkv.bias[0:50]"].mean())) < 0.02 and abs(float(views["norm"].mean()) - 1) < 0.02
+
+
 def test_members_of_a_stack() -> None:
     assert members("a.b") == ["a.b"]
     assert members("l.3.e.{0:2}.w") == ["l.3.e.0.w", "l.3.e.1.w"]

@@ -561,6 +561,70 @@ def test_moe_route(shape: tuple[int, int, int, int], normalize: bool, dtype: tor
     assert_within(outputs["scores"], expected["scores"], bound)
 
 
+def router_case(rows: int, hidden: int, experts: int, dtype: torch.dtype, *, bias: bool, **attrs: Any) -> Case:
+    """A router by sigmoid; inputs and bias lie on a coarse grid, so that experts tie and the order is exact."""
+    given = {
+        "x": (randn(rows, hidden) * 4).round().div(16).to(dtype),
+        "weight": (randn(experts, hidden, seed=1) * 4).round().div(16).to(dtype),
+    } | ({"bias": (randn(experts, seed=2) * 4).round().div(8)} if bias else {})
+    shape = rows, int(attrs["top_k"])
+    outputs = {"scores": torch.empty(shape, dtype=dtype), "experts": torch.empty(shape, dtype=torch.int64)}
+    return Case("moe_route", given, outputs, {"scoring": "sigmoid", **attrs})
+
+
+def router_bound(expected: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """A sigmoid's exponential of an exact logit, the sum, the division and the scale."""
+    return gamma(2 * top_k + 40, dtype) * expected + rounding(expected, dtype)
+
+
+ROUTERS: list[dict[str, Any]] = [
+    {"bias": False, "top_k": 3, "normalize": True},
+    {"bias": True, "top_k": 3, "normalize": False, "scale": 0.5},
+    {"bias": True, "top_k": 3, "normalize": True, "groups": 4, "top_groups": 2, "scale": 2.5},
+    {"bias": False, "top_k": 6, "normalize": True, "groups": 6, "top_groups": 1},
+    {"bias": True, "top_k": 2, "normalize": False, "scoring": "softmax", "groups": 3, "top_groups": 3},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("attrs", ROUTERS, ids=str)
+@pytest.mark.parametrize("rows", [1, 37, 300])
+def test_moe_route_by_sigmoid_bias_and_groups(rows: int, attrs: dict[str, Any], dtype: torch.dtype) -> None:
+    case = router_case(rows, 33, 36, dtype, **attrs)
+    case.launch()
+    expected = case.reference()
+    assert torch.equal(case.outputs["experts"], expected["experts"])
+    bound = router_bound(expected["scores"], 36 if attrs.get("scoring") else attrs["top_k"], dtype)
+    assert_within(case.outputs["scores"], expected["scores"], bound)
+
+
+def test_a_bias_below_every_score_still_chooses_within_the_top_groups() -> None:
+    """Scores + bias may be negative: what is outside the chosen groups, or taken, has to be lower still."""
+    case = router_case(7, 16, 8, F32, bias=True, top_k=4, normalize=False, groups=4, top_groups=2)
+    case.operands["bias"] = torch.tensor([-9.0, -9.0, -3.0, -3.0, -9.0, -9.0, -4.0, -4.0])
+    case.launch()
+    assert case.outputs["experts"].sort(dim=1).values.tolist() == [[2, 3, 6, 7]] * 7
+
+
+@pytest.mark.parametrize(
+    ("attrs", "message"),
+    [
+        ({"scoring": "tanh"}, "softmax or sigmoid, got 'tanh'"),
+        ({"groups": 3, "top_groups": 1}, "8 experts do not divide into 3 groups"),
+        ({"groups": 8, "top_groups": 1}, "groups of 1 expert have no two best"),
+        ({"groups": 4, "top_groups": 5}, r"top_groups must be in 1\.\.4, got 5"),
+        ({"groups": 4, "top_groups": 1, "top_k": 3}, "1 groups hold 2 experts, top_k is 3"),
+        ({"top_groups": 2}, "top_groups is 2, but there are no groups"),
+        ({"bias": Spec((7,), "float32")}, r"bias must be float32\[8\], it is float32\[7\]"),
+        ({"bias": Spec((8,), "bfloat16")}, r"bias must be float32\[8\], it is bfloat16\[8\]"),
+    ],
+)
+def test_routers_that_cannot_be_are_refused(attrs: dict[str, Any], message: str) -> None:
+    x, weight = Spec((TOKENS, 16), "bfloat16"), Spec((8, 16), "bfloat16")
+    with pytest.raises(GraphError, match=message):
+        contract("moe_route").infer(x, weight, attrs.pop("bias", None), **{"top_k": 2, "normalize": True} | attrs)
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 2, 4), (333, 8, 64)], ids=str)
 def test_moe_sort_and_gather(shape: tuple[int, int, int]) -> None:
     rows, top_k, experts = shape
@@ -637,6 +701,7 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
         ),
         Case("moe_gather", {"x": x, "order": order}, {"y": torch.empty(600, 64, dtype=dtype)}, {"top_k": 2}),
         Case("moe_route", {"x": x, "weight": randn(8, 64, dtype=dtype)}, route, {"top_k": 2, "normalize": True}),
+        router_case(300, 64, 8, dtype, bias=True, top_k=2, normalize=True, groups=4, top_groups=2, scale=2.5),
         Case("moe_sort", {"experts": experts}, index, {"num_experts": 8}),
         Case("rms_norm", {"x": x, "weight": randn(64, dtype=dtype)}, {"y": y.clone()}, {"eps": 1e-5}),
         Case(
@@ -657,9 +722,16 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
 
 def test_memory_cases_cover_every_kernel() -> None:
     assert {case.kernel for case in memory_cases(F32)} == set(KERNELS) - {
-        "row_sample",
+        "kv_attention",  # test_kv
+        "kv_store",
+        "row_sample",  # test_sampling
         "unembed_sample",
-    }  # test_sampling
+        "guide",  # test_selection
+        "perturb_score",
+        "row_nucleus",
+        "row_score",
+        "transfer",
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

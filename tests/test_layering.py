@@ -20,11 +20,12 @@ ALLOWED = {
     "viz": {"registrar", "planner", "models", "viz", "devices", "files"},
     "kernels": {"registrar", "kernels"},
     "runtime": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files"},
-    "bench": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files", "bench"},
+    "decoding": {"registrar", "kernels", "runtime", "planner", "models", "decoding"},
+    "bench": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files", "decoding", "bench"},
 }
 COMMON = {"errors", "units", "version"}
-# Notebook pictures: an object draws itself on demand, through the room above it, at call time.
-UPWARD_ON_DEMAND = {("planner/plan.py", "viz"), ("registrar/graph.py", "viz")}
+# At call time, through the room above: a notebook's picture of an object, and `generate` of a compiled model.
+UPWARD_ON_DEMAND = {("planner/plan.py", "viz"), ("registrar/graph.py", "viz"), ("runtime/compiled.py", "decoding")}
 
 
 def run(code: str) -> str:

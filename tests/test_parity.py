@@ -85,7 +85,7 @@ def test_every_configuration_of_the_grid(case: Case) -> None:
     lengths = tuple(len(part) for part in case.sequences)
     planner = case.model._planner
     request = Request(seq_lens=lengths, masked=(sum(lengths) + 1) // 2, logit_rows=sum(lengths))
-    space = planner.space(logits=True)
+    space = planner.space(request.kind)
     names = [choice.name for choice in space.template.choices] + [knob.name for knob in space.template.knobs]
     configurations = list(space.at(request.dims()).grid())
     assert len(configurations) >= 6 * 3 * 3 * 3

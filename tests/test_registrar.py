@@ -18,6 +18,7 @@ import mosaic.registrar.contracts as contracts
 from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels import KERNELS
 from mosaic.models import PRESETS, load
+from mosaic.models.phase import Phase
 from mosaic.registrar.contract import Contract, Spec
 from mosaic.registrar.contracts import OPERATORS, contract
 from mosaic.registrar.draw import to_dot, to_mermaid, to_networkx
@@ -607,7 +608,7 @@ def small() -> Graph:
 
 GRAPHS: dict[str, Callable[[], Graph]] = {
     "small": small,
-    **{name: (lambda name=name: load(name).graph(logits=True)) for name in PRESETS},  # type: ignore[misc]
+    **{name: (lambda name=name: load(name).graph(phase=Phase(logits=True))) for name in PRESETS},  # type: ignore[misc]
     "toy": lambda: toy.program().graph("commit_then_denoise"),
 }
 

@@ -54,13 +54,41 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     attrs = {"head_size": size, "scale": size**-0.5}
     keys = {"k": empty(rows, hidden // 4), "v": empty(rows, hidden // 4), "cu_seqlens": cu_seqlens}
     yield "attention", {"q": x, **keys, "y": x, **attrs}
+    yield "attention", {"q": x, **keys, "y": x, **attrs, "block": 32}
+    kv, narrow = empty(40_000, 36 * 2 * 1024), {"k": empty(rows, 1024), "v": empty(rows, 1024)}
+    yield "kv_store", {**narrow, "slots": empty(rows, dtype=index), "kv": kv, "layer": 3}
+    attrs |= {"layer": 3, "kv_heads": 8, "kv": kv, "cu_seqlens": cu_seqlens, "cu_keys": cu_seqlens}
+    for tokens, block in ((2, 0), (8, 4), (32, 0), (32, 32), (2048, 0), (2048, 32)):  # every tile; split, and not
+        window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
+        yield "kv_attention", {**window, "key_slots": empty(20_000, dtype=index), **attrs, "block": block}
     yield "unembed_stats", {"x": x, "weight": empty(vocabulary, hidden), **stats}
     few = {name: value[:32] for name, value in {"x": x, **stats}.items()}  # a short tile, more splits
     yield "unembed_stats", {"weight": empty(vocabulary, hidden), **few}
+    figures = {name: stats[name] for name in ("maximum", "second", "logsumexp", "entropy")} | {"sample_logit": logsum}
+    for kind in ("confidence", "margin", "entropy", "random", "sequential"):
+        yield "row_score", {**figures, "keys": some, "score": logsum, "kind": kind}
+    yield "perturb_score", {"score": logsum, "keys": some, "temperature": empty(1, dtype=wide)}
+    yield "guide", {"x": x, "uncond": x, "guidance": empty(1, dtype=wide)}
+    limits = {"temperature": empty(1, dtype=wide), "top_p": empty(1, dtype=wide), "top_k": empty(1, dtype=torch.int32)}
+    drawn = {"sample": some, "probability": logsum, "margin": logsum, "entropy": logsum, "keys": some}
+    for dtype in (torch.bfloat16, wide):
+        yield "row_nucleus", {"logits": empty(rows, vocabulary, dtype=dtype), **limits, **drawn}
+    per_sequence = {"quota": empty(4, dtype=torch.int32), "threshold": empty(4, dtype=wide)}
+    for rule in ("top", "threshold", "dynamic", "above", "factor", "edit"):
+        for count in (rows, 100_000):
+            of_rows = {name: empty(count, dtype=index) for name in ("token", "current", "chosen")}
+            of_rows |= {"score": empty(count, dtype=wide), "committed": empty(count, dtype=torch.uint8)}
+            edit = {"edit_threshold": empty(4, dtype=wide)} if rule == "edit" else {}
+            bounds = {"cu_rows": empty(5, dtype=torch.int32)} | per_sequence
+            yield "transfer", {**of_rows, **bounds, **edit, "rule": rule, "mask_id": 126336}
     yield "confidence", {"maximum": logsum, "logsumexp": logsum, "y": logsum}
     yield "shift_rows", {"rows": some, "cu_seqlens": cu_seqlens, "y": some}
     router = {"x": empty(rows, width), "weight": empty(experts, width)}
     yield "moe_route", {**router, "scores": empty(rows, top_k), "experts": choice, "top_k": top_k, "normalize": True}
+    many = {"x": empty(rows, width), "weight": empty(256, width), "bias": empty(256, dtype=wide)}
+    groups = {"scoring": "sigmoid", "groups": 8, "top_groups": 4, "scale": 2.5}
+    chosen = {"scores": empty(rows, top_k), "experts": choice, "top_k": top_k, "normalize": True}
+    yield "moe_route", {**many, **chosen, **groups}  # LLaDA2.0
     yield "moe_sort", {"experts": choice, "order": order, "offsets": offsets, "num_experts": experts}
     yield "moe_gather", {"x": empty(rows, width), "order": order, "y": routed, "top_k": top_k}
     weights = empty(experts, 1024, width)
@@ -100,7 +128,7 @@ def specialised(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str],
     """Signature, constants and divisibilities, as the just-in-time compiler would choose them."""
     import torch
 
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
     signature, constants, attributes = {}, {}, {}
     for parameter in kernel.params:
         value, place = arguments[parameter.name], (parameter.num,)
@@ -188,5 +216,5 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
 
 
 def test_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
-    products = {"attention_kernel", "partial_kernel", "grouped_linear_kernel"}
+    products = {"attention_kernel", "kv_attention_kernel", "partial_kernel", "grouped_linear_kernel"}
     assert products == {line["kernel"] for line in compiled if line["wgmma"] and line["kernel"] in products}

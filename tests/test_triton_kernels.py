@@ -29,6 +29,7 @@ from test_kernels import (
     name_of,
     randn,
     rounding,
+    router_case,
     statistics_outputs,
     strided,
     unit,
@@ -105,7 +106,7 @@ def in_bytes(flat: Tensor) -> Tensor:
 
 def fill_outside(tensor: Tensor) -> None:
     """Put a number around a view that will be written: any arithmetic on the NaN that is there gives the same NaN."""
-    whole(tensor)[outside(tensor)] = 321
+    whole(tensor)[outside(tensor)] = 121
 
 
 def run(case: Case, device: str = "cpu", alias: dict[str, str] | None = None, **more: Any) -> dict[str, Tensor]:
@@ -297,6 +298,26 @@ def moe_route(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> Bui
     return case, verify
 
 
+def moe_route_by_groups(
+    shape: tuple[int, int, int, int, int, int, bool], dtype: torch.dtype, scoring: str = "sigmoid"
+) -> Built:
+    rows, hidden, experts, top_k, groups, top_groups, bias = shape
+    attrs = {"top_k": top_k, "normalize": True, "groups": groups, "top_groups": top_groups, "scale": 2.5}
+    case = router_case(rows, hidden, experts, dtype, bias=bias, scoring=scoring, **attrs)
+    case.operands |= {name: strided(case.operands[name]) for name in ("x", "weight")}
+    expected = case.reference()
+    # exponentials of Triton's err by up to 2 ulp and by half an ulp of their argument
+    logits = (case.operands["x"].double() @ case.operands["weight"].double().T).abs().amax()
+    relative = gamma(2 * experts + 40, dtype) + 4 * unit(F32) * float(logits)
+
+    def verify(result: dict[str, Tensor]) -> None:
+        assert torch.equal(result["experts"], expected["experts"])
+        bound = relative * expected["scores"] + rounding(expected["scores"], dtype)
+        assert_within(result["scores"], expected["scores"], bound)
+
+    return case, verify
+
+
 def chosen_experts(rows: int, top_k: int, experts: int) -> Tensor:
     draws = torch.rand(rows, experts, generator=torch.Generator().manual_seed(0))
     return draws.pow(3).argsort(dim=1)[:, :top_k].contiguous()
@@ -383,6 +404,22 @@ def cases() -> Iterator[tuple[str, Callable[[torch.dtype], Built]]]:
             moe_route,
             [(1, 4, 1, 1, False), (37, 16, 8, 2, True), (37, 70, 64, 8, False), (5, 33, 60, 6, True)],
         ),
+        (
+            "moe_route, groups",
+            moe_route_by_groups,
+            [
+                (1, 4, 2, 1, 1, 1, True),
+                (37, 70, 256, 8, 8, 4, True),
+                (5, 33, 36, 6, 6, 1, False),
+                (9, 16, 60, 3, 0, 0, True),
+                (7, 16, 20, 2, 0, 0, False),
+            ],
+        ),
+        (
+            "moe_route, softmax",
+            lambda s, d: moe_route_by_groups(s, d, "softmax"),
+            [(11, 33, 36, 4, 6, 3, True), (11, 33, 36, 4, 6, 3, False)],
+        ),
         ("moe_sort", moe_sort, [(1, 1, 1), (5, 2, 4), (70, 8, 67), (67, 2, 3)]),
         ("moe_gather", moe_gather, [(1, 1, 1), (37, 3, 65)]),
         ("grouped_linear", grouped_linear, [((1,), 1, 1), ((0, 5, 0, 2), 19, 23), ((3, 0, 64, 0, 70), 65, 130)]),
@@ -418,9 +455,11 @@ def test_kernel(name: str, dtype: torch.dtype) -> None:
 
 def test_cases_cover_every_kernel() -> None:
     assert {name.split()[0].rstrip(",") for name in CASES} == set(KERNELS) - {
-        "row_sample",
+        "kv_attention",  # test_kv
+        "kv_store",
+        "row_sample",  # test_sampling
         "unembed_sample",
-    }  # test_sampling
+    }
 
 
 # --- what the operands may be -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Logits of every row, then argmax and softmax confidence. The full-precision and 
 files have them: norms in float32; LLaDA's rotary in float32, Dream's and LLaDA-MoE's in the model's dtype; softmax of
 the logits in the model's dtype, of all rows (LLaDA, LLaDA-MoE) or of the masked rows of logits that were shifted by a
 copy (Dream). Keys and values of grouped heads are repeated. Legend: S tokens, M masked, D hidden, V vocabulary, N query
-heads, K key-value heads, H head size, E experts.
+heads, K key-value heads, H head size, E experts. The block-causal families attend under a boolean mask.
 """
 
 from __future__ import annotations
@@ -71,28 +71,28 @@ class Weights:
         self.dtype, self.device = dtype, device
         self.tensors: dict[str, Tensor] = {}
 
-    def make(self, name: str, *shape: int) -> Tensor:
+    def make(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Give the memory of one tensor."""
-        self.tensors[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.tensors[name] = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return self.tensors[name]
 
 
 class Attention(nn.Module):
-    """Full bidirectional attention through `scaled_dot_product_attention`."""
+    """Bidirectional or block-causal attention through `scaled_dot_product_attention`."""
 
     def __init__(self, arch: Architecture, layer: int, weights: Weights) -> None:
         super().__init__()
         self.arch = arch
         names, width, kv_width = arch.names, arch.heads * arch.head_size, arch.kv_heads * arch.head_size
 
-        def projection(stem: str, columns: int) -> Linear:
-            stem = stem.format(layer=layer)
-            bias = weights.make(f"{stem}.bias", columns) if arch.qkv_bias else None
-            return Linear(weights.make(f"{stem}.weight", columns, arch.hidden), bias)
+        def projection(name: str, columns: int) -> Linear:
+            name = name.format(layer=layer)
+            bias = weights.make(name.replace(".weight", ".bias"), columns) if arch.qkv_bias else None
+            return Linear(weights.make(name, columns, arch.hidden), bias)
 
         self.q, self.k, self.v = (
-            projection(stem, columns)
-            for stem, columns in ((names.query, width), (names.key, kv_width), (names.value, kv_width))
+            projection(name, columns)
+            for name, columns in ((names.query, width), (names.key, kv_width), (names.value, kv_width))
         )
         self.o = Linear(weights.make(names.output.format(layer=layer), arch.hidden, width))
         norms = (names.query_norm, names.key_norm) if arch.head_norms else ()
@@ -100,8 +100,8 @@ class Attention(nn.Module):
             RMSNorm(weights.make(name.format(layer=layer), arch.head_size), arch.norm_eps) for name in norms
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend: x [1, S, D] to [1, S, D]; cos, sin [S, H]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend: x [1, S, D] to [1, S, D]; cos, sin [S, R] of the R dims that turn; mask [S, S], true where seen."""
         arch, shape = self.arch, (*x.shape[:-1], -1, self.arch.head_size)
         q, k, v = self.q(x).view(shape), self.k(x).view(shape), self.v(x).view(shape)
         if self.norms:
@@ -110,26 +110,26 @@ class Attention(nn.Module):
         q, k = self.rotated(q, cos, sin), self.rotated(k, cos, sin)
         if arch.kv_heads < arch.heads:
             k, v = (part.repeat_interleave(arch.heads // arch.kv_heads, dim=1) for part in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=False)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         projected: Tensor = self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
         return projected
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate in the dtype of the angles, and give the model's back."""
-        wide = x.to(cos.dtype)
-        return (wide * cos + rotate_half(wide) * sin).to(x.dtype)
+        """Rotate the first dims in the dtype of the angles, and give the model's back."""
+        turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        wide = turning.to(cos.dtype)
+        turned = (wide * cos + rotate_half(wide) * sin).to(x.dtype)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), by the names of the three."""
 
-    def __init__(self, arch: Architecture, layer: int, weights: Weights) -> None:
+    def __init__(self, names: tuple[str, str, str], hidden: int, size: int, weights: Weights) -> None:
         super().__init__()
-        names = arch.names
-        self.gate, self.up = (
-            Linear(weights.make(name.format(layer=layer), arch.ffn, arch.hidden)) for name in (names.gate, names.up)
-        )
-        self.down = Linear(weights.make(names.down.format(layer=layer), arch.hidden, arch.ffn))
+        gate, up, down = names
+        self.gate, self.up = (Linear(weights.make(name, size, hidden)) for name in (gate, up))
+        self.down = Linear(weights.make(down, hidden, size))
 
     def forward(self, x: Tensor) -> Tensor:
         """Feed x [1, S, D] forward."""
@@ -138,7 +138,7 @@ class FeedForward(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The top experts' outputs by their float32 softmax scores, not renormalised.
+    """The top experts' outputs by their float32 scores, and that of the shared expert where there is one.
 
     `loop` visits one expert after the other, as the published file; `grouped` sorts the tokens by expert and multiplies
     all at once, as transformers does today.
@@ -149,6 +149,11 @@ class MixtureOfExperts(nn.Module):
         self.arch, self.how = arch, how
         many, names = arch.experts, arch.names
         self.router = Linear(weights.make(names.router.format(layer=layer), many, arch.hidden))
+        self.bias: nn.Parameter | None = None
+        if names.router_bias:
+            bias = weights.make(names.router_bias.format(layer=layer), many, dtype=torch.float32)
+            self.bias = nn.Parameter(bias, requires_grad=False)
+        self.shared = _feed_forward(arch, names.shared, layer, arch.shared_ffn, weights) if arch.shared_ffn else None
         stack = f"{{0:{many}}}"
         self.gate, self.up, self.down = (
             nn.Parameter(weights.make(name.format(layer=layer, experts=stack), many, *shape), requires_grad=False)
@@ -162,13 +167,32 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Mix for x [1, S, D]."""
         rows = x.reshape(-1, x.shape[-1])
-        scores = self.router(rows).softmax(-1, dtype=torch.float32)
-        scores, chosen = scores.topk(self.arch.experts_per_token, dim=-1)
-        if self.arch.normalize_experts:
-            scores = scores / scores.sum(-1, keepdim=True)
+        scores, chosen = self.routed(rows)
         mix = self.looped if self.how == "loop" else self.grouped
         mixed: Tensor = mix(rows, scores.to(x.dtype), chosen)
+        if self.shared is not None:
+            mixed = mixed + self.shared(rows)
         return mixed.view(x.shape)
+
+    def routed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and numbers of each row's experts."""
+        arch = self.arch
+        if arch.router_scoring == "sigmoid":
+            scores = F.linear(rows.float(), self.router.weight.float()).sigmoid()
+        else:
+            scores = self.router(rows).softmax(-1, dtype=torch.float32)
+        choice = scores if self.bias is None else scores + self.bias
+        if arch.router_groups:
+            grouped = choice.view(len(rows), arch.router_groups, -1)
+            total = grouped.topk(2, dim=-1).values.sum(-1)
+            kept = torch.zeros_like(total).scatter(1, total.topk(arch.router_top_groups, dim=-1).indices, 1)
+            choice = grouped.masked_fill(kept.unsqueeze(-1) == 0, float("-inf")).flatten(1)
+        weights, chosen = choice.topk(arch.experts_per_token, dim=-1)
+        if choice is not scores:
+            weights = scores.gather(-1, chosen)
+        if arch.normalize_experts:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * arch.router_scale if arch.router_scale != 1.0 else weights, chosen
 
     def looped(self, rows: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """One expert after the other."""
@@ -207,15 +231,26 @@ class Layer(nn.Module):
             for name in (names.attention_norm, names.ffn_norm)
         )
         self.attention = Attention(arch, layer, weights)
-        self.ffn = (
-            MixtureOfExperts(arch, layer, weights, experts) if arch.experts else FeedForward(arch, layer, weights)
-        )
+        self.ffn: nn.Module
+        if not arch.is_dense(layer):
+            self.ffn = MixtureOfExperts(arch, layer, weights, experts)
+        elif arch.experts:
+            self.ffn = _feed_forward(arch, names.dense, layer, arch.dense_ffn, weights)
+        else:
+            gate, up, down = (name.format(layer=layer) for name in (names.gate, names.up, names.down))
+            self.ffn = FeedForward((gate, up, down), arch.hidden, arch.ffn, weights)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """One block."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         y: Tensor = x + self.ffn(self.ffn_norm(x))
         return y
+
+
+def _feed_forward(arch: Architecture, template: str, layer: int, size: int, weights: Weights) -> FeedForward:
+    """A dense feed-forward of a model of experts: its first layers' or the one that all tokens share."""
+    gate, up, down = (template.format(layer=layer, part=part) for part in ("gate", "up", "down"))
+    return FeedForward((gate, up, down), arch.hidden, size, weights)
 
 
 class Transformer(nn.Module):
@@ -261,8 +296,8 @@ class Transformer(nn.Module):
         self.tensors: Mapping[str, Tensor] = weights.tensors
 
     def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [S, H] of the rotary embedding, computed in float32."""
-        size, device = self.arch.head_size, self.embedding.device
+        """Cosines and sines [S, R] of the R dims of a head that turn, computed in float32."""
+        size, device = self.arch.rotary_size or self.arch.head_size, self.embedding.device
         exponent = torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size
         inv_freq = 1.0 / (self.arch.rope_theta**exponent)
         angles = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), inv_freq)
@@ -270,12 +305,20 @@ class Transformer(nn.Module):
         kept = torch.promote_types(self.dtype, torch.float32) if self.wide_rotary else self.dtype
         return angles.cos().to(kept), angles.sin().to(kept)
 
+    def mask(self, tokens: int) -> Tensor | None:
+        """Which keys a query sees [S, S], None where all: those of its block and of the blocks before."""
+        if not self.arch.block:
+            return None
+        number = torch.arange(tokens, device=self.embedding.device) // self.arch.block
+        return number[:, None] >= number[None, :]
+
     def logits(self, token_ids: Tensor) -> Tensor:
         """Logits [1, S, V] of every row, before any shift."""
         x = F.embedding(token_ids, self.embedding)
         cos, sin = self.angles(token_ids.shape[1])
+        mask = self.mask(token_ids.shape[1])
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         found: Tensor = self.head(self.norm(x))
         return found
 

@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from mosaic.cli import bench, calibrate, check, devices, models, pack, plan, show
+from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, show
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
 
@@ -40,6 +40,7 @@ def _root(
 
 
 for command in (
+    generate.generate,
     plan.plan,
     check.check,
     show.show,

@@ -18,6 +18,9 @@ with a margin that pass BigCrush) under the key: e, f and the places from words 
 h_v from word v // 32 % 4 of counter (32 * (v // 128) + v % 32, 0, 0, 0). An exponential number is -log(1 - u), u =
 (word + 1/2) / 2^32. Of the word t for places, the first is t % 32, and the other follows at 1 + (t // 32 * 31) // 2^27,
 modulo 32.
+
+Two numbers belong to a row and not to its columns: u of word 0 of counter (0, 2, 0, 0), by which rows are chosen in random
+order, and the Gumbel number -log(-log(1 - u)) of word 0 of counter (0, 3, 0, 0), which perturbs a row's score.
 """
 
 from __future__ import annotations
@@ -30,9 +33,19 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, SAMPLE_TILES
+from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, ROW_NUMBERS, SAMPLE_TILES
 
-__all__ = ["RowSamples", "check_samples", "exponentials", "random_numbers"]
+__all__ = [
+    "RowSamples",
+    "check_samples",
+    "exponentials",
+    "fill_exponentials",
+    "fill_gumbels",
+    "fill_uniforms",
+    "gumbels",
+    "random_numbers",
+    "uniforms",
+]
 
 _ROUNDS: Final = 7
 _GROUPS: Final = COUNTERS // GROUP_RUN
@@ -44,6 +57,9 @@ _INTEGERS: Final = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF, 
 PyTorch would allocate a plain number."""
 _FLOATS: Final = (0.5, 2.0**-32, 1.0 - 2.0**-24, 1 / _MEMBERS, 1 / (_MEMBERS - 1))
 """u = (word + 1/2) / 2^32, at most the largest number below 1: words near 2^32 round up to it."""
+_UNIFORM_DOMAIN: Final = 2
+_GUMBEL_DOMAIN: Final = 3
+"""Second words of the counters that give a row's own numbers."""
 
 
 def check_samples(
@@ -104,7 +120,7 @@ class RowSamples:
         base, scores, *scratch = self.tiles[4:]
         blocks = -(-columns // COUNTER_COLUMNS)
         score_CV = scores.view(-1)[: rows * blocks * COUNTER_COLUMNS].view(rows, blocks * COUNTER_COLUMNS)
-        _fill_exponentials(score_CV, self.keys, first_column, scratch)
+        fill_exponentials(score_CV, self.keys, first_column, scratch)
         score_CV.log_().neg_()
         score_CV = score_CV[:, :columns]
         score_CV.mul_(self.temperature).add_(logits_CV)
@@ -155,8 +171,50 @@ def exponentials(keys: Tensor, columns: int) -> Tensor:
     """
     rows, blocks = keys.shape[0], -(-columns // COUNTER_COLUMNS)
     made = torch.empty(rows, blocks * COUNTER_COLUMNS)
-    _fill_exponentials(made, keys, 0, _scratch(rows, blocks))
+    fill_exponentials(made, keys, 0, _scratch(rows, blocks))
     return made[:, :columns]
+
+
+def uniforms(keys: Tensor) -> Tensor:
+    """Return u in (0, 1) of each key, float32 [C]: the random order of rows.
+
+    >>> uniforms(torch.tensor([7, 8])).shape
+    torch.Size([2])
+    """
+    made = torch.empty(keys.shape[0])
+    fill_uniforms(made, keys, _scratch_of_rows())
+    return made
+
+
+def gumbels(keys: Tensor) -> Tensor:
+    """Return the Gumbel number of each key, float32 [C]: what perturbs the scores of rows.
+
+    >>> gumbels(torch.tensor([7, 8])).shape
+    torch.Size([2])
+    """
+    made = torch.empty(keys.shape[0])
+    fill_gumbels(made, keys, _scratch_of_rows())
+    return made
+
+
+def fill_uniforms(made_C: Tensor, keys: Tensor, scratch: Sequence[Tensor], domain: int = _UNIFORM_DOMAIN) -> None:
+    """Fill u [C] of the keys; scratch: ten integers, five floats and eight int64 tiles of some rows at a time."""
+    integers, floats, low, high, *words = scratch
+    _fill_constants(integers, floats)
+    step = low.shape[0]
+    for start in range(0, keys.shape[0], step):
+        word, *_ = _words(keys[start : start + step], (0, 1), domain, (low, high), integers, words)
+        _to_uniforms(made_C[start : start + step].copy_(word.squeeze(1)), floats)
+
+
+def fill_gumbels(made_C: Tensor, keys: Tensor, scratch: Sequence[Tensor]) -> None:
+    """Fill the Gumbel numbers [C] of the keys; scratch as for `fill_uniforms`."""
+    fill_uniforms(made_C, keys, scratch, _GUMBEL_DOMAIN)
+    made_C.neg_().log1p_().neg_().log_().neg_()
+
+
+def _scratch_of_rows() -> list[Tensor]:
+    return [torch.empty(tile.shape, dtype=getattr(torch, tile.dtype)) for tile in ROW_NUMBERS]
 
 
 def _scratch(rows: int, blocks: int) -> list[Tensor]:
@@ -166,7 +224,7 @@ def _scratch(rows: int, blocks: int) -> list[Tensor]:
     return [*constants, *key, *groups, torch.empty(rows * blocks * COUNTER_COLUMNS), *words]
 
 
-def _fill_exponentials(made_CV: Tensor, keys: Tensor, first_column: int, scratch: Sequence[Tensor]) -> None:
+def fill_exponentials(made_CV: Tensor, keys: Tensor, first_column: int, scratch: Sequence[Tensor]) -> None:
     """Fill E [C, n*128] of the columns from `first_column` on, a multiple of 128; scratch as for `_fill_numbers`."""
     rows, blocks = made_CV.shape[0], made_CV.shape[1] // COUNTER_COLUMNS
     own, first, second, place, next_place = _fill_numbers(keys, first_column, blocks, scratch)
@@ -201,10 +259,7 @@ def _fill_numbers(
         u by groups, float32 [C, n, 4, 4, 8] (group, run, column of the run), then as `random_numbers`; in scratch.
     """
     integers, floats, low, high, *group_numbers, numbers = scratch[:7]
-    for place, number in enumerate(_INTEGERS):
-        integers[place].fill_(number)
-    for place, value in enumerate(_FLOATS):
-        floats[place].fill_(value)
+    _fill_constants(integers, floats)
     rows, block = keys.shape[0], first_column // COUNTER_COLUMNS
     own = numbers.view(-1)[: rows * blocks * COUNTER_COLUMNS].view(rows, blocks, _GROUPS, _RUNS, GROUP_RUN)
     drawn = _words(keys, (block * COUNTERS, blocks * COUNTERS), 0, (low, high), integers, scratch[7:])
@@ -215,15 +270,27 @@ def _fill_numbers(
     zero, one, two, _ = drawn
     first.copy_(zero)
     second.copy_(one)
-    half, scale, largest = floats[:3].unsqueeze(1)
-    for uniform in (own, first, second):
-        uniform.add_(half).mul_(scale)
-        torch.minimum(uniform, largest, out=uniform)
+    for words in (own, first, second):
+        _to_uniforms(words, floats)
     last, place_bits, rest_bits, least = integers[6:].unsqueeze(1)
     torch.bitwise_and(two, last, out=zero)
     two.bitwise_right_shift_(place_bits).mul_(last).bitwise_right_shift_(rest_bits)
     two.add_(least).add_(zero).bitwise_and_(last)
     return own, first, second, zero, two
+
+
+def _fill_constants(integers: Tensor, floats: Tensor) -> None:
+    for place, number in enumerate(_INTEGERS):
+        integers[place].fill_(number)
+    for place, value in enumerate(_FLOATS):
+        floats[place].fill_(value)
+
+
+def _to_uniforms(words: Tensor, floats: Tensor) -> None:
+    """Turn words, as float32, into u in (0, 1) in place."""
+    half, scale, largest = floats[:3].unsqueeze(1)
+    words.add_(half).mul_(scale)
+    torch.minimum(words, largest, out=words)
 
 
 def _words(

@@ -13,8 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.errors import CheckpointError, UnknownName, UnsupportedModel
-from mosaic.models import dream, llada, llada_moe
+from mosaic.models import dream, fast_dllm_v2, llada, llada2, llada_moe, sdar
 from mosaic.models.architecture import Architecture
+from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.models.shipped import SHIPPED, shipped
 from mosaic.registrar.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "PRESETS", "Model", "load"]
 
-FAMILIES: Final[Mapping[str, ModuleType]] = {module.FAMILY: module for module in (llada, dream, llada_moe)}
+FAMILIES: Final[Mapping[str, ModuleType]] = {
+    module.FAMILY: module for module in (llada, dream, llada_moe, sdar, fast_dllm_v2, llada2)
+}
 PRESETS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     name: (family, config) for family, module in FAMILIES.items() for name, config in module.PRESETS.items()
 }
@@ -38,7 +42,7 @@ class Model:
     name
         A preset's name or the checkpoint directory's.
     family
-        `llada`, `dream` or `llada-moe`.
+        `llada`, `dream`, `llada-moe`, `sdar`, `fast-dllm-v2` or `llada2`.
     config
         The config.json it was read from.
     architecture
@@ -59,22 +63,24 @@ class Model:
             raise UnknownName("dtype", dtype, ("bfloat16", "float16", "float32", "float64"))
         return replace(self, architecture=replace(self.architecture, dtype=dtype))
 
-    def graph(self, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, logits: bool = False) -> Graph:
-        """Register one full denoising step.
+    def graph(
+        self, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, phase: Phase = FULL_STEP
+    ) -> Graph:
+        """Register one kind of step; a full denoising step if none is named.
 
         >>> load("llada-8b").graph().name
         'full_step'
         """
-        from mosaic.models.transformer import full_step  # symbolic, so only when a template has to be compiled
+        from mosaic.models.transformer import register_step  # symbolic, so only when a template has to be compiled
         from mosaic.registrar.graph import Graph
 
-        g = Graph("full_step", backend=backend, choices=choices)
-        full_step(g, self.architecture, logits=logits)
+        g = Graph(phase.name, backend=backend, choices=choices)
+        register_step(g, self.architecture, phase)
         return g
 
 
 def load(source: str | Path | Mapping[str, Any]) -> Model:
-    """Find a model by preset name, checkpoint directory, config.json file or config mapping.
+    """Find a model by preset name, name of a small one that is shipped, checkpoint directory, config.json file or mapping.
 
     Raises
     ------
@@ -92,13 +98,13 @@ def load(source: str | Path | Mapping[str, Any]) -> Model:
     """
     if isinstance(source, Mapping):
         return _from_config(dict(source), "custom", None)
-    name = str(source)
+    name = str(shipped(str(source)) or source)
     if name in PRESETS:
         family, config = PRESETS[name]
         return Model(name=name, family=family, config=config, architecture=_architecture(family, config))
     path = Path(name)
     if not path.exists():
-        raise UnknownName("model", name, PRESETS, "A checkpoint directory or a config.json file works too.")
+        raise UnknownName("model", name, (*SHIPPED, *PRESETS), "A checkpoint directory or a config.json file works too.")
     file = path / "config.json" if path.is_dir() else path
     return _from_config(_read_config(file), (path if path.is_dir() else path.parent).resolve().name, file.parent)
 
@@ -135,7 +141,7 @@ def _from_config(config: dict[str, Any], name: str, path: Path | None) -> Model:
 def _architecture(family: str, config: Mapping[str, Any]) -> Architecture:
     try:
         arch: Architecture = FAMILIES[family].architecture(config)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         if isinstance(error, UnsupportedModel):
             raise
         raise UnsupportedModel(f"config.json of the family '{family}' cannot be read: {error}.") from None

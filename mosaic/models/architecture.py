@@ -1,4 +1,4 @@
-"""What a bidirectional dLLM transformer is: its sizes and the names of its tensors.
+"""What a dLLM transformer is: its sizes and the names of its tensors.
 
 A family's file turns a config.json into an `Architecture`; `transformer.py`
 turns an `Architecture` into a graph.
@@ -12,12 +12,16 @@ from typing import Any
 
 from mosaic.errors import UnsupportedModel
 
-__all__ = ["Architecture", "TensorNames", "positive"]
+__all__ = ["Architecture", "TensorNames", "number", "positive", "token_ids"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Checkpoint names; `{layer}` stands for the layer's number, the mixture-of-experts names also stack experts."""
+    """Checkpoint names; `{layer}` stands for the layer's number, the mixture-of-experts names also stack experts.
+
+    `name[a:b]` is rows [a, b) of a tensor that the checkpoint keeps fused. Of `dense` and `shared`, feed-forwards beside
+    the experts, `{part}` is gate, up or down.
+    """
 
     embedding: str
     final_norm: str
@@ -34,6 +38,9 @@ class TensorNames:
     query_norm: str = ""
     key_norm: str = ""
     router: str = ""
+    router_bias: str = ""
+    dense: str = ""
+    shared: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +53,29 @@ class Architecture:
         The transformer's sizes; `ffn` is one expert's where `experts` > 0.
     rope_theta, norm_eps
         Rotary base and RMSNorm epsilon.
+    rotary_size
+        The first dims of a head, which turn; 0: all.
+    block
+        Attention is causal by blocks of so many positions: a query sees its own block and those before; 0:
+        everything.
     experts, experts_per_token, normalize_experts
         Mixture of experts; 0 experts means a dense feed-forward.
+    dense_layers, dense_ffn
+        So many first layers have a dense feed-forward of this size instead of experts.
+    shared_ffn
+        Size of the feed-forward that every token passes beside its experts; 0: none.
+    router_scoring, router_groups, router_top_groups, router_scale
+        How experts are chosen and weighed: contract `moe_route`.
     qkv_bias, head_norms, tied
         Biases on q, k, v; per-head RMSNorm of q and k; head tied to the embedding.
     shifted
         Row i-1 predicts position i (Dream); the shift is done on row indices.
     mask_token_id
         The [MASK] token.
+    eos_token_ids
+        Tokens after which an answer is over: the end of the text, the end of a turn.
+    pad_token_id
+        The token that fills a batch up; None where the config names none.
     dtype
         The checkpoint's dtype.
     """
@@ -78,6 +100,17 @@ class Architecture:
     shifted: bool = False
     dtype: str = "bfloat16"
     max_positions: int = 0
+    block: int = 0
+    rotary_size: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    shared_ffn: int = 0
+    router_scoring: str = "softmax"
+    router_groups: int = 0
+    router_top_groups: int = 0
+    router_scale: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -86,6 +119,23 @@ class Architecture:
             )
         if self.experts and not 0 < self.experts_per_token <= self.experts:
             raise UnsupportedModel(f"config.json: {self.experts_per_token} experts per token of {self.experts}.")
+        if self.router_groups:
+            self._check_groups()
+        if self.rotary_size % 2 or self.rotary_size > self.head_size:
+            raise UnsupportedModel(f"config.json: {self.rotary_size} of the {self.head_size} dims of a head turn.")
+
+    def _check_groups(self) -> None:
+        groups, chosen, experts = self.router_groups, self.router_top_groups, self.experts
+        if experts % groups or experts < 2 * groups:
+            raise UnsupportedModel(f"config.json: {experts} experts do not divide into {groups} groups of two or more.")
+        if not 0 < chosen <= groups or chosen * (experts // groups) < self.experts_per_token:
+            raise UnsupportedModel(
+                f"config.json: {chosen} of {groups} groups do not hold {self.experts_per_token} of {experts} experts."
+            )
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a dense one."""
+        return not self.experts or layer < self.dense_layers
 
 
 def positive(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
@@ -100,3 +150,22 @@ def positive(config: Mapping[str, Any], *keys: str, default: int | None = None) 
     if default is None:
         raise UnsupportedModel(f"config.json has no '{keys[0]}'; Mosaic needs it to plan this family.")
     return default
+
+
+def number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A config key that may be missing or null, as a float."""
+    value = config.get(key)
+    return default if value is None else float(value)
+
+
+def token_ids(config: Mapping[str, Any], key: str, default: tuple[int, ...], *also: int) -> tuple[int, ...]:
+    """Token ids of a config key, one or a list; a list says all of them, one comes with what the family knows `also`.
+
+    >>> token_ids({"eos_token_id": 5}, "eos_token_id", (1,), 7), token_ids({"eos_token_id": [2, 3]}, "eos_token_id", (1,), 7)
+    ((5, 7), (2, 3))
+    """
+    value = config.get(key)
+    found = value if isinstance(value, list) else [*(default if value is None else (value,)), *also]
+    if not all(type(token) is int and token >= 0 for token in found):
+        raise UnsupportedModel(f"config.json: '{key}' must be a token id or a list of them, got {value!r}.")
+    return tuple(dict.fromkeys(found))

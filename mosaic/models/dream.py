@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mosaic.models.architecture import Architecture, TensorNames, positive
+from mosaic.models.architecture import Architecture, TensorNames, positive, token_ids
 
 __all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture", "huggingface_names"]
 
@@ -22,9 +22,9 @@ def huggingface_names(feed_forward: str = "mlp.") -> TensorNames:
         head="lm_head.weight",
         attention_norm=layer + "input_layernorm.weight",
         ffn_norm=layer + "post_attention_layernorm.weight",
-        query=layer + "self_attn.q_proj",
-        key=layer + "self_attn.k_proj",
-        value=layer + "self_attn.v_proj",
+        query=layer + "self_attn.q_proj.weight",
+        key=layer + "self_attn.k_proj.weight",
+        value=layer + "self_attn.v_proj.weight",
         output=layer + "self_attn.o_proj.weight",
         gate=layer + feed_forward + "gate_proj.weight",
         up=layer + feed_forward + "up_proj.weight",
@@ -72,7 +72,9 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         vocabulary=positive(config, "vocab_size"),
         rope_theta=float(config.get("rope_theta", 1000000.0)),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        mask_token_id=int(config.get("mask_token_id", 151666)),
+        mask_token_id=token_ids(config, "mask_token_id", (151666,))[0],
+        eos_token_ids=token_ids(config, "eos_token_id", (151643,), 151645),
+        pad_token_id=token_ids(config, "pad_token_id", (151643,))[0],
         tied=bool(config.get("tie_word_embeddings", False)),
         max_positions=positive(config, "max_position_embeddings", default=32768),
         qkv_bias=True,

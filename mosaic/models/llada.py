@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
-from mosaic.models.architecture import Architecture, TensorNames, positive
+from mosaic.models.architecture import Architecture, TensorNames, positive, token_ids
 
 __all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture"]
 
@@ -22,9 +22,9 @@ NAMES: Final = TensorNames(
     head="model.transformer.ff_out.weight",
     attention_norm=_BLOCK + "attn_norm.weight",
     ffn_norm=_BLOCK + "ff_norm.weight",
-    query=_BLOCK + "q_proj",
-    key=_BLOCK + "k_proj",
-    value=_BLOCK + "v_proj",
+    query=_BLOCK + "q_proj.weight",
+    key=_BLOCK + "k_proj.weight",
+    value=_BLOCK + "v_proj.weight",
     output=_BLOCK + "attn_out.weight",
     gate=_BLOCK + "ff_proj.weight",
     up=_BLOCK + "up_proj.weight",
@@ -71,7 +71,9 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         vocabulary=positive(config, "embedding_size", "vocab_size"),
         rope_theta=float(config.get("rope_theta", 10000.0)),
         norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-        mask_token_id=int(config.get("mask_token_id", 126336)),
+        mask_token_id=token_ids(config, "mask_token_id", (126336,))[0],
+        eos_token_ids=token_ids(config, "eos_token_id", (126081,), 126348),
+        pad_token_id=token_ids(config, "pad_token_id", (126081,))[0],
         tied=bool(config.get("weight_tying", False)),
         max_positions=positive(config, "max_sequence_length", default=4096),
         names=NAMES,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
-from mosaic.models.architecture import Architecture, positive
+from mosaic.models.architecture import Architecture, positive, token_ids
 from mosaic.models.dream import huggingface_names
 
 __all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture"]
@@ -59,7 +59,9 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         vocabulary=positive(config, "vocab_size"),
         rope_theta=float(config.get("rope_theta", 50000.0)),
         norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-        mask_token_id=int(config.get("mask_token_id") or 156895),
+        mask_token_id=token_ids(config, "mask_token_id", (156895,))[0],
+        eos_token_ids=token_ids(config, "eos_token_id", (156892,)),
+        pad_token_id=token_ids(config, "pad_token_id", (156892,))[0],
         tied=bool(config.get("tie_word_embeddings", False)),
         max_positions=positive(config, "max_position_embeddings", default=8192),
         experts=positive(config, "num_experts"),

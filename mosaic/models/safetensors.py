@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,12 +28,14 @@ __all__ = [
     "is_stack",
     "members",
     "read_header",
+    "tensor_rows",
     "wrong",
 ]
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _STACK: Final = re.compile(r"\{0:(\d+)\}")
+_ROWS: Final = re.compile(r"(.+)\[(\d+):(\d+)\]")
 SAFETENSORS_DTYPES: Final[Mapping[str, str]] = {
     "F64": "float64",
     "F32": "float32",
@@ -64,6 +66,7 @@ def wrong(file: Path, what: str, expected: object, found: object, step: str) -> 
 
 
 AGAIN: Final = "download the file again"
+CONFIG: Final = "check config.json against it"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,6 +92,16 @@ def members(tensor: str) -> list[str]:
     if match is None:
         return [tensor]
     return [tensor[: match.start()] + str(i) + tensor[match.end() :] for i in range(int(match[1]))]
+
+
+def tensor_rows(tensor: str) -> tuple[str, tuple[int, int] | None]:
+    """Split what a buffer's `tensor` stands for into a checkpoint tensor and the rows [start, end) of it; None: all.
+
+    >>> tensor_rows("qkv.weight[8:12]"), tensor_rows("o.weight")
+    (('qkv.weight', (8, 12)), ('o.weight', None))
+    """
+    match = _ROWS.fullmatch(tensor)
+    return (tensor, None) if match is None else (match[1], (int(match[2]), int(match[3])))
 
 
 class Layout:
@@ -129,24 +142,48 @@ class Layout:
         return any((Path(directory) / name).is_file() for name in (INDEX, SINGLE))
 
     def find(self, name: str, shape: tuple[int, ...]) -> tuple[Path, TensorEntry]:
-        """The file and entry of a tensor that the model needs with this shape."""
+        """The file and entry of a tensor, or of some rows of one, that the model needs with this shape."""
+        name, rows = tensor_rows(name)
         if name not in self.where:
             close = f"{len(self.where)} others"
             raise wrong(self.path, f"tensor '{name}'", f"shape {list(shape)}", close, "the model needs it")
         file = self.path / self.where[name]
         entry = self.files[file.name][name]
+        if rows is not None:
+            return file, _narrow(file, name, entry, rows, shape)
         if entry.shape != shape:
-            step = "check config.json against it"
-            raise wrong(file, f"tensor '{name}'", f"shape {list(shape)}", list(entry.shape), step)
+            raise wrong(file, f"tensor '{name}'", f"shape {list(shape)}", list(entry.shape), CONFIG)
         return file, entry
 
     def verify(self, weights: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Make sure that every weight is there with its shape; stacks member by member, constants (`=…`) aside."""
+        """Make sure that every weight is there with its shape; stacks member by member, constants (`=…`) aside.
+
+        Of a tensor that is taken by rows, all rows have to be.
+        """
+        taken: dict[str, int] = {}
         for tensor, shape in weights:
             if tensor.startswith("="):
                 continue
             for name in members(tensor):
                 self.find(name, shape[1:] if is_stack(tensor) else shape)
+                whole, rows = tensor_rows(name)
+                if rows is not None:
+                    taken[whole] = taken.get(whole, 0) + rows[1] - rows[0]
+        for name, count in taken.items():
+            file = self.path / self.where[name]
+            found = self.files[file.name][name].shape
+            if count != found[0]:
+                raise wrong(file, f"tensor '{name}'", f"shape {[count, *found[1:]]}", list(found), CONFIG)
+
+
+def _narrow(file: Path, name: str, entry: TensorEntry, rows: tuple[int, int], shape: tuple[int, ...]) -> TensorEntry:
+    """The entry of rows [start, end) of a tensor."""
+    start, end = rows
+    if entry.shape[1:] != shape[1:] or not entry.shape or end > entry.shape[0] or shape[0] != end - start:
+        expected = f"rows [{start}, {end}) of shape {list(shape)}"
+        raise wrong(file, f"tensor '{name}'", expected, list(entry.shape), CONFIG)
+    row_bytes = (entry.end - entry.start) // entry.shape[0]
+    return replace(entry, shape=shape, start=entry.start + start * row_bytes, end=entry.start + end * row_bytes)
 
 
 def find_entry(path: Path, entries: Mapping[str, TensorEntry], name: str) -> TensorEntry:

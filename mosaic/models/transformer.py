@@ -1,31 +1,37 @@
-"""One full bidirectional denoising step, registered from an `Architecture`.
+"""One step of a denoising transformer, registered from an `Architecture` and a `Phase`.
 
-`tokens` is the packed total of all sequences, `masked` the rows unembedded, `span` the keys that a query sees on
-average. Shape legend: T tokens, M masked rows, D hidden, F feed-forward, V vocabulary, N query heads, K key-value
+`tokens` is the packed total of all sequences or windows, `masked` the rows unembedded, `span` the keys that a query sees
+on average; in cached phases `keys` is the packed total of the keys seen, `kv_rows` the rows of the state. Shape legend:
+T tokens, S keys, R rows of the state, M masked rows, D hidden, F feed-forward, V vocabulary, N query heads, K key-value
 heads, H head size, E experts.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from mosaic.models.architecture import Architecture
+from mosaic.models.head import Head
+from mosaic.models.phase import Phase
 from mosaic.models.residency import SLOTS, Hidden, Matrix, Residency, fetched, stored
 from mosaic.registrar.contract import Dim
 from mosaic.registrar.graph import Buffer, Graph, Kind
 
-__all__ = ["full_step"]
+__all__ = ["register_step"]
 
 PROJECTION_TILE = 128
 FFN_TILE = 128
 EXPERT_TILE = 128
-LOGITS_TILE = 64
 
 ATTENTION = ("together", "queries", "heads")
 """How attention runs: all queries at once; by chunks of queries, which then never exist whole; or that for a few KV
 heads at a time, whose results are gathered before one output projection."""
+CACHED_ATTENTION = ("together", "queries")
+"""The same over the state: keys and values of all heads are there anyway."""
 
 
-def full_step(g: Graph, arch: Architecture, *, logits: bool = False) -> None:
-    """Register the step: embedding, layers, head with statistics, and the logits of chosen rows if asked for.
+def register_step(g: Graph, arch: Architecture, phase: Phase) -> None:
+    """Register the step: embedding, layers, and the head that the phase asks for.
 
     Parameters
     ----------
@@ -33,38 +39,44 @@ def full_step(g: Graph, arch: Architecture, *, logits: bool = False) -> None:
         An empty graph.
     arch
         Sizes and tensor names.
-    logits
-        Also return logits[R, V] of `logit_rows` R chosen rows, as an output in the plan.
+    phase
+        The kind of step.
     """
-    _Step(g, arch).register(logits=logits)
+    _Step(g, arch, phase).register()
 
 
 class _Step:
     """The registration of one step: what its sublayers share, and the sublayers in order."""
 
-    def __init__(self, g: Graph, arch: Architecture) -> None:
-        self.g, self.arch = g, arch
+    def __init__(self, g: Graph, arch: Architecture, phase: Phase) -> None:
+        self.g, self.arch, self.phase = g, arch, phase
         self.tokens, self.seqs = g.dim("tokens"), g.dim("seqs", at_most="tokens")
-        self.span, self.kv_heads = g.dim("span", at_most="tokens"), g.dim("kv_heads", value=arch.kv_heads)
-        self.masked = g.dim("masked", at_most="tokens")
-        self.head_choice = g.choice("head", ("logits", "fused"))
-        self.attention_choice = g.choice("attention", ATTENTION)
+        if phase.cached:
+            self.keys, self.kv_rows = g.dim("keys"), g.dim("kv_rows")
+            self.span = g.dim("span", at_most="keys")
+        else:
+            self.span, self.kv_heads = g.dim("span", at_most="tokens"), g.dim("kv_heads", value=arch.kv_heads)
+        if phase.head != "none":
+            g.dim("masked", at_most="tokens")
+        self.head_choice = Head.way(g, phase)
+        self.attention_choice = g.choice("attention", CACHED_ATTENTION if phase.cached else ATTENTION)
         self.on_host = g.choice("hidden", ("device", "host"), escalating=True) == "host"
         self.residency = Residency(g, arch)
-        g.knob("heads", over=self.kv_heads, tile=1)
+        if not phase.cached:
+            g.knob("heads", over=self.kv_heads, tile=1)
 
-    def register(self, *, logits: bool) -> None:
+    def register(self) -> None:
         """Register all of it."""
-        g, arch = self.g, self.arch
+        g, arch, phase = self.g, self.arch, self.phase
         ids = g.input("token_ids", (self.tokens,), "int64")
         self.positions = g.input("positions", (self.tokens,), "int32")
         self.cu_seqlens = g.input("cu_seqlens", (self.seqs + 1,), "int32")
+        rotary = arch.rotary_size or arch.head_size
         self.inv_freq = g.weight(
-            "inv_freq",
-            (arch.head_size // 2,),
-            "float32",
-            tensor=f"=inv_freq:theta={arch.rope_theta},dim={arch.head_size}",
+            "inv_freq", (rotary // 2,), "float32", tensor=f"=inv_freq:theta={arch.rope_theta},dim={rotary}"
         )
+        if phase.cached:
+            self.declare_state()
         self.hidden = Hidden(g, arch, on_host=self.on_host)
         self.attended = self.attended_buffer("host") if self.on_host and self.splits else None
         table = self.embed(ids)
@@ -72,7 +84,23 @@ class _Step:
             matrices = self.residency.fetch(self.attention_matrices(0), streamed=self.residency.streams(0))
         for layer in range(arch.layers):
             matrices = self.layer(layer, matrices)
-        self.head(table, matrices.get("head"), logits=logits)
+        if phase.head == "none":
+            Head.declare(g, arch)
+            return
+        head = Head(g, arch, phase, self.residency, hidden=self.hidden.buffer, cu_seqlens=self.cu_seqlens)
+        head.register(matrices.get("head", table), self.head_choice)
+
+    def declare_state(self) -> None:
+        """The keys and values of all layers, side by side, one row a token; it grows at its end, so nothing moves.
+
+        `slots` are the rows of the window's tokens, `key_slots` those of the keys that each sequence sees, by position.
+        """
+        g, arch = self.g, self.arch
+        width = arch.layers * 2 * arch.kv_heads * arch.head_size
+        self.kv = g.state("kv", (self.kv_rows, width), arch.dtype)
+        self.slots = g.input("slots", (self.tokens,), "int64")
+        self.key_slots = g.input("key_slots", (self.keys,), "int64")
+        self.cu_keys = g.input("cu_keys", (self.seqs + 1,), "int32")
 
     @property
     def splits(self) -> bool:
@@ -107,13 +135,16 @@ class _Step:
             ffn = residency.fetch(self.ffn_matrices(layer), streamed=streamed)
             self.attention(layer, matrices)
             residency.arrive(streamed=streamed)
-        if last:
+        if last and self.phase.head == "none":
+            residency.declare(self.head_matrices(), streamed=residency.streams_head)
+            following = {}
+        elif last:
             following = residency.fetch(self.head_matrices(), streamed=residency.streams_head)
         else:
             with g.scope(f"layers.{layer + 1}"):
                 following = residency.fetch(self.attention_matrices(layer + 1), streamed=residency.streams(layer + 1))
         with g.scope(f"layers.{layer}"):
-            (self.experts if arch.experts else self.feed_forward)(layer, ffn)
+            (self.feed_forward if arch.is_dense(layer) else self.experts)(layer, ffn)
         return following
 
     def norm_weight(self, name: str, tensor: str, size: int | None = None) -> Buffer:
@@ -127,16 +158,18 @@ class _Step:
         kv = (self.kv_heads if self.splits else arch.kv_heads) * arch.head_size
         width = kv * (arch.heads // arch.kv_heads)
         return [
-            Matrix(name="q_proj", shape=(width, arch.hidden), tensor=f"{names.query.format(layer=layer)}.weight"),
-            Matrix(name="k_proj", shape=(kv, arch.hidden), tensor=f"{names.key.format(layer=layer)}.weight"),
-            Matrix(name="v_proj", shape=(kv, arch.hidden), tensor=f"{names.value.format(layer=layer)}.weight"),
+            Matrix(name="q_proj", shape=(width, arch.hidden), tensor=names.query.format(layer=layer)),
+            Matrix(name="k_proj", shape=(kv, arch.hidden), tensor=names.key.format(layer=layer)),
+            Matrix(name="v_proj", shape=(kv, arch.hidden), tensor=names.value.format(layer=layer)),
             Matrix(name="o_proj", shape=(arch.hidden, width), tensor=names.output.format(layer=layer)),
         ]
 
     def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
         """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""
         norm = self.norm_weight("attention_norm", self.arch.names.attention_norm.format(layer=layer))
-        if self.attention_choice == "together":
+        if self.phase.cached:
+            self.attend_cached(layer, norm, matrices)
+        elif self.attention_choice == "together":
             self.attend_together(layer, norm, matrices)
         elif self.attention_choice == "queries":
             self.attend_queries(layer, norm, matrices)
@@ -146,7 +179,7 @@ class _Step:
     def project(self, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None) -> Buffer:
         """One of q, k, v, normed and rotated as the architecture says."""
         g, arch = self.g, self.arch
-        stem, head_norm = {
+        tensor, head_norm = {
             "q": (arch.names.query, arch.names.query_norm),
             "k": (arch.names.key, arch.names.key_norm),
             "v": (arch.names.value, ""),
@@ -154,7 +187,8 @@ class _Step:
         width = matrix.shape[0]
         bias = None
         if arch.qkv_bias:
-            bias = g.weight(f"{name}_bias", (width,), arch.dtype, tensor=f"{stem.format(layer=layer)}.bias")
+            tensor = tensor.format(layer=layer).replace(".weight", ".bias")
+            bias = g.weight(f"{name}_bias", (width,), arch.dtype, tensor=tensor)
         y: Buffer = g.add_op("linear", h, matrix, bias, out=out, name=f"{name}_linear")
         if name != "v" and arch.head_norms:
             scale = self.norm_weight(f"{name}_norm", head_norm.format(layer=layer), arch.head_size)
@@ -166,9 +200,10 @@ class _Step:
     def attend_to(self, q: Buffer, k: Buffer, v: Buffer, out: Buffer | None = None) -> Buffer:
         """softmax(q k^T) v, into `out` or over the queries' storage."""
         g, arch = self.g, self.arch
+        blocks: dict[str, Any] = {"block": arch.block} if arch.block else {}
         y: Buffer = g.add_op(
             "attention", q, k, v, self.cu_seqlens, out=out, head_size=arch.head_size, scale=arch.head_size**-0.5,
-            span=self.span,
+            span=self.span, **blocks,
         )  # fmt: skip
         if out is None:
             g.add_alias(y, q)
@@ -225,6 +260,38 @@ class _Step:
                     stored(g, self.attend_to(q, k, v, y), attended)
         self.project_out(attended, matrices["o_proj"])
 
+    def attend_cached(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Keys and values of the window into the state, by chunks of tokens; then its queries attend to the state, all
+        at once or by chunks."""
+        g, arch, tokens = self.g, self.arch, self.tokens
+        together = self.attention_choice == "together"
+        whole = g.buffer("q", (tokens, arch.heads * arch.head_size), arch.dtype) if together else None
+        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE, name="keys") as rows:
+            _, h = self.normed(rows, norm, "keys_in")
+            if whole is not None:
+                self.project(layer, "q", h, matrices["q_proj"], whole)
+            k, v = (self.project(layer, name, h, matrices[f"{name}_proj"]) for name in ("k", "v"))
+            g.add_op("kv_store", k, v, self.slots, self.kv, name="store", layer=layer)
+        if whole is not None:
+            self.project_out(self.attend_to_state(layer, whole), matrices["o_proj"])
+            return
+        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE, name="queries") as rows:
+            source, h = self.normed(rows, norm, "queries_in")
+            y = self.attend_to_state(layer, self.project(layer, "q", h, matrices["q_proj"]))
+            g.add_op("linear_add", y, matrices["o_proj"], source, name="o_linear")
+            self.hidden.keep(source)
+
+    def attend_to_state(self, layer: int, q: Buffer) -> Buffer:
+        """softmax(q k^T) v with the keys and values of the state, over the queries' storage."""
+        g, arch = self.g, self.arch
+        y: Buffer = g.add_op(
+            "kv_attention", q, self.kv, self.key_slots, self.cu_seqlens, self.cu_keys, self.positions, name="attention",
+            layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5, block=arch.block,
+            span=self.span,
+        )  # fmt: skip
+        g.add_alias(y, q)
+        return y
+
     def attended_buffer(self, kind: Kind) -> Buffer:
         """The results of all heads: of one layer, or in host memory of one layer after the other."""
         arch = self.arch
@@ -251,17 +318,31 @@ class _Step:
     # -- feed-forward -------------------------------------------------------------------------------------------
 
     def ffn_matrices(self, layer: int) -> list[Matrix]:
-        """The matrices of the feed-forward, or of all experts stacked."""
-        arch = self.arch
-        shapes = {"gate": (arch.ffn, arch.hidden), "up": (arch.ffn, arch.hidden), "down": (arch.hidden, arch.ffn)}
-        stack = f"{{0:{arch.experts}}}"
+        """The matrices of the feed-forward; or of all experts stacked, and of the one that every token passes."""
+        arch, names = self.arch, self.arch.names
+        own = {part: getattr(names, part) for part in ("gate", "up", "down")}
+        if not arch.experts:
+            return self.projections(layer, own, arch.ffn)
+        if arch.is_dense(layer):
+            return self.projections(layer, _parts(names.dense), arch.dense_ffn)
+        found = self.projections(layer, own, arch.ffn, experts=arch.experts)
+        if arch.shared_ffn:
+            found += self.projections(layer, _parts(names.shared), arch.shared_ffn, prefix="shared_")
+        return found
+
+    def projections(
+        self, layer: int, tensors: dict[str, str], size: int, *, experts: int = 0, prefix: str = ""
+    ) -> list[Matrix]:
+        """Gate, up and down of a feed-forward of this size, or of a stack of them."""
+        hidden, stack = self.arch.hidden, f"{{0:{experts}}}"
+        shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
         return [
             Matrix(
-                name=f"{name}_proj",
-                shape=(arch.experts, *shape) if arch.experts else shape,
-                tensor=getattr(arch.names, name).format(layer=layer, experts=stack),
+                name=f"{prefix}{part}_proj",
+                shape=(experts, *shape) if experts else shape,
+                tensor=tensors[part].format(layer=layer, experts=stack),
             )
-            for name, shape in shapes.items()
+            for part, shape in shapes.items()
         ]
 
     def feed_forward(self, layer: int, matrices: dict[str, Buffer]) -> None:
@@ -270,23 +351,32 @@ class _Step:
         norm = self.norm_weight("ffn_norm", self.arch.names.ffn_norm.format(layer=layer))
         with g.chunk("ffn", over=self.tokens, tile=FFN_TILE) as rows:
             source, h = self.normed(rows, norm, "ffn_in")
-            gate = g.add_op("linear", h, matrices["gate_proj"], name="gate")
-            up = g.add_op("linear", h, matrices["up_proj"], name="up")
-            g.add_op("silu_mul", gate, up, name="act")
-            g.add_op("linear_add", gate, matrices["down_proj"], source, name="down")
+            self.feed(h, matrices, source)
             self.hidden.keep(source)
 
+    def feed(self, h: Buffer, matrices: dict[str, Buffer], target: Buffer, prefix: str = "") -> None:
+        """target += down(silu(gate(h)) * up(h))."""
+        g = self.g
+        gate = g.add_op("linear", h, matrices[f"{prefix}gate_proj"], name=f"{prefix}gate")
+        up = g.add_op("linear", h, matrices[f"{prefix}up_proj"], name=f"{prefix}up")
+        g.add_op("silu_mul", gate, up, name=f"{prefix}act")
+        g.add_op("linear_add", gate, matrices[f"{prefix}down_proj"], target, name=f"{prefix}down")
+
     def experts(self, layer: int, matrices: dict[str, Buffer]) -> None:
-        """hidden += sum over a token's top experts of score * expert(h), dispatched by chunks of tokens."""
+        """hidden += shared(h) + sum over a token's top experts of score * expert(h), dispatched by chunks of tokens."""
         g, arch = self.g, self.arch
         many, top_k = arch.experts, arch.experts_per_token
         norm = self.norm_weight("ffn_norm", arch.names.ffn_norm.format(layer=layer))
         router = g.weight("router", (many, arch.hidden), arch.dtype, tensor=arch.names.router.format(layer=layer))
+        bias = self.router_bias(layer)
         with g.chunk("experts", over=self.tokens, tile=EXPERT_TILE) as rows:
             source, h = self.normed(rows, norm, "ffn_in")
+            if arch.shared_ffn:
+                self.feed(h, matrices, source, "shared_")
             scores, chosen = g.add_op(
-                "moe_route", h, router, name="route", top_k=top_k, normalize=arch.normalize_experts
-            )
+                "moe_route", h, router, bias, name="route", top_k=top_k, normalize=arch.normalize_experts,
+                **self.routing(),
+            )  # fmt: skip
             order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
             dispatched = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
             gate = g.add_op("grouped_linear", dispatched, matrices["gate_proj"], offsets, name="gate")
@@ -295,6 +385,22 @@ class _Step:
             down = g.add_op("grouped_linear", gate, matrices["down_proj"], offsets, name="down")
             g.add_op("moe_combine", down, order, scores, source, name="combine")
             self.hidden.keep(source)
+
+    def router_bias(self, layer: int) -> Buffer | None:
+        """What is added to the scores by which experts are chosen, in float32."""
+        arch = self.arch
+        if not arch.names.router_bias:
+            return None
+        return self.g.weight(
+            "router_bias", (arch.experts,), "float32", tensor=arch.names.router_bias.format(layer=layer)
+        )
+
+    def routing(self) -> dict[str, Any]:
+        """How experts are chosen and weighed, where it is not the contract's own way."""
+        arch = self.arch
+        groups = {"groups": arch.router_groups, "top_groups": arch.router_top_groups} if arch.router_groups else {}
+        scoring = {"scoring": arch.router_scoring} if arch.router_scoring != "softmax" else {}
+        return {**scoring, **groups, **({"scale": arch.router_scale} if arch.router_scale != 1.0 else {})}
 
     # -- head ---------------------------------------------------------------------------------------------------
 
@@ -305,38 +411,7 @@ class _Step:
             return []
         return [Matrix(name="head", shape=(arch.vocabulary, arch.hidden), tensor=arch.names.head)]
 
-    def head(self, table: Buffer, weight: Buffer | None, *, logits: bool) -> None:
-        """Statistics of the masked rows, from logits by chunks of rows or fused with the unembedding."""
-        g, arch, masked = self.g, self.arch, self.masked
-        norm = self.norm_weight("final_norm", arch.names.final_norm)
-        weight = weight or table
-        rows = g.input("rows", (masked,), "int64")
-        scores = [g.output(name, (masked,), "float32") for name in ("maximum", "second", "logsumexp", "entropy")]
-        stats = (g.output("token", (masked,), "int64"), *scores)
-        self.residency.arrive(streamed=self.residency.streams_head)
-        source = g.add_op("shift_rows", rows, self.cu_seqlens, name="source_rows") if arch.shifted else rows
-        with g.scope("head"), g.chunk("logits", over=masked, tile=LOGITS_TILE):
-            h = self.unembedding_rows(source, norm)
-            if self.head_choice == "fused":
-                g.add_op("unembed_stats", h, weight, out=stats)
-            else:
-                g.add_op("row_stats", g.add_op("linear", h, weight, name="logits"), out=stats)
-        g.add_op(
-            "confidence", stats[1], stats[3], out=g.output("confidence", (masked,), "float32"), name="confidence_of"
-        )
-        if logits:
-            returned = g.dim("logit_rows", at_most="tokens")
-            chosen = g.input("logit_rows", (returned,), "int64")
-            with g.scope("returned"):
-                source = g.add_op("shift_rows", chosen, self.cu_seqlens, name="source_rows") if arch.shifted else chosen
-                h = self.unembedding_rows(source, norm)
-            out = g.output("logits", (returned, arch.vocabulary), arch.dtype)
-            g.add_op("linear", h, weight, out=out, name="returned_logits")
 
-    def unembedding_rows(self, rows: Buffer, norm: Buffer) -> Buffer:
-        """rms_norm(hidden[rows]), normalised in place of the gathered rows."""
-        g = self.g
-        gathered = g.add_op("gather_rows", self.hidden.buffer, rows, name="gathered")
-        h: Buffer = g.add_op("rms_norm", gathered, norm, name="normed", eps=self.arch.norm_eps)
-        g.add_alias(h, gathered)
-        return h
+def _parts(template: str) -> dict[str, str]:
+    """Names of gate, up and down, from one with `{part}` in it."""
+    return {part: template.replace("{part}", part) for part in ("gate", "up", "down")}

@@ -20,6 +20,7 @@ import numpy as np
 import mosaic
 from mosaic.files import write_atomic
 from mosaic.models import Model
+from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner.template import (
     Bodies,
     Body,
@@ -51,11 +52,11 @@ def cache_directory() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mosaic"
 
 
-def template_of(model: Model, *, backend: str = "cuda", logits: bool = False) -> Template:
-    """The template of a model: from memory, from disk, or compiled now; its bodies likewise, one by one."""
-    key = _key(model, backend, logits)
+def template_of(model: Model, *, backend: str = "cuda", phase: Phase = FULL_STEP) -> Template:
+    """The template of a model's phase: from memory, from disk, or compiled now; its bodies likewise, one by one."""
+    key = _key(model, backend, phase)
     if key not in _loaded:
-        register = partial(_register, model, backend, logits)
+        register = partial(_register, model, backend, phase)
         shell = _through_disk(f"template-{key}", lambda: compile_template(register), _encode, _decode)
 
         def body(options: tuple[str, ...]) -> Body:
@@ -68,12 +69,12 @@ def template_of(model: Model, *, backend: str = "cuda", logits: bool = False) ->
     return _loaded[key]
 
 
-def _register(model: Model, backend: str, logits: bool, choices: Mapping[str, str] | None) -> Any:
-    return model.graph(backend=backend, choices=choices, logits=logits)
+def _register(model: Model, backend: str, phase: Phase, choices: Mapping[str, str] | None) -> Any:
+    return model.graph(backend=backend, choices=choices, phase=phase)
 
 
-def _key(model: Model, backend: str, logits: bool) -> str:
-    what = repr((FORMAT, __version__, _sources(), model.family, model.architecture, backend, logits))
+def _key(model: Model, backend: str, phase: Phase) -> str:
+    what = repr((FORMAT, __version__, _sources(), model.family, model.architecture, backend, phase))
     return hashlib.sha256(what.encode()).hexdigest()[:32]
 
 

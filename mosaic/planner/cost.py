@@ -277,11 +277,13 @@ def _attention(body: Body, device: Device, *, seqs: int) -> tuple[str | None, _G
     Where the profile has rates for none that is legal, those it has stand in.
     """
     needs = {
-        (op.attrs["head_size"], body.buffers[op.operands["q"]].dtype) for op in body.ops if op.kernel == "attention"
+        (op.attrs["head_size"], body.buffers[op.operands["q"]].dtype, op.attrs.get("block", 0))
+        for op in body.ops
+        if op.kernel == "attention"
     }
     options = [
-        attention_options(device.backend, seqs=seqs, head_size=head_size, dtype=dtype)
-        for head_size, dtype in sorted(needs)
+        attention_options(device.backend, seqs=seqs, head_size=head_size, dtype=dtype, block=block)
+        for head_size, dtype, block in sorted(needs)
     ]
     legal = [name for name in options[0] if all(name in other for other in options)] if options else []
     rates = device.attention_rates

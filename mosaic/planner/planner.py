@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ from typing import Any, Final
 from mosaic.devices import DEFAULT_DEVICE, Device, load_device
 from mosaic.errors import UsageError
 from mosaic.models import Model, load
+from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.safetensors import Layout
 from mosaic.planner.cache import template_of
 from mosaic.planner.document import assemble
@@ -41,25 +43,36 @@ class Request:
     Parameters
     ----------
     seq_lens
-        Lengths of the packed sequences, in tokens.
+        Tokens of each packed sequence; where keys are cached, of each window.
     masked
         Rows to unembed; None for `mask_ratio` of the tokens, rounded up.
     mask_ratio
         Share of masked tokens, in (0, 1].
     logit_rows
         Rows whose logits are returned as well; 0 for statistics only.
+    phase
+        The kind of step; the whole sequence with statistics of its masked rows, if not given.
+    key_lens
+        Of cached phases: keys that each window sees, itself included.
+    kv_rows
+        Of cached phases: rows of the state, for all sequences that are open; the keys if not given.
     """
 
     seq_lens: tuple[int, ...]
     masked: int | None = None
     mask_ratio: float = DEFAULT_MASK_RATIO
     logit_rows: int = 0
+    phase: Phase = FULL_STEP
+    key_lens: tuple[int, ...] = ()
+    kv_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
             ("masked", self.masked),
             ("logit_rows", self.logit_rows),
+            ("kv_rows", self.kv_rows),
             *(("a context", n) for n in self.seq_lens),
+            *(("a number of keys", n) for n in self.key_lens),
         ):
             if value is not None and type(value) is not int:
                 raise UsageError(f"{name} must be an integer, got {value!r}.")
@@ -76,28 +89,74 @@ class Request:
             raise UsageError(f"masked rows must be between 1 and the {self.tokens:,} tokens, got {self.masked:,}.")
         if not 0 <= self.logit_rows <= self.tokens:
             raise UsageError(f"logit rows must be between 0 and the {self.tokens:,} tokens, got {self.logit_rows:,}.")
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        if not self.phase.cached:
+            if self.key_lens or self.kv_rows is not None:
+                raise UsageError("keys and kv_rows are for cached phases.")
+            return
+        if len(self.key_lens) != len(self.seq_lens):
+            raise UsageError(f"{len(self.seq_lens)} windows need as many numbers of keys, got {len(self.key_lens)}.")
+        for window, keys in zip(self.seq_lens, self.key_lens, strict=True):
+            if keys < window:
+                raise UsageError(f"a window of {window:,} tokens sees at least its own keys, got {keys:,}.")
+        if self.kv_rows is not None and self.kv_rows < max(self.key_lens):
+            raise UsageError(f"{max(self.key_lens):,} keys do not fit {self.kv_rows:,} rows of the state.")
 
     @property
     def tokens(self) -> int:
         """Packed total of all sequences."""
         return sum(self.seq_lens)
 
-    def dims(self) -> dict[str, int]:
-        """Values of the symbolic dims: tokens, seqs, span, masked, and logit_rows where asked for."""
-        pairs = sum(length * length for length in self.seq_lens)
-        return self._dims(self.tokens, len(self.seq_lens), -(-pairs // self.tokens))
+    @property
+    def kind(self) -> Phase:
+        """The phase, with logits where they are asked for."""
+        return replace(self.phase, logits=True) if self.logit_rows else self.phase
 
-    def dims_at(self, context: int) -> dict[str, int]:
-        """The dims of one sequence of another length, the mask ratio (or the masked rows) kept."""
-        return self._dims(context, 1, context)
+    def dims(self, block: int = 0) -> dict[str, int]:
+        """Values of the symbolic dims: tokens, seqs, span, masked where there is a head, logit_rows where asked for,
+        keys and kv_rows where cached; `block` is the model's, if its attention is causal by blocks."""
+        keys = self.key_lens or self.seq_lens
+        pairs = sum(_pairs(n, k, block) for n, k in zip(self.seq_lens, keys, strict=True))
+        return self._dims(self.tokens, len(self.seq_lens), -(-pairs // self.tokens), sum(self.key_lens), self.kv_rows)
 
-    def _dims(self, tokens: int, seqs: int, span: int) -> dict[str, int]:
-        share = ceil(Fraction(str(self.mask_ratio)) * tokens)
-        masked = min(self.masked, tokens) if self.masked is not None else max(1, share)
-        dims = {"tokens": tokens, "seqs": seqs, "span": span, "masked": masked}
+    def dims_at(self, context: int, block: int = 0) -> dict[str, int]:
+        """The dims of one sequence of another length, the mask ratio (or the masked rows) kept; where keys are cached and
+        there is a head, the window is as it was and the keys are as many."""
+        window = min(max(self.seq_lens), context) if self.phase.cached and self.phase.head != "none" else context
+        return self._dims(window, 1, -(-_pairs(window, context, block) // window), context, None)
+
+    def _dims(self, tokens: int, seqs: int, span: int, keys: int, kv_rows: int | None) -> dict[str, int]:
+        copies = 2 if self.phase.guided else 1
+        dims = {"tokens": tokens * copies, "seqs": seqs * copies, "span": span}
+        if self.phase.head != "none":
+            share = ceil(Fraction(str(self.mask_ratio)) * tokens)
+            dims["masked"] = min(self.masked, tokens) if self.masked is not None else max(1, share)
         if self.logit_rows:
             dims["logit_rows"] = min(self.logit_rows, tokens)
+        if self.phase.cached:
+            dims |= {"keys": keys, "kv_rows": keys if kv_rows is None else kv_rows}
         return dims
+
+
+def _pairs(window: int, keys: int, block: int) -> int:
+    """Keys that the queries of a window at the end of its keys see, all queries together.
+
+    >>> _pairs(8, 8, 0), _pairs(8, 8, 4), _pairs(4, 8, 4), _pairs(3, 7, 4)
+    (64, 48, 32, 21)
+    """
+    if not block:
+        return window * keys
+    first, whole = keys - window, keys // block * block
+    beyond = (keys - max(whole, first)) * (whole + block - keys) if keys > whole else 0
+    return _causal_pairs(keys, block) - _causal_pairs(first, block) - beyond
+
+
+def _causal_pairs(queries: int, block: int) -> int:
+    """Keys that the first so many queries see, each to the end of its block."""
+    blocks, rest = divmod(queries, block)
+    return block * block * blocks * (blocks + 1) // 2 + rest * (blocks + 1) * block
 
 
 class Planner:
@@ -141,7 +200,7 @@ class Planner:
         if type(self.host_budget_bytes) is not int or self.host_budget_bytes < 0:
             raise UsageError(f"a host budget is a number of bytes (an int) from 0, got {host_budget_bytes!r}.")
         self.pinned = dict(pinned or {})
-        self._spaces: dict[bool, Space] = {}
+        self._spaces: dict[Phase, Space] = {}
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
         """The same planner with more choices pinned; what it has compiled is shared."""
@@ -155,12 +214,19 @@ class Planner:
         other.host_budget_bytes = host_budget_bytes
         return other
 
-    def space(self, *, logits: bool = False) -> Space:
-        """The configurations of the step, with or without returned logits."""
-        if logits not in self._spaces:
-            template = template_of(self.model, backend=self.device.backend, logits=logits)
-            self._spaces[logits] = Space(template, self.device)
-        return self._spaces[logits]
+    def space(self, phase: Phase = FULL_STEP) -> Space:
+        """The configurations of one kind of step."""
+        if phase not in self._spaces:
+            template = template_of(self.model, backend=self.device.backend, phase=phase)
+            self._spaces[phase] = Space(template, self.device)
+        return self._spaces[phase]
+
+    def at(self, request: Request) -> Point:
+        """The space at a request's dims."""
+        return self.space(request.kind).at(request.dims(self.model.architecture.block), pinned=self.pinned)
+
+    def _dims_at(self, request: Request) -> DimsAt:
+        return partial(request.dims_at, block=self.model.architecture.block)
 
     def verify_checkpoint(self) -> None:
         """Make sure that the model's directory, if it has weights, holds every tensor in its shape, by headers alone.
@@ -184,7 +250,12 @@ class Planner:
         Layout(self.model.path).verify(weights)
 
     def plan(
-        self, request: Request, *, solver: str = "auto", config: Mapping[str, int | str | None] | None = None
+        self,
+        request: Request,
+        *,
+        solver: str = "auto",
+        config: Mapping[str, int | str | None] | None = None,
+        limit: bool = True,
     ) -> Plan:
         """Plan one request; a plan that does not fit says so, it is not an error.
 
@@ -193,26 +264,27 @@ class Planner:
         config
             Take this configuration instead of searching: rows per chunk by knob, an option by choice. What is not named
             is off, or the first option. For ablations and tests; the search finds better ones.
+        limit
+            Solve the largest context as well; otherwise `max_ctx_tokens` is this one, where it fits.
         """
-        space = self.space(logits=bool(request.logit_rows))
         identity = {"model": self.model.name, "dtype": self.model.architecture.dtype}
-        point = space.at(request.dims(), pinned=self.pinned)
+        point = self.at(request)
         return plan_point(
-            point, self.budget_bytes, self.host_budget_bytes, identity=identity, dims_at=request.dims_at, solver=solver,
+            point, self.budget_bytes, self.host_budget_bytes, identity=identity,
+            dims_at=self._dims_at(request) if limit else None, solver=solver,
             config=None if config is None else point.config(config), pinned=self.pinned,
         )  # fmt: skip
 
     def max_context(self, request: Request) -> int:
         """Largest context for requests like this one, in tokens; 0 if not even one token fits."""
         return max_context(
-            self.space(logits=bool(request.logit_rows)), request.dims_at, self.budget_bytes, limit=MAX_TOKENS,
+            self.space(request.kind), self._dims_at(request), self.budget_bytes, limit=MAX_TOKENS,
             host_budget_bytes=self.host_budget_bytes, pinned=self.pinned,
         )  # fmt: skip
 
     def needed(self, request: Request) -> int:
         """Bytes of the smallest budget that holds the request."""
-        point = self.space(logits=bool(request.logit_rows)).at(request.dims(), pinned=self.pinned)
-        return smallest_total(point, self.host_budget_bytes)[0]
+        return smallest_total(self.at(request), self.host_budget_bytes)[0]
 
 
 def plan_point(
@@ -249,7 +321,7 @@ def plan_point(
             point.space, dims_at, budget_bytes, limit=MAX_TOKENS, host_budget_bytes=host_budget_bytes, pinned=pinned
         )
     else:
-        longest = point.dims.get("tokens", 0) if fits else 0
+        longest = point.dims.get("keys", point.dims.get("tokens", 0)) if fits else 0
     return Plan(
         assemble(
             point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,

@@ -101,6 +101,12 @@ class Space:
             self._pool_rows[key] = rows
         return self._pool_rows[key]
 
+    def known(self, settings: Mapping[str, int | str | None]) -> dict[str, int | str | None]:
+        """Those of some settings that this kind of step has."""
+        options = {choice.name: choice.options for choice in self.template.choices}
+        knobs = {knob.name for knob in self.template.knobs}
+        return {name: v for name, v in settings.items() if name in knobs or v in options.get(name, ())}
+
     def at(self, dims: Mapping[str, int], *, pinned: Mapping[str, str] | None = None) -> Point:
         """The space at given dims, some choices pinned to one of their options."""
         return Point(self, self.template.dims_of(dims), pinned or {})

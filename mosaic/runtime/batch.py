@@ -65,14 +65,19 @@ def rows_of(what: str, rows: TokenIds, lengths: tuple[int, ...]) -> Tensor:
     return torch.cat(masks).nonzero().view(-1)
 
 
-def bucket(count: int, most: int) -> int:
-    """Round a number of rows up by at most an eighth, so that plans are reused while rows get fewer.
+def bucket(count: int, most: int | None = None, *, least: int = 0) -> int:
+    """Round a number of rows up by at most an eighth, so that plans are reused while rows get fewer, or keys more.
+
+    Where there are any, `least` of them at least, as far as there are so many.
 
     >>> [bucket(n, 1000) for n in (0, 7, 33, 100, 999)]
     [0, 7, 36, 104, 1000]
     """
+    if count:
+        count = max(count, least)
     step = 1 << max(count.bit_length() - 4, 0)
-    return min(-(-count // step) * step, most)
+    rounded = -(-count // step) * step
+    return rounded if most is None else min(rounded, most)
 
 
 def fill_rows(out: Tensor, rows: Tensor) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -17,7 +18,16 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from mosaic.models.safetensors import AGAIN, SAFETENSORS_DTYPES, Layout, TensorEntry, find_entry, read_header, wrong
+from mosaic.models.safetensors import (
+    AGAIN,
+    SAFETENSORS_DTYPES,
+    Layout,
+    TensorEntry,
+    find_entry,
+    read_header,
+    tensor_rows,
+    wrong,
+)
 from mosaic.runtime.workspace import DTYPES, torch_dtype
 from mosaic.units import MIB
 
@@ -101,7 +111,7 @@ class Checkpoint:
             raise
 
     def __contains__(self, name: str) -> bool:
-        return name in self.layout.where
+        return tensor_rows(name)[0] in self.layout.where
 
     @property
     def names(self) -> list[str]:
@@ -109,7 +119,7 @@ class Checkpoint:
         return list(self.layout.where)
 
     def copy_into(self, name: str, out: Tensor) -> None:
-        """Copy a tensor into a contiguous view on any device, converting between floating-point dtypes.
+        """Copy a tensor, or rows of one, into a contiguous view on any device, converting floating-point dtypes.
 
         Raises
         ------
@@ -118,21 +128,25 @@ class Checkpoint:
         """
         path, entry = self.layout.find(name, tuple(out.shape))
         file, wanted = self._files[path.name], str(out.dtype).removeprefix("torch.")
+        name = tensor_rows(name)[0]
+        start = entry.start - file.entry(name).start
         if entry.dtype != wanted and not (torch_dtype(entry.dtype).is_floating_point and out.is_floating_point()):
             raise wrong(file.path, f"tensor '{name}'", wanted, entry.dtype, "convert the checkpoint first")
         flat = out.view(-1)
         if entry.dtype == wanted and out.device.type == "cpu":
-            file.read_into(name, flat.view(torch.uint8))
+            file.read_into(name, flat.view(torch.uint8), start)
         else:
-            self._copy_by_pieces(file, name, torch_dtype(entry.dtype), flat)
+            self._copy_by_pieces(file, name, torch_dtype(entry.dtype), flat, start)
 
-    def _copy_by_pieces(self, file: SafetensorsFile, name: str, dtype: torch.dtype, out: Tensor) -> None:
+    def _copy_by_pieces(
+        self, file: SafetensorsFile, name: str, dtype: torch.dtype, out: Tensor, first_byte: int
+    ) -> None:
         """Read, convert and copy what fits the buffers at once; PyTorch would convert in a copy of its own."""
         size = PIECE_BYTES // max(dtype.itemsize, out.element_size())
         for start in range(0, out.numel(), size):
             piece = out[start : start + size]
             raw = self._raw[: piece.numel() * dtype.itemsize]
-            file.read_into(name, raw, start * dtype.itemsize)
+            file.read_into(name, raw, first_byte + start * dtype.itemsize)
             found = raw.view(dtype)
             if dtype != out.dtype and out.device.type != "cpu":
                 found = self._converted[: piece.numel() * out.element_size()].view(out.dtype).copy_(found)
@@ -158,21 +172,24 @@ def _anonymous(size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
-def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
     """Write tensors to a file, straight from their memory; it appears whole, written under another name first.
 
     Parameters
     ----------
     tensors
-        Contiguous tensors by name, written in this order; from a device piece by piece.
+        Contiguous tensors by name, written in this order; from a device piece by piece. Of several, one tensor is
+        written: their rows one after another.
     """
     target = Path(path)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     kinds = {DTYPES[dtype]: kind for kind, dtype in SAFETENSORS_DTYPES.items()}
     position = 0
-    for name, tensor in tensors.items():
-        end = position + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+    parts = {name: [given] if isinstance(given, Tensor) else list(given) for name, given in tensors.items()}
+    for name, (tensor, *more) in parts.items():
+        end = position + sum(part.numel() * part.element_size() for part in (tensor, *more))
+        shape = [sum(part.shape[0] for part in (tensor, *more)), *tensor.shape[1:]] if more else list(tensor.shape)
+        header[name] = {"dtype": kinds[tensor.dtype], "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -180,8 +197,8 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor
     try:
         with open(temporary, "wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                flat = tensor.view(-1).view(torch.uint8)
+            for part in chain.from_iterable(parts.values()):
+                flat = part.view(-1).view(torch.uint8)
                 for start in range(0, flat.numel(), PIECE_BYTES):
                     stream.write(flat[start : start + PIECE_BYTES].cpu().numpy().data)
         os.replace(temporary, target)

@@ -8,22 +8,29 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from time import perf_counter
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
+from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.models.safetensors import tensor_rows
 from mosaic.runtime.batch import Rows, TokenIds, bucket, fill_rows, pack, rows_of
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint
 from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.kv_memory import KVMemory
+from mosaic.runtime.kv_memory import Sequence as KVSequence
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.packing import PackedStep, pack_step
 from mosaic.runtime.page_pool import PagePool
+from mosaic.runtime.steps import StepRequest, StepResult, StepShape
 from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.weights import (
     adopt_tensors,
@@ -37,10 +44,13 @@ from mosaic.runtime.workspace import Workspace
 from mosaic.units import format_bytes, format_tokens, parse_bytes
 
 if TYPE_CHECKING:
+    from mosaic.decoding import Generation, GenerationConfig, Prompt, Streamer
+    from mosaic.decoding.streaming import OnStep
     from mosaic.devices import Device
     from mosaic.models import Model
+    from mosaic.models.architecture import Architecture
     from mosaic.planner.plan import Plan
-    from mosaic.planner.planner import Planner
+    from mosaic.planner.planner import Planner, Request
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput", "compile"]
 
@@ -48,8 +58,12 @@ Settings: TypeAlias = Mapping[str, int | str | None] | None
 _KEPT_EXECUTORS: Final = 16
 CAPTURED_MS: Final = 500.0
 """Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
+FEWEST_ROWS: Final = 16
+FEWEST_KEYS: Final = 64
+"""What decoding steps are planned for at least: a handful of rows, or keys, take no longer than one."""
 OLDEST: Final = (8, 0)
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
+_NOTHING: Final = torch.empty(0, dtype=torch.int64)
 _log = logging.getLogger(__name__)
 
 
@@ -246,16 +260,58 @@ def _usable(profile: Device) -> Device:
     return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
 
 
-def _plan(planner: Planner, lengths: tuple[int, ...], masked: int, logit_rows: int, config: Settings = None) -> Plan:
-    """Plan one step, or say why it does not fit."""
-    from mosaic.planner.planner import Request
+class _Step(NamedTuple):
+    """The size of a step: windows, the keys they see, rows that are unembedded and rows whose logits are returned."""
 
-    plan = planner.plan(Request(seq_lens=lengths, masked=masked, logit_rows=logit_rows), config=config)
+    phase: Phase
+    lengths: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    kv_rows: int
+    masked: int
+    logit_rows: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def rounded(self) -> _Step:
+        """Rows, keys and rows of the state rounded up, mostly by at most an eighth, so that the plan serves others too."""
+        keys, fewest = sum(self.key_lens), FEWEST_ROWS if self.phase.rule else 0
+        more = bucket(keys, least=FEWEST_KEYS) - keys
+        return self._replace(
+            key_lens=(*self.key_lens[:-1], self.key_lens[-1] + more) if keys else (),
+            kv_rows=bucket(self.kv_rows, least=FEWEST_KEYS), masked=bucket(self.masked, self.tokens, least=fewest),
+            logit_rows=bucket(self.logit_rows, self.tokens),
+        )  # fmt: skip
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for steps that one executor serves."""
+        found = self.rounded()
+        return (*found._replace(lengths=(len(self.lengths), self.tokens), key_lens=(sum(found.key_lens),)),)
+
+    def request(self) -> Request:
+        """The step as the planner takes it."""
+        from mosaic.planner.planner import Request
+
+        return Request(
+            seq_lens=self.lengths, masked=self.masked or None, logit_rows=self.logit_rows, phase=self.phase,
+            key_lens=self.key_lens, kv_rows=self.kv_rows if self.phase.cached else None,
+        )  # fmt: skip
+
+
+def _plan(planner: Planner, step: _Step, config: Settings = None) -> Plan:
+    """Plan one step, or say why it does not fit."""
+    request = step.request()
+    settings = None if config is None else planner.space(request.kind).known(config)
+    plan = planner.plan(request, config=settings, limit=not step.phase.rule and not step.phase.cached)
     if not plan.fits:
+        longest = planner.max_context(request)
+        seen = f", {format_tokens(sum(step.key_lens))} keys" if step.phase.cached else ""
         raise DoesNotFit(
-            f"a step over {format_tokens(sum(lengths))} tokens ({format_tokens(masked)} masked) needs "
+            f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.masked)} masked{seen}) needs "
             f"{format_bytes(plan.total_bytes)}, the budget is {format_bytes(plan.budget_bytes)}; the largest context "
-            f"that fits is {format_tokens(plan.max_ctx_tokens)} tokens. Raise the budget, or call with fewer tokens.",
+            f"that fits is {format_tokens(longest)} tokens. Raise the budget, or call with fewer tokens.",
             needed_bytes=plan.total_bytes,
             available_bytes=plan.budget_bytes,
         )
@@ -301,9 +357,10 @@ class CompiledModel:
     ) -> None:
         self._asked, self.debug, self._seed, self._capture = planner, debug, seed, capture
         self.model, self._config = planner.model, config
-        self._bound: OrderedDict[tuple[int, ...], tuple[Plan, Executor]] = OrderedDict()
+        self._bound: OrderedDict[tuple[Hashable, ...], tuple[Plan, Executor]] = OrderedDict()
         longest = max_tokens or 1
-        self._settle_on(_plan(planner, (longest,), longest, 0, config))
+        self._kv = KVMemory()
+        self._settle_on(_plan(planner, _Step(FULL_STEP, (longest,), (), 0, longest, 0), config))
         self.workspace = _open_workspace(planner)
         self._on_cuda = planner.device.backend == "cuda"
         self._streams = shared_streams(torch.cuda.current_device()) if self._on_cuda else None
@@ -350,7 +407,7 @@ class CompiledModel:
         self._release_views()
         self._bound.clear()
         self._weights = {}
-        self.workspace.resize_all(dict.fromkeys(self.workspace.committed_bytes(), 0))
+        self.workspace.resize_all({name: 0 for name in self.workspace.committed_bytes() if name != "state"})
         self._settle_on(plan)
         try:
             self._weights = self._load()
@@ -360,7 +417,7 @@ class CompiledModel:
 
     def _adopt(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         document = self._current.document
-        names = [record["tensor"] for record in document["buffers"] if record["tensor"] is not None]
+        names = {tensor_rows(record["tensor"])[0] for record in document["buffers"] if record["tensor"] is not None}
         prefixed = {f"model.{name}": tensor for name, tensor in state.items() if f"model.{name}" in names}
         where = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
         adopted = adopt_tensors(document, {**prefixed, **state}, device=where)
@@ -403,7 +460,8 @@ class CompiledModel:
             With the largest context that fits.
         """
         lengths = (tokens,) if isinstance(tokens, int) else tuple(tokens)
-        return self._make(lengths, sum(lengths) if masked is None else masked, logit_rows)[0]
+        rows = sum(lengths) if masked is None else masked
+        return self._make(_Step(FULL_STEP, lengths, (), 0, rows, logit_rows))[0]
 
     def __call__(self, token_ids: TokenIds, masked: Rows = None, *, logits_for: Rows = None) -> StepOutput:
         """Run one denoising step.
@@ -434,7 +492,7 @@ class CompiledModel:
         packed, lengths = pack(token_ids, self.model.architecture.vocabulary)
         rows = rows_of("masked", packed == self.mask_token_id if masked is None else masked, lengths)
         chosen = rows_of("logits_for", logits_for, lengths) if logits_for is not None else rows[:0]
-        executor = self._executor(lengths, len(rows), len(chosen))
+        executor = self._executor(_Step(FULL_STEP, lengths, (), 0, max(len(rows), 1), len(chosen)))
         inputs = executor.inputs
         inputs["token_ids"].copy_(packed)
         bounds = [0, *accumulate(lengths)]
@@ -450,20 +508,102 @@ class CompiledModel:
             self._handed = [weakref.ref(t) for t in output.tensors()]
         return output
 
-    def _make(self, lengths: tuple[int, ...], masked: int, logit_rows: int) -> tuple[Plan, bool]:
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    @property
+    def architecture(self) -> Architecture:
+        """Sizes and special tokens of the model."""
+        return self.model.architecture
+
+    def open_sequence(self) -> KVSequence:
+        """Start a sequence of keys and values, whose rows are part of every plan until it is closed."""
+        self._require_open()
+        return self._kv.open()
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        """Run one step over requests of one phase, packed.
+
+        Returns
+        -------
+        list of StepResult
+            One a request, in order; on the host, the caller's to keep.
+
+        Raises
+        ------
+        UsageError
+            If the requests do not make one step.
+        DoesNotFit
+            If the step needs more than the budget.
+        """
+        self._require_open()
+        started = perf_counter()
+        packed = pack_step(requests, shifted=self.architecture.shifted)
+        executor = self._executor(
+            _Step(packed.phase, packed.lengths, packed.key_lens, self._kv.rows, sum(packed.counts), 0)
+        )
+        _fill(executor.inputs, packed.inputs)
+        executor.run()
+        return self._results(executor, packed, started)
+
+    def _results(self, executor: Executor, packed: PackedStep, started: float) -> list[StepResult]:
+        """Copy the outcome to the host, and cut it up."""
+        names, total = ("token", "score", "committed", "chosen"), sum(packed.counts)
+        ruled = bool(packed.phase.rule)
+        found = {name: executor.outputs[name][:total].cpu() if ruled else _NOTHING for name in names}
+        parts = {name: torch.split(value, list(packed.counts)) for name, value in found.items()} if ruled else {}
+        seconds = perf_counter() - started
+        return [
+            StepResult(
+                token=(of := {name: parts[name][place].clone() if parts else found[name] for name in names})["token"],
+                score=of["score"], committed=of["committed"].bool(), chosen=of["chosen"], plan=self._current,
+                seconds=seconds,
+            )
+            for place in range(len(packed.counts))
+        ]  # fmt: skip
+
+    def check(self, shapes: Sequence[StepShape]) -> Plan:
+        """Plan steps of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
+
+        Raises
+        ------
+        DoesNotFit
+            If one of them does not fit.
+        """
+        self._require_open()
+        steps = [
+            _Step(shape.phase, shape.tokens, shape.key_lens, self._kv.rows + sum(shape.key_lens), shape.rows, 0)
+            for shape in shapes
+        ]
+        return max((self._planned(step)[0] for step in steps), key=lambda plan: plan.total_bytes)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerationConfig | None = None,
+        *,
+        streamer: Streamer | Sequence[Streamer] | None = None,
+        on_step: OnStep | None = None,
+        **options: Any,
+    ) -> list[Generation]:
+        """Generate an answer to every prompt; see `mosaic.decoding.generate`."""
+        from mosaic.decoding import generate  # upwards, but only when called: the algorithms stand on the runtime
+
+        return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
+
+    # --- plans and executors --------------------------------------------------------------------------------------
+
+    def _make(self, step: _Step) -> tuple[Plan, bool]:
         """Plan with the weights where they are; where only that fits, with weights elsewhere (True)."""
         try:
-            return _plan(self._planner, lengths, masked, logit_rows, self._config), False
+            return _plan(self._planner, step, self._config), False
         except DoesNotFit:
             if self._config is not None or self._asked.pinned == self._planner.pinned:
                 raise
-            return _plan(self._asked, lengths, masked, logit_rows), True
+            return _plan(self._asked, step), True
 
-    def _executor(self, lengths: tuple[int, ...], masked: int, logit_rows: int) -> Executor:
-        """Find or bind the executor of a shape, and commit exactly its memory."""
-        tokens = sum(lengths)
-        key = (tokens, len(lengths), max(bucket(masked, tokens), 1), bucket(logit_rows, tokens))
-        plan, executor = self._bound.pop(key, None) or (self._plan_of(lengths, max(masked, 1), logit_rows), None)
+    def _executor(self, step: _Step) -> Executor:
+        """Find or bind the executor of a step's size, and commit exactly its memory."""
+        plan, executor = self._bound.pop(step.key, None) or (self._plan_of(step), None)
         self._commit(plan)
         self._current = plan
         if executor is None:
@@ -471,15 +611,16 @@ class CompiledModel:
                 plan, self.workspace, tensors=self._adopted, debug=self.debug, streams=self._streams,
                 capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
             )  # fmt: skip
-        if executor.inputs["rows"].numel() == key[2]:  # a plan for the exact number of rows serves no other
-            self._bound[key] = (plan, executor)
+        rounded = step.rounded().request().dims(self.architecture.block)
+        if rounded.items() <= plan.document["dims"].items():
+            self._bound[step.key] = (plan, executor)  # a plan for the exact numbers serves no other
         while len(self._bound) > _KEPT_EXECUTORS:
             self._bound.popitem(last=False)
         return executor
 
     def _commit(self, plan: Plan) -> None:
         sizes = {"workspace": plan.components["workspace"]}
-        if plan.components["state"]:
+        if plan.components["state"] or not self._kv.rows:
             sizes["state"] = plan.components["state"]
         if plan.document["host_bytes"]:
             sizes["host"] = plan.document["host_bytes"]
@@ -496,14 +637,16 @@ class CompiledModel:
                 tensor.set_()  # type: ignore[call-overload]
         self._handed = []
 
-    def _plan_of(self, lengths: tuple[int, ...], masked: int, logit_rows: int) -> Plan:
-        """Plan with rows rounded up, to be used again; exactly, where only that fits; last with weights elsewhere."""
-        tokens = sum(lengths)
-        rounded = (lengths, bucket(masked, tokens), bucket(logit_rows, tokens))
+    def _planned(self, step: _Step) -> tuple[Plan, bool]:
+        """Plan with rows and keys rounded up, to be used again; exactly, where only that fits."""
         try:
-            plan, moved = self._make(*rounded)
+            return self._make(step.rounded())
         except DoesNotFit:
-            plan, moved = self._make(lengths, masked, logit_rows)
+            return self._make(step)
+
+    def _plan_of(self, step: _Step) -> Plan:
+        """Plan a step that is to run: where only that fits, the weights move."""
+        plan, moved = self._planned(step)
         if moved:
             self._move(plan)
         return plan
@@ -550,7 +693,7 @@ class CompiledModel:
         self.close()
 
 
-# --- outputs ----------------------------------------------------------------------------------------------------------
+# --- inputs and outputs ----------------------------------------------------------------------------------------------------------
 
 
 def _output(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int) -> StepOutput:
@@ -561,6 +704,15 @@ def _output(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int) -> StepOut
         logits=outputs["logits"][:chosen] if chosen else None,
         **{name: outputs[name][: len(rows)] for name in names},
     )
+
+
+def _fill(inputs: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Write a step's inputs. What the plan has more rows than there are repeats the last: a row that exists."""
+    for name, value in given.items():
+        target, count = inputs[name], value.numel()
+        target[:count].copy_(value)
+        if count < target.numel():
+            target[count:].fill_(int(value[-1]))
 
 
 def _in_use() -> int:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mosaic.errors import CheckpointError, RuntimeMemoryError
 from mosaic.files import write_atomic
-from mosaic.models.safetensors import is_stack, members
+from mosaic.models.safetensors import is_stack, members, tensor_rows
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import format_bytes
@@ -102,7 +103,7 @@ def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor
             continue
         for part, name in zip(_parts(tensor, view), members(tensor), strict=True):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            mean = 1.0 if part.dim() == 1 and not name.endswith("bias") else 0.0
+            mean = 1.0 if part.dim() == 1 and not tensor_rows(name)[0].endswith("bias") else 0.0
             _draw(part.view(-1), mean, int.from_bytes(digest[:8], "little", signed=True), staging)
 
 
@@ -144,7 +145,8 @@ def adopt_tensors(
     ----------
     state
         `module.state_dict()`, or any mapping of the plan's tensor names to tensors. A stack is looked up under its
-        template, and as one tensor only: members that lie apart cannot be adopted.
+        template, and as one tensor only: members that lie apart cannot be adopted. Of a tensor that the plan takes by
+        rows, the rows are taken.
     device
         Where the plan runs, and all parameters must be: "cpu", or a CUDA device with its index.
 
@@ -163,13 +165,15 @@ def adopt_tensors(
         name = record["tensor"]
         if record["kind"] not in ("weight", "external") or name is None or name.startswith("="):
             continue
-        if name not in state:
+        whole, rows = tensor_rows(name)
+        if whole not in state:
             detail = "members of a stack lie apart" if is_stack(name) else f"{len(state)} others"
             raise CheckpointError(
                 f"the module: parameter '{name}': expected {record['dtype']} {record['shape']}, found {detail}; "
                 f"save the model and compile the checkpoint directory instead."
             )
-        found[name] = _adopt(name, record, state[name], torch.device(device))
+        tensor = state[whole] if rows is None else state[whole][rows[0] : rows[1]]
+        found[name] = _adopt(name, record, tensor, torch.device(device))
     return found
 
 
@@ -187,14 +191,19 @@ def _adopt(name: str, record: Mapping[str, Any], tensor: Tensor, device: torch.d
 
 
 def save_checkpoint(directory: str | os.PathLike[str], views: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write `model.safetensors` and `config.json`: stacks as members, no constants; copies nothing in memory."""
+    """Write `model.safetensors` and `config.json`: stacks as members, rows of a tensor as that tensor, no constants.
+
+    Copies nothing in memory.
+    """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: part
-        for tensor, view in views.items()
-        if not tensor.startswith("=")
-        for part, name in zip(_parts(tensor, view), members(tensor), strict=True)
-    }
-    write_safetensors(folder / "model.safetensors", tensors)
+    tensors: dict[str, list[tuple[int, Tensor]]] = {}
+    for tensor, view in views.items():
+        if tensor.startswith("="):
+            continue
+        for part, member in zip(_parts(tensor, view), members(tensor), strict=True):
+            name, rows = tensor_rows(member)
+            tensors.setdefault(name, []).append((rows[0] if rows else 0, part))
+    whole = {name: [part for _, part in sorted(parts, key=itemgetter(0))] for name, parts in tensors.items()}
+    write_safetensors(folder / "model.safetensors", whole)
     write_atomic(folder / "config.json", json.dumps(dict(config), indent=2) + "\n")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from mosaic.viz.canvas import Canvas, CanvasTracker
 from mosaic.viz.charts import (
     before_after_figure,
     context_figure,
@@ -26,6 +27,8 @@ from mosaic.viz.text import sparkline, text_timeline
 __all__ = [
     "CATEGORIES",
     "FORMATS",
+    "Canvas",
+    "CanvasTracker",
     "Document",
     "LiveBuffer",
     "LiveProfile",

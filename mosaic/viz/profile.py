@@ -64,7 +64,10 @@ _ROLES: Final[tuple[tuple[str, Mapping[str, frozenset[str]]], ...]] = (
             "unembed_sample": frozenset(
                 {"token", "maximum", "second", "logsumexp", "entropy", "sample", "sample_logit"}
             ),
+            "row_nucleus": frozenset({"sample", "probability", "margin", "entropy"}),
             "confidence": frozenset({"maximum", "logsumexp", "y"}),
+            "row_score": frozenset({"maximum", "second", "logsumexp", "entropy", "sample_logit", "score"}),
+            "transfer": frozenset({"token", "score", "chosen", "committed"}),
         },
     ),
     ("hidden", {"embedding": frozenset({"y"}), "linear_add": frozenset({"y"}), "moe_combine": frozenset({"x"})}),
@@ -73,6 +76,8 @@ _ROLES: Final[tuple[tuple[str, Mapping[str, frozenset[str]]], ...]] = (
         {
             "row_stats": frozenset({"logits"}),
             "row_sample": frozenset({"logits"}),
+            "row_nucleus": frozenset({"logits"}),
+            "guide": frozenset({"x", "uncond"}),
             "unembed_stats": frozenset({"x"}),
             "unembed_sample": frozenset({"x"}),
         },
@@ -81,6 +86,8 @@ _ROLES: Final[tuple[tuple[str, Mapping[str, frozenset[str]]], ...]] = (
         "attention",
         {
             "attention": frozenset({"q", "k", "v", "y"}),
+            "kv_attention": frozenset({"q", "y"}),
+            "kv_store": frozenset({"k", "v"}),
             "rotary": frozenset({"x"}),
             "head_norm": frozenset({"x"}),
         },

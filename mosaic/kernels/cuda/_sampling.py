@@ -1,4 +1,4 @@
-"""The random numbers of `mosaic.kernels._sampling` on CUDA, bit for bit: shared by row_sample and unembed_sample."""
+"""The random numbers of `mosaic.kernels._sampling` on CUDA, bit for bit: shared by all kernels that draw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from triton.language.extra.cuda import libdevice
 from mosaic.kernels.cuda._triton import tl, triton
 from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, GROUP_RUN
 
-__all__ = ["BLOCK", "GUMBEL_SLACK", "RUN", "STRIDE", "exponential", "group_numbers", "gumbel", "random_words"]
+__all__ = [
+    "BLOCK",
+    "GUMBEL_SLACK",
+    "RUN",
+    "STRIDE",
+    "exponential",
+    "group_numbers",
+    "gumbel",
+    "random_words",
+    "row_word",
+    "uniform",
+]
 
 STRIDE = tl.constexpr(COUNTERS)
 """Columns so far apart share a counter."""
@@ -48,12 +59,18 @@ def _log2(x):
 
 
 @triton.jit
+def uniform(word):
+    """u = (word + 1/2) / 2^32, at most the largest number below 1."""
+    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+
+
+@triton.jit
 def exponential(word):
-    """-log(1 - u) for u = (word + 1/2) / 2^32, to 5e-7 of it.
+    """-log(1 - u) for the u of a word, to 5e-7 of it.
 
     By its series where 1 - u would lose digits of u: the first omitted term is 5e-9 of the sum.
     """
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    u = uniform(word)
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * (0.25 + u * 0.2))))
     return tl.where(u < 0.03125, series, -_LN2 * _log2(1.0 - u))
 
@@ -72,3 +89,10 @@ def group_numbers(group, key):
     second = first + exponential(one) * 0.03225806451612903
     place = (two & 31).to(tl.int32)
     return first, second, place, (place + 1 + (((two >> 5) * 31) >> 27).to(tl.int32)) & 31
+
+
+@triton.jit
+def row_word(domain, key):
+    """The random word of every row [R] that belongs to no column, of the counter (0, domain, 0, 0)."""
+    word, _, _, _ = random_words((key * 0).to(tl.uint32), domain, key)
+    return word

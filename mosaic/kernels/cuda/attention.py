@@ -1,8 +1,9 @@
-"""attention on CUDA: softmax(q k^T * scale) v per sequence of a packed batch, all tokens visible, grouped-query.
+"""attention on CUDA: softmax(q k^T * scale) v per sequence of a packed batch, bidirectional or in blocks, grouped-query.
 
-Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32; head_size, scale, span)
--> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row `row_start + r` of the packed batch
-and sees the keys of its own sequence; a row in no sequence is left as it was. Online softmax (Milakov and Gimelshein
+Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32; head_size, scale, span,
+block) -> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row `row_start + r` of the packed
+batch and sees the keys of its own sequence; with `block`, those of its own block of so many rows and of the blocks before;
+a row in no sequence is left as it was. Online softmax (Milakov and Gimelshein
 2018, arXiv 1805.02867) in float32 over tiles of query rows times tiles of keys, as in FlashAttention (Dao et al. 2022).
 A tile of query rows may span sequences: each row then masks the keys of the others, so nothing is read on the host and a
 batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S keys, B sequences, N query
@@ -49,6 +50,7 @@ def attention_kernel(
     scale_log2,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
+    SEEN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -56,7 +58,7 @@ def attention_kernel(
     head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     column = tl.arange(0, BLOCK_H)
-    # the keys [first, last) of every row's sequence, and [low, high) of all the tile's rows together
+    # the keys [first, last) of its sequence that every row sees, and [low, high) of all the tile's rows together
     first = tl.zeros([BLOCK_Q], tl.int64)
     last = tl.zeros([BLOCK_Q], tl.int64)
     start = tl.load(cu_seqlens).to(tl.int64)
@@ -66,6 +68,8 @@ def attention_kernel(
         first = tl.where(mine, start, first)
         last = tl.where(mine, end, last)
         start = end
+    if SEEN:  # rows of a block see no later one
+        last = tl.minimum(last, first + ((row_start + row - first) // SEEN + 1) * SEEN)
     here = last > first
     high = tl.max(last, 0)
     low = tl.min(tl.where(here, first, high), 0)
@@ -117,6 +121,7 @@ def launch(
     head_size: int,
     scale: float,
     span: int = 0,
+    block: int = 0,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
@@ -140,6 +145,7 @@ def launch(
         scale / math.log(2),
         GROUP=heads // kv_heads,
         SIZE=head_size,
+        SEEN=block,
         BLOCK_Q=tile.rows,
         BLOCK_K=tile.columns,
         BLOCK_H=power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),

@@ -172,6 +172,7 @@ def launch(
     head_size: int,
     scale: float,
     span: int = 0,
+    block: int = 0,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
@@ -180,9 +181,10 @@ def launch(
     A shape's first launch builds its graph, which a stream capture does not allow everywhere: launch once before.
     """
     heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size)
-    if cu_seqlens.shape[0] != 2:
+    if cu_seqlens.shape[0] != 2 or block:
+        has = f"step has blocks of {block}" if block else f"batch has up to {cu_seqlens.shape[0] - 1}"
         raise GraphError(
-            f"attention: cuDNN's graphs serve one sequence, this batch has up to {cu_seqlens.shape[0] - 1}. "
+            f"attention: cuDNN's graphs serve one sequence whose queries see all of it; this {has}. "
             f"Plan the step with implementation 'triton'."
         )
     device = q.device.index

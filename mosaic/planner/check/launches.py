@@ -153,7 +153,7 @@ def _check_operator(plan: Columns, i: int) -> tuple[Sequence[str], Sequence[str]
     for rule in known.rules:
         _check_rule(plan, i, rule, letters)
     _check_flops(plan, i, known, letters)
-    _check_bytes(plan, i, known, views)
+    _check_bytes(plan, i, known, views, letters)
     _check_full_step(plan, i, letters)
     scratch = ("scratch",) if "scratch" in operands else ()
     return tuple(name for name in known.reads if name in operands), (*known.writes, *scratch)
@@ -293,12 +293,13 @@ def _check_flops(plan: Columns, i: int, known: Known, letters: _Letters) -> None
         plan.fail("flops", f"{plan.say_op(i)}: {plan.flops[i]} FLOPs, {'*'.join(known.flops)} is {flops}", (), (i,))
 
 
-def _check_bytes(plan: Columns, i: int, known: Known, views: Mapping[str, _View]) -> None:
+def _check_bytes(plan: Columns, i: int, known: Known, views: Mapping[str, _View], letters: _Letters) -> None:
     """Check the bytes that all iterations together move."""
     total = 0
-    for name in known.moved:
+    for name, counted in known.moved:
         if name in views:
-            elements = _over_iterations(plan, i, views[name])
+            some = [axis for product in counted if (axis := _evaluate(product, letters)) is not None]
+            elements = _over_iterations(plan, i, some or views[name])
             if elements is None:
                 return
             total += elements * ITEM_BYTES[plan.dtype[plan.operands[i][name]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, Types
+from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, TEXT, Types
 
 __all__ = ["IMPLEMENTATIONS", "OPERATORS", "Known", "Operand", "Product", "Rule", "product_of"]
 
@@ -28,9 +28,16 @@ class _Operator(NamedTuple):
     attrs: str = ""  # `name:type`; `?` as above
     flops: str = "0"
     whole: str = ""  # letters that a loop never slices
-    moved: str = ""  # operands whose bytes count, repeated where they count twice; by default all, and updates twice
+    # operands whose bytes count, repeated where they count twice; by default all, and updates twice; `name=axes` counts
+    # only so many elements
+    moved: str = ""
     host: str = ""  # operands that may lie in host memory, one of them at a time
     rules: tuple[Rule, ...] = ()
+
+
+def _kv_row(width: str) -> tuple[Rule, ...]:
+    """A row X of keys and values: so many columns of each for every layer, this one among them."""
+    return ("divides", f"2*{width}", "X"), ("at most", f"2*layer*{width}+1", "X"), ("at most", "0", "layer")
 
 
 _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp:float32=C entropy:float32=C"
@@ -39,8 +46,8 @@ _SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64
 _SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
 _NOTATION: Final = {
     "attention": _Operator(
-        "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B y:a=*T,Q", "q k v cu_seqlens", "y", "head_size:n scale:x span?:n",
-        "4*span*T*Q", "S", rules=(("divides", "head_size", "P"), ("groups", "P", "Q")),
+        "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B y:a=*T,Q", "q k v cu_seqlens", "y", "head_size:n scale:x span?:n block?:n",
+        "4*span*T*Q", "S", rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")),
     ),
     "confidence": _Operator("maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M"),
     "copy": _Operator("x:a=*T y:a=*T", "x", "y", host="x y"),
@@ -51,37 +58,68 @@ _NOTATION: Final = {
     "grouped_linear": _Operator(
         "x:a=R,I weight=E,O,I offsets=E+1 y:a=R,O", "x weight offsets", "y", flops="2*R*I*O"
     ),
+    "guide": _Operator("x:a=C,D uncond:a=C,D guidance:float32=1", "x uncond guidance", "x", flops="3*C*D"),
     "head_norm": _Operator(
         "weight=H x=*T,W", "x weight", "x", "eps:x", "4*T*W", rules=(("divides", "H", "W"),)
+    ),
+    "kv_attention": _Operator(
+        "q:a=T,Q kv:a=R,X key_slots:int64=K cu_seqlens:int32=B cu_keys:int32=B positions:int32=T y:a=T,Q",
+        "q kv key_slots cu_seqlens cu_keys positions", "y",
+        "layer:n kv_heads:n head_size:n scale:x span?:n block?:n", "4*span*T*Q", "R X K B Q",
+        "q key_slots cu_seqlens cu_keys positions y kv=K,2*kv_heads*head_size",
+        rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
+    ),
+    "kv_store": _Operator(
+        "k:a=T,W v:a=T,W slots:int64=T kv:a=R,X", "k v slots kv", "kv", "layer:n", whole="R X W", moved="slots k v k v",
+        rules=_kv_row("W"),
     ),
     "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O"),
     "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O"),
     "moe_combine": _Operator("x=C,D scores=C,K order=C*K y=C*K,D", "y order scores x", "x", flops="2*C*K*D"),
     "moe_gather": _Operator("x:a=C,D order=C*top_k y:a=C*top_k,D", "x order", "y", "top_k:n"),
     "moe_route": _Operator(
-        "x:a=C,D weight=E,D scores:a=C,top_k experts:int64=C,top_k", "x weight", "scores experts",
-        "top_k:n normalize:b", "2*C*D*E", rules=(("at most", "top_k", "E"),),
+        "x:a=C,D weight=E,D bias?:float32=E scores:a=C,top_k experts:int64=C,top_k", "x weight bias?",
+        "scores experts", "top_k:n normalize:b scoring?:s groups?:n top_groups?:n scale?:x", "2*C*D*E",
+        rules=(("at most", "top_k", "E"), ("divides", "groups", "E"), ("at most", "top_groups", "groups")),
     ),
     "moe_sort": _Operator(
         "experts=C,K order:int64=C*K offsets:int64=num_experts+1", "experts", "order offsets", "num_experts:n"
+    ),
+    "perturb_score": _Operator(
+        "score:float32=M keys:int64=M temperature:float32=1", "score keys temperature", "score", flops="4*M"
     ),
     "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D"),
     "rotary": _Operator(
         "x=T,W positions=T inv_freq=R", "x positions inv_freq", "x", "head_size:n", "6*T*W",
         rules=(("divides", "head_size", "W"), ("at most", "2*R", "head_size")),
     ),
+    "row_nucleus": _Operator(
+        "logits=C,*V keys:int64=C temperature:float32=1 top_p:float32=1 top_k:int32=1 sample:int64=C "
+        "probability:float32=C margin:float32=C entropy:float32=C", "logits keys temperature top_p top_k",
+        "sample probability margin entropy", flops="10*C*V",
+    ),
     "row_sample": _Operator(
         f"logits=C,*V {_SAMPLE}", "logits keys temperature", _SAMPLE_NAMES, flops="10*C*V"
+    ),
+    "row_score": _Operator(
+        "maximum:float32=M second:float32=M logsumexp:float32=M entropy:float32=M sample_logit:float32=M keys?:int64=M "
+        "score:float32=M", "maximum second logsumexp entropy sample_logit keys?", "score", "kind:s", "4*M", "M",
     ),
     "row_stats": _Operator(f"logits=C,*V {_STATISTICS}", "logits", _STATISTIC_NAMES, flops="6*C*V"),
     "shift_rows": _Operator("rows:a=M cu_seqlens=*B y:a=M", "rows cu_seqlens", "y"),
     "silu_mul": _Operator("gate:a=*F up:a=*F", "gate up", "gate", flops="5*F"),
+    "transfer": _Operator(
+        "token:int64=M score:float32=M current:int64=M cu_rows:int32=B+1 quota:int32=B threshold:float32=B "
+        "edit_threshold?:float32=B chosen:int64=M committed:uint8=M",
+        "token score current cu_rows quota threshold edit_threshold?", "chosen committed", "rule:s mask_id:n",
+        whole="M B",
+    ),
     "unembed_sample": _Operator(
         f"x=C,D weight=V,D {_SAMPLE}", "x weight keys temperature", _SAMPLE_NAMES, flops="2*C*D*V"
     ),
     "unembed_stats": _Operator(f"x=C,D weight=V,D {_STATISTICS}", "x weight", _STATISTIC_NAMES, flops="2*C*D*V"),
 }  # fmt: skip
-_ATTRIBUTE: Final[Mapping[str, Types]] = {"n": INTEGER, "x": NUMBER, "b": BOOLEAN}
+_ATTRIBUTE: Final[Mapping[str, Types]] = {"n": INTEGER, "x": NUMBER, "b": BOOLEAN, "s": TEXT}
 
 Product = tuple[tuple[str, ...], int]  # factors, and what is added to their product
 
@@ -105,7 +143,7 @@ class Known(NamedTuple):
     optional: frozenset[str]
     flops: tuple[str, ...]
     whole: tuple[str, ...]
-    moved: tuple[str, ...]
+    moved: tuple[tuple[str, tuple[Product, ...]], ...]  # the axes that count; none: all
     host: frozenset[str]
     rules: tuple[Rule, ...]
 
@@ -133,9 +171,14 @@ def _parse(operator: _Operator) -> Known:
     return Known(
         operands=tuple(map(_parse_operand, operator.shapes.split())), reads=reads, writes=writes, attrs=attrs,
         optional=frozenset(optional), flops=tuple(operator.flops.split("*")), whole=tuple(operator.whole.split()),
-        moved=tuple(operator.moved.split()) or (*reads, *writes), host=frozenset(operator.host.split()),
+        moved=tuple(map(_parse_moved, operator.moved.split() or (*reads, *writes))), host=frozenset(operator.host.split()),
         rules=operator.rules,
     )  # fmt: skip
+
+
+def _parse_moved(entry: str) -> tuple[str, tuple[Product, ...]]:
+    name, _, axes = entry.partition("=")
+    return name, tuple(map(product_of, axes.split(","))) if axes else ()
 
 
 def _parse_operand(entry: str) -> Operand:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from mosaic.planner.check.columns import COMPONENTS, ITEM_BYTES, KINDS, POOLS, Barrier, Columns, Region, Violation
 
-__all__ = ["BOOLEAN", "INTEGER", "NUMBER", "Types", "read", "type_names"]
+__all__ = ["BOOLEAN", "INTEGER", "NUMBER", "TEXT", "Types", "read", "type_names"]
 
 _BACKENDS: Final = frozenset({"cuda", "cpu"})
 
@@ -19,7 +19,7 @@ Types = frozenset[type]
 INTEGER: Final[Types] = frozenset({int})
 NUMBER: Final[Types] = frozenset({int, float})
 BOOLEAN: Final[Types] = frozenset({bool})
-_STR: Final[Types] = frozenset({str})
+TEXT: Final[Types] = frozenset({str})
 _MAP: Final[Types] = frozenset({dict})
 _LIST: Final[Types] = frozenset({list, tuple})
 _INT_OR_NULL: Final[Types] = frozenset({int, NoneType})
@@ -45,7 +45,7 @@ def _are_integers(values: Sequence[Any]) -> bool:
         return False
 
 
-_QUICK: Final[Mapping[Types, Callable[[Sequence[Any]], bool]]] = {_STR: _are_strings, INTEGER: _are_integers}
+_QUICK: Final[Mapping[Types, Callable[[Sequence[Any]], bool]]] = {TEXT: _are_strings, INTEGER: _are_integers}
 
 _Found = list[Violation]
 
@@ -89,40 +89,40 @@ class _Table(NamedTuple):
 
 
 _DOCUMENT: Final[Mapping[str, Types]] = {
-    "mosaic_version": _STR, "model": _STR, "phase": _STR, "dtype": _STR, "dims": _MAP, "device": _STR,
-    "backend": _STR, "estimated": BOOLEAN, "device_memory_bytes": INTEGER, "page_bytes": INTEGER, "mesh": _MAP,
+    "mosaic_version": TEXT, "model": TEXT, "phase": TEXT, "dtype": TEXT, "dims": _MAP, "device": TEXT,
+    "backend": TEXT, "estimated": BOOLEAN, "device_memory_bytes": INTEGER, "page_bytes": INTEGER, "mesh": _MAP,
     "implementations": _MAP, "pools": _LIST, "regions": _LIST, "barriers": _LIST, "edges": _LIST,
     "budget_bytes": INTEGER, "host_budget_bytes": INTEGER, "config": _MAP, "fits": BOOLEAN, "components": _MAP,
     "total_bytes": INTEGER, "host_bytes": INTEGER, "peak_bytes": INTEGER, "lower_bound_bytes": INTEGER,
     "optimal": BOOLEAN, "max_ctx_tokens": INTEGER, "predicted_step_ms": NUMBER, "formula": _LIST, "trace": _LIST,
-    "solver": _STR, "ops": _LIST, "buffers": _LIST,
+    "solver": TEXT, "ops": _LIST, "buffers": _LIST,
 }  # fmt: skip
 _TOTALS: Final = (
     "budget_bytes", "host_budget_bytes", "total_bytes", "host_bytes", "peak_bytes", "lower_bound_bytes",
 )  # fmt: skip
-_POOL: Final = _Table("pools", {"name": _STR, "device": _STR, "capacity": INTEGER})
+_POOL: Final = _Table("pools", {"name": TEXT, "device": TEXT, "capacity": INTEGER})
 _REGION: Final = _Table("regions", {
-    "name": _STR, "knob": _STR, "dim": _STR, "extent": INTEGER, "rows": INTEGER, "count": INTEGER, "start": INTEGER,
+    "name": TEXT, "knob": TEXT, "dim": TEXT, "extent": INTEGER, "rows": INTEGER, "count": INTEGER, "start": INTEGER,
     "end": INTEGER, "parent": _STR_OR_NULL,
 })  # fmt: skip
 _BARRIER: Final = _Table("barriers", {
-    "name": _STR, "region": _STR_OR_NULL, "start": INTEGER, "end": INTEGER, "inputs": _LIST, "outputs": _LIST,
+    "name": TEXT, "region": _STR_OR_NULL, "start": INTEGER, "end": INTEGER, "inputs": _LIST, "outputs": _LIST,
     "carried": _LIST,
 })  # fmt: skip
-_FORM: Final = _Table("formula", {"expr": _STR, "at": _STR})
+_FORM: Final = _Table("formula", {"expr": TEXT, "at": TEXT})
 _STEP: Final = _Table("trace", {
-    "config": _MAP, "move": _STR, "bottleneck": _STR, "peak_bytes": INTEGER, "total_bytes": INTEGER,
+    "config": _MAP, "move": TEXT, "bottleneck": TEXT, "peak_bytes": INTEGER, "total_bytes": INTEGER,
     "predicted_ms": NUMBER,
 })  # fmt: skip
-_EDGE: Final = _Table("edges", {"kind": _STR, "from": INTEGER, "to": INTEGER})
+_EDGE: Final = _Table("edges", {"kind": TEXT, "from": INTEGER, "to": INTEGER})
 _OP: Final = _Table("ops", {
-    "index": INTEGER, "name": _STR, "kernel": _STR, "stream": _STR, "region": _STR_OR_NULL, "reads": _LIST,
+    "index": INTEGER, "name": TEXT, "kernel": TEXT, "stream": TEXT, "region": _STR_OR_NULL, "reads": _LIST,
     "writes": _LIST, "flops": INTEGER, "bytes": INTEGER, "operands": _MAP, "attrs": _MAP, "inplace": _LIST,
     "slices": _LIST,
 })  # fmt: skip
 _BUFFER: Final = _Table("buffers", {
-    "id": INTEGER, "name": _STR, "kind": _STR, "pool": _STR, "offset": INTEGER, "size": INTEGER, "start": INTEGER,
-    "end": INTEGER, "gaps": _LIST, "alias_of": _INT_OR_NULL, "alias_offset": INTEGER, "dtype": _STR, "shape": _LIST,
+    "id": INTEGER, "name": TEXT, "kind": TEXT, "pool": TEXT, "offset": INTEGER, "size": INTEGER, "start": INTEGER,
+    "end": INTEGER, "gaps": _LIST, "alias_of": _INT_OR_NULL, "alias_offset": INTEGER, "dtype": TEXT, "shape": _LIST,
     "alignment": INTEGER, "region": _STR_OR_NULL, "tensor": _STR_OR_NULL, "rotate": INTEGER,
 })  # fmt: skip
 
@@ -228,7 +228,7 @@ def _read_slices(slices: Sequence[Sequence[Any]], found: _Found) -> None:
     if not slices:
         return
     operand, axis, name, factor = zip(*slices, strict=True)
-    strings = _STR.issuperset(map(type, operand)) and _STR.issuperset(map(type, name))
+    strings = TEXT.issuperset(map(type, operand)) and TEXT.issuperset(map(type, name))
     if not (strings and _are_integers(axis) and _are_integers(factor) and min(axis) >= 0 and min(factor) >= 1):
         _fail(found, "ops.slices: expected [operand, axis from 0, region, factor from 1]")
 

@@ -57,7 +57,10 @@ def _check_dims(plan: Columns) -> None:
     for dim, value in dims.items():
         if dim not in _NO_LENGTHS and value + (dim == "seqs") not in lengths:
             plan.fail("dims", f"no input has {value} {dim}")
-    if seqs > tokens or not -(-tokens // seqs) <= dims["span"] <= tokens - seqs + 1:
+    least = -(-tokens // seqs)  # keys on average where sequences are equally long, by blocks at least half of them
+    if any(attrs.get("block") for attrs in plan.attrs):
+        least = -(-(tokens + seqs) // (2 * seqs))
+    if seqs > tokens or not least <= dims["span"] <= tokens - seqs + 1:
         plan.fail("dims", f"queries in {seqs} sequences of {tokens} tokens cannot see {dims['span']} keys on average")
 
 
@@ -75,15 +78,15 @@ def _check_implementations(plan: Columns) -> None:
     if chosen.get("attention") == "cudnn":
         for i, kernel in enumerate(plan.kernel):
             if kernel == "attention" and not _is_legal_cudnn(plan, i):
-                text = f"{plan.say_op(i)}: cudnn takes one sequence, 16-bit floats and heads of 8, 16 … 128"
-                plan.fail("implementation", text, (), (i,))
+                text = "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"
+                plan.fail("implementation", f"{plan.say_op(i)}: {text}", (), (i,))
                 break
 
 
 def _is_legal_cudnn(plan: Columns, i: int) -> bool:
     unit, limit = _CUDNN_HEADS
     operands, head_size = plan.operands[i], plan.attrs[i].get("head_size")
-    if type(head_size) is not int or not {"q", "cu_seqlens"} <= operands.keys():
+    if type(head_size) is not int or plan.attrs[i].get("block") or not {"q", "cu_seqlens"} <= operands.keys():
         return False
     q, bounds = operands["q"], operands["cu_seqlens"]
     return (

@@ -12,9 +12,10 @@ from mosaic.registrar.contract import Contract
 __all__ = ["OPERATORS", "contract"]
 
 OPERATORS: Final = (
-    "attention", "confidence", "copy", "embedding", "gather_rows", "grouped_linear", "head_norm", "linear", "linear_add",
-    "moe_combine", "moe_gather", "moe_route", "moe_sort", "rms_norm", "rotary", "row_sample", "row_stats", "shift_rows",
-    "silu_mul", "unembed_sample", "unembed_stats",
+    "attention", "confidence", "copy", "embedding", "gather_rows", "grouped_linear", "guide", "head_norm", "kv_attention",
+    "kv_store", "linear", "linear_add",
+    "moe_combine", "moe_gather", "moe_route", "moe_sort", "perturb_score", "rms_norm", "rotary", "row_nucleus",
+    "row_sample", "row_score", "row_stats", "shift_rows", "silu_mul", "transfer", "unembed_sample", "unembed_stats",
 )  # fmt: skip
 
 

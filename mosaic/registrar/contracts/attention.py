@@ -1,7 +1,8 @@
-"""y[T, N*H] = softmax(q k^T * scale) v per sequence and head: full bidirectional, varlen, grouped queries.
+"""y[T, N*H] = softmax(q k^T * scale) v per sequence and head: bidirectional, varlen, grouped queries.
 
+A query sees every key of its sequence, or with `block` those of its own block of so many rows and of the blocks before.
 Queries may be sliced by a region of tokens, keys and values never; y may overwrite q. `span` is the number of keys that
-a query sees on average, rounded up: the sum of squared sequence lengths over the tokens.
+a query sees on average, rounded up: without blocks the sum of squared sequence lengths over the tokens.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import sympy
 from mosaic.registrar.contract import Contract, Dim, Spec, divides, require
 
 
-def infer(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, scale: float, span: Dim) -> tuple[Spec]:
+def infer(
+    q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, scale: float, span: Dim, block: int = 0
+) -> tuple[Spec]:
     require(k.shape == v.shape, f"k and v must have one shape, not {k} and {v}")
     for name, width in (("q", q.shape[-1]), ("k", k.shape[-1])):
         require(divides(head_size, width), f"{name} must have heads of {head_size}, it has {width} columns")
     heads, groups = heads_of(q, head_size), heads_of(k, head_size)
     require(divides(groups, heads), f"{heads} query heads do not divide into {groups} groups")
+    require(block >= 0, f"block must be a number of rows, or 0 for none, not {block}")
     return (q,)
 
 

@@ -30,11 +30,11 @@ def scratch_bytes(backend: str, operator: str, specs: Mapping[str, Spec], attrs:
     return rule(shapes, {key: spec.dtype for key, spec in specs.items()}, attrs)
 
 
-def attention_options(backend: str, *, seqs: int, head_size: int, dtype: str) -> tuple[str, ...]:
+def attention_options(backend: str, *, seqs: int, head_size: int, dtype: str, block: int = 0) -> tuple[str, ...]:
     """Name the implementations of attention that a backend has for such a step, the fastest first; none: it has one.
 
-    cuDNN's static graphs serve one sequence, heads of a multiple of 8 up to 128, in 16 bits; the Triton kernel serves
-    every batch.
+    cuDNN's static graphs serve one sequence that sees all of itself (`block` 0), heads of a multiple of 8 up to 128, in
+    16 bits; the Triton kernel serves every batch.
 
     >>> attention_options("cuda", seqs=1, head_size=128, dtype="bfloat16")
     ('cudnn', 'triton')
@@ -45,5 +45,6 @@ def attention_options(backend: str, *, seqs: int, head_size: int, dtype: str) ->
         raise UnknownName("backend", backend, BACKENDS)
     if backend != "cuda":
         return ()
-    served = seqs == 1 and head_size % 8 == 0 and head_size <= 128 and dtype in ("bfloat16", "float16")
+    heads = head_size % 8 == 0 and head_size <= 128
+    served = seqs == 1 and block == 0 and heads and dtype in ("bfloat16", "float16")
     return ("cudnn", "triton") if served else ("triton",)

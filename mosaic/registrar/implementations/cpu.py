@@ -17,6 +17,7 @@ __all__ = [
     "COUNTER_COLUMNS",
     "GROUP_RUN",
     "ITEM_BYTES",
+    "ROW_NUMBERS",
     "SAMPLE_TILES",
     "SCRATCH",
     "TILES",
@@ -51,6 +52,8 @@ GROUP_RUN: Final = 8
 """Neighbouring columns of a group of random numbers; it has four such runs, `COUNTERS` columns apart."""
 ROUTE_ROWS: Final = 256
 COMBINE_ROWS: Final = 128
+SCORE_ROWS: Final = 1024
+"""Rows whose scores, one number each, are made at a time."""
 # Whatever the width: a region over heads slices widths, so they may be symbolic too (1 MiB of float32 at 4,096).
 TILE_ROWS: Final = 64
 
@@ -128,18 +131,31 @@ def _rotary(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
     return Tile((rows,), "float32"), angles, angles, Tile((rows, heads, half), compute), *table, *halves
 
 
-def _attention_tiles(head_size: int, dtype: str) -> tuple[Tile, ...]:
-    """List the tiles of attention: scores, accumulator, five vectors; for 16-bit inputs query, key and value too."""
-    compute = compute_dtype(dtype)
-    vector = Tile((QUERY_ROWS,), compute)
-    own = (Tile((QUERY_ROWS, KEY_ROWS), compute), Tile((QUERY_ROWS, head_size), compute), *(vector,) * 5)
-    if compute == dtype:
+def _attention_tiles(head_size: int, dtype: str, block: int) -> tuple[Tile, ...]:
+    """List the tiles of an online softmax: scores, accumulator, five vectors, and for blocks what masks the keys."""
+    vector = Tile((QUERY_ROWS,), dtype)
+    own = (Tile((QUERY_ROWS, KEY_ROWS), dtype), Tile((QUERY_ROWS, head_size), dtype), *(vector,) * 5)
+    if not block:
         return own
-    return (*own, Tile((QUERY_ROWS, head_size), compute), *(Tile((KEY_ROWS, head_size), compute),) * 2)
+    return (*own, Tile((QUERY_ROWS,), "int64"), Tile((KEY_ROWS,), "int64"), Tile((QUERY_ROWS * KEY_ROWS,), "bool"))
 
 
 def _attention(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
-    return _attention_tiles(attrs["head_size"], dtypes["q"])
+    """For 16-bit inputs query, key and value are converted."""
+    size, compute = attrs["head_size"], compute_dtype(dtypes["q"])
+    own = _attention_tiles(size, compute, attrs.get("block", 0))
+    if compute == dtypes["q"]:
+        return own
+    return Tile((QUERY_ROWS, size), compute), *(Tile((KEY_ROWS, size), compute),) * 2, *own
+
+
+def _kv_attention(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    """Queries of a group of heads side by side, gathered keys and values; for 16-bit inputs these are then converted."""
+    size, dtype = attrs["head_size"], dtypes["q"]
+    compute = compute_dtype(dtype)
+    gathered = (Tile((KEY_ROWS, size), dtype),) if compute != dtype else ()
+    own = _attention_tiles(size, compute, attrs.get("block", 0))
+    return Tile((QUERY_ROWS, size), compute), *(Tile((KEY_ROWS, size), compute),) * 2, *gathered, *own
 
 
 def _shift_rows(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
@@ -192,12 +208,17 @@ def _unembed_sample(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile,
 def _moe_route(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
     experts, inner = shapes["weight"]
     compute, rows = compute_dtype(dtypes["x"]), ROUTE_ROWS
-    own = (
+    own: tuple[Tile, ...] = (
         Tile((rows, experts), compute),
         Tile((rows,), compute),
         Tile((rows,), "int64"),
         Tile((rows, attrs["top_k"]), compute),
     )
+    if "bias" in shapes or attrs.get("groups"):
+        own = (*own, Tile((rows, experts), compute))
+    if groups := attrs.get("groups"):
+        best = Tile((rows, groups), compute)
+        own = (*own, best, best, Tile((rows, groups), "int64"))
     if compute == dtypes["x"]:
         return own
     return (*own, Tile((rows, inner), compute), Tile((experts, inner), compute))
@@ -223,24 +244,66 @@ def _moe_combine(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ..
     return (*own, wide, wide, Tile((COMBINE_ROWS,), compute))
 
 
+ROW_NUMBERS: Final = (Tile((10,), "int64"), Tile((5,), "float32"), *(Tile((SCORE_ROWS,), "int64"),) * 8)
+"""What a random number of each row takes: constants, then integers of some rows."""
+
+
+def _row_score(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    if attrs["kind"] == "random":
+        return ROW_NUMBERS
+    return (Tile((SCORE_ROWS,), "float32"),) if attrs["kind"] == "margin" else ()
+
+
+def _perturb_score(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    return Tile((SCORE_ROWS,), "float32"), *ROW_NUMBERS
+
+
+def _guide(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    (_, width), compute = shapes["x"], compute_dtype(dtypes["x"])
+    constants = Tile((2,), compute)
+    return (constants,) if compute == dtypes["x"] else (constants, *(Tile((TILE_ROWS, width), compute),) * 2)
+
+
+def _row_nucleus(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    """List a row of logits, its order, its weights, their sums, and the random numbers of a row at once."""
+    vocabulary = shapes["logits"][1]
+    blocks = -(-vocabulary // COUNTER_COLUMNS)
+    numbers, groups = Tile((1, blocks * COUNTER_COLUMNS), "float32"), Tile((blocks * COUNTERS // GROUP_RUN,), "float32")
+    row, index = Tile((vocabulary,), "float32"), Tile((1,), "int64")
+    own = row, Tile((vocabulary,), "int64"), row, Tile((vocabulary,), "float64"), Tile((2,), "float32"), numbers
+    constants = Tile((10,), "int64"), Tile((5,), "float32")
+    return *own, *constants, index, index, groups, groups, numbers, *(Tile((blocks * COUNTERS,), "int64"),) * 6
+
+
+def _transfer(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
+    rows = shapes["score"][0]
+    return (Tile((rows,), "int64"), Tile((rows,), "float32"), Tile((rows,), "int32"), *(Tile((rows,), "bool"),) * 2)
+
+
 SAMPLE_TILES: Final = len(_samples(1, 1))
 """How many tiles come last in the scratch of a kernel that samples."""
 
 TILES: Final[Mapping[str, TileFunction]] = {
     "attention": _attention,
     "grouped_linear": _linear,
+    "guide": _guide,
     "head_norm": _head_norm,
+    "kv_attention": _kv_attention,
     "linear": _linear,
     "linear_add": _linear,
     "moe_combine": _moe_combine,
     "moe_gather": _moe_gather,
     "moe_route": _moe_route,
     "moe_sort": _moe_sort,
+    "perturb_score": _perturb_score,
     "rms_norm": _rms_norm,
     "rotary": _rotary,
+    "row_nucleus": _row_nucleus,
     "row_sample": _row_sample,
+    "row_score": _row_score,
     "row_stats": _row_stats,
     "shift_rows": _shift_rows,
+    "transfer": _transfer,
     "unembed_sample": _unembed_sample,
     "unembed_stats": _unembed_stats,
 }

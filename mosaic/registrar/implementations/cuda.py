@@ -14,10 +14,12 @@ from mosaic.registrar.contract import Dim
 __all__ = [
     "CUDNN_WORKSPACE_BYTES",
     "INVERSE_BYTES",
+    "KV_PARTIAL_ROWS",
     "PARTIAL_BYTES",
     "SAMPLED_PARTIAL_BYTES",
     "SCRATCH",
     "SORT_BLOCK",
+    "kv_splits",
     "unembed_splits",
 ]
 
@@ -34,6 +36,10 @@ PARTIAL_BYTES: Final = 20
 """One partial of the statistics: an int32 token and four float32."""
 SAMPLED_PARTIAL_BYTES: Final = 32
 """One with a sample as well: an int32 token and two float32 more."""
+KV_PARTIAL_ROWS: Final = 160 * 128
+"""Most rows in the tiles of all programs together where attention over kept keys is split over them."""
+KV_SPLIT_KEYS: Final = 256
+"""Least keys that are worth a program of their own."""
 SORT_BLOCK: Final = 128
 """Assignments per block of the counting sort; each block counts every expert in an int32."""
 INVERSE_BYTES: Final = 4
@@ -42,6 +48,23 @@ INVERSE_BYTES: Final = 4
 def attention(shapes: Shapes, dtypes: Mapping[str, str], attrs: Mapping[str, Any]) -> Dim:
     """The workspace cuDNN's static attention graphs ask for (256 B, measured on an H200); the Triton kernel has none."""
     return CUDNN_WORKSPACE_BYTES
+
+
+def kv_attention(shapes: Shapes, dtypes: Mapping[str, str], attrs: Mapping[str, Any]) -> Dim:
+    """Partial results of tiles that are split over keys, whatever the batch: a float32 row, its maximum and its sum."""
+    return 4 * KV_PARTIAL_ROWS * (attrs["head_size"] + 2)
+
+
+def kv_splits(tiles: int, tile_rows: int, keys: int, places: int) -> int:
+    """Count the splits over keys for so many tiles of rows (of all heads), on a GPU with places for so many programs.
+
+    Of shapes alone, so that a captured launch serves other lengths. None where the tiles fill the GPU by themselves.
+
+    >>> [kv_splits(tiles, 64, 8192, 264) for tiles in (1, 8, 32, 200, 2048)]
+    [32, 32, 8, 1, 1]
+    """
+    most = min(places // tiles, KV_PARTIAL_ROWS // (tiles * tile_rows), -(-keys // KV_SPLIT_KEYS))
+    return max(1, most)
 
 
 def unembed_stats(shapes: Shapes, dtypes: Mapping[str, str], attrs: Mapping[str, Any]) -> Dim:
@@ -99,6 +122,7 @@ def moe_combine(shapes: Shapes, dtypes: Mapping[str, str], attrs: Mapping[str, A
 
 SCRATCH: Final = {
     "attention": attention,
+    "kv_attention": kv_attention,
     "moe_combine": moe_combine,
     "moe_sort": moe_sort,
     "unembed_sample": unembed_sample,

@@ -1,0 +1,325 @@
+"""`mosaic generate`: text from a prompt, its canvas filling in while one watches."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from mosaic.cli.output import note, print_json
+from mosaic.errors import DoesNotFit, MissingExtra, UsageError
+from mosaic.units import format_bytes, format_tokens
+
+if TYPE_CHECKING:
+    from mosaic.cli.live import Lines, LiveView, Record
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.decoding.loop import Generation
+    from mosaic.decoding.streaming import Step
+    from mosaic.decoding.text import TextStreamer
+    from mosaic.decoding.tokenizer import Tokenizer
+    from mosaic.models import Model
+    from mosaic.runtime.steps import StepRunner
+
+    View: TypeAlias = LiveView | Lines
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Annotated[
+        str, typer.Option(help="small, small-sdar; a checkpoint directory; or a preset (random weights).")
+    ] = "small",
+    prompt: Annotated[str | None, typer.Option(help="The prompt; - or nothing reads standard input.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the checkpoint's chat template.")] = False,
+    gen_length: Annotated[int | None, typer.Option(help="Tokens to generate, default 128.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Denoising steps in all; of each block for block-diffusion models.")
+    ] = None,
+    block_length: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0, the default, takes the most likely token.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from so many most likely tokens.")] = None,
+    remasking: Annotated[
+        str | None,
+        typer.Option(
+            help="LLaDA: low_confidence, random. SDAR: sequential, low_confidence_static, low_confidence_dynamic."
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="llada, dream, fast-dllm, sdar, …; default the family's own.")
+    ] = None,
+    alg: Annotated[str | None, typer.Option(help="Dream: origin, maskgit_plus, topk_margin, entropy.")] = None,
+    alg_temp: Annotated[float | None, typer.Option(help="Dream: randomness of the positions.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Commit every token of at least this confidence.")] = None,
+    factor: Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")] = None,
+    cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling; the same seed gives the same text.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Bytes that may be used, such as 24GiB.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Pinned host memory for weights and hidden states.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")] = "cpu",
+    no_live: Annotated[bool, typer.Option("--no-live", help="Write text as it is committed, no canvas.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Generate text within a plan. In a terminal the canvas fills in live; elsewhere stdout gets the text alone."""
+    _require_torch()
+    text = _prompt(prompt)
+    from mosaic.decoding.config import resolve
+    from mosaic.decoding.text import TextStreamer
+    from mosaic.models import load
+
+    config = _config(
+        gen_length=gen_length, steps=steps, block_length=block_length, temperature=temperature, top_p=top_p, top_k=top_k,
+        remasking=remasking, algorithm=algorithm, alg=alg, alg_temp=alg_temp, threshold=threshold, factor=factor,
+        cache=cache, cfg_scale=cfg_scale, seed=seed,
+    )  # fmt: skip
+    described = load(model)
+    tokenizer = _tokenizer(described)
+    prompt_ids = _encode(text, tokenizer, chat, described)
+    if tokenizer is None:
+        note(
+            f"{described.name} has random weights and no tokenizer: the bytes of the prompt stand for tokens, and "
+            "token ids are printed."
+        )
+    job = _Job(
+        model=described, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
+        config=resolve(config, described.architecture), chat=chat, device=device, budget=budget, host_budget=host_budget,
+    )  # fmt: skip
+    if as_json:
+        print_json(_document(job, *_decode(job)))
+        return
+    terminal, drawn = sys.stdout.isatty(), _is_drawn()
+    if drawn and no_live:
+        found, record, _ = _decode(job, streamer=TextStreamer(_Shown(tokenizer), skip_prompt=True))
+    else:
+        found, record, _ = _decode(job, view=_live_view if drawn else _lines)
+        _write(_text(job, found, terminal=terminal))
+    note(record.summary(len(found.token_ids)))
+
+
+def _require_torch() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingExtra("torch", "torch", "`mosaic generate`")
+
+
+def _config(**options: Any) -> GenerationConfig:
+    """The options that were given; the others are the algorithm's own."""
+    from mosaic.decoding.config import GenerationConfig
+
+    return GenerationConfig(**{name: value for name, value in options.items() if value is not None})
+
+
+# --- the prompt -------------------------------------------------------------------------------------------------------
+
+
+def _prompt(given: str | None) -> str:
+    if given is None and sys.stdin.isatty():
+        raise UsageError("give a prompt: --prompt '…', or text on standard input.")
+    try:
+        text = sys.stdin.read() if given in (None, "-") else str(given)
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"standard input is not {error.encoding} text ({error.reason} at byte {error.start})."
+        ) from None
+    if not text.strip():
+        raise UsageError("the prompt is empty: give --prompt '…', or text on standard input.")
+    return text
+
+
+def _tokenizer(model: Model) -> Tokenizer | None:
+    """The checkpoint's tokenizer; a preset has none."""
+    from mosaic.decoding.tokenizer import Tokenizer
+
+    return None if model.path is None else Tokenizer(model.path)
+
+
+def _encode(text: str, tokenizer: Tokenizer | None, chat: bool, model: Model) -> list[int]:
+    if tokenizer is not None:
+        return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+    if chat:
+        raise UsageError(f"--chat needs a checkpoint directory with a chat template; {model.name} is a preset without.")
+    return list(text.encode("utf-8", errors="surrogateescape"))
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """All that a run needs; `config` is what was asked for with the algorithm's own defaults."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+    prompt_ids: list[int]
+    asked: GenerationConfig
+    config: GenerationConfig
+    chat: bool
+    device: str
+    budget: str | None
+    host_budget: str | None
+
+
+def _decode(
+    job: _Job, *, view: Callable[[_Job, Record], View] | None = None, streamer: TextStreamer | None = None
+) -> tuple[Generation, Record, float]:
+    """Load the model and generate; also the record of the steps and the seconds that loading took."""
+    import torch
+
+    from mosaic.cli.live import Record
+    from mosaic.decoding import loop
+    from mosaic.runtime.compiled import compile
+
+    began = time.perf_counter()
+    with compile(
+        job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, seed=job.config.seed
+    ) as compiled:
+        loaded = time.perf_counter() - began
+        record = Record()
+        with nullcontext() if view is None else view(job, record) as shown:
+
+            def watch(step: Step) -> None:
+                record(step)
+                if shown is not None:
+                    shown(step)
+
+            prompt = torch.tensor(job.prompt_ids, dtype=torch.int64)
+            try:
+                (found,) = loop.generate(compiled, [prompt], job.asked, streamer=streamer, on_step=watch)
+            except DoesNotFit as misfit:
+                raise _too_long(compiled, job, misfit) from None
+    return found, record, loaded
+
+
+def _too_long(runner: StepRunner, job: _Job, misfit: DoesNotFit) -> DoesNotFit:
+    """Say which prompt would fit."""
+    from mosaic.decoding.algorithms import shapes
+
+    def fits(tokens: int) -> bool:
+        try:
+            runner.check(shapes(job.asked, [tokens], runner.architecture))
+        except DoesNotFit:
+            return False
+        return True
+
+    longest = bisect_left(range(1, len(job.prompt_ids)), True, key=lambda tokens: not fits(tokens))
+    needed, available = misfit.needed_bytes, misfit.available_bytes
+    remedy = f"the longest prompt that fits has {format_tokens(longest)} tokens" if longest else "no prompt fits"
+    return DoesNotFit(
+        f"a prompt of {format_tokens(len(job.prompt_ids))} tokens with gen_length {job.config.gen_length} needs "
+        f"{format_bytes(needed)}, the budget is {format_bytes(available)}; {remedy}. Shorten it, lower --gen-length or "
+        "raise --budget.",
+        needed_bytes=needed,
+        available_bytes=available,
+    )
+
+
+def _live_view(job: _Job, record: Record) -> View:
+    from mosaic.cli.live import LiveView
+    from mosaic.cli.output import results
+    from mosaic.viz.canvas import CanvasTracker
+
+    config, prompt_tokens = job.config, len(job.prompt_ids)
+    title = f"{job.model.name}, {config.algorithm}"
+    tracker = CanvasTracker(config.gen_length, _texts(job.tokenizer), title=title, first=prompt_tokens)
+    steps, blocks = _totals(config, prompt_tokens)
+    return LiveView(results(), tracker, record, steps=steps, blocks=blocks)
+
+
+def _texts(tokenizer: Tokenizer | None) -> Callable[[Sequence[int]], list[str]]:
+    """What tokens are shown as on the canvas: special ones too, and numbers where there is no tokenizer."""
+    from mosaic.decoding.text import token_texts
+
+    if tokenizer is None:
+        return lambda ids: [f"{token} " for token in ids]
+    return lambda ids: token_texts(lambda part: tokenizer.decode(part, skip_special_tokens=False), ids)
+
+
+def _totals(config: GenerationConfig, prompt_tokens: int) -> tuple[int, int]:
+    """Steps and blocks that there will be; 0 where it depends on the model's confidence."""
+    from mosaic.decoding.config import ALGORITHMS
+
+    length = config.block_length
+    if not length:
+        return config.steps or 0, 0
+    if ALGORITHMS[str(config.algorithm)].blockwise:
+        return 0, -(-(prompt_tokens + config.gen_length) // length) - prompt_tokens // length
+    return config.steps or 0, config.gen_length // length
+
+
+def _lines(job: _Job, record: Record) -> View:
+    from mosaic.cli.live import Lines
+
+    return Lines(record)
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+def _is_drawn() -> bool:
+    """Whether stdout is a terminal in which drawing is wanted."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class _Shown:
+    """A tokenizer as `TextStreamer` wants it, for terminals: nothing it decodes drives them."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text that is safe to print; numbers where there is no tokenizer."""
+        if self._tokenizer is None:
+            return "".join(f"{token} " for token in token_ids)
+        from mosaic.viz.canvas import printable
+
+        return printable(self._tokenizer.decode(token_ids))
+
+
+def _text(job: _Job, found: Generation, *, terminal: bool) -> str:
+    """The final text. An answer in a chat loses the space that templates put before it."""
+    from mosaic.viz.canvas import printable
+
+    ids = _ids(found)
+    if job.tokenizer is None:
+        return " ".join(map(str, ids))
+    text = job.tokenizer.decode(ids)
+    text = text.strip() if job.chat else text
+    return printable(text) if terminal else text
+
+
+def _ids(found: Generation) -> list[int]:
+    return [int(token) for token in found.token_ids]
+
+
+def _write(text: str) -> None:
+    """Text on stdout, whatever its encoding."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+
+
+def _document(job: _Job, found: Generation, record: Record, loaded: float) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "model": job.model.name,
+        "config": asdict(job.config),
+        "text": None if job.tokenizer is None else job.tokenizer.decode(_ids(found)),
+        "token_ids": _ids(found),
+        "prompt_tokens": len(job.prompt_ids),
+        "steps": record.steps,
+        "plans": list(record.plans.values()),
+        "peak_bytes": record.peak_bytes,
+        "timings": {
+            "load_seconds": loaded,
+            "generate_seconds": record.seconds,
+            "tokens_per_second": record.tokens_per_second,
+        },
+    }

@@ -1,0 +1,84 @@
+"""The decoding algorithms by name: how to decode one request, and its largest steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mosaic.decoding import dream, fast_dllm, fast_dllm_v2, llada, llada2, sdar
+from mosaic.decoding.canvas import Canvas, Shapes, Steps, whole_blocks
+from mosaic.decoding.config import GenerationConfig, resolve
+from mosaic.models.architecture import Architecture
+from mosaic.models.phase import Phase
+from mosaic.runtime.steps import StepShape
+
+__all__ = ["Algorithm", "algorithm_of", "canvas_length", "shapes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """An algorithm: a generator over a canvas, and the largest steps that it will ask for."""
+
+    decode: Callable[[Canvas], Steps]
+    shapes: Callable[[GenerationConfig, Architecture, int, int], Shapes]
+
+
+_ALGORITHMS: Final[Mapping[str, Algorithm]] = {
+    "llada": Algorithm(llada.decode, llada.shapes),
+    "dream": Algorithm(dream.decode, dream.shapes),
+    "fast-dllm": Algorithm(fast_dllm.decode, fast_dllm.shapes),
+    "sdar": Algorithm(sdar.decode, sdar.shapes),
+    "fast-dllm-v2": Algorithm(fast_dllm_v2.decode, fast_dllm_v2.shapes),
+    "llada2": Algorithm(sdar.decode, sdar.shapes),
+    "llada2.1": Algorithm(llada2.decode, llada2.shapes),
+}
+
+
+def algorithm_of(config: GenerationConfig) -> Algorithm:
+    """The algorithm of a resolved config. LLaDA's schedule with a cache is Fast-dLLM without a threshold."""
+    return _ALGORITHMS["fast-dllm" if config.cache and config.algorithm == "llada" else config.algorithm or "llada"]
+
+
+def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:
+    """Positions of a request's canvas: whole blocks where the model attends by blocks."""
+    return whole_blocks(config, prompt_len)[1] if architecture.block else prompt_len + config.gen_length
+
+
+def shapes(
+    config: GenerationConfig,
+    prompt_lens: Sequence[int],
+    architecture: Architecture,
+    request_ids: Sequence[int] | None = None,
+) -> list[StepShape]:
+    """Give the largest steps of a whole generation: none of its steps takes more memory than one of these.
+
+    One request that nothing ends early reaches every one of them; several may meet their largest at different times.
+
+    Examples
+    --------
+    >>> from mosaic.models import load
+    >>> config = GenerationConfig(gen_length=64, block_length=32)
+    >>> [(shape.tokens, shape.rows) for shape in shapes(config, [100, 7], load("llada-8b").architecture)]
+    [((164, 71), 64)]
+    """
+    found = resolve(config, architecture)
+    asked = range(len(prompt_lens)) if request_ids is None else request_ids
+    each = [
+        algorithm_of(found).shapes(found, architecture, length, request)
+        for length, request in zip(prompt_lens, asked, strict=True)
+    ]
+    packed: dict[tuple[int, Phase], list[StepShape]] = {}
+    for own in each:
+        for place, shape in enumerate(own):
+            if shape is not None:
+                packed.setdefault((place, shape.phase), []).append(shape)
+    return [
+        StepShape(
+            phase=phase,
+            tokens=tuple(shape.tokens[0] for shape in group),
+            key_lens=tuple(key_len for shape in group for key_len in shape.key_lens),
+            rows=sum(shape.rows for shape in group),
+        )
+        for (_, phase), group in packed.items()
+    ]

@@ -1,0 +1,240 @@
+"""The canvas of one request: its tokens, which of them are decided, and the steps that it asks for.
+
+An algorithm is a generator over a canvas: it yields a `StepRequest` and gets the `StepResult`. It sees tokens, rows and
+scores, never logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mosaic.decoding.noise import row_keys
+from mosaic.models.phase import Phase
+from mosaic.runtime.steps import KVSequence, StepRequest, StepResult, StepShape
+
+if TYPE_CHECKING:
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["COMMIT", "Canvas", "Commit", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
+
+Steps: TypeAlias = Generator[StepRequest, StepResult, None]
+Shapes: TypeAlias = Sequence[StepShape | None]
+"""The largest steps of one request; the same entries of all requests of a batch are packed together."""
+COMMIT: Final = Phase(cached=True, head="none")
+"""Fill the cache, nothing else; a long one is a prefill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Which head draws the tokens of an algorithm, and the settings that go with it."""
+
+    head: Any
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @classmethod
+    def of(cls, config: GenerationConfig, *, scaled: bool, cuts_greedy: bool = False) -> Sampling:
+        """Choose the head that computes no more than is needed.
+
+        Parameters
+        ----------
+        scaled
+            Whether a token's confidence is its probability at the temperature; otherwise at temperature 1.
+        cuts_greedy
+            Whether top-p and top-k apply at temperature 0 too, to the confidence.
+        """
+        cut = (config.top_p or 1.0) < 1.0 or bool(config.top_k)
+        drawn = config.temperature > 0
+        if (cut and (drawn or cuts_greedy)) or (drawn and scaled and config.temperature != 1.0):
+            return cls(
+                head="nucleus", temperature=config.temperature, top_p=config.top_p or 1.0, top_k=config.top_k or 0
+            )
+        return cls(head="sample", temperature=config.temperature) if drawn else cls(head="statistics")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """What a step decided: positions int64 [n], tokens int64 [n], and float32 [n], the scores they were chosen by."""
+
+    positions: Tensor
+    token_ids: Tensor
+    confidence: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Canvas:
+    """Prompt and answer of one request.
+
+    Parameters
+    ----------
+    prompt
+        int64 [P].
+    config
+        Resolved.
+    architecture
+        The model's.
+    request
+        The number that stands for this request in random keys.
+    length
+        Positions of the canvas, at least P + `gen_length`: whole blocks where the model attends by blocks.
+    open_sequence
+        Opens the cache when it is first asked for.
+
+    Attributes
+    ----------
+    tokens
+        int64 [N], the mask where nothing is decided.
+    masked
+        bool [N], what is still to be decided. A model may decide for the mask token itself: that position is done.
+    confidence
+        float32 [N], the score that a token was committed by; 0 where masked, 1 in the prompt.
+    step
+        Denoising steps so far, those included that decide nothing and are not run.
+    block
+        The block being decoded, counted from 0.
+    settled
+        Tokens below never change; None: whatever is decided is settled (no editing).
+    """
+
+    prompt: Tensor
+    config: GenerationConfig
+    architecture: Architecture
+    request: int
+    length: int
+    open_sequence: Callable[[], KVSequence]
+    tokens: Tensor = field(init=False)
+    masked: Tensor = field(init=False)
+    confidence: Tensor = field(init=False)
+    step: int = 0
+    block: int = 0
+    settled: int | None = None
+    last: Commit | None = None
+    _sequence: KVSequence | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = torch.full((self.length,), self.architecture.mask_token_id)
+        self.tokens[: self.prompt_len] = self.prompt
+        self.masked = torch.ones(self.length, dtype=torch.bool)
+        self.masked[: self.prompt_len] = False
+        self.confidence = (~self.masked).float()
+
+    # --- what is where ------------------------------------------------------------------------------------------------
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return self.prompt.numel()
+
+    @property
+    def end(self) -> int:
+        """Where the answer ends: the canvas may be longer, by what fills its last block."""
+        return self.prompt_len + self.config.gen_length
+
+    def open_rows(self, start: int, end: int) -> Tensor:
+        """The positions in [start, end) that are still to be decided, int64."""
+        return self.masked[start:end].nonzero().view(-1) + start
+
+    @property
+    def final(self) -> int:
+        """Tokens at positions below this one are decided for good, and text that can be shown."""
+        open_ = self.open_rows(self.prompt_len, self.end)
+        decided = int(open_[0]) if len(open_) else self.end
+        return decided if self.settled is None else min(decided, max(self.settled, self.prompt_len))
+
+    @property
+    def eos(self) -> int | None:
+        """The position of the first end-of-sequence token in the text that is final, where generation stops at it."""
+        if not self.config.stop_at_eos or not self.architecture.eos_token_ids:
+            return None
+        text = self.tokens[self.prompt_len : self.final]
+        found = torch.isin(text, torch.tensor(self.architecture.eos_token_ids)).nonzero()
+        return self.prompt_len + int(found[0]) if len(found) else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing that is left to decide belongs to the answer."""
+        return self.final == self.end or self.eos is not None
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def sequence(self) -> KVSequence:
+        """The keys and values of this request."""
+        if self._sequence is None:
+            self._sequence = self.open_sequence()
+        return self._sequence
+
+    def close(self) -> None:
+        """Give the cache back."""
+        if self._sequence is not None:
+            self._sequence.close()
+            self._sequence = None
+
+    def keys(self, positions: Tensor) -> Tensor:
+        """Random keys of some positions at this step, int64 [M]."""
+        return row_keys(self.config.seed, self.request, self.step, positions)
+
+    def ask(
+        self,
+        phase: Phase,
+        positions: Tensor,
+        *,
+        window: tuple[int, int],
+        key_len: int = 0,
+        sampling: Sampling | None = None,
+        **rule: Any,
+    ) -> StepRequest:
+        """Make the request for a step over the window [start, end), deciding some positions.
+
+        A cached step sees `key_len` keys, or as many as the window's end. The position just past the window may be
+        decided too where row i-1 predicts position i.
+        """
+        start, end = window
+        seen = (key_len or end) if phase.cached else 0
+        if phase.cached:
+            self.sequence.reserve(seen)
+        if sampling is not None:
+            rule |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        return StepRequest(
+            phase=phase,
+            token_ids=self.tokens[start:end].clone(),
+            start=start,
+            sequence=self.sequence if phase.cached else None,
+            key_len=seen,
+            rows=positions - start,
+            current=self.tokens[positions],
+            keys=self.keys(positions) if phase.noisy else None,
+            **rule,
+        )
+
+    def fill(self, start: int, end: int) -> StepRequest:
+        """Make the request that writes the keys and values of [start, end): a prefill, or the commit of a block."""
+        return self.ask(COMMIT, torch.empty(0, dtype=torch.int64), window=(start, end))
+
+    def take(self, positions: Tensor, result: StepResult) -> None:
+        """Write what a step has committed of the positions that it was asked to decide."""
+        taken = positions[result.committed]
+        self.tokens[positions] = result.chosen
+        self.masked[taken] = False
+        scores = result.score[result.committed]
+        self.confidence[taken] = scores
+        self.last = Commit(positions=taken, token_ids=self.tokens[taken], confidence=scores)
+        self.step += 1
+
+
+def cached_shape(phase: Phase, tokens: int, key_len: int, rows: int = 0) -> StepShape | None:
+    """The size of one request's cached step; None where there are no tokens, as for a prompt shorter than a block."""
+    return StepShape(phase=phase, tokens=(tokens,), key_lens=(key_len,), rows=rows) if tokens > 0 else None
+
+
+def whole_blocks(config: GenerationConfig, prompt_len: int) -> tuple[int, int]:
+    """Length of the prompt's whole blocks, and of the canvas."""
+    block = config.block_length or 1
+    return prompt_len // block * block, -(-(prompt_len + config.gen_length) // block) * block

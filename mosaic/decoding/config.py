@@ -1,0 +1,305 @@
+"""`GenerationConfig`: every option of every algorithm, checked where it is made and where it meets a model.
+
+What an algorithm takes, what it is for and its own defaults stand in one table, `ALGORITHMS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from mosaic.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["ALGORITHMS", "GenerationConfig", "own_algorithm", "resolve"]
+
+REMASKING: Final = ("low_confidence", "random", "sequential", "low_confidence_static", "low_confidence_dynamic")
+ALGS: Final = ("origin", "maskgit_plus", "topk_margin", "entropy")
+CACHES: Final = ("prefix", "dual")
+_COMMON: Final = frozenset({"algorithm", "gen_length", "temperature", "seed", "stop_at_eos"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """How to generate. None means the algorithm's own default; see `docs/decoding.md`.
+
+    Parameters
+    ----------
+    algorithm
+        "llada", "dream", "fast-dllm", "sdar", "fast-dllm-v2", "llada2" or "llada2.1"; the model family's own if not
+        given.
+    gen_length
+        Tokens to generate.
+    steps
+        Denoising steps: of the whole generation (llada, dream, fast-dllm) or of each block (sdar, llada2).
+    block_length
+        Tokens that are decoded together before those after them.
+    temperature
+        Of the tokens' distribution; 0 takes the most likely one.
+    remasking
+        Which rows are kept: "low_confidence" or "random" (llada, fast-dllm); "sequential", "low_confidence_static" or
+        "low_confidence_dynamic" (sdar).
+    alg, alg_temp
+        Dream's: "origin", "maskgit_plus", "topk_margin" or "entropy", and the temperature of the choice of rows.
+    top_p, top_k
+        Keep the most likely tokens, of that probability together, or so many; 1 and 0 keep all.
+    threshold
+        Confidence from which, or above which, a token is committed.
+    factor
+        Fast-dLLM's factor rule instead of a threshold.
+    cfg_scale
+        Classifier-free guidance; 0 is off.
+    seed
+        Of all random draws.
+    cache
+        "prefix" or "dual": keep keys and values within a block (fast-dllm, llada); "dual" on fast-dllm-v2 keeps those of
+        the block while one of its small blocks is decoded.
+    small_block_length
+        Fast-dLLM v2's.
+    eps
+        Dream's last time.
+    minimal_topk
+        LLaDA2.0's: no more than gen_length / minimal_topk steps a block.
+    edit_threshold, max_post_steps
+        LLaDA2.1's: probability above which a token is replaced, and steps after a block's last mask.
+    stop_at_eos
+        End at the first end-of-sequence token.
+
+    Raises
+    ------
+    UsageError
+        A value that cannot be, in one line.
+
+    Examples
+    --------
+    >>> GenerationConfig(gen_length=64, block_length=32).gen_length
+    64
+    """
+
+    algorithm: str | None = None
+    gen_length: int = 128
+    steps: int | None = None
+    block_length: int | None = None
+    temperature: float = 0.0
+    remasking: str | None = None
+    alg: str | None = None
+    alg_temp: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    threshold: float | None = None
+    factor: float | None = None
+    cfg_scale: float = 0.0
+    seed: int = 0
+    cache: str | None = None
+    small_block_length: int | None = None
+    eps: float = 1e-3
+    minimal_topk: int = 1
+    edit_threshold: float = 0.9
+    max_post_steps: int = 16
+    stop_at_eos: bool = True
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("algorithm", self.algorithm, ALGORITHMS),
+            ("remasking", self.remasking, REMASKING),
+            ("alg", self.alg, ALGS),
+            ("cache", self.cache, CACHES),
+        ):
+            if value is not None and value not in known:
+                raise UnknownName(what, str(value), known)
+        for name in ("gen_length", "steps", "block_length", "small_block_length", "minimal_topk"):
+            self._check(name, lambda n: n >= 1, "at least 1", int)
+        self._check("top_k", lambda n: n >= 0, "at least 0 (0: off)", int)
+        self._check("max_post_steps", lambda n: n >= 0, "at least 0", int)
+        self._check("seed", lambda n: True, "an integer", int)
+        for name in ("temperature", "alg_temp", "cfg_scale"):
+            self._check(name, lambda x: x >= 0, "at least 0")
+        for name in ("threshold", "top_p"):
+            self._check(name, lambda x: 0 < x <= 1, "in (0, 1]")
+        self._check("edit_threshold", lambda x: 0 <= x <= 1, "in [0, 1]")
+        self._check("eps", lambda x: 0 < x < 1, "in (0, 1)")
+        self._check("factor", lambda x: x > 0, "above 0")
+        if self.threshold is not None and self.factor is not None:
+            raise UsageError(f"threshold {self.threshold} and factor {self.factor}: give one of the two.")
+
+    def _check(self, name: str, holds: Callable[[Any], bool], expected: str, kind: type = float) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or (kind is int and not isinstance(value, int)):
+            raise UsageError(f"{name}: expected {'an integer' if kind is int else 'a number'}, got {value!r}.")
+        if not holds(value):
+            raise UsageError(f"{name} is {value}; it must be {expected}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What an algorithm takes besides the options that all take, and the models that it is for."""
+
+    options: frozenset[str]
+    blockwise: bool
+    """For models that attend block by block, causally; otherwise for bidirectional ones."""
+    shifted: bool | None = None
+    """Whether row i-1 predicts position i; None: either."""
+    remasking: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+ALGORITHMS: Final[Mapping[str, Traits]] = {
+    "llada": Traits(
+        options=frozenset({"steps", "block_length", "remasking", "cfg_scale", "cache"}),
+        blockwise=False,
+        remasking=("low_confidence", "random"),
+    ),
+    "dream": Traits(
+        options=frozenset({"steps", "alg", "alg_temp", "top_p", "top_k", "eps"}),
+        blockwise=False,
+        defaults={"steps": 512, "alg": "origin"},
+    ),
+    "fast-dllm": Traits(
+        options=frozenset({"block_length", "threshold", "factor", "cache", "top_p", "top_k"}),
+        blockwise=False,
+    ),
+    "sdar": Traits(
+        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k"}),
+        blockwise=True,
+        shifted=False,
+        remasking=("low_confidence_dynamic", "low_confidence_static", "sequential"),
+        defaults={"threshold": 0.85},
+    ),
+    "fast-dllm-v2": Traits(
+        options=frozenset({"block_length", "small_block_length", "threshold", "cache", "top_p"}),
+        blockwise=True,
+        shifted=True,
+        defaults={"threshold": 0.95, "top_p": 0.95},
+    ),
+    "llada2": Traits(
+        options=frozenset({"steps", "block_length", "threshold", "minimal_topk", "top_p", "top_k"}),
+        blockwise=True,
+        shifted=False,
+        defaults={"threshold": 0.95},
+    ),
+    "llada2.1": Traits(
+        options=frozenset({"block_length", "threshold", "edit_threshold", "max_post_steps", "top_p", "top_k"}),
+        blockwise=True,
+        shifted=False,
+        defaults={"threshold": 0.95},
+    ),
+}
+
+
+def own_algorithm(architecture: Architecture) -> str:
+    """Name the algorithm that a family was published with."""
+    if not architecture.block:
+        return "dream" if architecture.shifted else "llada"
+    if architecture.shifted:
+        return "fast-dllm-v2"
+    return "llada2" if architecture.router_scoring == "sigmoid" else "sdar"
+
+
+def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationConfig:
+    """Fill in what was left to the algorithm, and check what depends on the model.
+
+    Returns
+    -------
+    GenerationConfig
+        With every option that its algorithm takes set.
+
+    Raises
+    ------
+    UsageError
+        If the options do not fit each other, the algorithm or the model.
+    """
+    name = config.algorithm or own_algorithm(architecture)
+    traits = ALGORITHMS[name]
+    _check_model(name, traits, architecture)
+    for entry in fields(config):
+        taken = entry.name in traits.options or entry.name in _COMMON
+        if not taken and getattr(config, entry.name) != entry.default:
+            raise UsageError(
+                f"{entry.name} means nothing to the algorithm '{name}', which takes {', '.join(sorted(traits.options))}."
+            )
+    values: dict[str, Any] = {"algorithm": name, "top_p": 1.0, "top_k": 0, **traits.defaults}
+    if traits.remasking:
+        values["remasking"] = traits.remasking[0]
+        if config.remasking and config.remasking not in traits.remasking:
+            raise UnknownName(f"remasking of '{name}'", config.remasking, traits.remasking)
+    values |= _lengths(name, config, architecture)
+    if name == "fast-dllm" and config.factor is None:
+        values["threshold"] = 0.9
+    given = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+    values |= {option: value for option, value in given.items() if value is not None}
+    found = replace(config, **{option: values[option] for option in values if option in traits.options | _COMMON})
+    (_check_blocks if traits.blockwise else _check_canvas)(found, architecture)
+    if name == "llada2" and found.steps is not None:
+        found = replace(found, steps=max(min(found.steps, found.gen_length // found.minimal_topk), 1))
+    return found
+
+
+def _check_model(name: str, traits: Traits, architecture: Architecture) -> None:
+    kind = f"attends in blocks of {architecture.block}" if architecture.block else "attends in both directions"
+    fits = traits.blockwise == bool(architecture.block)
+    if not fits or traits.shifted not in (None, architecture.shifted):
+        shift = ", and its row i-1 predicts position i" if architecture.shifted else ""
+        raise UsageError(
+            f"the algorithm '{name}' is not for this model, which {kind}{shift}; use '{own_algorithm(architecture)}'."
+        )
+
+
+def _lengths(name: str, config: GenerationConfig, architecture: Architecture) -> dict[str, Any]:
+    """Default lengths and steps, which depend on others."""
+    if name == "llada":
+        return {"block_length": config.gen_length, "steps": config.gen_length}
+    if name == "fast-dllm":
+        return {"block_length": config.gen_length if config.gen_length % 32 else 32}
+    if name == "dream":
+        return {}
+    block = architecture.block
+    return {"block_length": block, "steps": config.block_length or block, "small_block_length": math.gcd(block, 8)}
+
+
+def _check_canvas(config: GenerationConfig, architecture: Architecture) -> None:
+    """Check what concerns bidirectional models."""
+    if config.block_length is not None:
+        if config.gen_length % config.block_length:
+            raise UsageError(
+                f"gen_length {config.gen_length} is not divisible by block_length {config.block_length}; "
+                f"use gen_length {-(-config.gen_length // config.block_length) * config.block_length}."
+            )
+        blocks = config.gen_length // config.block_length
+        if config.steps is not None and config.steps % blocks:
+            raise UsageError(
+                f"steps {config.steps} is not divisible by the {blocks} blocks of {config.block_length} in gen_length "
+                f"{config.gen_length}; use steps {-(-config.steps // blocks) * blocks}."
+            )
+    if config.cache and config.cfg_scale:
+        raise UsageError(f"cfg_scale {config.cfg_scale} needs whole sequences; leave out cache '{config.cache}'.")
+    if config.algorithm == "fast-dllm" and not architecture.shifted and (config.top_p, config.top_k) != (1.0, 0):
+        raise UsageError(
+            f"fast-dllm on LLaDA samples from all tokens; leave out top_p {config.top_p} and top_k {config.top_k}."
+        )
+
+
+def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
+    """Check what concerns block-diffusion models."""
+    if config.block_length != architecture.block:
+        raise UsageError(
+            f"block_length is {config.block_length}, but this model attends in blocks of {architecture.block}; "
+            "leave block_length out."
+        )
+    if config.cache == "prefix":
+        raise UsageError("cache 'prefix': what precedes the block is always cached on this model; leave cache out.")
+    if config.steps is not None and config.steps > config.block_length:
+        raise UsageError(
+            f"steps is {config.steps} for a block of {config.block_length} tokens; at most one step a token does "
+            f"anything: use steps {config.block_length} or fewer."
+        )
+    if config.small_block_length is not None and config.block_length % config.small_block_length:
+        raise UsageError(
+            f"block_length {config.block_length} is not divisible by small_block_length {config.small_block_length}."
+        )

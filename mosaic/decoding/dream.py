@@ -1,0 +1,108 @@
+"""Dream's diffusion_generate: no blocks, every mask of the canvas a candidate at every step (Dream, generation_utils.py).
+
+Times t_i run from 1 to eps. `origin` decides each mask with probability 1 - s/t; the others take the int(masks * (1 -
+s/t)) rows of the highest confidence (maskgit_plus), margin or negative entropy, or draw them at `alg_temp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
+from mosaic.decoding.noise import row_keys
+from mosaic.kernels._sampling import uniforms
+from mosaic.models.phase import Phase
+from mosaic.runtime.steps import StepShape
+
+if TYPE_CHECKING:
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["decode", "shapes"]
+
+_SCORES: Final = {"origin": "confidence", "maskgit_plus": "confidence", "topk_margin": "margin", "entropy": "entropy"}
+
+
+def _sampling(config: GenerationConfig) -> Sampling:
+    """What `origin` decides does not depend on confidence, so that plain heads do."""
+    chosen = config.alg != "origin"
+    return Sampling.of(config, scaled=chosen, cuts_greedy=chosen)
+
+
+def _phase(config: GenerationConfig) -> Phase:
+    score: Any = _SCORES[config.alg or "origin"]
+    perturb = config.alg != "origin" and bool(config.alg_temp)
+    return Phase(head=_sampling(config).head, score=score, perturb=perturb, rule="top")
+
+
+def _shares(config: GenerationConfig) -> Tensor:
+    """1 - s/t of every step but the last, in float32 as published; the last decides all that is left."""
+    assert config.steps is not None
+    times = torch.linspace(1, config.eps, config.steps + 1)
+    return (1 - times[1:] / times[:-1])[:-1]
+
+
+def _origin(config: GenerationConfig, request: int, prompt_len: int) -> Iterator[tuple[int, Tensor]]:
+    """Which positions are decided at which step: not a matter of logits, so steps that decide none are never run."""
+    left = torch.arange(prompt_len, prompt_len + config.gen_length)
+    for step, share in enumerate(_shares(config)):
+        if not len(left):
+            return
+        drawn = uniforms(row_keys(config.seed, request, step, left)) < share
+        if drawn.any():
+            yield step, left[drawn]
+        left = left[~drawn]
+    if len(left):
+        yield (config.steps or 1) - 1, left
+
+
+def _ranked(config: GenerationConfig, canvas: Canvas) -> Iterator[tuple[int, int]]:
+    """How many positions are decided at which step, but for none."""
+    for step, share in enumerate(_shares(config)):
+        quota = int(int(canvas.masked.sum()) * share)
+        if quota:
+            yield step, quota
+    if canvas.masked.any():
+        yield (config.steps or 1) - 1, int(canvas.masked.sum())
+
+
+def decode(canvas: Canvas) -> Steps:
+    """Decode one request."""
+    config = canvas.config
+    phase, sampling = _phase(config), _sampling(config)
+    if config.alg == "origin":
+        for step, positions in _origin(config, canvas.request, canvas.prompt_len):
+            canvas.step = step
+            result = yield canvas.ask(
+                phase, positions, window=(0, canvas.length), sampling=sampling, quota=len(positions)
+            )
+            canvas.take(positions, result)
+            if canvas.finished:
+                return
+        return
+    for step, quota in _ranked(config, canvas):
+        canvas.step = step
+        positions = canvas.open_rows(0, canvas.length)
+        result = yield canvas.ask(
+            phase,
+            positions,
+            window=(0, canvas.length),
+            sampling=sampling,
+            quota=quota,
+            score_temperature=config.alg_temp or 0.0,
+        )
+        canvas.take(positions, result)
+        if canvas.finished:
+            return
+
+
+def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
+    """The canvas with all its masks; of `origin`, with the most that one step decides."""
+    rows = config.gen_length
+    if config.alg == "origin":
+        rows = max(len(positions) for _, positions in _origin(config, request, prompt_len))
+    return [StepShape(phase=_phase(config), tokens=(prompt_len + config.gen_length,), rows=rows)]

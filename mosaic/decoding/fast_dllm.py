@@ -1,0 +1,86 @@
+"""Fast-dLLM: as many tokens a step as are confident enough, and keys and values kept within a block (NVlabs/Fast-dLLM, v1).
+
+With a cache, the first step of a block forwards the whole canvas and keeps all keys and values. Later steps forward the
+block (`dual`), or the block and all that follows it (`prefix`), and see the rest as it stood in the first step: both are
+approximations. On LLaDA and on Dream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape
+from mosaic.decoding.llada import candidates, counts
+from mosaic.models.phase import Phase
+from mosaic.runtime.steps import StepShape
+
+if TYPE_CHECKING:
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["decode", "shapes"]
+
+
+def _sampling(config: GenerationConfig, architecture: Architecture) -> Sampling:
+    """Dream's confidence is the probability after temperature, top-p and top-k; LLaDA's before."""
+    return Sampling.of(config, scaled=architecture.shifted, cuts_greedy=architecture.shifted)
+
+
+def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool = False) -> Phase:
+    """The phase of a step; the first one of a block on a shifted model commits one row, whatever its confidence."""
+    rule: Any = "factor" if config.factor is not None else "top" if config.threshold is None else "threshold"
+    return Phase(
+        cached=config.cache is not None,
+        head=_sampling(config, architecture).head,
+        score="confidence",
+        rule="top" if first and architecture.shifted and config.cache else rule,
+    )
+
+
+def decode(canvas: Canvas) -> Steps:
+    """Decode one request, block by block, until no mask is left in the block.
+
+    On shifted models, the row that predicts a block's first position lies before the windows of later steps. So with a
+    cache the first step decides that position, unconditionally, and nothing else, as the original does.
+    """
+    config, block = canvas.config, canvas.config.block_length
+    assert block is not None
+    sampling, shifted = _sampling(config, canvas.architecture), canvas.architecture.shifted
+    rule = {"threshold": config.factor if config.factor is not None else config.threshold or 0.0}
+    for number in range(config.gen_length // block):
+        canvas.block, start = number, canvas.prompt_len + number * block
+        ends = {None: canvas.length, "prefix": canvas.length, "dual": start + block}
+        window = (0, canvas.length)
+        quotas = iter(counts(config) if config.steps else ())
+        while len(positions := canvas.open_rows(start, start + block)):
+            first = config.cache is not None and window[0] == 0
+            quota = next(quotas, 1)
+            positions = positions[:1] if first and shifted else candidates(canvas, positions, quota)
+            result = yield canvas.ask(
+                _phase(config, canvas.architecture, first=first),
+                positions,
+                window=window,
+                key_len=canvas.length,
+                sampling=sampling,
+                quota=1 if first and shifted else quota,
+                **rule,
+            )
+            canvas.take(positions, result)
+            if canvas.finished:
+                return
+            if config.cache:
+                window = (start, ends[config.cache])
+
+
+def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
+    """The whole canvas with a block's rows; on shifted models with one row, then the first window."""
+    length, block = prompt_len + config.gen_length, config.block_length or 0
+    phase, first = _phase(config, architecture), _phase(config, architecture, first=True)
+    rows = max(counts(config)) if config.remasking == "random" else block
+    if not config.cache:
+        return [StepShape(phase=phase, tokens=(length,), rows=rows)]
+    if not architecture.shifted:
+        return [cached_shape(phase, length, length, rows)]
+    later = min(rows, block - 1)
+    window = config.gen_length if config.cache == "prefix" else block
+    return [cached_shape(first, length, length, 1), cached_shape(phase, window if later else 0, length, later)]

@@ -1,0 +1,103 @@
+"""Fast-dLLM v2 (v2/generation_functions.py): block diffusion on a shifted model, each block by small blocks from the left.
+
+Row i-1 predicts position i, so the last row of a finished block predicts the first token of the next one: the pass that
+writes a block's keys and values also decides that token, greedily. So no window ever needs the row before it. With cache
+`dual`, once a small block's first token is known, only the small block is forwarded, over the block's keys as they were.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
+from mosaic.models.phase import Phase
+
+if TYPE_CHECKING:
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["decode", "shapes"]
+
+_NEXT: Final = Phase(cached=True, head="statistics", score="confidence", rule="top")
+"""Fill the cache and take the most likely token after the window."""
+
+
+def _phase(config: GenerationConfig) -> Phase:
+    return Phase(cached=True, head=Sampling.of(config, scaled=True).head, score="confidence", rule="dynamic")
+
+
+def _fill_and_predict(canvas: Canvas, start: int, end: int) -> Steps:
+    """Write the keys and values of [start, end) and decide position `end`."""
+    following = torch.tensor([end])
+    result = yield canvas.ask(_NEXT, following, window=(start, end), quota=1)
+    canvas.take(following, result)
+
+
+def decode(canvas: Canvas) -> Steps:
+    """Decode one request; no other request has a say in which windows it forwards."""
+    block = canvas.config.block_length
+    assert block is not None
+    prefix, _ = whole_blocks(canvas.config, canvas.prompt_len)
+    if prefix == canvas.prompt_len:
+        yield from _fill_and_predict(canvas, 0, prefix)
+    elif prefix:
+        yield canvas.fill(0, prefix)
+    for number, start in enumerate(range(prefix, canvas.length, block)):
+        canvas.block = number
+        if canvas.finished:
+            return
+        yield from _denoise_block(canvas, start, start + block)
+        if canvas.finished:
+            return
+        yield from _fill_and_predict(canvas, start, start + block)
+
+
+def _denoise_block(canvas: Canvas, start: int, end: int) -> Steps:
+    """Denoise the block, small block by small block."""
+    config, small = canvas.config, canvas.config.small_block_length
+    assert small is not None
+    sampling, cached = Sampling.of(config, scaled=True), False
+    for first in range(start, end, small):
+        while len(positions := canvas.open_rows(first, first + small)):
+            narrow = cached and not canvas.masked[first]
+            result = yield canvas.ask(
+                _phase(config),
+                positions,
+                window=(first, first + small) if narrow else (start, end),
+                key_len=end,
+                sampling=sampling,
+                quota=1,
+                threshold=config.threshold or 0.0,
+            )
+            canvas.take(positions, result)
+            cached = config.cache == "dual"
+            if canvas.finished:
+                return
+
+
+def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
+    """The prefill, a step of the last block, one of the last block that has most rows, and the last commit.
+
+    Blocks and small blocks that hold nothing of the answer, or only a first token, are never denoised.
+    """
+    block, small = config.block_length or 1, config.small_block_length or 1
+    prefix, length = whole_blocks(config, prompt_len)
+    predicts, end = prefix == prompt_len, prompt_len + config.gen_length
+    most_rows: dict[int, int] = {}
+    for start in range(prefix, length, block):
+        known = start + 1 if predicts or start > prefix else prompt_len
+        parts = [range(max(first, known), first + small) for first in range(start, start + block, small)]
+        most_rows[start + block] = max((len(part) for part in parts if len(part) and part[0] < end), default=0)
+    denoised = [key_len for key_len, rows in most_rows.items() if rows]
+    last = denoised[-1] if denoised else 0
+    fullest = max(denoised, key=lambda key_len: (most_rows[key_len], key_len), default=0)
+    committed = (end - 1 - prefix) // block * block + prefix
+    phase = _phase(config)
+    return [
+        cached_shape(_NEXT if predicts else COMMIT, prefix, prefix, int(predicts)),
+        cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)),
+        cached_shape(phase, block if fullest != last else 0, fullest, most_rows.get(fullest, 0)),
+        cached_shape(_NEXT, block if committed > prefix else 0, committed, 1),
+    ]

@@ -1,0 +1,84 @@
+"""LLaDA: semi-autoregressive blocks over a whole bidirectional canvas (ML-GSAI/LLaDA, generate.py; facts in docs/decoding.md).
+
+Each block of `block_length` masks is decoded in steps // blocks steps. A step forwards the whole canvas and commits a
+scheduled number of the block's masks: the most confident ones, or random ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
+from mosaic.kernels._sampling import uniforms
+from mosaic.models.phase import Phase
+from mosaic.runtime.steps import StepShape
+
+if TYPE_CHECKING:
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["candidates", "counts", "decode", "phase_of", "schedule", "shapes"]
+
+
+def schedule(masks: int, steps: int) -> list[int]:
+    """How many tokens each step commits: evenly, the first steps one more.
+
+    >>> schedule(7, 3)
+    [3, 2, 2]
+    """
+    return [masks // steps + (step < masks % steps) for step in range(steps)]
+
+
+def counts(config: GenerationConfig) -> list[int]:
+    """The schedule of one block."""
+    assert config.steps is not None and config.block_length is not None
+    return schedule(config.block_length, config.steps * config.block_length // config.gen_length)
+
+
+def phase_of(config: GenerationConfig, *, cached: bool = False, rule: Any = "top") -> Phase:
+    """The phase of a LLaDA step."""
+    head = Sampling.of(config, scaled=False).head
+    return Phase(cached=cached, head=head, score="confidence", rule=rule, guided=config.cfg_scale > 0)
+
+
+def candidates(canvas: Canvas, open_: Tensor, quota: int) -> Tensor:
+    """The positions to unembed: a choice that does not depend on the logits is made before the step."""
+    if canvas.config.remasking != "random":
+        return open_
+    order = torch.argsort(uniforms(canvas.keys(open_)), descending=True, stable=True)
+    return open_[order[:quota]].sort().values
+
+
+def decode(canvas: Canvas) -> Steps:
+    """Decode one request; no forward is run for a step that commits nothing (more steps than tokens in a block)."""
+    config, block = canvas.config, canvas.config.block_length
+    assert block is not None
+    phase, sampling = phase_of(config), Sampling.of(config, scaled=False)
+    for number in range(config.gen_length // block):
+        canvas.block, start = number, canvas.prompt_len + number * block
+        for quota in counts(config):
+            if not quota:
+                canvas.step += 1
+                continue
+            positions = candidates(canvas, canvas.open_rows(start, start + block), quota)
+            guidance: dict[str, Any] = {}
+            if phase.guided:
+                hidden = canvas.tokens.clone()
+                hidden[: canvas.prompt_len] = canvas.architecture.mask_token_id
+                guidance = {"guidance": config.cfg_scale, "unconditional": hidden}
+            result = yield canvas.ask(
+                phase, positions, window=(0, canvas.length), sampling=sampling, quota=quota, **guidance
+            )
+            canvas.take(positions, result)
+            if canvas.finished:
+                return
+
+
+def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
+    """The largest step: the first."""
+    length = prompt_len + config.gen_length
+    rows = max(counts(config)) if config.remasking == "random" else config.block_length or 0
+    return [StepShape(phase=phase_of(config), tokens=(length,), rows=rows)]

@@ -1,0 +1,82 @@
+"""LLaDA2.1: block diffusion whose tokens may still be edited until their block ends (modeling_llada2_moe.py of LLaDA2.1).
+
+A step sees every position of the block but the prompt's. Masks are filled as in LLaDA2.0, which is SDAR's dynamic rule
+(`sdar.decode`); a token is replaced where another one is more probable than `edit_threshold`. When no mask is left, up to
+`max_post_steps` more steps only edit, until one changes nothing. The originals have no cache and forward all at every
+step; with attention causal by blocks, keys and values of finished blocks are exact, so here a step forwards one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, whole_blocks
+from mosaic.decoding.sdar import block_shapes
+from mosaic.models.phase import Phase
+from mosaic.runtime.steps import StepRequest, StepResult
+
+if TYPE_CHECKING:
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["decode", "shapes"]
+
+_AT_LEAST: Final = 1
+"""Masks that a step fills when none is confident enough."""
+
+
+def _phase(config: GenerationConfig) -> Phase:
+    return Phase(cached=True, head=Sampling.of(config, scaled=True).head, score="confidence", rule="edit")
+
+
+def decode(canvas: Canvas) -> Steps:
+    """Decode one request. A block's last step has written its final keys and values if it changed nothing."""
+    config, block = canvas.config, canvas.config.block_length
+    assert block is not None
+    canvas.settled = canvas.prompt_len
+    prefix, _ = whole_blocks(config, canvas.prompt_len)
+    if prefix:
+        yield canvas.fill(0, prefix)
+    for number, start in enumerate(range(prefix, canvas.length, block)):
+        canvas.block = number
+        changed = yield from _edit_block(canvas, start, start + block)
+        canvas.settled = start + block
+        if canvas.finished:
+            return
+        if changed:
+            yield canvas.fill(start, start + block)
+
+
+def _edit_block(canvas: Canvas, start: int, end: int) -> Generator[StepRequest, StepResult, bool]:
+    """Decode a block and say whether its last step changed anything."""
+    config, sampling = canvas.config, Sampling.of(canvas.config, scaled=True)
+    positions = torch.arange(max(start, canvas.prompt_len), end)
+    post_steps, changed = 0, True
+    while True:
+        filling = bool(canvas.masked[start:end].any())
+        if not filling and post_steps == config.max_post_steps:
+            return changed
+        before = canvas.tokens[start:end].clone()
+        result = yield canvas.ask(
+            _phase(config),
+            positions,
+            window=(start, end),
+            sampling=sampling,
+            quota=_AT_LEAST,
+            threshold=config.threshold or 0.0,
+            edit_threshold=config.edit_threshold,
+        )
+        canvas.take(positions, result)
+        changed = not torch.equal(before, canvas.tokens[start:end])
+        if not filling:
+            post_steps += 1
+            if not changed:
+                return changed
+
+
+def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
+    """The prefill, a step of the last block, and the commit of the one before."""
+    return block_shapes(config, _phase(config), prompt_len)

@@ -1,0 +1,83 @@
+"""SDAR block diffusion (JetAstra/SDAR, generate.py): blocks in order, each denoised over the exact keys of those before it.
+
+The prompt's whole blocks are prefilled; its tail is part of the first block that is generated. When a block has no mask
+left, one more pass writes the keys and values of its final tokens. The last block needs none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
+from mosaic.decoding.llada import schedule
+from mosaic.models.phase import Phase
+
+if TYPE_CHECKING:
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["block_shapes", "decode", "denoise_block", "shapes"]
+
+
+def _sampling(config: GenerationConfig) -> Sampling:
+    """`sequential` commits whatever is drawn; a confidence is the probability after temperature, top-p and top-k."""
+    return Sampling.of(config, scaled=config.remasking != "sequential")
+
+
+def _phase(config: GenerationConfig) -> Phase:
+    dynamic = config.remasking in (None, "low_confidence_dynamic")  # LLaDA2 has no other
+    return Phase(cached=True, head=_sampling(config).head, score="confidence", rule="dynamic" if dynamic else "top")
+
+
+def decode(canvas: Canvas) -> Steps:
+    """Decode one request."""
+    config = canvas.config
+    block, steps = config.block_length, config.steps
+    assert block is not None and steps is not None
+    quotas = schedule(block, steps)
+    prefix, _ = whole_blocks(config, canvas.prompt_len)
+    if prefix:
+        yield canvas.fill(0, prefix)
+    for number, start in enumerate(range(prefix, canvas.length, block)):
+        canvas.block = number
+        yield from denoise_block(canvas, start, quotas)
+        if canvas.finished:
+            return
+        yield canvas.fill(start, start + block)
+
+
+def denoise_block(canvas: Canvas, start: int, quotas: list[int]) -> Steps:
+    """Denoise the block at `start` until no mask is left in it, or none that matters."""
+    config, end = canvas.config, start + (canvas.config.block_length or 0)
+    phase, sampling = _phase(config), _sampling(config)
+    for quota in quotas:
+        positions = canvas.open_rows(start, end)
+        if config.remasking == "sequential":
+            positions = positions[:quota]
+        result = yield canvas.ask(
+            phase, positions, window=(start, end), sampling=sampling, quota=quota, threshold=config.threshold or 0.0
+        )
+        canvas.take(positions, result)
+        if canvas.finished or not canvas.masked[start:end].any():
+            return
+
+
+def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
+    """The prefill, a step of the last block, and the commit of the one before."""
+    most = None
+    if config.remasking == "sequential":
+        most = max(schedule(config.block_length or 1, config.steps or 1))
+    return block_shapes(config, _phase(config), prompt_len, most)
+
+
+def block_shapes(config: GenerationConfig, phase: Phase, prompt_len: int, most: int | None = None) -> Shapes:
+    """The largest steps of block diffusion, deciding at most so many rows a step."""
+    block = config.block_length or 0
+    prefix, length = whole_blocks(config, prompt_len)
+    rows = block if length - prefix > block else length - prompt_len
+    last = length - block
+    return [
+        cached_shape(COMMIT, prefix, prefix),
+        cached_shape(phase, block, length, rows if most is None else min(rows, most)),
+        cached_shape(COMMIT, block if last > prefix else 0, last),
+    ]

@@ -1,0 +1,96 @@
+"""What a generation shows while it runs: streamers in the manner of transformers, and a `Step` for every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from mosaic.errors import UsageError
+
+if TYPE_CHECKING:
+    from mosaic.planner.plan import Plan
+
+__all__ = ["DraftStreamer", "OnStep", "Step", "Streamer", "streamers_of"]
+
+
+class Streamer(Protocol):
+    """Receives text as it becomes final. Any streamer of transformers is one."""
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, int64 [P], first of all; then committed tokens, int64 [n], in order."""
+
+    def end(self) -> None:
+        """Take note that nothing follows."""
+
+
+@runtime_checkable
+class DraftStreamer(Protocol):
+    """A streamer that also shows the answer while it fills in."""
+
+    def put_draft(self, token_ids: Tensor, confidence: Tensor) -> None:
+        """Take the answer as it stands after a step.
+
+        Parameters
+        ----------
+        token_ids
+            int64 [G], the mask where nothing is decided.
+        confidence
+            float32 [G], what the tokens were committed by; 0 where masked.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step did for one request; all tensors are the receiver's.
+
+    Parameters
+    ----------
+    request
+        The place of the request in the batch.
+    step
+        Steps that were run for it so far, this one included; steps that decide nothing count too.
+    block
+        The block being decoded, from 0.
+    phase
+        `full_step`, `denoise` or `commit`.
+    masked
+        Positions of the answer that are still masked.
+    positions, token_ids, confidence
+        int64 [n], int64 [n], float32 [n]: what was committed, positions counted from the prompt's first token; the
+        confidence is the score that the rows were chosen by (a negative entropy where that is the score, and with
+        `alg_temp` noise is in it).
+    plan
+        The plan that was in force.
+    peak_bytes
+        What it takes of the device, everything counted.
+    seconds
+        Wall-clock time of the step, which other requests may have shared.
+    """
+
+    request: int
+    step: int
+    block: int
+    phase: str
+    masked: int
+    positions: Tensor
+    token_ids: Tensor
+    confidence: Tensor
+    plan: Plan = field(repr=False)
+    peak_bytes: int
+    seconds: float
+
+
+OnStep: TypeAlias = Callable[[Step], None]
+
+
+def streamers_of(streamer: Streamer | Sequence[Streamer] | None, prompts: int) -> list[Streamer | None]:
+    """One streamer a prompt, or none."""
+    if streamer is None:
+        return [None] * prompts
+    found = list(streamer) if isinstance(streamer, Sequence) else [streamer]
+    if len(found) != prompts:
+        raise UsageError(f"{len(found)} streamer for {prompts} prompts; give a list of one streamer a prompt.")
+    return list(found)

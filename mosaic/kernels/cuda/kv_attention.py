@@ -1,0 +1,322 @@
+"""kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
+
+Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, key_slots[S] int64 whole, cu_seqlens[B+1] int32 whole,
+cu_keys[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, block) -> y[T, N*H]; y may
+overwrite q; `span` is for the cost model alone. Row r of q is row `row_start + r` of the packed window and sees the keys
+of its own sequence; with `block`, at position p, those before (p // block + 1) * block. Key j of sequence b is row
+key_slots[cu_keys[b] + j] of kv; these slots have to be rows of kv. A row in no sequence, or that sees no key, is left as it
+was.
+
+A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
+(FlashAttention, Dao et al. 2022, with grouped queries packed). Where the tiles are few, as in decoding, each is split over
+its keys (Flash-Decoding, Dao et al. 2023): programs leave partial results in scratch, and a second launch joins them.
+Lengths are read on the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
+Legend: T query rows, R rows, L layers, S keys, B sequences, N query heads, K KV heads, H head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import RuntimeMemoryError
+from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, since, tl, triton
+from mosaic.kernels.cuda.unembed_stats import processors
+from mosaic.kernels.kv_attention import check, reference
+from mosaic.registrar.implementations.cuda import kv_splits
+
+__all__ = ["launch", "reference"]
+
+# By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
+# shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
+# Rows of kv are found by slots, themselves loaded, so a stage serves half as far ahead: with 5 stages there are two
+# tiles of keys and values (three for wgmma) in shared memory, with 3 and 4 one. Before Hopper 64 rows spill in 4 warps.
+Tiles = tuple[Tile, ...]
+FULL: Final[Tiles] = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
+FEW: Final[Tiles] = (Tile(16, 64, 0, 4, 5), Tile(32, 64, 0, 4, 5))
+SMALL: Final = {2: (*FEW, Tile(64, 64, 0, 8, 5)), 4: FULL}
+HOPPER: Final = {2: (*FEW, Tile(64, 64, 0, 4, 5), Tile(128, 64, 0, 8, 5)), 4: FULL}
+TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
+NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
+WIDEST: Final = 128
+PLACES: Final = {True: 1, False: 2}
+"""Programs that a multiprocessor runs at a time, of tiles of more than 64 rows and of others."""
+JOINED: Final = 16
+"""Splits that the second launch reads at a time."""
+SEQUENCES: Final = 16
+"""Least sequences that a kernel is compiled for, beyond them powers of two."""
+JOIN_WARPS: Final = 4
+
+
+@triton.jit
+def find_tile(tile, cu_seqlens, cu_keys, sequences, row_start, rows, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Where a tile lies, of those that the sequences' rows of this slice are cut into.
+
+    Its first row, the end of the sequence's rows, the first key and the number of keys; all 0 beyond the last tile.
+    """
+    sequence = tl.arange(0, SEQUENCES)
+    known = sequence < sequences
+    start = tl.maximum(tl.load(cu_seqlens + sequence, mask=known, other=0) - row_start, 0)
+    end = tl.minimum(tl.load(cu_seqlens + sequence + 1, mask=known, other=0) - row_start, rows)
+    tiles = tl.where(known & (end > start), (end - start + TOKENS - 1) // TOKENS, 0)
+    before = tl.cumsum(tiles, 0) - tiles
+    mine = (tile >= before) & (tile < before + tiles)
+    first_key = tl.load(cu_keys + sequence, mask=known, other=0)
+    keys = tl.load(cu_keys + sequence + 1, mask=known, other=0) - first_key
+    first = tl.sum(tl.where(mine, start + (tile - before) * TOKENS, 0), 0)
+    last = tl.sum(tl.where(mine, end, 0), 0)
+    return first, last, tl.sum(tl.where(mine, first_key, 0), 0), tl.sum(tl.where(mine, keys, 0), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows"])
+def kv_attention_kernel(
+    q,
+    kv,
+    key_slots,
+    cu_seqlens,
+    cu_keys,
+    positions,
+    y,
+    partials,
+    q_stride,
+    kv_stride,
+    y_stride,
+    rows,
+    row_start,
+    sequences,
+    splits,
+    partial_rows,
+    first_column,
+    width,
+    scale_log2,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
+    SIZE: tl.constexpr,
+    SEEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    PARTS: tl.constexpr = (GROUP + PART - 1) // PART
+    TOKENS: tl.constexpr = BLOCK_Q // PART
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1) // PARTS
+    first, last, first_key, keys = find_tile(tile, cu_seqlens, cu_keys, sequences, row_start, rows, TOKENS, SEQUENCES)
+    index = tl.arange(0, BLOCK_Q)
+    row = first + index // PART
+    member = tl.program_id(1) % PARTS * PART + index % PART
+    here = (index < TOKENS * PART) & (member < GROUP) & (row < last)
+    # the keys [0, limit) that each row sees, and [0, high) that any of them does
+    limit = tl.where(here, keys, 0)
+    if SEEN:
+        position = tl.load(positions + row, mask=here, other=0)
+        limit = tl.minimum(limit, (position // SEEN + 1) * SEEN)
+    high = tl.max(limit, 0)
+    low = 0
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(high, splits), BLOCK_K) * BLOCK_K
+        low = tl.program_id(2) * share
+        high = tl.minimum(high, low + share)
+
+    column = tl.arange(0, BLOCK_H)
+    place = row.to(tl.int64)[:, None] * q_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
+    mask = here[:, None] & (column < SIZE)[None, :]
+    queries = tl.load(q + place, mask=mask, other=0.0)
+    key = tl.arange(0, BLOCK_K)
+    slots = key_slots + first_key
+    k = kv + first_column + kv_head * SIZE
+    maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    accumulator = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
+    for step in range(low, high, BLOCK_K):
+        there = step + key < high
+        slot = tl.load(slots + step + key, mask=there, other=0) * kv_stride
+        k_mask = there[None, :] & (column < SIZE)[:, None]
+        v_mask = there[:, None] & (column < SIZE)[None, :]
+        k_tile = tl.load(k + slot[None, :] + column[:, None], mask=k_mask, other=0.0)
+        scores = tl.dot(queries, k_tile, input_precision="ieee") * scale_log2
+        if SEEN:
+            scores = tl.where(there[None, :] & (step + key[None, :] < limit[:, None]), scores, float("-inf"))
+        else:
+            scores = tl.where(there[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # a row that has seen no key yet: any finite base will do, as all its exponentials are 0
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - base[:, None])
+        correction = tl.exp2(maximum - base)
+        total = total * correction + tl.sum(weights, 1)
+        v_tile = tl.load(k + width + slot[:, None] + column[None, :], mask=v_mask, other=0.0)
+        accumulator = accumulator * correction[:, None]
+        accumulator = tl.dot(weights.to(kv.dtype.element_ty), v_tile, accumulator, input_precision="ieee")
+        maximum = new_maximum
+    if SPLIT:
+        program = (tile * tl.num_programs(1) + tl.program_id(1)) * splits + tl.program_id(2)
+        partial = program * BLOCK_Q + index
+        tl.store(partials + partial[:, None] * SIZE + column[None, :], accumulator, mask=mask)
+        tl.store(partials + partial_rows * SIZE + partial, maximum, mask=here)
+        tl.store(partials + partial_rows * (SIZE + 1) + partial, total, mask=here)
+    else:
+        sees = limit > 0
+        result = accumulator / tl.where(sees, total, 1.0)[:, None]
+        # y may be q: this program alone reads these rows of these heads, and has read them
+        place = row.to(tl.int64)[:, None] * y_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
+        tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & sees[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows"])
+def join_kernel(
+    cu_seqlens,
+    cu_keys,
+    y,
+    partials,
+    y_stride,
+    rows,
+    row_start,
+    sequences,
+    splits,
+    partial_rows,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
+    SIZE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One row of one tile: its partial results of all splits into y."""
+    PARTS: tl.constexpr = (GROUP + PART - 1) // PART
+    TOKENS: tl.constexpr = BLOCK_Q // PART
+    index = tl.program_id(0)
+    tile = tl.program_id(1)
+    first, last, _, keys = find_tile(tile, cu_seqlens, cu_keys, sequences, row_start, rows, TOKENS, SEQUENCES)
+    row = first + index // PART
+    member = tl.program_id(2) % PARTS * PART + index % PART
+    sees = (index < TOKENS * PART) & (member < GROUP) & (row < last) & (keys > 0)
+    column = tl.arange(0, BLOCK_H)
+    maximum = float("-inf")
+    total = 0.0
+    accumulator = tl.zeros([BLOCK_H], tl.float32)
+    begin = (tile * tl.num_programs(2) + tl.program_id(2)) * splits
+    for step in range(0, tl.where(sees, splits, 0), BLOCK_S):
+        split = step + tl.arange(0, BLOCK_S)
+        partial = (begin + split) * BLOCK_Q + index
+        maxima = tl.load(partials + partial_rows * SIZE + partial, mask=split < splits, other=float("-inf"))
+        totals = tl.load(partials + partial_rows * (SIZE + 1) + partial, mask=split < splits, other=0.0)
+        mask = (split < splits)[:, None] & (column < SIZE)[None, :]
+        parts = tl.load(partials + partial[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(maxima - base)
+        correction = tl.exp2(maximum - base)
+        total = total * correction + tl.sum(totals * weights, 0)
+        accumulator = accumulator * correction + tl.sum(parts * weights[:, None], 0)
+        maximum = new_maximum
+    result = accumulator / tl.where(sees, total, 1.0)
+    place = row.to(tl.int64) * y_stride + (tl.program_id(2) // PARTS * GROUP + member) * SIZE + column
+    tl.store(y + place, result.to(y.dtype.element_ty), mask=(column < SIZE) & sees)
+
+
+def launch(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    key_slots: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    positions: Tensor,
+    y: Tensor,
+    layer: int,
+    kv_heads: int,
+    head_size: int,
+    scale: float,
+    span: int = 0,
+    block: int = 0,
+    row_start: int = 0,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
+    first_column, group = check(q, kv, key_slots, cu_seqlens, cu_keys, positions, y, layer, kv_heads, head_size)
+    rows, sequences = q.shape[0], cu_seqlens.shape[0] - 1
+    tile = _tile(q, head_size, -(-rows // sequences) * group)
+    part = min(group, tile.rows)
+    tokens = tile.rows // part
+    # as many as the sequences' rows can be cut into
+    tiles, heads = (rows + sequences * (tokens - 1)) // tokens, kv_heads * -(-group // part)
+    places = processors(q.device) * PLACES[tile.rows > 64]
+    splits = kv_splits(tiles * heads, tile.rows, key_slots.shape[0], places)
+    partial_rows = tiles * heads * splits * tile.rows
+    partials = _partials(scratch, partial_rows, head_size) if splits > 1 else y
+    shared = {
+        "GROUP": group,
+        "PART": part,
+        "SIZE": head_size,
+        "SEQUENCES": power_of_two(sequences, 1 << 16, least=SEQUENCES),
+        "BLOCK_Q": tile.rows,
+        "BLOCK_H": power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),
+    }
+    kv_attention_kernel[(tiles, heads, splits)](
+        q,
+        kv,
+        key_slots,
+        cu_seqlens,
+        cu_keys,
+        positions,
+        y,
+        partials,
+        q.stride(0),
+        kv.stride(0),
+        y.stride(0),
+        rows,
+        row_start,
+        sequences,
+        splits,
+        partial_rows,
+        first_column,
+        kv_heads * head_size,
+        scale / math.log(2),
+        **shared,
+        SEEN=block,
+        SPLIT=splits > 1,
+        BLOCK_K=tile.columns,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if splits > 1:
+        join_kernel[(tile.rows, tiles, heads)](
+            cu_seqlens,
+            cu_keys,
+            y,
+            partials,
+            y.stride(0),
+            rows,
+            row_start,
+            sequences,
+            splits,
+            partial_rows,
+            **shared,
+            BLOCK_S=JOINED,
+            num_warps=JOIN_WARPS,
+        )
+
+
+def _tile(q: Tensor, head_size: int, rows: int) -> Tile:
+    """Choose the smallest tile that so many rows fit into, or the largest."""
+    table = since(TILES, q) if head_size <= WIDEST else NARROW
+    tiles = table[max(2, min(q.element_size(), 4))]
+    return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
+
+
+def _partials(scratch: Tensor | None, rows: int, head_size: int) -> Tensor:
+    """View the scratch buffer as float32 rows, then their maxima, then their sums."""
+    needed, available = 4 * rows * (head_size + 2), 0 if scratch is None else scratch.numel()
+    if scratch is None or available < needed:
+        raise RuntimeMemoryError(
+            f"kv_attention: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
+            f"SCRATCH['kv_attention']."
+        )
+    return scratch[:needed].view(torch.float32)

@@ -1,0 +1,37 @@
+"""perturb_score on CUDA: Gumbel noise on the scores of rows, so that the highest k are k draws without replacement.
+
+Contract: perturb_score(updates score[M] float32, keys[M] int64, temperature[1] float32): score / temperature + the Gumbel
+number of the row's key where the temperature is above 0, unchanged at 0; the temperature is read on the device. Legend: M
+rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from mosaic.kernels.cuda._sampling import exponential, gumbel, row_word
+from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.perturb_score import check, reference
+
+__all__ = ["launch", "reference"]
+
+ROWS: Final = 256  # untuned default
+
+
+@triton.jit(do_not_specialize=["count"])
+def perturb_score_kernel(score, keys, temperature, count, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < count
+    heat = tl.load(temperature)
+    if heat > 0.0:
+        noise = gumbel(exponential(row_word(3, tl.load(keys + row, mask=mask, other=0))))
+        tl.store(score + row, tl.load(score + row, mask=mask, other=0.0) / heat + noise, mask=mask)
+
+
+def launch(*, score: Tensor, keys: Tensor, temperature: Tensor, scratch: Tensor | None = None) -> None:
+    """Perturb score [M] in place."""
+    check(score, keys, temperature)
+    count = score.shape[0]
+    perturb_score_kernel[(triton.cdiv(count, ROWS),)](score, keys, temperature, count, BLOCK=ROWS, num_warps=4)

@@ -1,0 +1,61 @@
+"""row_score on CUDA: by what rows are chosen, from their statistics.
+
+Contract: row_score(maximum[M], second[M], logsumexp[M], entropy[M], sample_logit[M] float32, keys?[M] int64; kind) ->
+score[M] float32: `confidence` exp(sample_logit - logsumexp); `margin` exp(maximum - logsumexp) - exp(second - logsumexp);
+`entropy` -entropy; `random` u in (0, 1) of the row's key; `sequential` -(row index). Legend: M rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from mosaic.kernels.cuda._sampling import row_word, uniform
+from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.row_score import check, reference
+
+__all__ = ["launch", "reference"]
+
+ROWS: Final = 256  # untuned default
+
+
+@triton.jit(do_not_specialize=["count"])
+def row_score_kernel(
+    maximum, second, logsumexp, entropy, sample_logit, keys, score, count, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < count
+    if KIND == "confidence":
+        value = tl.exp(tl.load(sample_logit + row, mask=mask) - tl.load(logsumexp + row, mask=mask))
+    elif KIND == "margin":
+        total = tl.load(logsumexp + row, mask=mask)
+        value = tl.exp(tl.load(maximum + row, mask=mask) - total) - tl.exp(tl.load(second + row, mask=mask) - total)
+    elif KIND == "entropy":
+        value = -tl.load(entropy + row, mask=mask)
+    elif KIND == "random":
+        value = uniform(row_word(2, tl.load(keys + row, mask=mask)))
+    else:
+        value = (-row).to(tl.float32)
+    tl.store(score + row, value, mask=mask)
+
+
+def launch(
+    *,
+    maximum: Tensor,
+    second: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
+    sample_logit: Tensor,
+    score: Tensor,
+    kind: str,
+    keys: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write the scores [M] of one kind."""
+    figures = (maximum, second, logsumexp, entropy, sample_logit)
+    check(kind, keys, *figures, score)
+    count, stand_in = score.shape[0], maximum  # of keys that no kind but random has
+    row_score_kernel[(triton.cdiv(count, ROWS),)](
+        *figures, stand_in if keys is None else keys, score, count, KIND=kind, BLOCK=ROWS, num_warps=4
+    )

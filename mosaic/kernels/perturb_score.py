@@ -1,0 +1,46 @@
+"""perturb_score: Gumbel noise on the scores of rows, so that the highest k are k draws without replacement.
+
+Contract: perturb_score(updates score[M] float32, keys[M] int64, temperature[1] float32): score / temperature + the Gumbel
+number of the row's key where the temperature is above 0, unchanged at 0. Source: Kool et al. 2019. Legend: M rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels._sampling import fill_gumbels, gumbels
+from mosaic.kernels._scratch import tiles_of
+
+__all__ = ["check", "launch", "reference"]
+
+
+def launch(*, score: Tensor, keys: Tensor, temperature: Tensor, scratch: Tensor | None = None) -> None:
+    """Perturb score [M] in place."""
+    check(score, keys, temperature)
+    noise, *numbers = tiles_of("perturb_score", scratch, {"score": score})
+    if float(temperature) <= 0.0:
+        return
+    score.div_(temperature)
+    for start in range(0, score.shape[0], noise.shape[0]):
+        part = score[start : start + noise.shape[0]]
+        mine = noise[: part.shape[0]]
+        fill_gumbels(mine, keys[start : start + noise.shape[0]], numbers)
+        part.add_(mine)
+
+
+def check(score: Tensor, keys: Tensor, temperature: Tensor) -> None:
+    """Check the operands."""
+    rows = (score.shape[0],)
+    check_shapes(
+        "perturb_score",
+        score=(score, rows, torch.float32),
+        keys=(keys, rows, INDEX[0]),
+        temperature=(temperature, (1,), torch.float32),
+    )
+
+
+def reference(*, score: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
+    """Return the perturbed scores in plain PyTorch; the noise is float32, whatever the dtype."""
+    return score / temperature + gumbels(keys).to(score.dtype) if float(temperature) > 0 else score.clone()

@@ -1,0 +1,88 @@
+"""row_score: by what rows are chosen, from their statistics.
+
+Contract: row_score(maximum[M], second[M], logsumexp[M], entropy[M], sample_logit[M] float32, keys?[M] int64; kind) ->
+score[M] float32: `confidence` exp(sample_logit - logsumexp); `margin` exp(maximum - logsumexp) - exp(second - logsumexp);
+`entropy` -entropy; `random` u in (0, 1) of the row's key; `sequential` -(row index). score overlaps no operand. Legend: M
+rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import GraphError, UnknownName
+from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels._sampling import fill_uniforms, uniforms
+from mosaic.kernels._scratch import tiles_of
+
+__all__ = ["KINDS", "check", "launch", "reference"]
+
+KINDS: Final = ("confidence", "margin", "entropy", "random", "sequential")
+
+
+def launch(
+    *,
+    maximum: Tensor,
+    second: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
+    sample_logit: Tensor,
+    score: Tensor,
+    kind: str,
+    keys: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write the scores [M] of one kind."""
+    check(kind, keys, maximum, second, logsumexp, entropy, sample_logit, score)
+    tiles = tiles_of("row_score", scratch, {}, kind=kind)
+    if kind == "random" and keys is not None:
+        fill_uniforms(score, keys, tiles)
+    elif kind == "confidence":
+        torch.sub(sample_logit, logsumexp, out=score).exp_()
+    elif kind == "margin":
+        torch.sub(maximum, logsumexp, out=score).exp_()
+        step = tiles[0].shape[0]
+        for start in range(0, score.shape[0], step):
+            part = score[start : start + step]
+            other = tiles[0][: part.shape[0]]
+            torch.sub(second[start : start + step], logsumexp[start : start + step], out=other)
+            part.sub_(other.exp_())
+    elif kind == "entropy":
+        torch.neg(entropy, out=score)
+    else:
+        torch.arange(0, -score.shape[0], -1, out=score)
+
+
+def check(kind: str, keys: Tensor | None, *figures: Tensor) -> None:
+    """Check the operands; `figures` are the five statistics and the score."""
+    if kind not in KINDS:
+        raise UnknownName("kind of score", kind, KINDS)
+    if kind == "random" and keys is None:
+        raise GraphError("row_score: random scores need operand 'keys': give a key for each row.")
+    rows, names = figures[0].shape[0], ("maximum", "second", "logsumexp", "entropy", "sample_logit", "score")
+    vectors = {name: (figure, (rows,), torch.float32) for name, figure in zip(names, figures, strict=True)}
+    check_shapes("row_score", keys=(keys, (rows,), INDEX[0]), **vectors)
+
+
+def reference(
+    *,
+    maximum: Tensor,
+    second: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
+    sample_logit: Tensor,
+    kind: str,
+    keys: Tensor | None = None,
+) -> Tensor:
+    """Return the scores in plain PyTorch; random ones are float32 numbers, whatever the dtype."""
+    if kind == "random" and keys is not None:
+        return uniforms(keys).to(maximum.dtype)
+    if kind == "sequential":
+        return -torch.arange(maximum.shape[0], dtype=maximum.dtype)
+    if kind == "entropy":
+        return -entropy
+    first = (sample_logit if kind == "confidence" else maximum) - logsumexp
+    return first.exp() if kind == "confidence" else first.exp() - (second - logsumexp).exp()

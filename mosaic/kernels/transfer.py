@@ -1,0 +1,190 @@
+"""transfer: which rows are committed by their scores, and the tokens after it.
+
+Contract: transfer(token[M] int64, score[M] float32, current[M] int64, cu_rows[B+1] int32, quota[B] int32, threshold[B]
+float32, edit_threshold?[B] float32; rule, mask_id) -> chosen[M] int64, committed[M] uint8 (0 or 1). The rules are those of
+the contract. All of them commit, of a sequence's candidates in the order of their scores (ties: the lower row), the first
+few; they differ in how many. Outputs overlap no operand. Legend: M rows, B sequences.
+
+The order is sorted in the plan's own memory (`_order`), and thresholds are counted in it by binary search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mosaic.errors import GraphError, UnknownName
+from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels._order import Order, above, at_least, fill_order, indices_of
+from mosaic.kernels._scratch import tiles_of
+
+__all__ = ["RULES", "check", "launch", "reference"]
+
+_NEVER: Final = 2**63 - 1
+"""Sorts behind every candidate."""
+
+
+def launch(
+    *,
+    token: Tensor,
+    score: Tensor,
+    current: Tensor,
+    cu_rows: Tensor,
+    quota: Tensor,
+    threshold: Tensor,
+    chosen: Tensor,
+    committed: Tensor,
+    rule: str,
+    mask_id: int,
+    edit_threshold: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write chosen [M] and committed [M]; the bounds, quotas and thresholds are read on the host."""
+    check(token, score, current, cu_rows, quota, threshold, edit_threshold, chosen, committed, rule)
+    order, values, ranks, kept, other = (tile.numpy() for tile in tiles_of("transfer", scratch, {"score": score}))
+    tokens, before, done = token.numpy(), current.numpy(), committed.view(torch.bool).numpy()
+    np.not_equal(before, mask_id, out=kept)
+    np.add(score.numpy(), np.float32(0), out=values)  # -0.0 becomes 0.0
+    fill_order(order, ranks, values)
+    np.copyto(order, _NEVER, where=kept)
+    done.fill(False)
+    bounds = cu_rows.tolist()
+    for b, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        mine = order[start:end]
+        mine.sort()
+        candidates = mine[: np.searchsorted(mine, _NEVER)]
+        count = RULES[rule](candidates, max(int(quota[b]), 0), float(threshold[b]))
+        done[indices_of(candidates[:count])] = True
+        if edit_threshold is not None:
+            edited, differs = kept[start:end], other[start:end]
+            np.not_equal(tokens[start:end], before[start:end], out=differs)
+            np.logical_and(edited, differs, out=edited)
+            np.greater(values[start:end], float(edit_threshold[b]), out=differs)
+            np.logical_and(edited, differs, out=edited)
+            np.logical_or(done[start:end], edited, out=done[start:end])
+    torch.where(committed.view(torch.bool), token, current, out=chosen)
+
+
+def check(
+    token: Tensor,
+    score: Tensor,
+    current: Tensor,
+    cu_rows: Tensor,
+    quota: Tensor,
+    threshold: Tensor,
+    edit_threshold: Tensor | None,
+    chosen: Tensor,
+    committed: Tensor,
+    rule: str,
+) -> None:
+    """Check the operands and the rule."""
+    if rule not in RULES:
+        raise UnknownName("rule", rule, RULES)
+    if (rule == "edit") != (edit_threshold is not None):
+        raise GraphError(f"transfer: operand 'edit_threshold' belongs to rule 'edit', and to no other; the rule is '{rule}'.")
+    (rows,), (seqs,) = score.shape, quota.shape
+    check_shapes(
+        "transfer",
+        token=(token, (rows,), INDEX[0]),
+        score=(score, (rows,), torch.float32),
+        current=(current, (rows,), INDEX[0]),
+        cu_rows=(cu_rows, (seqs + 1,), torch.int32),
+        quota=(quota, (seqs,), torch.int32),
+        threshold=(threshold, (seqs,), torch.float32),
+        edit_threshold=(edit_threshold, (seqs,), torch.float32),
+        chosen=(chosen, (rows,), INDEX[0]),
+        committed=(committed, (rows,), torch.uint8),
+    )
+
+
+def _top(order: Order, quota: int, threshold: float) -> int:
+    return quota
+
+
+def _threshold(order: Order, quota: int, threshold: float) -> int:
+    return max(at_least(order, threshold), 1)
+
+
+def _dynamic(order: Order, quota: int, threshold: float) -> int:
+    return max(above(order, threshold), quota)
+
+
+def _above(order: Order, quota: int, threshold: float) -> int:
+    return above(order, threshold)
+
+
+def _factor(order: Order, quota: int, factor: float) -> int:
+    """Bisect for the stop: its scores fall and its thresholds rise."""
+    if not at_least(order, -1.0):
+        return 1
+    stop, last = 1, len(order) - 1
+    end = last
+    while stop < end:
+        middle = (stop + end) // 2
+        step = np.float32(1) - np.float32(factor) / np.float32(middle + 2)
+        if at_least(order, float(step)) <= middle:
+            end = middle
+        else:
+            stop = middle + 1
+    return stop if stop < last else last + 1
+
+
+RULES: Final[Mapping[str, Callable[[Order, int, float], int]]] = {
+    "top": _top,
+    "threshold": _threshold,
+    "dynamic": _dynamic,
+    "above": _above,
+    "factor": _factor,
+    "edit": _dynamic,
+}
+"""How many of a sequence's candidates, in order, are committed: (order, quota, threshold) -> count, perhaps too many."""
+
+
+def reference(
+    *,
+    token: Tensor,
+    score: Tensor,
+    current: Tensor,
+    cu_rows: Tensor,
+    quota: Tensor,
+    threshold: Tensor,
+    rule: str,
+    mask_id: int,
+    edit_threshold: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return chosen and committed, a row at a time."""
+    tokens, before, bounds = token.tolist(), current.tolist(), cu_rows.tolist()
+    committed: set[int] = set()
+    for b, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        scores: dict[int, float] = dict(zip(range(start, end), score[start:end].tolist(), strict=True))
+        ranked = [row for _, row in sorted((-value, row) for row, value in scores.items() if before[row] == mask_id)]
+        limit, count = float(threshold[b]), max(int(quota[b]), 0)
+        high = sum(scores[row] > limit for row in ranked)
+        if rule in ("dynamic", "edit"):
+            count = max(high, count)
+        elif rule == "above":
+            count = high
+        elif rule == "threshold":
+            count = max(sum(scores[row] >= limit for row in ranked), 1)
+        elif rule == "factor":
+            count = _factor_reference([scores[row] for row in ranked], limit)
+        committed.update(ranked[:count])
+        if edit_threshold is not None:
+            others = (row for row in scores if before[row] != mask_id and tokens[row] != before[row])
+            committed.update(row for row in others if scores[row] > float(edit_threshold[b]))
+    done = torch.zeros(score.shape[0], dtype=torch.uint8)
+    done[sorted(committed)] = 1
+    return {"chosen": torch.where(done.bool(), token, current), "committed": done}
+
+
+def _factor_reference(descending: list[float], factor: float) -> int:
+    stop = 0
+    for n, value in enumerate(descending, start=1):
+        stop = n
+        if value < (-1.0 if n == 1 else 1.0 - factor / (n + 1)):
+            break
+    return stop if stop in (1, len(descending)) else stop - 1

@@ -1,0 +1,63 @@
+"""Fast-dLLM v2 (Efficient-Large-Model): shaped and shifted as Dream is, attention causal by blocks of 32 positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from mosaic.errors import UnsupportedModel
+from mosaic.models import dream
+from mosaic.models.architecture import Architecture, positive, token_ids
+
+__all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture"]
+
+FAMILY: Final = "fast-dllm-v2"
+MODEL_TYPES: Final = ("fast_dllm_qwen",)
+
+_END_OF_TURN: Final = 151645
+
+
+def _preset(hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, *, tied: bool) -> dict[str, Any]:
+    """The config.json of a released size; of the 7B, vocabulary and rotary base are those of Qwen2.5-7B."""
+    return {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "model_type": "Fast_dLLM_Qwen",
+        "hidden_size": hidden,
+        "num_hidden_layers": 28,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "bd_size": 32,
+        "eos_token_id": _END_OF_TURN,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+    }
+
+
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "fast-dllm-v2-7b": _preset(3584, heads=28, kv_heads=4, ffn=18944, vocabulary=152064, tied=False),
+    "fast-dllm-v2-1.5b": _preset(1536, heads=12, kv_heads=2, ffn=8960, vocabulary=151936, tied=True),
+}
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """Read a Fast-dLLM v2 config.json; the mask id is 151665 where the config does not say.
+
+    >>> architecture(PRESETS["fast-dllm-v2-7b"]).block
+    32
+    """
+    for key in ("rope_scaling", "use_sliding_window"):
+        if config.get(key):
+            raise UnsupportedModel(f"config.json: Fast-dLLM v2 with '{key}' is not supported; register it as a graph.")
+    return replace(
+        dream.architecture(config),
+        block=positive(config, "bd_size", "block_size", default=32),
+        mask_token_id=token_ids(config, "mask_token_id", (151665,))[0],
+        eos_token_ids=token_ids(config, "eos_token_id", (_END_OF_TURN,)),
+        pad_token_id=token_ids(config, "pad_token_id", (151643,))[0],
+    )

@@ -1,0 +1,38 @@
+"""The small trained models that are part of the wheel, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from mosaic.errors import CheckpointError
+
+__all__ = ["SHIPPED", "shipped"]
+
+SHIPPED: Final[Mapping[str, str]] = {"small": "small-llada", "small-llada": "small-llada", "small-sdar": "small-sdar"}
+"""Name -> directory in `mosaic/checkpoints`; `small` is the bidirectional one."""
+_CHECKPOINTS: Final = Path(__file__).parent.parent / "checkpoints"
+
+
+def shipped(name: str) -> Path | None:
+    """The directory of a model that is shipped, or None for any other name.
+
+    Raises
+    ------
+    CheckpointError
+        If this installation lacks its files.
+
+    Examples
+    --------
+    >>> shipped("llada-8b") is None
+    True
+    """
+    if name not in SHIPPED:
+        return None
+    path = _CHECKPOINTS / SHIPPED[name]
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"the model '{name}' is not in this installation ({path} is missing): pip install --force-reinstall mosaic-dllm."
+        )
+    return path

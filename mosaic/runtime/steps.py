@@ -1,0 +1,151 @@
+"""What a decoding algorithm asks of a model and gets: one request's part of a step, and its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from mosaic.models.phase import Phase
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.planner.plan import Plan
+
+__all__ = ["KVSequence", "StepRequest", "StepResult", "StepRunner", "StepShape"]
+
+
+class KVSequence(Protocol):
+    """The keys and values of one sequence: rows of the state, found by slots."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that there are rows for."""
+
+    def reserve(self, tokens: int) -> None:
+        """Have rows for so many tokens; what is there stays where it is."""
+
+    def close(self) -> None:
+        """Give the rows back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest:
+    """One request's part of a step. Legend: T tokens of the window, M rows to decide.
+
+    Parameters
+    ----------
+    phase
+        The kind of step; requests of one phase are packed into one.
+    token_ids
+        int64 [T], the window: tokens at the positions from `start` on.
+    start
+        Position of the first.
+    sequence, key_len
+        Of cached phases: whose keys and values, and how many of them are seen (at least `start` + T).
+    rows
+        int64 [M], the window's rows to decide, in ascending order.
+    current
+        int64 [M], the tokens that stand there.
+    quota, threshold, edit_threshold
+        What the phase's rule goes by.
+    keys
+        int64 [M], random keys of the rows, for phases that are `noisy`.
+    temperature, top_p, top_k, score_temperature, guidance
+        Of the sampling; the same for all requests of a step. 0 is off, and so is top_p 1.
+    unconditional
+        int64 [T], the window with the prompt masked, for phases that are `guided`.
+    """
+
+    phase: Phase
+    token_ids: Tensor
+    start: int = 0
+    sequence: KVSequence | None = None
+    key_len: int = 0
+    rows: Tensor
+    current: Tensor
+    quota: int = 0
+    threshold: float = 0.0
+    edit_threshold: float = 0.0
+    keys: Tensor | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    score_temperature: float = 0.0
+    guidance: float = 0.0
+    unconditional: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The outcome for one request, in tensors of the host that are the caller's.
+
+    Parameters
+    ----------
+    token
+        int64 [M], the token drawn for each row, or the most likely one.
+    score
+        float32 [M], by which rows were chosen.
+    committed
+        bool [M], the rows that the rule takes.
+    chosen
+        int64 [M], what stands there from now on: `token` where committed, else what stood there.
+    plan
+        The plan that was in force.
+    seconds
+        The step's wall-clock time.
+    """
+
+    token: Tensor
+    score: Tensor
+    committed: Tensor
+    chosen: Tensor
+    plan: Plan = field(repr=False)
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """The size of a step, to plan it ahead.
+
+    Parameters
+    ----------
+    phase
+        The kind of step.
+    tokens
+        Tokens of each sequence's window.
+    key_lens
+        Keys that each sequence sees; empty where the phase is not cached.
+    rows
+        Rows to decide, all sequences together.
+    """
+
+    phase: Phase
+    tokens: tuple[int, ...]
+    key_lens: tuple[int, ...] = ()
+    rows: int = 0
+
+
+class StepRunner(Protocol):
+    """What runs steps: a compiled model."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """Sizes and special tokens of the model."""
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        """Run one step over requests of one phase, packed."""
+
+    def open_sequence(self) -> KVSequence:
+        """Start a sequence of keys and values."""
+
+    def check(self, shapes: Sequence[StepShape]) -> Plan:
+        """Plan all of these steps and give the plan that takes the most memory.
+
+        Raises
+        ------
+        DoesNotFit
+            If one of them does not fit.
+        """

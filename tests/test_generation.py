@@ -1,0 +1,190 @@
+"""Generation on compiled models: the same tokens under every plan, in exactly the memory that was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiled_runner import CompiledRunner
+from reference_runner import random_tensors
+from test_decoding import CONFIGS, prompt_of
+
+from mosaic import decoding, models
+from mosaic.errors import DoesNotFit, UsageError
+from mosaic.models.phase import Phase
+from mosaic.runtime.kv_memory import KVMemory
+from mosaic.runtime.steps import StepRequest
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llada": ("llada", {"gen_length": 16, "block_length": 8, "steps": 8}),
+    "llada-guided": ("llada", {"gen_length": 16, "block_length": 8, "steps": 8, "cfg_scale": 1.0, "temperature": 0.5}),
+    "dream-nucleus": ("dream", {"gen_length": 12, "steps": 6, "alg": "entropy", "temperature": 0.7, "top_p": 0.9}),
+    "dual-cache": (
+        "llada",
+        {"gen_length": 16, "block_length": 8, "algorithm": "fast-dllm", "threshold": 0.4, "cache": "dual"},
+    ),
+    "sdar": ("sdar", {"gen_length": 24, "temperature": 1.0, "threshold": 0.3}),
+    "llada2.1": ("sdar", {"gen_length": 24, "algorithm": "llada2.1", "threshold": 0.2, "edit_threshold": 0.1}),
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "chunked": {"config": {"proj": 128, "ffn": 128, "logits": 64, "attention": "queries", "head": "fused"}},
+    "streamed": {"config": {"stream": "all"}, "host_budget": "64MiB"},
+    "hidden on the host": {"config": {"hidden": "host", "stream": "layers"}, "host_budget": "64MiB"},
+    "poisoned": {"debug": "poison"},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def runner_of(family: str, **options: Any) -> CompiledRunner:
+    config = CONFIGS[family]
+    return CompiledRunner(config, random_tensors(models.load(config).architecture, 3), **options)
+
+
+def generated(family: str, options: dict[str, Any], lengths: tuple[int, ...], **compiled: Any) -> list[list[int]]:
+    runner = runner_of(family, **compiled)
+    try:
+        found = decoding.generate(runner, [prompt_of(n) for n in lengths], stop_at_eos=False, **options)
+    finally:
+        runner.close()
+    return [answer.token_ids.tolist() for answer in found]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_plan_generates_the_same(way: str, plan: str) -> None:
+    family, options = WAYS[way]
+    lengths = (150, 9)  # more than one chunk of the projections' tile, and odd
+    assert generated(family, options, lengths, **PLANS[plan]) == generated(family, options, lengths)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_peak_of_a_generation_is_the_predicted_one(way: str) -> None:
+    family, options = WAYS[way]
+    runner = runner_of(family)
+    committed: list[int] = []
+
+    def measure(step: decoding.Step) -> None:
+        held = runner.model.workspace.committed_bytes()
+        assert sum(held.values()) == sum(
+            step.plan.components[pool] for pool in ("weights", "workspace", "state")
+        )  # to the byte, whatever the step
+        committed.append(step.peak_bytes)
+
+    decoding.generate(runner, [prompt_of(9)], stop_at_eos=False, on_step=measure, **options)
+    assert runner.checked is not None
+    assert max(committed) == runner.checked.total_bytes
+    assert runner.model._kv.rows == 0
+    runner.close()
+
+
+def test_the_state_grows_without_copying() -> None:
+    """Rows stay where they are, at one address, while a generation adds to them; pages come at the end."""
+    runner = runner_of("sdar")
+    seen: list[tuple[int, int]] = []
+
+    def look(step: decoding.Step) -> None:
+        state = runner.model.workspace.range("state")
+        seen.append((state.address, state.committed_bytes))
+        rows = torch.frombuffer(bytearray(state.tensor[:4096].numpy().tobytes()), dtype=torch.uint8)
+        first.append(rows)
+
+    first: list[torch.Tensor] = []
+    decoding.generate(runner, [prompt_of(64)], stop_at_eos=False, gen_length=192, on_step=look)
+    addresses, sizes = zip(*seen, strict=True)
+    assert len(set(addresses)) == 1
+    assert sorted(sizes) == list(sizes) and sizes[-1] > sizes[0]
+    assert all(torch.equal(first[0], later) for later in first)  # the prompt's rows, as they were prefilled
+    runner.close()
+
+
+def test_rows_of_closed_sequences_are_used_again() -> None:
+    memory = KVMemory()
+    first, second, third = memory.open(), memory.open(), memory.open()
+    for sequence in (first, second, third):
+        sequence.reserve(4)
+    second.close()
+    second.close()
+    fourth = memory.open()
+    fourth.reserve(6)
+    assert fourth.slots().tolist() == [4, 5, 6, 7, 12, 13]
+    assert memory.rows == 14
+    third.close()
+    assert memory.rows == 14
+    fourth.close()
+    assert memory.rows == 4
+    first.close()
+    assert memory.rows == 0
+    with pytest.raises(UsageError, match="reserve more"):
+        first.slots(0, 1)
+
+
+def test_a_generation_that_does_not_fit_is_refused_before_it_starts() -> None:
+    options: dict[str, Any] = {"gen_length": 64, "block_length": 8, "steps": 64}
+    open_ended = runner_of("llada")
+    budget = open_ended.check(decoding.shapes(decoding.GenerationConfig(**options), [200], open_ended.architecture))
+    open_ended.close()
+    runner = runner_of("llada", budget=budget.total_bytes)
+    steps: list[decoding.Step] = []
+    with pytest.raises(DoesNotFit, match="the largest context that fits is") as refused:
+        decoding.generate(runner, [prompt_of(400)], on_step=steps.append, **options)
+    assert refused.value.needed_bytes > refused.value.available_bytes == budget.total_bytes
+    assert not steps
+    short = decoding.generate(runner, [prompt_of(9)], gen_length=8, block_length=8, steps=8, stop_at_eos=False)
+    assert len(short[0].token_ids) == 8  # and the model works on
+    runner.close()
+
+
+def test_open_sequences_are_part_of_plans() -> None:
+    runner = runner_of("sdar")
+    other = runner.open_sequence()
+    alone = decoding.generate(runner, [prompt_of(20)], gen_length=16, stop_at_eos=False)
+    before = runner.peak_bytes
+    other.reserve(40_000)
+    crowded = decoding.generate(runner, [prompt_of(20)], gen_length=16, stop_at_eos=False)
+    assert crowded[0].token_ids.tolist() == alone[0].token_ids.tolist()
+    row = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head size, bytes
+    assert runner.peak_bytes >= before + 40_000 * row // 2
+    other.close()
+    runner.close()
+
+
+REQUEST: dict[str, Any] = {
+    "phase": Phase(cached=True, score="confidence", rule="top"),
+    "token_ids": torch.tensor([1, 2]), "key_len": 2, "rows": torch.tensor([0]), "current": torch.tensor([95]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"key_len": 1}, "sees that many keys at least, got 1"),
+        ({"key_len": 9}, "reserve more"),
+        ({"sequence": None}, "needs a sequence that this model has opened"),
+        ({"rows": torch.tensor([2])}, r"rows of a window of 2 tokens are in \[0, 2\), got \[2\]"),
+        ({"rows": torch.tensor([], dtype=torch.int64)}, "decides at least one row"),
+        ({"token_ids": torch.tensor([], dtype=torch.int64)}, "at least one token"),
+        ({"phase": Phase(cached=True, head="sample", score="confidence", rule="top")}, "needs a key for every row"),
+    ],
+)
+def test_requests_that_make_no_step_are_refused(changed: dict[str, Any], message: str) -> None:
+    runner = runner_of("sdar")
+    sequence = runner.open_sequence()
+    sequence.reserve(4)
+    with pytest.raises(UsageError, match=message):
+        runner.step([StepRequest(**{**REQUEST, "sequence": sequence, **changed})])
+    with pytest.raises(UsageError, match="at least one request"):
+        runner.step([])
+    first = StepRequest(**{**REQUEST, "sequence": sequence})
+    with pytest.raises(UsageError, match=r"share their temperature, got 0\.0 and 1\.0"):
+        runner.step([first, StepRequest(**{**REQUEST, "sequence": sequence, "temperature": 1.0})])
+    assert runner.step([first])[0].committed.tolist() == [False]  # quota 0
+    runner.close()

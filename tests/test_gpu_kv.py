@@ -1,0 +1,132 @@
+"""Attention over kept keys on a real CUDA device: sizes of decoding, replay with other lengths, rows beyond 2^31 elements."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from test_kernels import BF16, F32, Case, assert_within, name_of, randn
+from test_kv import FEW, check_in_triton, kv_case, softmax_rows, triton_bound
+from test_triton_kernels import INTERPRETED, moved, scratch_for
+
+from mosaic.kernels import load
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set in this process"),
+]
+
+# windows of (tokens, keys, position of the first), query heads, KV heads, head size, block
+SIZES = {
+    "a block of 32 over 20,000 keys": ([(32, 20_000, 19_968)], 32, 8, 128, 0),
+    "without groups": ([(16, 5_003, 4_000)], 8, 8, 128, 0),
+    "one token, groups of 8": ([(1, 9_001, 9_000)], 8, 1, 128, 0),
+    "a batch": ([(4, 37 + 301 * i, 20) for i in range(20)], 8, 2, 64, 4),
+    "prefill in blocks": ([(700, 700, 0), (333, 333, 0)], 4, 1, 128, 32),
+    "groups of 7": ([(32, 3_000, 100), (5, 17, 12)], 28, 4, 128, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=name_of)
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_decoding(name: str, dtype: torch.dtype) -> None:
+    windows, heads, kv_heads, size, block = SIZES[name]
+    check_in_triton(kv_case(windows, heads, kv_heads, size, dtype, block=block, padding=3))
+
+
+def test_results_do_not_depend_on_the_batch_around_a_sequence() -> None:
+    """A captured step serves batches of one size; a sequence's rows come close to those it has alone."""
+    windows = [(32, 4_000, 3_968), (32, 700, 668), (32, 64, 32)]
+    together = kv_case(windows, 8, 2, 128, BF16)
+    expected, _ = softmax_rows(together)
+    given = {name: moved(t, "cuda") for name, t in together.operands.items()}
+    for number, (tokens, _, _) in enumerate(windows):
+        rows = slice(number * tokens, (number + 1) * tokens)
+        alone = {name: given[name][rows] for name in ("q", "positions")}
+        bounds = {name: given[name][number : number + 2].clone() for name in ("cu_seqlens", "cu_keys")}
+        bounds["cu_seqlens"] -= bounds["cu_seqlens"][0].clone()
+        y = torch.empty(tokens, 8 * 128, dtype=BF16, device="cuda")
+        scratch = scratch_for(together, "cuda")
+        load("kv_attention", "cuda").launch(**(given | alone | bounds), **together.attrs, y=y, scratch=scratch)
+        assert_within(y.cpu(), expected[rows], triton_bound(together, expected)[rows])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_launch_allocates_nothing(name: str) -> None:
+    windows, heads, kv_heads, size, block = FEW[name]
+    case = kv_case(windows, heads, kv_heads, size, BF16, block=block)
+    given = {name: moved(t, "cuda") for name, t in (case.operands | case.outputs).items()}
+    store = {name: torch.zeros(5, kv_heads * size, dtype=BF16, device="cuda") for name in ("k", "v")}
+    store |= {"slots": torch.arange(5, device="cuda"), "kv": given["kv"].clone()}
+    scratch = scratch_for(case, "cuda")
+
+    def launch() -> None:
+        load("kv_store", "cuda").launch(**store, layer=0)
+        load("kv_attention", "cuda").launch(**given, **case.attrs, scratch=scratch)
+
+    launch()  # compiles
+    torch.cuda.synchronize()
+    requests = torch.cuda.memory_stats()["allocation.all.allocated"]
+    launch()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests
+
+
+def test_a_captured_launch_serves_other_lengths() -> None:
+    """Splits and tiles depend on shapes alone: replayed, the launches read what the lengths are then."""
+    first = kv_case([(10, 3_000, 100), (22, 50, 28)], 8, 2, 64, BF16, block=4)
+    second = kv_case([(31, 40, 9), (1, 3_010, 3_009)], 8, 2, 64, BF16, block=4)
+    given: dict[str, Any] = {name: t.cuda() for name, t in first.operands.items()}
+    y, scratch = torch.zeros(32, 8 * 64, dtype=BF16, device="cuda"), scratch_for(first, "cuda")
+
+    def launch() -> None:
+        load("kv_attention", "cuda").launch(**given, **first.attrs, y=y, scratch=scratch)
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for case in (first, second):
+        kept, keys = case.operands["kv"], case.operands["key_slots"]
+        assert kept.shape == given["kv"].shape and keys.shape == given["key_slots"].shape
+        for name, tensor in case.operands.items():
+            given[name].copy_(tensor)
+        graph.replay()
+        expected, sees = softmax_rows(case)
+        assert sees.all()
+        assert_within(y.cpu(), expected, triton_bound(case, expected))
+
+
+def test_rows_beyond_two_to_the_31_elements() -> None:
+    rows, layers, size = 70_000, 128, 128  # 2.3e9 elements of bfloat16, 4.3 GiB
+    if torch.cuda.mem_get_info()[0] < 6 << 30:
+        pytest.skip("less than 6 GiB of free memory on the GPU")
+    kv = torch.zeros(rows, layers * 2 * size, dtype=BF16, device="cuda")
+    slots = torch.tensor([rows - 1, 0, rows - 2], device="cuda")
+    k, v = (randn(3, size, dtype=BF16, seed=seed).cuda() for seed in (1, 2))
+    load("kv_store", "cuda").launch(k=k, v=v, slots=slots, kv=kv, layer=layers - 1)
+    assert torch.equal(kv[slots, -2 * size :], torch.cat([k, v], dim=1))
+    assert not kv[:, : -2 * size].any() and not kv[1 : rows - 2].any()
+    small = torch.cat([k, v], dim=1).cpu()
+    operands = {
+        "q": randn(3, size, dtype=BF16), "kv": small, "key_slots": torch.arange(3),
+        "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32), "cu_keys": torch.tensor([0, 3], dtype=torch.int32),
+        "positions": torch.arange(3, dtype=torch.int32),
+    }  # fmt: skip
+    attrs = {"layer": 0, "kv_heads": 1, "head_size": size, "scale": size**-0.5, "block": 0}
+    case = Case("kv_attention", operands, {"y": torch.empty(3, size, dtype=BF16)}, attrs)
+    expected, _ = softmax_rows(case)
+    given = {name: t.cuda() for name, t in operands.items()} | {"kv": kv, "key_slots": slots}
+    y = torch.empty(3, size, dtype=BF16, device="cuda")
+    load("kv_attention", "cuda").launch(
+        **given, **attrs | {"layer": layers - 1}, y=y, scratch=scratch_for(case, "cuda")
+    )
+    assert_within(y.cpu(), expected, triton_bound(case, expected))

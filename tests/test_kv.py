@@ -1,0 +1,674 @@
+"""kv_store and kv_attention, and blocks in attention: CPU kernels against float64, and in planned, checked, executed graphs."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from test_kernels import (
+    BF16,
+    DTYPES,
+    F32,
+    F64,
+    Case,
+    assert_within,
+    check_allocates_nothing,
+    gamma,
+    name_of,
+    randn,
+    rounding,
+    strided,
+    unit,
+)
+from torch import Tensor
+
+from mosaic.devices import load_device
+from mosaic.errors import GraphError, RuntimeMemoryError
+from mosaic.kernels import load
+from mosaic.planner import plan_graph
+from mosaic.planner.check import check_plan
+from mosaic.planner.plan import Plan
+from mosaic.registrar.contract import Spec
+from mosaic.registrar.contracts import contract
+from mosaic.registrar.graph import Graph
+from mosaic.registrar.implementations import attention_options, scratch_bytes
+from mosaic.registrar.implementations.cuda import kv_splits
+from mosaic.runtime.executor import Executor
+from mosaic.runtime.workspace import Workspace
+
+# --- a window over kept keys -------------------------------------------------------------------------------------------
+
+
+def starts(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def kv_case(
+    windows: Sequence[tuple[int, int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype,
+    *, block: int = 0, padding: int = 0, layer: int = 1, layers: int = 3,
+) -> Case:  # fmt: skip
+    """Windows of (tokens, keys, position of the first); a row of kv that no key lies in is NaN, slots are permuted."""
+    tokens, keys = sum(w[0] for w in windows), sum(w[1] for w in windows)
+    rows, columns = keys + 13, kv_heads * size
+    slots = torch.randperm(rows, generator=torch.Generator().manual_seed(3))[:keys]
+    kv = torch.full((rows, layers * 2 * columns), float("nan"), dtype=dtype)
+    kv[slots, 2 * layer * columns : (2 * layer + 1) * columns] = randn(keys, columns, dtype=dtype, seed=1, scale=2)
+    kv[slots, (2 * layer + 1) * columns : 2 * (layer + 1) * columns] = randn(keys, columns, dtype=dtype, seed=2)
+    places = [torch.arange(first, first + count) for count, _, first in windows]
+    operands = {
+        "q": strided(randn(tokens + padding, heads * size, dtype=dtype, scale=2)),
+        "kv": kv,
+        "key_slots": torch.cat([slots, torch.full((padding,), rows + 99)]),
+        "cu_seqlens": starts([w[0] for w in windows]),
+        "cu_keys": starts([w[1] for w in windows]),
+        "positions": torch.cat([*places, torch.zeros(padding, dtype=torch.int64)]).to(torch.int32),
+    }
+    attrs = {"layer": layer, "kv_heads": kv_heads, "head_size": size, "scale": size**-0.5, "block": block}
+    return Case("kv_attention", operands, {"y": torch.empty(tokens + padding, heads * size, dtype=dtype)}, attrs)
+
+
+def softmax_rows(case: Case, row_start: int = 0, *, absolute: bool = False) -> tuple[Tensor, Tensor]:
+    """In float64, one query row and head at a time: the attention, and which rows see a key. Written apart from kernels."""
+    given, attrs = case.operands, case.attrs
+    q, kv = given["q"].double(), given["kv"].double()
+    size, kv_heads, layer, block = (attrs[name] for name in ("head_size", "kv_heads", "layer", "block"))
+    group, width = q.shape[1] // size // kv_heads, kv_heads * size
+    y, sees = torch.zeros_like(q), torch.zeros(q.shape[0], dtype=torch.bool)
+    spans = zip(pairwise(given["cu_seqlens"].tolist()), pairwise(given["cu_keys"].tolist()), strict=True)
+    for (first, last), (first_key, last_key) in spans:
+        for row in range(first, last):
+            if not 0 <= row - row_start < q.shape[0] or first_key == last_key:
+                continue
+            at = row - row_start
+            count = last_key - first_key
+            if block:
+                count = min(count, (math.floor(int(given["positions"][at]) / block) + 1) * block)
+            mine = kv[given["key_slots"][first_key : first_key + count]]
+            sees[at] = True
+            for head in range(kv_heads * group):
+                low = 2 * layer * width + head // group * size
+                k, v = mine[:, low : low + size], mine[:, low + width : low + width + size]
+                columns = slice(head * size, (head + 1) * size)
+                weights = torch.softmax(k @ q[at, columns] * attrs["scale"], 0)
+                y[at, columns] = weights @ (v.abs() if absolute else v)
+    return y, sees
+
+
+def kv_bound(case: Case, expected: Tensor, row_start: int = 0) -> Tensor:
+    """As `attention_bound`: e^(2 d) - 1 for scores off by d, S roundings in each of two sums, applied to the sums of |v|."""
+    dtype, attrs = case.operands["q"].dtype, case.attrs
+    keys = int(case.operands["cu_keys"].diff().max())
+    q, kv = (
+        case.operands[name].double().nan_to_num(0.0).unflatten(1, (-1, attrs["head_size"])) for name in ("q", "kv")
+    )
+    delta = gamma(attrs["head_size"] + 4, dtype) * float(q.norm(dim=2).max() * kv.norm(dim=2).max()) * attrs["scale"]
+    magnitude, _ = softmax_rows(case, row_start, absolute=True)
+    return (2.1 * delta + gamma(2 * keys + 40, dtype)) * magnitude + rounding(expected, dtype)
+
+
+WINDOWS = {
+    "one of one": ([(1, 1, 0)], 1, 1, 2, 0),
+    "whole": ([(5, 5, 0), (31, 31, 0)], 4, 4, 16, 0),
+    "decode, groups of 4": ([(4, 37, 33), (7, 700, 600), (1, 3, 2)], 8, 2, 16, 0),
+    "groups of 8": ([(32, 530, 498)], 8, 1, 8, 0),
+    "prefix sees the suffix": ([(9, 61, 20), (3, 0, 0), (70, 90, 10)], 6, 3, 5, 0),
+    "blocks of 4": ([(4, 37, 33), (9, 600, 580), (50, 50, 0)], 8, 2, 16, 4),
+    "blocks of 32": ([(300, 300, 0), (32, 96, 64), (5, 45, 40)], 4, 1, 8, 32),
+    "blocks end with the keys": ([(7, 7, 0)], 2, 1, 4, 32),
+    "no tokens": ([(0, 9, 0), (2, 9, 7), (0, 0, 0)], 2, 2, 4, 0),
+    "a wide group": ([(2, 9, 7)], 300, 1, 2, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_kv_attention(name: str, dtype: torch.dtype) -> None:
+    windows, heads, kv_heads, size, block = WINDOWS[name]
+    case = kv_case(windows, heads, kv_heads, size, dtype, block=block, padding=3)
+    expected, sees = softmax_rows(case)
+    case.launch()
+    y = case.outputs["y"]
+    assert_within(y[sees], expected[sees], kv_bound(case, expected)[sees])
+    assert y[~sees].isnan().all() and not sees[-3:].any()
+    torch.testing.assert_close(case.reference()[sees], expected[sees])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+@pytest.mark.parametrize("block", [0, 4])
+def test_kv_attention_may_overwrite_its_queries(dtype: torch.dtype, block: int) -> None:
+    case = kv_case([(3, 60, 57), (300, 400, 90)], 4, 2, 8, dtype, block=block)
+    case.launch()
+    q = case.operands["q"]
+    load("kv_attention").launch(**case.operands, **case.attrs, y=q, scratch=case.scratch())
+    assert torch.equal(q, case.outputs["y"])
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_slice_of_a_window_knows_where_it_starts(block: int) -> None:
+    case = kv_case([(50, 90, 40), (3, 7, 0), (80, 80, 0)], 2, 1, 8, F32, block=block)
+    whole, _ = softmax_rows(case)
+    for start, end in ((0, 20), (20, 52), (52, 133)):
+        part = {name: case.operands[name][start:end] for name in ("q", "positions")}
+        y = torch.full((end - start, 16), float("nan"))
+        operands = case.operands | part
+        load("kv_attention").launch(**operands, **case.attrs, y=y, row_start=start, scratch=case.scratch())
+        assert_within(y, whole[start:end], kv_bound(case, whole)[start:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("rows", [[0], [7, 8, 9, 3, 2, -1, -1, 5, 6], [-1], [9, 8]], ids=str)
+def test_kv_store_writes_its_layer_and_nothing_else(rows: list[int], dtype: torch.dtype) -> None:
+    k, v = (strided(randn(len(rows), 6, dtype=dtype, seed=seed)) for seed in (1, 2))
+    kv = strided(randn(10, 36, dtype=dtype, seed=3))
+    expected = kv.clone()
+    for i, row in enumerate(rows):
+        if row >= 0:
+            expected[row, 12:18], expected[row, 18:24] = k[i], v[i]
+    case = Case("kv_store", {"k": k, "v": v, "slots": torch.tensor(rows), "kv": kv}, attrs={"layer": 1})
+    after = load("kv_store").reference(**case.operands, layer=1)
+    case.launch()
+    assert torch.equal(kv, expected) and torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("block", [0, 4])
+def test_kernels_allocate_nothing(block: int, dtype: torch.dtype) -> None:
+    rows = torch.tensor([7, 8, 9, 3, 2, -1, 5])
+    k, v, kv = (randn(*shape, dtype=dtype) for shape in ((7, 6), (7, 6), (10, 36)))
+    check_allocates_nothing(Case("kv_store", {"k": k, "v": v, "slots": rows, "kv": kv}, attrs={"layer": 1}))
+    check_allocates_nothing(kv_case([(3, 60, 57), (300, 700, 90)], 4, 2, 8, dtype, block=block))
+    check_allocates_nothing(blocked_case((3, 600), 4, 2, 16, block, dtype))
+
+
+def test_a_slot_beyond_the_rows_is_refused() -> None:
+    kv = torch.zeros(4, 4)
+    with pytest.raises(IndexError, match="slot 4 of 4 rows"):
+        load("kv_store").launch(k=torch.ones(2, 2), v=torch.ones(2, 2), slots=torch.tensor([3, 4]), kv=kv, layer=0)
+    assert not kv.any()
+
+
+def test_launches_refuse_wrong_operands() -> None:
+    with pytest.raises(GraphError, match=r"'kv' has 8 columns, .* 2 columns for every layer, layer 2 among them"):
+        load("kv_store").launch(k=torch.ones(1, 2), v=torch.ones(1, 2), slots=torch.zeros(1).long(),
+                                kv=torch.zeros(4, 8), layer=2)  # fmt: skip
+    case = kv_case([(2, 3, 1)], 3, 2, 4, F32)
+    with pytest.raises(GraphError, match="3 query heads do not divide into 2 groups"):
+        case.launch()
+    case = kv_case([(2, 3, 1)], 4, 2, 4, F32)
+    case.operands["positions"] = case.operands["positions"].long()
+    with pytest.raises(GraphError, match=r"operand 'positions' is \[2\] torch.int64, expected \[2\] torch.int32"):
+        case.launch()
+
+
+# --- attention in blocks --------------------------------------------------------------------------------------------------
+
+
+def blocked_case(lengths: Sequence[int], heads: int, kv_heads: int, size: int, block: int, dtype: torch.dtype) -> Case:
+    """A case of `attention` in blocks; the same in `kv_attention` gives what is expected of it."""
+    tokens = sum(lengths)
+    operands = {
+        "q": strided(randn(tokens, heads * size, dtype=dtype, scale=2)),
+        "k": strided(randn(tokens, kv_heads * size, dtype=dtype, seed=1, scale=2)),
+        "v": strided(randn(tokens, kv_heads * size, dtype=dtype, seed=2)),
+        "cu_seqlens": starts(lengths),
+    }
+    attrs = {"head_size": size, "scale": size**-0.5, "block": block}
+    return Case("attention", operands, {"y": torch.empty(tokens, heads * size, dtype=dtype)}, attrs)
+
+
+def kept(case: Case, row_start: int = 0) -> Case:
+    """The `kv_attention` that a case of `attention` is: one layer, every key its own row."""
+    given, rows = case.operands, case.operands["k"].shape[0]
+    positions = torch.cat([torch.arange(n) for n in given["cu_seqlens"].diff().tolist()]).to(torch.int32)
+    operands = {
+        "q": given["q"], "kv": torch.cat([given["k"], given["v"]], dim=1), "key_slots": torch.arange(rows),
+        "cu_seqlens": given["cu_seqlens"], "cu_keys": given["cu_seqlens"],
+        "positions": positions[row_start : row_start + given["q"].shape[0]],
+    }  # fmt: skip
+    heads = given["k"].shape[1] // case.attrs["head_size"]
+    return Case("kv_attention", operands, attrs=case.attrs | {"layer": 0, "kv_heads": heads})
+
+
+BLOCKED = [((1,), 1, 1, 2, 4), ((5, 1, 31), 4, 2, 16, 4), ((257,), 2, 1, 8, 32), ((3, 0, 520, 7), 3, 3, 5, 32)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", BLOCKED, ids=str)
+def test_attention_in_blocks(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    case = blocked_case(*shape, dtype)
+    expected, _ = softmax_rows(kept(case))
+    case.launch()
+    assert_within(case.outputs["y"], expected, kv_bound(kept(case), expected))
+    torch.testing.assert_close(case.reference(), expected)
+
+
+def test_a_slice_of_attention_in_blocks_knows_where_it_starts() -> None:
+    case = blocked_case((50, 3, 80), 2, 1, 8, 4, F32)
+    whole, _ = softmax_rows(kept(case))
+    for start, end in ((0, 20), (20, 52), (52, 133)):
+        operands = case.operands | {"q": case.operands["q"][start:end]}
+        y = torch.full((end - start, 16), float("nan"))
+        load("attention").launch(**operands, **case.attrs, y=y, row_start=start, scratch=case.scratch())
+        assert_within(y, whole[start:end], kv_bound(kept(case), whole)[start:end])
+
+
+def test_cudnn_serves_no_blocks() -> None:
+    step = {"seqs": 1, "head_size": 128, "dtype": "bfloat16"}
+    assert attention_options("cuda", **step, block=4) == ("triton",)
+    case = blocked_case((8,), 1, 1, 8, 4, BF16)
+    with pytest.raises(GraphError, match=r"see all of it; this step has blocks of 4\. .*'triton'"):
+        load("attention", "cuda", "cudnn").launch(**case.operands, **case.outputs, **case.attrs)
+
+
+# --- in Triton --------------------------------------------------------------------------------------------------------
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from test_triton_kernels import INTERPRETED, run
+
+    DEVICE = "cpu" if INTERPRETED else "cuda"
+    triton_test = (lambda function: function) if INTERPRETED else pytest.mark.gpu
+else:
+    triton_test = pytest.mark.skip(reason="triton is not installed")
+
+
+FEW = {  # the interpreter takes milliseconds for each program
+    "whole": ([(5, 5, 0), (11, 11, 0)], 2, 2, 16, 0),
+    "decode, groups of 4": ([(4, 37, 33), (2, 150, 140), (1, 3, 2)], 8, 2, 16, 0),
+    "prefix sees the suffix": ([(9, 61, 20), (3, 0, 0), (2, 90, 10)], 3, 1, 5, 0),
+    "blocks of 4": ([(4, 37, 33), (9, 140, 120)], 4, 1, 16, 4),
+    "no tokens": ([(0, 9, 0), (2, 9, 7), (0, 0, 0)], 2, 2, 4, 0),
+    "a wide group": ([(2, 9, 7)], 67, 1, 2, 4),
+}
+
+
+def triton_bound(case: Case, expected: Tensor, row_start: int = 0) -> Tensor:
+    """As on the CPU, and the weights are rounded to the dtype before they meet the values; exp2 errs as scores do."""
+    magnitude, _ = softmax_rows(case, row_start, absolute=True)
+    return 2 * kv_bound(case, expected, row_start) + unit(case.operands["q"].dtype) * magnitude
+
+
+def check_in_triton(case: Case, alias: dict[str, str] | None = None, *, row_start: int = 0) -> None:
+    """Compare with float64; rows that see no key stay as they were."""
+    expected, sees = softmax_rows(case, row_start)
+    before = case.operands["q"] if alias else torch.full_like(case.operands["q"], float("nan"))
+    y = run(case, DEVICE, alias, row_start=row_start)["y"]
+    assert_within(y[sees], expected[sees], triton_bound(case, expected, row_start)[sees])
+    torch.testing.assert_close(y[~sees], before[~sees], rtol=0, atol=0, equal_nan=True)
+
+
+def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    from mosaic.kernels.cuda import kv_attention
+
+    monkeypatch.setattr(kv_attention, "kv_splits", lambda tiles, tile_rows, keys, places: splits)
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", FEW)
+def test_kv_attention_in_triton(name: str, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass, and split over keys: into more splits than some sequence has tiles of keys."""
+    windows, heads, kv_heads, size, block = FEW[name]
+    split_as(monkeypatch, splits)
+    check_in_triton(kv_case(windows, heads, kv_heads, size, dtype, block=block, padding=3))
+
+
+@triton_test
+def test_more_splits_than_are_joined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, 19)
+    check_in_triton(kv_case([(2, 1300, 600)], 4, 1, 8, BF16))
+
+
+@triton_test
+@pytest.mark.parametrize(("splits", "shape"), [(1, (8, 2, 128)), (2, (2, 1, 192)), (1, (1, 1, 128))], ids=str)
+def test_wide_heads_in_triton(shape: tuple[int, int, int], splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, splits)
+    check_in_triton(kv_case([(17, 90, 20), (3, 70, 67)], *shape, BF16, block=32))
+
+
+@triton_test
+@pytest.mark.parametrize("splits", [1, 3])
+def test_kv_attention_in_triton_may_overwrite_its_queries(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, splits)
+    check_in_triton(kv_case([(3, 60, 57), (10, 100, 90)], 4, 2, 8, BF16, block=4, padding=2), {"y": "q"})
+
+
+@triton_test
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_slice_of_a_window_in_triton(block: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, splits)
+    case = kv_case([(20, 50, 30), (3, 7, 0), (10, 10, 0)], 2, 1, 8, BF16, block=block)
+    for start, end in ((0, 9), (9, 22), (22, 33)):
+        part = {name: case.operands[name][start:end] for name in ("q", "positions")}
+        outputs = {"y": torch.empty(end - start, 16, dtype=BF16)}
+        check_in_triton(Case("kv_attention", case.operands | part, outputs, case.attrs), row_start=start)
+
+
+@triton_test
+def test_kv_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mosaic.kernels.cuda import _triton
+
+    if INTERPRETED:
+        monkeypatch.setattr(_triton, "capability", lambda operand: 90)
+    split_as(monkeypatch, 2)
+    check_in_triton(kv_case([(20, 90, 50), (17, 35, 0)], 8, 1, 16, BF16))
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+@pytest.mark.parametrize("shape", BLOCKED, ids=str)
+def test_attention_in_blocks_in_triton(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    case = blocked_case(*shape, dtype)
+    expected, _ = softmax_rows(kept(case))
+    assert_within(run(case, DEVICE)["y"], expected, triton_bound(kept(case), expected))
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+@pytest.mark.parametrize("width", [1, 6, 1030])
+def test_kv_store_in_triton(width: int, dtype: torch.dtype) -> None:
+    """A slot that is no row of kv is left out: a kernel cannot raise."""
+    rows = torch.tensor([7, 8, -1, 3, 10, 2, 1 << 40])
+    k, v = (strided(randn(len(rows), width, dtype=dtype, seed=seed)) for seed in (1, 2))
+    kv = strided(randn(10, 6 * width, dtype=dtype, seed=3))
+    known = torch.where(rows < 10, rows, -1)
+    expected = load("kv_store").reference(k=k, v=v, slots=known, kv=kv, layer=1)
+    case = Case("kv_store", {"k": k, "v": v, "slots": rows, "kv": kv}, attrs={"layer": 1})
+    assert torch.equal(run(case, DEVICE)["kv"], expected)
+
+
+@triton_test
+def test_a_missing_scratch_buffer_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, 2)
+    case = kv_case([(2, 3, 1)], 4, 2, 4, F32)
+    with pytest.raises(RuntimeMemoryError, match=r"kv_attention: scratch of 0 bytes, \d[\d,]* needed"):
+        load("kv_attention", "cuda").launch(**case.operands, **case.outputs, **case.attrs)
+
+
+def test_splits_fill_a_gpu_and_fit_into_the_scratch_buffer() -> None:
+    for head_size, places, tile_rows in product((64, 128), (1, 82, 132, 264, 400), (16, 32, 64, 128)):
+        attrs = {"head_size": head_size}
+        available = int(scratch_bytes("cuda", "kv_attention", {}, attrs))
+        for tiles, keys in product((1, 7, 32, 100, 132, 264, 5000), (1, 300, 4096, 1 << 20)):
+            splits = kv_splits(tiles, tile_rows, keys, places)
+            assert splits >= 1
+            if splits > 1:
+                assert 4 * tiles * splits * tile_rows * (head_size + 2) <= available
+                assert tiles * splits <= places and (splits - 1) * 256 < keys
+    assert kv_splits(8, 64, 1 << 17, 264) * 8 == 264 and kv_splits(8, 128, 1 << 17, 132) * 8 == 128
+
+
+# --- contracts --------------------------------------------------------------------------------------------------------
+
+TOKENS, ROWS, KEYS, SEQS, SPAN = (
+    sympy.Symbol(name, positive=True, integer=True) for name in ("tokens", "kv_rows", "keys", "seqs", "span")
+)
+K16 = Spec((TOKENS, 16), "bfloat16")
+KV = Spec((ROWS, 96), "bfloat16")
+BOUNDS = Spec((SEQS + 1,), "int32")
+ATTENDED = {
+    "q": Spec((TOKENS, 64), "bfloat16"), "kv": KV, "key_slots": Spec((KEYS,), "int64"), "cu_seqlens": BOUNDS,
+    "cu_keys": BOUNDS, "positions": Spec((TOKENS,), "int32"),
+}  # fmt: skip
+ATTRS = {"layer": 2, "kv_heads": 2, "head_size": 8, "scale": 1.0, "span": SPAN}
+
+
+def test_contracts_count_this_layers_work() -> None:
+    store, attend = contract("kv_store"), contract("kv_attention")
+    stored = {"k": K16, "v": K16, "slots": Spec((TOKENS,), "int64"), "kv": KV}
+    assert store.infer(**stored, layer=2) == () and store.updates == ("kv",)
+    assert sympy.expand(store.moved(stored, {"layer": 2})) == TOKENS * (8 + 2 * 2 * 16 * 2)
+    q = ATTENDED["q"]
+    assert attend.infer(**ATTENDED, **ATTRS) == (q,)
+    assert sympy.expand(attend.flops(**ATTENDED, **ATTRS)) == 4 * SPAN * TOKENS * 64
+    assert attend.rate == "attention" and sympy.expand(attend.rate_rows(**ATTENDED, **ATTRS)) == 8 * TOKENS
+    moved = attend.moved({**ATTENDED, "y": q}, ATTRS)
+    rows = KEYS * (8 + 2 * 16 * 2)
+    assert sympy.expand(moved - rows - TOKENS * (2 * 128 + 4) - 8 * (SEQS + 1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer": 3}, "kv has 3 layers of 2 \\* 16 columns, not layer 3"),
+        ({"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),
+        ({"kv": Spec((ROWS, 80), "bfloat16")}, "kv must be \\[rows, layers \\* 2 \\* 16\\]"),
+        ({"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16 as q is, not float32"),
+        ({"q": Spec((TOKENS, 16 * SEQS), "bfloat16")}, "q must have all heads"),
+        ({"key_slots": Spec((KEYS,), "int32")}, "key_slots must be int64"),
+        ({"cu_keys": Spec((SEQS,), "int32")}, "cu_seqlens and cu_keys must be int32"),
+        ({"positions": Spec((KEYS,), "int32")}, "positions must be int32\\[tokens\\]"),
+        ({"block": -1}, "block must be"),
+    ],
+)
+def test_contracts_refuse(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        contract("kv_attention").infer(**{**ATTENDED, **ATTRS, **change})
+
+
+def test_store_refuses() -> None:
+    stored = {"k": K16, "v": K16, "slots": Spec((TOKENS,), "int64"), "kv": KV}
+    for change, message in (
+        ({"v": Spec((TOKENS, 8), "bfloat16")}, "one shape and dtype"),
+        ({"slots": Spec((TOKENS,), "int32")}, r"slots must be int64\[tokens\]"),
+        ({"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16"),
+    ):
+        with pytest.raises(GraphError, match=message):
+            contract("kv_store").infer(**{**stored, **change}, layer=0)
+
+
+# --- a toy model, planned, checked, run ------------------------------------------------------------------------------
+
+HIDDEN, HEADS, KV_HEADS, SIZE, LAYERS = 24, 4, 2, 8, 2
+WIDTH = KV_HEADS * SIZE
+
+
+def toy(block: int = 0, *, chunked: bool = False, dtype: str = "float64") -> Callable[[Graph], None]:
+    """Two layers of attention over kept keys; `chunked` stores and attends by chunks of tokens."""
+
+    def build(g: Graph) -> None:
+        tokens, rows, keys, seqs, span = (g.dim(n) for n in ("tokens", "kv_rows", "keys", "seqs", "span"))
+        kv = g.state("kv", (rows, LAYERS * 2 * WIDTH), dtype)
+        h = g.input("x", (tokens, HIDDEN), dtype)
+        slots, key_slots = g.input("slots", (tokens,), "int64"), g.input("key_slots", (keys,), "int64")
+        cu_seqlens, cu_keys = (g.input(name, (seqs + 1,), "int32") for name in ("cu_seqlens", "cu_keys"))
+        positions = g.input("positions", (tokens,), "int32")
+        out = g.output("out", (tokens, HIDDEN), dtype)
+        for layer in range(LAYERS):
+            weights = {
+                name: g.weight(f"{layer}.{name}", shape, dtype, tensor=f"{layer}.{name}")
+                for name, shape in (
+                    ("q", (HEADS * SIZE, HIDDEN)), ("k", (WIDTH, HIDDEN)), ("v", (WIDTH, HIDDEN)), ("o", (HIDDEN, HEADS * SIZE)),
+                )
+            }  # fmt: skip
+            attrs = {"layer": layer, "kv_heads": KV_HEADS, "head_size": SIZE, "scale": SIZE**-0.5, "span": span}
+            last = {"out": out} if layer == LAYERS - 1 else {}
+
+            def store(h: Any, weights: Any = weights, layer: int = layer) -> None:
+                k, v = g.add_op("linear", h, weights["k"]), g.add_op("linear", h, weights["v"])
+                g.add_op("kv_store", k, v, slots, kv, layer=layer)
+
+            def attend(h: Any, into: Any, weights: Any = weights, attrs: Any = attrs) -> Any:
+                q = g.add_op("linear", h, weights["q"])
+                y = g.add_op("kv_attention", q, kv, key_slots, cu_seqlens, cu_keys, positions, block=block, **attrs)
+                return g.add_op("linear", y, weights["o"], **into)
+
+            if chunked:
+                following = last["out"] if last else g.buffer(f"h{layer}", (tokens, HIDDEN), dtype)
+                with g.chunk("proj", over=tokens, tile=1, name=f"store{layer}"):
+                    store(h)
+                with g.chunk("proj", over=tokens, tile=1, name=f"attend{layer}"):
+                    attend(h, {"out": following})
+                h = following
+            else:
+                store(h)
+                h = attend(h, last)
+
+    return build
+
+
+def toy_plan(windows: Sequence[tuple[int, int, int]], *, kv_rows: int, config: Any = None, **options: Any) -> Plan:
+    keys, tokens = sum(w[1] for w in windows), sum(w[0] for w in windows)
+    dims = {"tokens": tokens, "kv_rows": kv_rows, "keys": keys + 2, "seqs": len(windows), "span": 10}
+    return plan_graph(toy(**options), dims=dims, device="cpu", config=config)
+
+
+class Dense:
+    """The toy in float64 and without state: keys of every sequence, layer by layer, in plain lists."""
+
+    def __init__(self, weights: dict[str, Tensor], block: int) -> None:
+        self.weights, self.block = {name: w.double() for name, w in weights.items()}, block
+        self.keys: list[dict[int, list[Tensor]]] = [
+            {} for _ in range(LAYERS)
+        ]  # layer -> sequence -> [k | v] by position
+
+    def step(self, x: Tensor, windows: Sequence[tuple[int, int, int]]) -> Tensor:
+        h = x.double()
+        for layer in range(LAYERS):
+            q, k, v, o = (self.weights[f"{layer}.{name}"] for name in "qkvo")
+            done, row = [], 0
+            for sequence, (count, keys, first) in enumerate(windows):
+                mine = h[row : row + count]
+                row += count
+                kept = self.keys[layer].setdefault(sequence, [])
+                kept[first : first + count] = list(torch.cat([mine @ k.T, mine @ v.T], dim=1))
+                for offset, token in enumerate(mine):
+                    seen = min(keys, ((first + offset) // self.block + 1) * self.block) if self.block else keys
+                    k_SKH, v_SKH = torch.stack(kept)[:seen].view(-1, 2, KV_HEADS, SIZE).unbind(1)
+                    queries = (q @ token).view(KV_HEADS, HEADS // KV_HEADS, SIZE)
+                    weights = torch.softmax(torch.einsum("kgh,skh->kgs", queries, k_SKH) * SIZE**-0.5, dim=2)
+                    done.append(o @ torch.einsum("kgs,skh->kgh", weights, v_SKH).flatten())
+            h = torch.stack(done)
+        return h
+
+
+@pytest.fixture
+def workspace() -> Iterator[Workspace]:
+    with Workspace() as opened:
+        for pool in ("workspace", "weights", "state"):
+            opened.resize(pool, 1 << 22)
+        yield opened
+
+
+def run_step(
+    plan: Plan, workspace: Workspace, weights: dict[str, Tensor], x: Tensor, windows: Sequence[tuple[int, int, int]],
+    owned: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """One step: sequence b owns the rows `owned[b]`, a position each."""
+    assert check_plan(plan.document) == []
+    executor = Executor(plan, workspace, debug="poison")
+    for name, weight in weights.items():
+        executor.buffer(name).copy_(weight)
+    inputs = executor.inputs
+    inputs["x"].copy_(x)
+    inputs["slots"].copy_(
+        torch.cat([rows[first : first + n] for rows, (n, _, first) in zip(owned, windows, strict=True)])
+    )
+    keys = torch.cat([rows[:n] for rows, (_, n, _) in zip(owned, windows, strict=True)])
+    inputs["key_slots"].fill_(1 << 40)[: len(keys)].copy_(keys)
+    inputs["cu_seqlens"].copy_(starts([w[0] for w in windows]))
+    inputs["cu_keys"].copy_(starts([w[1] for w in windows]))
+    inputs["positions"].copy_(torch.cat([torch.arange(first, first + n) for n, _, first in windows]))
+    executor.run()
+    return executor.outputs["out"].clone()
+
+
+@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_toy_model_decodes_through_its_state(workspace: Workspace, block: int, chunk: int | None) -> None:
+    """Prefill, then windows that are written again and again, as denoising does, in state that grows."""
+    weights = {
+        f"{layer}.{name}": randn(*shape, dtype=F64, seed=10 * layer + i, scale=0.3)
+        for layer in range(LAYERS)
+        for i, (name, shape) in enumerate(
+            (
+                ("q", (HEADS * SIZE, HIDDEN)),
+                ("k", (WIDTH, HIDDEN)),
+                ("v", (WIDTH, HIDDEN)),
+                ("o", (HIDDEN, HEADS * SIZE)),
+            )
+        )
+    }
+    owned = torch.randperm(64, generator=torch.Generator().manual_seed(5)).split([24, 40])
+    dense = Dense(weights, block)
+    steps = [
+        ([(11, 11, 0), (5, 5, 0)], 64),
+        ([(4, 15, 11), (4, 9, 5)], 64),
+        ([(4, 15, 11), (4, 9, 5)], 80),  # the same positions again, in a state of more rows
+        ([(2, 15, 5), (8, 17, 9)], 80),  # a window amid what is kept
+    ]
+    options = {"block": block, "chunked": chunk is not None, "config": {"proj": chunk} if chunk else None}
+    for number, (windows, kv_rows) in enumerate(steps):
+        plan = toy_plan(windows, kv_rows=kv_rows, **options)
+        x = randn(sum(w[0] for w in windows), HIDDEN, dtype=F64, seed=100 + number)
+        found = run_step(plan, workspace, weights, x, windows, owned)
+        torch.testing.assert_close(found, dense.step(x, windows), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_plans_of_the_toy_are_proved_and_their_claims_checked(device: str) -> None:
+    """Attention over kept keys has one implementation, a state its own pool; the checker counts for itself."""
+    dims = {"tokens": 300, "kv_rows": 5000, "keys": 4000, "seqs": 3, "span": 1500}
+    plan = plan_graph(toy(4, dtype="bfloat16"), dims=dims, device=device)
+    document = plan.document
+    assert check_plan(document) == [] and document["implementations"] == {}
+    state = next(b for b in document["buffers"] if b["name"] == "kv")
+    assert (state["pool"], state["start"], state["end"]) == ("state", 0, len(document["ops"]))
+    ops = {
+        kernel: [op for op in document["ops"] if op["kernel"] == kernel][1] for kernel in ("kv_store", "kv_attention")
+    }
+    attend, store = ops["kv_attention"], ops["kv_store"]
+    assert attend["flops"] == 4 * 1500 * 300 * HEADS * SIZE
+    assert attend["bytes"] == 4000 * (8 + 2 * WIDTH * 2) + 300 * (2 * HEADS * SIZE * 2 + 4) + 2 * 4 * 4
+    assert store["bytes"] == 300 * (8 + 4 * WIDTH * 2)
+    wrong: list[tuple[Any, str, Any, str]] = [
+        (attend["attrs"], "layer", LAYERS, "operator"),
+        (attend["attrs"], "layer", -1, "operator"),
+        (attend["attrs"], "block", -4, "operator"),
+        (attend["attrs"], "kv_heads", 3, "operator"),
+        (store["attrs"], "layer", LAYERS, "operator"),
+        (attend, "bytes", attend["bytes"] + 1, "bytes"),
+        (attend, "flops", attend["flops"] + 1, "flops"),
+        (store, "bytes", store["bytes"] - 1, "bytes"),
+    ]
+    for where, key, value, code in wrong:
+        memo: dict[int, Any] = {}
+        broken = copy.deepcopy(document, memo)
+        memo[id(where)][key] = value
+        assert code in {violation.code for violation in check_plan(broken)}, (key, value)
+
+
+def test_the_time_of_kept_attention_is_not_cudnns() -> None:
+    """A profile's cuDNN rates are not for it."""
+    card = load_device("h200")
+    slow = replace(card, attention_rates={**card.attention_rates, "triton": {1: 1e9}})
+    dims = {"tokens": 32, "kv_rows": 100_000, "keys": 100_000, "seqs": 1, "span": 100_000}
+    plan = plan_graph(toy(dtype="bfloat16"), dims=dims, device=slow)
+    assert plan.predicted_step_ms > 1e3 * LAYERS * 4 * 100_000 * 32 * HEADS * SIZE / 1e9
+
+
+def blocked(g: Graph, block: int) -> None:
+    tokens, seqs = g.dim("tokens"), g.dim("seqs")
+    q, k = (g.input(name, (tokens, width), "bfloat16") for name, width in (("q", HEADS * 8), ("k", 16)))
+    bounds, y = g.input("cu_seqlens", (seqs + 1,), "int32"), g.output("y", (tokens, HEADS * 8), "bfloat16")
+    attrs = {"head_size": 8, "scale": 1.0, "span": g.dim("span"), "block": block}
+    g.add_op("attention", q, k, k, bounds, out=y, **attrs)
+
+
+def test_plans_choose_no_cudnn_for_blocks() -> None:
+    dims = {"tokens": 4096, "seqs": 1, "span": 4096}
+    for block, name in ((0, "cudnn"), (4, "triton")):
+        plan = plan_graph(lambda g, block=block: blocked(g, block), dims=dims, device="h200")
+        assert plan.document["implementations"] == {"attention": name} and check_plan(plan.document) == []
+    broken = {**copy.deepcopy(plan.document), "implementations": {"attention": "cudnn"}}
+    assert "implementation" in {violation.code for violation in check_plan(broken)}
