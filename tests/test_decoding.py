@@ -631,12 +631,14 @@ def test_random_choices_are_made_before_the_step() -> None:
     assert [len(request.rows) for (request,) in runner.packed] == [2] * 16
 
 
-def test_a_block_that_the_last_step_left_alone_is_not_committed_again() -> None:
+@pytest.mark.parametrize("algorithm", ["sdar", "llada2.1"])
+def test_a_block_is_written_by_the_first_step_of_the_next(algorithm: str) -> None:
     arch = models.load(CONFIGS["sdar"]).architecture
     runner = ReferenceRunner(Network(arch, random_tensors(arch, 5)))
-    options = {"algorithm": "llada2.1", "edit_threshold": 1.0, "threshold": 0.2}
-    decoding.generate(runner, [prompt_of(16)], gen_length=24, stop_at_eos=False, **options)
+    decoding.generate(runner, [prompt_of(16)], gen_length=24, stop_at_eos=False, algorithm=algorithm, threshold=0.2)
     assert [r.phase.head for (r,) in runner.packed].count("none") == 1  # the prefill
+    windows = [(r.start, len(r.token_ids)) for (r,) in runner.packed]
+    assert [window for window in windows if window[1] == 16] == [(0, 16), (16, 16), (24, 16)]
 
 
 def test_sequences_are_closed_when_a_step_fails() -> None:

@@ -12,6 +12,7 @@ from reference_runner import random_tensors
 from test_decoding import CONFIGS, prompt_of
 
 from mosaic import decoding, models
+from mosaic.decoding.canvas import COMMIT
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.phase import Phase
 from mosaic.runtime.kv_memory import KVMemory
@@ -87,22 +88,26 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str) -> None:
 
 
 def test_the_state_grows_without_copying() -> None:
-    """Rows stay where they are, at one address, while a generation adds to them; pages come at the end."""
+    """A sequence that is longer from step to step: its rows stay where they are, and pages come at the end."""
     runner = runner_of("sdar")
-    seen: list[tuple[int, int]] = []
-
-    def look(step: decoding.Step) -> None:
-        state = runner.model.workspace.range("state")
-        seen.append((state.address, state.committed_bytes))
-        rows = torch.frombuffer(bytearray(state.tensor[:4096].numpy().tobytes()), dtype=torch.uint8)
-        first.append(rows)
-
-    first: list[torch.Tensor] = []
-    decoding.generate(runner, [prompt_of(64)], stop_at_eos=False, gen_length=192, on_step=look)
-    addresses, sizes = zip(*seen, strict=True)
-    assert len(set(addresses)) == 1
-    assert sorted(sizes) == list(sizes) and sizes[-1] > sizes[0]
-    assert all(torch.equal(first[0], later) for later in first)  # the prompt's rows, as they were prefilled
+    sequence, state = runner.open_sequence(), runner.model.workspace.range("state")
+    sizes, address = [], state.address
+    first: torch.Tensor | None = None
+    for start in range(0, 512, 64):
+        sequence.reserve(start + 64)
+        tokens = prompt_of(64, seed=start)
+        nothing = torch.empty(0, dtype=torch.int64)
+        window: dict[str, Any] = {"token_ids": tokens, "start": start, "key_len": start + 64}
+        (done,) = runner.step([StepRequest(phase=COMMIT, sequence=sequence, rows=nothing, current=nothing, **window)])
+        assert state.committed_bytes == done.plan.components["state"]
+        sizes.append(state.committed_bytes)
+        row_bytes = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head size, float32
+        rows = state.tensor[: 64 * row_bytes].clone()
+        first = rows if first is None else first
+        assert torch.equal(first, rows) and first.any()
+    assert state.address == address
+    assert sorted(set(sizes)) == list(dict.fromkeys(sizes)) and len(set(sizes)) > 3
+    sequence.close()
     runner.close()
 
 

@@ -250,7 +250,9 @@ def verify_nucleus(case: Case, found: dict[str, Tensor]) -> None:
         drawn = int(found["sample"][row])
         assert drawn in kept
         scores = values[kept] + temperature * noise[row, kept]
-        largest = float((values[kept][values[kept].isfinite()].abs() + temperature * noise[row, kept].abs().amax()).amax())
+        largest = float(
+            (values[kept][values[kept].isfinite()].abs() + temperature * noise[row, kept].abs().amax()).amax()
+        )
         error = temperature * NOISE_ERROR + 2 * unit(F32) * largest
         assert float(scores[kept.index(drawn)]) >= float(scores.max()) - 2 * error
         if temperature == 0.0:
@@ -269,7 +271,17 @@ def verify_nucleus(case: Case, found: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
 @pytest.mark.parametrize(
     ("vocabulary", "kept", "top_k"),
-    [(1, 0, 0), (2, 1, 0), (300, 0, 0), (300, 0, 7), (300, 40, 0), (300, 40, 7), (300, 5, 60), (5003, 200, 0), (5003, 1, 3)],
+    [
+        (1, 0, 0),
+        (2, 1, 0),
+        (300, 0, 0),
+        (300, 0, 7),
+        (300, 40, 0),
+        (300, 40, 7),
+        (300, 5, 60),
+        (5003, 200, 0),
+        (5003, 1, 3),
+    ],
 )
 def test_row_nucleus(
     vocabulary: int, kept: int, top_k: int, temperature: float, dtype: torch.dtype, backend: str
@@ -372,9 +384,11 @@ def transfer_case(
 
 def stop_of_fast_dllm(confidences: list[float], factor: float) -> int:
     """How many the factor rule commits, in the words of its source: counted from 0, in the order of confidence."""
-    thresholds = [-1.0] + [float(np.float32(1) - np.float32(factor) / np.float32(i + 2)) for i in range(1, len(confidences))]
+    thresholds = [-1.0] + [
+        float(np.float32(1) - np.float32(factor) / np.float32(i + 2)) for i in range(1, len(confidences))
+    ]
     stop = 0
-    for stop, limit in enumerate(thresholds[: len(confidences)]):  # noqa: B007
+    for stop, limit in enumerate(thresholds[: len(confidences)]):
         if confidences[stop] < limit:
             break
     return stop + 1 if confidences and stop in (0, len(confidences) - 1) else stop
@@ -466,7 +480,9 @@ def test_equal_scores_go_to_the_lower_rows(quota: int, value: float, backend: st
 @backends
 def test_thresholds_are_strict_or_not(backend: str) -> None:
     """A score that is the threshold counts for `threshold`, and not for the others; float32 neighbours tell."""
-    score = torch.tensor([0.9, np.nextafter(np.float32(0.9), np.float32(1)), np.nextafter(np.float32(0.9), np.float32(0))])
+    score = torch.tensor(
+        [0.9, np.nextafter(np.float32(0.9), np.float32(1)), np.nextafter(np.float32(0.9), np.float32(0))]
+    )
     for rule, expected in (("threshold", [1, 1, 0]), ("above", [0, 1, 0]), ("dynamic", [0, 1, 0])):
         case = transfer_case([3], rule, score, quota=1, threshold=0.9, masked=1.0)
         assert assert_transfer(case, backend) == expected
@@ -496,7 +512,9 @@ def test_the_factor_rule_by_hand(backend: str) -> None:
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 4.0, 50.0])
 def test_the_factor_rule_over_lengths(factor: float, backend: str) -> None:
     lengths = [*range(12), 60]
-    score = torch.cat([1 - torch.rand(n, generator=torch.Generator().manual_seed(n)) ** 2 / (1 + n % 3) for n in lengths])
+    score = torch.cat(
+        [1 - torch.rand(n, generator=torch.Generator().manual_seed(n)) ** 2 / (1 + n % 3) for n in lengths]
+    )
     assert_transfer(transfer_case(lengths, "factor", score, quota=0, threshold=factor, masked=1.0), backend)
 
 
@@ -608,7 +626,7 @@ def test_wrong_operands_are_refused(backend: str) -> None:
             load(kernel, backend).launch(**(case.operands | {name: wrong}), **case.outputs, **case.attrs)
     case = found["transfer"]
     launch = load("transfer", backend).launch
-    with pytest.raises(UnknownName, match="rule 'topp'. Did you mean 'top'"):
+    with pytest.raises(UnknownName, match=r"rule 'topp'. Did you mean 'top'"):
         launch(**case.operands, **case.outputs, rule="topp", mask_id=1)
     with pytest.raises(GraphError, match="edit_threshold"):
         launch(**case.operands, **case.outputs, rule="top", mask_id=1)
@@ -671,7 +689,11 @@ def selection(g: Graph, head: str = "sample", rule: str = "edit", kind: str = "m
         return g.input(name, (length,), dtype)
 
     rows, other = (g.input(name, (masked, HIDDEN), "float32") for name in ("rows", "other"))
-    weight, keys, temperature = g.weight("head", (VOCABULARY, HIDDEN), "float32"), vector("keys", "int64"), vector("heat", length=1)
+    weight, keys, temperature = (
+        g.weight("head", (VOCABULARY, HIDDEN), "float32"),
+        vector("keys", "int64"),
+        vector("heat", length=1),
+    )
     score, token = g.output("score", (masked,), "float32"), g.output("token", (masked,), "int64")
     figures = [g.buffer(f"figure{i}", (masked,), "float32") for i in range(3 if head == "nucleus" else 5)]
     argmax = g.buffer("argmax", (masked,), "int64") if head == "sample" else None
@@ -702,12 +724,17 @@ def selection(g: Graph, head: str = "sample", rule: str = "edit", kind: str = "m
 def test_a_planned_step_commits_what_is_stated(head: str, chunk: int | None) -> None:
     lengths, rows = [13, 0, 8], 23
     plan = plan_graph(
-        lambda g: selection(g, head, rule="edit"), dims={"masked": rows, "seqs": 3}, device="cpu", config={"logits": chunk}
+        lambda g: selection(g, head, rule="edit"),
+        dims={"masked": rows, "seqs": 3},
+        device="cpu",
+        config={"logits": chunk},
     )
     assert check_plan(plan.document) == []
     weight, hidden = randn(VOCABULARY, HIDDEN, seed=1, scale=0.5), randn(rows, HIDDEN)
     generator = torch.Generator().manual_seed(0)
-    current = torch.where(torch.rand(rows, generator=generator) < 0.6, MASK, torch.randint(5, (rows,), generator=generator))
+    current = torch.where(
+        torch.rand(rows, generator=generator) < 0.6, MASK, torch.randint(5, (rows,), generator=generator)
+    )
     given: dict[str, Any] = {
         "rows": hidden, "other": randn(rows, HIDDEN, seed=2), "keys": some_keys(rows), "heat": torch.tensor([0.7]),
         "guidance": torch.tensor([0.5]), "score_heat": torch.tensor([0.4]), "quota": torch.tensor([3, 1, 0]),

@@ -459,6 +459,11 @@ def test_cases_cover_every_kernel() -> None:
         "kv_store",
         "row_sample",  # test_sampling
         "unembed_sample",
+        "guide",  # test_selection
+        "perturb_score",
+        "row_nucleus",
+        "row_score",
+        "transfer",
     }
 
 

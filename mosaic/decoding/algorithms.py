@@ -65,20 +65,21 @@ def shapes(
     found = resolve(config, architecture)
     asked = range(len(prompt_lens)) if request_ids is None else request_ids
     each = [
-        algorithm_of(found).shapes(found, architecture, length, request)
+        (canvas_length(found, architecture, length), algorithm_of(found).shapes(found, architecture, length, request))
         for length, request in zip(prompt_lens, asked, strict=True)
     ]
-    packed: dict[tuple[int, Phase], list[StepShape]] = {}
-    for own in each:
+    packed: dict[tuple[int, Phase], list[tuple[int, StepShape]]] = {}
+    for canvas, own in each:
         for place, shape in enumerate(own):
             if shape is not None:
-                packed.setdefault((place, shape.phase), []).append(shape)
+                packed.setdefault((place, shape.phase), []).append((canvas, shape))
     return [
         StepShape(
             phase=phase,
-            tokens=tuple(shape.tokens[0] for shape in group),
-            key_lens=tuple(key_len for shape in group for key_len in shape.key_lens),
-            rows=sum(shape.rows for shape in group),
+            tokens=tuple(shape.tokens[0] for _, shape in group),
+            key_lens=tuple(key_len for _, shape in group for key_len in shape.key_lens),
+            rows=sum(shape.rows for _, shape in group),
+            owned=tuple(canvas for canvas, _ in group) if phase.cached else (),
         )
         for (_, phase), group in packed.items()
     ]

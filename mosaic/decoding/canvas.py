@@ -166,9 +166,11 @@ class Canvas:
 
     @property
     def sequence(self) -> KVSequence:
-        """The keys and values of this request."""
+        """The keys and values of this request. All of its rows are taken at once: they are planned for anyway, and one
+        plan, and one captured graph, then serves every step of a kind."""
         if self._sequence is None:
             self._sequence = self.open_sequence()
+            self._sequence.reserve(self.length)
         return self._sequence
 
     def close(self) -> None:
@@ -198,8 +200,6 @@ class Canvas:
         """
         start, end = window
         seen = (key_len or end) if phase.cached else 0
-        if phase.cached:
-            self.sequence.reserve(seen)
         if sampling is not None:
             rule |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return StepRequest(

@@ -8,7 +8,6 @@ step; with attention causal by blocks, keys and values of finished blocks are ex
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, whole_blocks
 from mosaic.decoding.sdar import block_shapes
 from mosaic.models.phase import Phase
-from mosaic.runtime.steps import StepRequest, StepResult
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
@@ -33,7 +31,7 @@ def _phase(config: GenerationConfig) -> Phase:
 
 
 def decode(canvas: Canvas) -> Steps:
-    """Decode one request. A block's last step has written its final keys and values if it changed nothing."""
+    """Decode one request. A block's final keys and values are written by the first step of the next one, as in SDAR."""
     config, block = canvas.config, canvas.config.block_length
     assert block is not None
     canvas.settled = canvas.prompt_len
@@ -42,41 +40,36 @@ def decode(canvas: Canvas) -> Steps:
         yield canvas.fill(0, prefix)
     for number, start in enumerate(range(prefix, canvas.length, block)):
         canvas.block = number
-        changed = yield from _edit_block(canvas, start, start + block)
+        yield from _edit_block(canvas, start, start + block, unwritten=block if number else 0)
         canvas.settled = start + block
         if canvas.finished:
             return
-        if changed:
-            yield canvas.fill(start, start + block)
 
 
-def _edit_block(canvas: Canvas, start: int, end: int) -> Generator[StepRequest, StepResult, bool]:
-    """Decode a block and say whether its last step changed anything."""
+def _edit_block(canvas: Canvas, start: int, end: int, *, unwritten: int) -> Steps:
+    """Decode a block, until no mask is left and a step changes nothing, or enough steps have only edited."""
     config, sampling = canvas.config, Sampling.of(canvas.config, scaled=True)
     positions = torch.arange(max(start, canvas.prompt_len), end)
-    post_steps, changed = 0, True
-    while True:
-        filling = bool(canvas.masked[start:end].any())
-        if not filling and post_steps == config.max_post_steps:
-            return changed
+    first, post_steps = start - unwritten, 0
+    while (filling := bool(canvas.masked[start:end].any())) or post_steps < config.max_post_steps:
         before = canvas.tokens[start:end].clone()
         result = yield canvas.ask(
             _phase(config),
             positions,
-            window=(start, end),
+            window=(first, end),
             sampling=sampling,
             quota=_AT_LEAST,
             threshold=config.threshold or 0.0,
             edit_threshold=config.edit_threshold,
         )
         canvas.take(positions, result)
-        changed = not torch.equal(before, canvas.tokens[start:end])
+        first = start
         if not filling:
             post_steps += 1
-            if not changed:
-                return changed
+            if torch.equal(before, canvas.tokens[start:end]):
+                return
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
-    """The prefill, a step of the last block, and the commit of the one before."""
+    """The prefill, and the first step of the last block."""
     return block_shapes(config, _phase(config), prompt_len)

@@ -1,7 +1,8 @@
 """SDAR block diffusion (JetAstra/SDAR, generate.py): blocks in order, each denoised over the exact keys of those before it.
 
-The prompt's whole blocks are prefilled; its tail is part of the first block that is generated. When a block has no mask
-left, one more pass writes the keys and values of its final tokens. The last block needs none.
+The prompt's whole blocks are prefilled; its tail is part of the first block that is generated. The original runs one
+more pass over a finished block, to write the keys and values of its final tokens. Here the first step of the next block
+does that: its window holds both, and as attention is causal by blocks, neither is any different for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
 
-__all__ = ["block_shapes", "decode", "denoise_block", "shapes"]
+__all__ = ["block_shapes", "decode", "shapes"]
 
 
 def _sampling(config: GenerationConfig) -> Sampling:
@@ -40,30 +41,37 @@ def decode(canvas: Canvas) -> Steps:
         yield canvas.fill(0, prefix)
     for number, start in enumerate(range(prefix, canvas.length, block)):
         canvas.block = number
-        yield from denoise_block(canvas, start, quotas)
+        yield from _denoise_block(canvas, start, quotas, unwritten=block if number else 0)
         if canvas.finished:
             return
-        yield canvas.fill(start, start + block)
 
 
-def denoise_block(canvas: Canvas, start: int, quotas: list[int]) -> Steps:
-    """Denoise the block at `start` until no mask is left in it, or none that matters."""
+def _denoise_block(canvas: Canvas, start: int, quotas: list[int], *, unwritten: int) -> Steps:
+    """Denoise the block at `start` until no mask is left in it, or none that matters.
+
+    Parameters
+    ----------
+    unwritten
+        Tokens before the block whose keys and values are not those of their final tokens yet.
+    """
     config, end = canvas.config, start + (canvas.config.block_length or 0)
     phase, sampling = _phase(config), _sampling(config)
+    first = start - unwritten
     for quota in quotas:
         positions = canvas.open_rows(start, end)
         if config.remasking == "sequential":
             positions = positions[:quota]
         result = yield canvas.ask(
-            phase, positions, window=(start, end), sampling=sampling, quota=quota, threshold=config.threshold or 0.0
+            phase, positions, window=(first, end), sampling=sampling, quota=quota, threshold=config.threshold or 0.0
         )
         canvas.take(positions, result)
+        first = start
         if canvas.finished or not canvas.masked[start:end].any():
             return
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
-    """The prefill, a step of the last block, and the commit of the one before."""
+    """The prefill, and the first step of the last block."""
     most = None
     if config.remasking == "sequential":
         most = max(schedule(config.block_length or 1, config.steps or 1))
@@ -74,10 +82,9 @@ def block_shapes(config: GenerationConfig, phase: Phase, prompt_len: int, most: 
     """The largest steps of block diffusion, deciding at most so many rows a step."""
     block = config.block_length or 0
     prefix, length = whole_blocks(config, prompt_len)
-    rows = block if length - prefix > block else length - prompt_len
-    last = length - block
+    several = length - prefix > block
+    rows = block if several else length - prompt_len
     return [
         cached_shape(COMMIT, prefix, prefix),
-        cached_shape(phase, block, length, rows if most is None else min(rows, most)),
-        cached_shape(COMMIT, block if last > prefix else 0, last),
+        cached_shape(phase, 2 * block if several else block, length, rows if most is None else min(rows, most)),
     ]

@@ -37,7 +37,8 @@ def fill_order(order: Order, ranks: NDArray[np.int32], scores: NDArray[np.float3
 
 def indices_of(order: Order) -> Order:
     """Turn what was sorted into the indices, in place."""
-    return np.bitwise_and(order, 2**_INDEX_BITS - 1, out=order)
+    np.bitwise_and(order, 2**_INDEX_BITS - 1, out=order)
+    return order
 
 
 def above(order: Order, score: float) -> int:

@@ -11,6 +11,7 @@ The order is sorted in the plan's own memory (`_order`), and thresholds are coun
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -53,7 +54,7 @@ def launch(
     np.copyto(order, _NEVER, where=kept)
     done.fill(False)
     bounds = cu_rows.tolist()
-    for b, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for b, (start, end) in enumerate(pairwise(bounds)):
         mine = order[start:end]
         mine.sort()
         candidates = mine[: np.searchsorted(mine, _NEVER)]
@@ -85,7 +86,9 @@ def check(
     if rule not in RULES:
         raise UnknownName("rule", rule, RULES)
     if (rule == "edit") != (edit_threshold is not None):
-        raise GraphError(f"transfer: operand 'edit_threshold' belongs to rule 'edit', and to no other; the rule is '{rule}'.")
+        raise GraphError(
+            f"transfer: operand 'edit_threshold' belongs to rule 'edit', and to no other; the rule is '{rule}'."
+        )
     (rows,), (seqs,) = score.shape, quota.shape
     check_shapes(
         "transfer",
@@ -159,7 +162,7 @@ def reference(
     """Return chosen and committed, a row at a time."""
     tokens, before, bounds = token.tolist(), current.tolist(), cu_rows.tolist()
     committed: set[int] = set()
-    for b, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for b, (start, end) in enumerate(pairwise(bounds)):
         scores: dict[int, float] = dict(zip(range(start, end), score[start:end].tolist(), strict=True))
         ranked = [row for _, row in sorted((-value, row) for row, value in scores.items() if before[row] == mask_id)]
         limit, count = float(threshold[b]), max(int(quota[b]), 0)

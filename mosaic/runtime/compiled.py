@@ -261,7 +261,8 @@ def _usable(profile: Device) -> Device:
 
 
 class _Step(NamedTuple):
-    """The size of a step: windows, the keys they see, rows that are unembedded and rows whose logits are returned."""
+    """The size of a step: windows, the keys they may see, rows of the state, rows that are unembedded and rows whose
+    logits are returned."""
 
     phase: Phase
     lengths: tuple[int, ...]
@@ -538,8 +539,9 @@ class CompiledModel:
         self._require_open()
         started = perf_counter()
         packed = pack_step(requests, shifted=self.architecture.shifted)
+        # planned for all keys that the sequences own: one plan, and one captured graph, while the window moves on
         executor = self._executor(
-            _Step(packed.phase, packed.lengths, packed.key_lens, self._kv.rows, sum(packed.counts), 0)
+            _Step(packed.phase, packed.lengths, packed.owned, self._kv.rows, sum(packed.counts), 0)
         )
         _fill(executor.inputs, packed.inputs)
         executor.run()
@@ -570,9 +572,11 @@ class CompiledModel:
             If one of them does not fit.
         """
         self._require_open()
+        owned = [shape.owned or shape.key_lens for shape in shapes]
+        rows = self._kv.rows + max(map(sum, owned), default=0)
         steps = [
-            _Step(shape.phase, shape.tokens, shape.key_lens, self._kv.rows + sum(shape.key_lens), shape.rows, 0)
-            for shape in shapes
+            _Step(shape.phase, shape.tokens, keys, rows, shape.rows, 0)
+            for shape, keys in zip(shapes, owned, strict=True)
         ]
         return max((self._planned(step)[0] for step in steps), key=lambda plan: plan.total_bytes)
 

@@ -28,8 +28,10 @@ class PackedStep:
     ----------
     phase
         Of all of them.
-    lengths, key_lens
-        Tokens of each window, and the keys that it sees where the phase is cached.
+    lengths
+        Tokens of each window.
+    owned
+        Where the phase is cached, tokens that each sequence has rows for: the most keys that a window may see.
     counts
         Rows that each request decides.
     inputs
@@ -38,7 +40,7 @@ class PackedStep:
 
     phase: Phase
     lengths: tuple[int, ...]
-    key_lens: tuple[int, ...]
+    owned: tuple[int, ...]
     counts: tuple[int, ...]
     inputs: _Inputs
 
@@ -66,8 +68,8 @@ def pack_step(requests: Sequence[StepRequest], *, shifted: bool) -> PackedStep:
         inputs |= _keys(requests)
     if phase.head != "none":
         inputs |= _rows(phase, requests, lengths, counts, shifted)
-    key_lens = tuple(request.key_len for request in requests) if phase.cached else ()
-    return PackedStep(phase=phase, lengths=lengths, key_lens=key_lens, counts=counts, inputs=inputs)
+    owned = tuple(request.sequence.length for request in requests if request.sequence is not None)
+    return PackedStep(phase=phase, lengths=lengths, owned=owned if phase.cached else (), counts=counts, inputs=inputs)
 
 
 def _one_phase(requests: Sequence[StepRequest]) -> Phase:

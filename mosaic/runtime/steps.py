@@ -120,12 +120,15 @@ class StepShape:
         Keys that each sequence sees; empty where the phase is not cached.
     rows
         Rows to decide, all sequences together.
+    owned
+        Tokens that each sequence has rows for by then; the keys it sees, if not given.
     """
 
     phase: Phase
     tokens: tuple[int, ...]
     key_lens: tuple[int, ...] = ()
     rows: int = 0
+    owned: tuple[int, ...] = ()
 
 
 class StepRunner(Protocol):

@@ -129,7 +129,9 @@ def row_nucleus_kernel(
     limit = tl.load(top_p)
     few = tl.load(top_k)
     few = tl.where(few > 0, few, LAST)
-    none = (few * 0).to(tl.int64) + (_LOWEST >> SHIFT) - 1  # below every rank; int64, as the middle of two int32 overflows
+    none = (
+        (few * 0).to(tl.int64) + (_LOWEST >> SHIFT) - 1
+    )  # below every rank; int64, as the middle of two int32 overflows
     least = none
     bound = columns
     if (limit < 1.0) | (few < columns):

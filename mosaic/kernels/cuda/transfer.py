@@ -23,7 +23,7 @@ __all__ = ["launch", "reference"]
 # Untuned defaults: rows of a tile and warps, for few rows in all and for many.
 FEW: Final = 4096
 FEW_TILE: Final = (1024, 4)
-MANY_TILE: Final = (8192, 16)
+MANY_TILE: Final = (4096, 16)
 
 
 @triton.jit

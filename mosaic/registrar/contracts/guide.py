@@ -10,7 +10,9 @@ from mosaic.registrar.contract import Contract, Dim, Spec, require
 
 
 def infer(x: Spec, uncond: Spec, guidance: Spec) -> tuple[()]:
-    require(len(x.shape) == 2 and x == uncond, f"x and uncond must be matrices of one shape and dtype, not {x} and {uncond}")
+    require(
+        len(x.shape) == 2 and x == uncond, f"x and uncond must be matrices of one shape and dtype, not {x} and {uncond}"
+    )
     require(guidance == Spec((1,), "float32"), "guidance must be float32[1]")
     return ()
 

@@ -15,10 +15,19 @@ KINDS: Final = ("confidence", "margin", "entropy", "random", "sequential")
 
 
 def infer(
-    maximum: Spec, second: Spec, logsumexp: Spec, entropy: Spec, sample_logit: Spec, keys: Spec | None = None, *, kind: str
+    maximum: Spec,
+    second: Spec,
+    logsumexp: Spec,
+    entropy: Spec,
+    sample_logit: Spec,
+    keys: Spec | None = None,
+    *,
+    kind: str,
 ) -> tuple[Spec]:
     require(kind in KINDS, f"kind must be one of {', '.join(KINDS)}, not '{kind}'")
-    require(len(maximum.shape) == 1 and maximum.dtype == "float32", f"maximum must be a vector of float32, not {maximum}")
+    require(
+        len(maximum.shape) == 1 and maximum.dtype == "float32", f"maximum must be a vector of float32, not {maximum}"
+    )
     others = {"second": second, "logsumexp": logsumexp, "entropy": entropy, "sample_logit": sample_logit}
     for name, spec in others.items():
         require(spec == maximum, f"{name} must be {maximum} as maximum is, not {spec}")
