@@ -9,7 +9,8 @@ of a chunk, one pass over its logits) at every chunk; the fused kernel; and whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.cases import Clock, options, tag_of, token_counts
@@ -24,6 +25,8 @@ from mosaic.registrar.implementations import scratch_bytes
 ROWS = "32,64,128,256,512,1024,2048,4096,8192,16384"
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 TARGETS = {"statistics": 1.08, "sampling": 1.15}
+_ROUNDS = 3
+_SETTLING_S, _READING_S = 0.06, 0.04
 _PASSES = {"statistics": ("row_stats", "unembed_stats"), "sampling": ("row_sample", "unembed_sample")}
 
 
@@ -49,11 +52,20 @@ class Bench:
     def _random(self, generator: Any, *shape: int) -> Any:
         return self.torch.randn(*shape, device=self.where, generator=generator).to(self.dtype)
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of a call among many; the best of three readings."""
+    def seconds(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Seconds of each call: medians of readings that take turns, each once the card has settled on the call's own clock.
+
+        A card that draws less power in one call runs the next one faster for a while: without settling, a product that
+        follows a slower kernel looks a tenth faster than the same product anywhere else.
+        """
         from mosaic.bench.meters import sustained
 
-        return min(sustained(call, cuda=self.cuda, least_s=0.05) for _ in range(3))
+        readings: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(_ROUNDS):
+            for name, call in calls.items():
+                sustained(call, cuda=self.cuda, least_s=_SETTLING_S)
+                readings[name].append(sustained(call, cuda=self.cuda, least_s=_READING_S))
+        return {name: statistics.median(found) for name, found in readings.items()}
 
     def _bound(self, operator: str, reads: dict[str, Any]) -> Callable[[], object]:
         """An operator with outputs and scratch of its own."""
@@ -74,7 +86,7 @@ class Bench:
         keys = self.torch.arange(rows, dtype=self.torch.int64, device=self.where) * 7919
         return {"keys": keys, "temperature": self.torch.ones(1, device=self.where)}
 
-    def bare(self, rows: int, chunk: int) -> float:
+    def bare(self, rows: int, chunk: int) -> Callable[[], object]:
         """cuBLAS alone, in chunks of rows."""
         x = self._random(self.generator, rows, self.arch.hidden)
         out = self.torch.empty(min(chunk, rows), self.arch.vocabulary, dtype=self.dtype, device=self.where)
@@ -84,9 +96,9 @@ class Bench:
             for part in parts:
                 self.torch.mm(part, self.weight.t(), out=out[: part.shape[0]])
 
-        return self.seconds(call)
+        return call
 
-    def chunked(self, kind: str, rows: int, chunk: int) -> float:
+    def chunked(self, kind: str, rows: int, chunk: int) -> Callable[[], object]:
         """Product of a chunk, then one pass over its logits."""
         x = self._random(self.generator, rows, self.arch.hidden)
         out = self.torch.empty(min(chunk, rows), self.arch.vocabulary, dtype=self.dtype, device=self.where)
@@ -101,18 +113,16 @@ class Bench:
             steps.append((part, passes[count]))
 
         def call() -> None:
-            for part, statistics in steps:
+            for part, row_pass in steps:
                 self.torch.mm(part, self.weight.t(), out=out[: part.shape[0]])
-                statistics()
+                row_pass()
 
-        return self.seconds(call)
+        return call
 
-    def fused(self, kind: str, rows: int) -> float:
+    def fused(self, kind: str, rows: int) -> Callable[[], object]:
         """The kernel whose logits never exist."""
         x = self._random(self.generator, rows, self.arch.hidden)
-        return self.seconds(
-            self._bound(_PASSES[kind][1], {"x": x, "weight": self.weight, **self._random_reads(kind, rows)})
-        )
+        return self._bound(_PASSES[kind][1], {"x": x, "weight": self.weight, **self._random_reads(kind, rows)})
 
 
 def picked(model: str, rows: int, device: Device) -> tuple[str, int | None]:
@@ -124,26 +134,31 @@ def picked(model: str, rows: int, device: Device) -> tuple[str, int | None]:
 
 def measure(bench: Bench, model: str, rows: int, kinds: Sequence[str]) -> dict[str, Any]:
     """All variants at one number of rows."""
-    chunks = sorted({min(chunk, rows) for chunk in CHUNKS})
-    bare = {chunk: bench.bare(rows, chunk) for chunk in chunks}
     head, chunk = picked(model, rows, bench.device)
+    planned = "fused" if head == "fused" else str(min(chunk or rows, rows))
+    chunks = sorted({min(size, rows) for size in CHUNKS} | ({int(planned)} if head != "fused" else set()))
+    calls = {"bare": bench.bare(rows, rows), **{f"bare {size}": bench.bare(rows, size) for size in chunks}}
+    for kind in kinds:
+        calls |= {f"{kind} {size}": bench.chunked(kind, rows, size) for size in chunks}
+        calls[f"{kind} fused"] = bench.fused(kind, rows)
+    seconds = bench.seconds(calls)
     found: dict[str, Any] = {
-        "rows": rows, "bare_s": bench.bare(rows, rows), "bare_chunked_s": min(bare.values()), "picked": [head, chunk],
+        "rows": rows, "bare_s": seconds["bare"], "bare_chunked_s": min(seconds[f"bare {size}"] for size in chunks),
+        "picked": [head, chunk],
     }  # fmt: skip
     for kind in kinds:
-        chunked = {size: bench.chunked(kind, rows, size) for size in chunks}
         found[kind] = {
-            "chunked_s": chunked, "fused_s": bench.fused(kind, rows),
-            "picked_s": bench.fused(kind, rows) if head == "fused" else bench.chunked(kind, rows, min(chunk or rows, rows)),
+            "chunked_s": {size: seconds[f"{kind} {size}"] for size in chunks}, "fused_s": seconds[f"{kind} fused"],
+            "picked_s": seconds[f"{kind} {planned}"],
         }  # fmt: skip
     return found
 
 
-HEADER = ("rows", "bare ms", "planned variant")
+HEADER = ("rows", "bare ms", "bare in chunks, ms", "planned variant")
 
 
 def rows_of(found: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[tuple[str, ...]]:
-    """One line per number of rows; times of the variants as ratios to the bare product."""
+    """One line per number of rows; times of the variants as ratios to the bare product of all rows at once."""
     rows = []
     for entry in found:
         bare, (head, chunk) = entry["bare_s"], entry["picked"]
@@ -152,7 +167,14 @@ def rows_of(found: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[tuple
         for kind in kinds:
             best = min(entry[kind]["chunked_s"].values())
             cells += [f"{value / bare:.3f}" for value in (best, entry[kind]["fused_s"], entry[kind]["picked_s"])]
-        rows.append((f"{entry['rows']:,}", f"{bare * 1e3:.3f}", named, *cells))
+        rows.append(
+            (
+                f"{entry['rows']:,}",
+                *(f"{entry[name] * 1e3:.3f}" for name in ("bare_s", "bare_chunked_s")),
+                named,
+                *cells,
+            )
+        )
     return rows
 
 

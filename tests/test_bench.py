@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 import mosaic
 from mosaic import cli
-from mosaic.bench import Settings, run, suite
+from mosaic.bench import Settings, run, sdpa, suite
 from mosaic.bench.baselines import Experts, Transformer
 from mosaic.bench.floor import Floor
 from mosaic.bench.inputs import make_inputs, masked_rows
 from mosaic.bench.limits import largest
 from mosaic.bench.meters import alive_over_time, profiled
 from mosaic.bench.plans import alive_by_plan, launch_shapes, op_seconds, weight_slots
-from mosaic.bench.sdpa import choose
+from mosaic.bench.sdpa import choose, seen_in
 from mosaic.bench.torch_engine import TorchEngine
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
@@ -215,6 +215,21 @@ def test_attention_on_a_cpu_is_pytorchs_own_choice() -> None:
     assert choose("math", arch, 64, torch.float32, torch.device("cpu"))["forced"] == "math"
 
 
+@pytest.mark.parametrize(
+    ("kernels", "backend"),
+    [
+        (("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "nvjet_tst_128x256"), "cudnn"),
+        (("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>",), "flash"),
+        (("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention)",), "efficient"),
+        (("fmha_cutlassF_bf16", "pytorch_flash::flash_fwd_kernel"), "flash, efficient"),
+        (("triton_poi_fused_0",), None),
+    ],
+)
+def test_the_attention_that_ran_is_read_from_the_trace(kernels: tuple[str, ...], backend: str | None) -> None:
+    events = [{"cat": "kernel", "name": name} for name in kernels] + [{"cat": "cpu_op", "name": "flash_fwd"}]
+    assert seen_in({"traceEvents": events}) == backend
+
+
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +375,25 @@ def test_time_that_runs_out_ends_the_worker(checkpoint: Path) -> None:
     failure = suite.run_engine("eager", settings_of(checkpoint), kept.append, timeout_s=0.05)
     assert failure is not None and "no time left" in failure and kept == []
     assert suite.run_engine("eager", settings_of(checkpoint), kept.append, timeout_s=0.0) == "not started: no time left"
+
+
+def test_a_compiled_step_is_traced_with_the_attention_of_the_first_point(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._functorch import config
+
+    monkeypatch.setattr(config, "enable_autograd_cache", True)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    asked: list[int] = []
+
+    def chosen(_: object, __: object, tokens: int, *___: object) -> dict[str, Any]:
+        asked.append(tokens)
+        return {"used": "math"}
+
+    monkeypatch.setattr(sdpa, "choose", chosen)
+    engine = TorchEngine(settings_of(checkpoint, contexts=(40, 80)), compiled=True)
+    engine.warm()
+    assert asked == [40] and not config.enable_autograd_cache
 
 
 def test_a_compiled_baseline_goes_through_torch_compile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

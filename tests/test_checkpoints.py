@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mosaic.errors import CheckpointError, RuntimeMemoryError
 from mosaic.models.safetensors import Layout, members
-from mosaic.runtime.checkpoint import Checkpoint, SafetensorsFile
+from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, SafetensorsFile
 from mosaic.runtime.cuda_pool import CudaPool
 from mosaic.runtime.host_pool import HostPool
 from mosaic.runtime.ledger import DeviceLedger
@@ -373,6 +373,14 @@ def test_random_weights_depend_on_their_names_alone(monkeypatch: pytest.MonkeyPa
     again = {"x": torch.empty(10, 20)}
     fill_randomly(again, seed=3, staging=torch.empty(256, dtype=torch.uint8))  # on the device of the view: not used
     assert torch.equal(again["x"], one["x"])
+
+
+def test_what_goes_through_the_staging_is_drawn_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("mosaic.runtime.weights._draw", lambda out, *_: drawn.append(out.device.type))
+    views = {f"w{i}": torch.empty(4, device=where) for i, where in enumerate(("meta", "cpu", "meta", "cpu"))}
+    fill_randomly(views, staging=torch.empty(PIECE_BYTES, dtype=torch.uint8, device="meta"))
+    assert drawn == ["cpu", "cpu", "meta", "meta"]
 
 
 def test_a_staging_that_is_too_small_is_refused() -> None:

@@ -4,16 +4,18 @@ No torch here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
 
 from mosaic.devices import Device
+from mosaic.planner.cost import attention_grid, product_grids
+from mosaic.registrar.contract import Spec
+from mosaic.registrar.contracts import contract
 
 __all__ = ["alive_by_plan", "launch_shapes", "op_seconds", "weight_slots"]
-
-T = TypeVar("T")
 
 
 def launch_shapes(document: Mapping[str, Any], op: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -40,41 +42,29 @@ def _is_host_weight(buffer: Mapping[str, Any]) -> bool:
 
 
 def op_seconds(document: Mapping[str, Any], device: Device) -> list[float]:
-    """Predicted seconds of every op, all iterations together, at the profile's rates of the nearest size.
+    """Predicted seconds of every op, all iterations together and each as long as a full one, but for launches.
 
     Ops of side streams take none: they run beside the others.
     """
+    grids = product_grids(device) | {
+        "attention": attention_grid(device, document.get("implementations", {}).get("attention"))
+    }
     seconds = []
     for op in document["ops"]:
-        if op["stream"] != "main":
-            seconds.append(0.0)
-            continue
-        rate = _rate(document, op, device)
-        work = op["flops"] / rate if rate is not None else 0.0
-        seconds.append(max(work, op["bytes"] / device.bandwidth))
+        rule = contract(op["kernel"])
+        work = 0.0
+        if op["stream"] == "main" and rule.rate in grids:
+            shapes = launch_shapes(document, op)
+            specs = {name: Spec(shapes[name], _dtype(document, op, name)) for name in op["operands"]}
+            reads = {name: spec for name, spec in specs.items() if name not in rule.writes}
+            rows, columns = (count(**reads, **op["attrs"]) for count in (rule.rate_rows, rule.rate_columns))
+            work = op["flops"] / float(grids[rule.rate](np.array([float(rows)]), np.array([float(columns)]))[0])
+        seconds.append(max(work, op["bytes"] / device.bandwidth) if op["stream"] == "main" else 0.0)
     return seconds
 
 
-def _rate(document: Mapping[str, Any], op: Mapping[str, Any], device: Device) -> float | None:
-    """FLOP/s of an op's launches; None where bytes bound it."""
-    kernel = op["kernel"]
-    if kernel == "attention":
-        shapes = launch_shapes(document, op)
-        chosen = document.get("implementations", {}).get("attention")
-        rates = device.attention_rates.get(chosen, next(iter(device.attention_rates.values())))
-        return _nearest(rates, shapes["q"][0] * shapes["q"][1] // op["attrs"]["head_size"])
-    if kernel not in ("linear", "linear_add", "grouped_linear", "unembed_stats", "unembed_sample"):
-        return None
-    shapes = launch_shapes(document, op)
-    rows, columns = shapes["x"][0], shapes["weight"][-2]
-    if kernel.startswith("unembed") and device.unembed_rates:
-        return _nearest(device.unembed_rates, rows)
-    return _nearest(_nearest(device.gemm_rates, columns), rows)
-
-
-def _nearest(table: Mapping[int, T], size: int) -> T:
-    """The entry of the size that is nearest by ratio."""
-    return table[min(table, key=lambda known: abs(math.log2(known / max(size, 1))))]
+def _dtype(document: Mapping[str, Any], op: Mapping[str, Any], operand: str) -> str:
+    return str(document["buffers"][op["operands"][operand]]["dtype"])
 
 
 def alive_by_plan(document: Mapping[str, Any], device: Device) -> tuple[int, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -14,7 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mosaic.bench.meters import sustained
 from mosaic.models.architecture import Architecture
 
-__all__ = ["BACKENDS", "Choice", "choose", "default_backend", "keep_unless_slower", "measure_backends", "using"]
+__all__ = [
+    "BACKENDS",
+    "Choice",
+    "choose",
+    "default_backend",
+    "keep_unless_slower",
+    "measure_backends",
+    "seen_in",
+    "using",
+]
 
 BACKENDS: Final = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -25,6 +34,9 @@ BACKENDS: Final = {
 _FUSED: Final = ("cudnn", "flash", "efficient")
 _MOST_TOKENS: Final = 16384
 """Rates hardly change beyond; a longer timing would cost more than it tells."""
+
+_KERNELS: Final = {"cudnn": ("cudnn", "sdpa"), "flash": ("flash_fwd",), "efficient": ("fmha_cutlass",)}
+"""What the names of a backend's kernels hold."""
 
 Choice = dict[str, Any]
 """`used`, `forced` (None: PyTorch's own choice), `default`, and `rates`: FLOP/s by backend, where they were measured."""
@@ -92,3 +104,16 @@ def keep_unless_slower(current: Choice, found: Choice, margin: float = 1.1) -> C
     if before not in rates or rates[found["used"]] > margin * rates[before]:
         return found
     return {**found, "used": before, "forced": before}
+
+
+def seen_in(trace: Mapping[str, Any]) -> str | None:
+    """Name the backends whose kernels a step's trace holds; None if there are none.
+
+    >>> seen_in({"traceEvents": [{"cat": "kernel", "name": "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"}]})
+    'efficient'
+    """
+    names = {str(event["name"]) for event in trace["traceEvents"] if event.get("cat") == "kernel"}
+    seen = [
+        backend for backend, words in _KERNELS.items() if any(all(word in name for word in words) for name in names)
+    ]
+    return ", ".join(seen) or None

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from mosaic.bench import sdpa
 from mosaic.bench.baselines import Experts, Transformer, grouped_products
@@ -71,6 +72,8 @@ class TorchEngine:
             experts=self.experts,
         )
         fill(self.transformer.tensors, model, settings.seed)
+        if compiled:  # the cache of traces does not know which attention backends were allowed, and would mix them up
+            functorch_config.enable_autograd_cache = False
         self._function = torch.compile(self.transformer, dynamic=True) if compiled else self.transformer
         self._attention: sdpa.Choice = {}
         self._ids = torch.empty(0, dtype=torch.int64)
@@ -95,13 +98,16 @@ class TorchEngine:
 
     def start(self, inputs: Inputs) -> None:
         """Settle on an attention backend for this size, take the inputs, restart the meters."""
-        found = sdpa.choose(self.settings.attention, self.arch, inputs.tokens, self.transformer.dtype, self.device)
+        self._settle_on_attention(inputs.tokens)
+        self._take(inputs)
+
+    def _settle_on_attention(self, tokens: int) -> None:
+        found = sdpa.choose(self.settings.attention, self.arch, tokens, self.transformer.dtype, self.device)
         if self.compiled and self._attention:
             found = sdpa.keep_unless_slower(self._attention, found)
             if found["used"] != self._attention["used"]:
                 torch.compiler.reset()  # what was traced keeps the backend it was traced with
         self._attention = found
-        self._take(inputs)
 
     def _take(self, inputs: Inputs) -> None:
         self._ids = inputs.token_ids[None].to(self.device)
@@ -138,7 +144,10 @@ class TorchEngine:
                 "inflation": (reserved - self._reserved) / peak - 1,
             }
         if self.settings.averages and step_s < _PROFILED_S:
-            alive = alive_over_time(profiled(self.step, cuda=self.cuda), cuda=self.cuda)
+            trace = profiled(self.step, cuda=self.cuda)
+            if seen := sdpa.seen_in(trace):  # the kernels that ran have the last word
+                found["attention"] |= {"used": seen, "asked": self._attention["used"]}
+            alive = alive_over_time(trace, cuda=self.cuda)
             if alive is not None:
                 found.setdefault("activation_peak_bytes", alive[0])
                 found |= {"average_bytes": round(alive[1]), "peak_to_average": alive[0] / alive[1]}
@@ -201,8 +210,10 @@ class TorchEngine:
         yield from ()
 
     def warm(self) -> None:
-        """Load what the first step loads, so that no point pays for it."""
-        self.start(make_inputs(self.arch, _WARM_TOKENS, 0.5, self.settings.seed))
+        """Load what the first step loads, so that no point pays for it; a compiled step is traced with the attention of the
+        first point, not with what is fastest for a few tokens."""
+        self._settle_on_attention(self.settings.contexts[0] if self.settings.contexts else _FIRST_TRY)
+        self._take(make_inputs(self.arch, _WARM_TOKENS, 0.5, self.settings.seed))
         self.step()
         synchronise(self.cuda)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mosaic.cli.output import note, print_json, results
-from mosaic.errors import MissingExtra, UsageError
+from mosaic.cli.output import new_table, note, print_json, results
+from mosaic.cli.request import require_torch
+from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +59,7 @@ def bench(
             "give the profile of this machine's card, --device h200 (see `mosaic devices`), or --device cpu."
         )
     check_targets([out])
-    _require_torch()
+    require_torch("`mosaic bench`")
     settings = Settings(
         model=model,
         device=device,
@@ -96,13 +97,6 @@ def _ratio(text: str) -> float:
         return float(text)
     except ValueError:
         raise UsageError(f"cannot read the mask ratio '{text}': write a share such as 0.5.") from None
-
-
-def _require_torch() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        raise MissingExtra("torch", "torch", "`mosaic bench`")
 
 
 def _check(model: str, device: str) -> None:
@@ -149,20 +143,11 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
 """Times in milliseconds; activations, what PyTorch's allocator reserved and what the driver shows in MiB."""
 
 
-def _new(columns: Sequence[str]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", header_style="dim", no_wrap=True)
-    return table
-
-
 def _points(result: dict[str, Any]) -> Table:
     """Every point; columns that would be empty are left out."""
     cells = [[show(point) for _, show in _COLUMNS] for point in result["points"]]
     shown = [index for index in range(len(_COLUMNS)) if index < 4 or any(row[index] for row in cells)]
-    table = _new([_COLUMNS[index][0] for index in shown])
+    table = new_table(*(_COLUMNS[index][0] for index in shown))
     for row in cells:
         table.add_row(*(row[index] for index in shown))
     return table
@@ -171,7 +156,7 @@ def _points(result: dict[str, Any]) -> Table:
 def _limits(result: dict[str, Any]) -> Table:
     from mosaic.units import format_bytes
 
-    table = _new(("engine", "cap", "masked", "largest context", ""))
+    table = new_table("engine", "cap", "masked", "largest context", "")
     for entry in result["limits"]:
         longest = entry["max_tokens"]
         table.add_row(

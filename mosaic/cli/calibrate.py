@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mosaic.cli.output import note, print_json, results
-from mosaic.errors import MissingExtra
+from mosaic.cli.output import new_table, note, print_json, results
+from mosaic.cli.request import require_torch
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +39,7 @@ def calibrate(
     from mosaic.files import write_atomic
 
     check_targets([out])
-    _require_torch()
+    require_torch("calibrating a card")
     from mosaic.runtime.calibrate import FULL, QUICK
     from mosaic.runtime.calibrate import calibrate as measure
     from mosaic.runtime.cuda_card import cuda_bench, measure_fixed_part
@@ -74,13 +74,6 @@ def name_of(card: str) -> str:
     return "-".join(word for word in words if word not in ("nvidia", "geforce")) or "card"
 
 
-def _require_torch() -> None:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MissingExtra("torch", "torch", "calibrating a card") from None
-
-
 def _plain(made: Calibration) -> dict[str, Any]:
     """A calibration as JSON, sizes as text where they are keys."""
     plain = asdict(made)
@@ -90,11 +83,11 @@ def _plain(made: Calibration) -> dict[str, Any]:
 def _tables(made: Calibration) -> list[Table]:
     """GEMM rates by rows and columns with the fused unembedding, attention by size, and single figures."""
     device = made.device
-    gemms = _table("GEMM, TFLOP/s at rows", *[f"{columns:,} columns" for columns in device.gemm_rates], "fused head")
+    gemms = new_table("GEMM, TFLOP/s at rows", *[f"{columns:,} columns" for columns in device.gemm_rates], "fused head")
     for rows in sorted({*device.unembed_rates, *(r for rates in device.gemm_rates.values() for r in rates)}):
         rates = [rates.get(rows) for rates in (*device.gemm_rates.values(), device.unembed_rates)]
         gemms.add_row(f"{rows:,}", *map(_tera, rates))
-    attention = _table("attention, TFLOP/s at rows x heads", *device.attention_rates)
+    attention = new_table("attention, TFLOP/s at rows x heads", *device.attention_rates)
     for size in sorted({size for rates in device.attention_rates.values() for size in rates}):
         attention.add_row(f"{size:,}", *(_tera(rates.get(size)) for rates in device.attention_rates.values()))
     return [gemms, attention, _figures(made)]
@@ -104,7 +97,7 @@ def _figures(made: Calibration) -> Table:
     from mosaic.units import format_bytes
 
     device = made.device
-    table = _table(device.name, "")
+    table = new_table(device.name, "")
     table.add_row("memory", format_bytes(device.memory_bytes))
     table.add_row("bandwidth", f"{device.bandwidth / 1e9:,.0f} GB/s")
     table.add_row("host link, to the device", f"{made.link_to_device / 1e9:,.1f} GB/s")
@@ -113,16 +106,6 @@ def _figures(made: Calibration) -> Table:
     table.add_row("launch, eager", f"{made.eager_launch_s * 1e6:.2f} us")
     table.add_row("context and modules", format_bytes(device.context_bytes))
     table.add_row("library workspaces", format_bytes(device.library_bytes))
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1))
-    table.add_column(first, header_style="dim", no_wrap=True)
-    for column in others:
-        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
     return table
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["note", "print_json", "report_plan", "results"]
+__all__ = ["new_table", "note", "print_json", "report_plan", "results"]
 
 
 @cache
@@ -20,6 +21,16 @@ def results() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
+
+
+def new_table(first: str, *others: str) -> Table:
+    """A table without lines: the first column to the left, the others to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1))
+    for index, column in enumerate((first, *others)):
+        table.add_column(column, justify="right" if index else "left", header_style="dim", no_wrap=True)
+    return table
 
 
 def note(message: str) -> None:

@@ -1,16 +1,16 @@
-"""From options to a planner and a request: what `plan` and `devices --fits` have in common."""
+"""From options to a planner and a request, and what else commands ask for alike."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mosaic.errors import UsageError
+from mosaic.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from mosaic.models import Model
     from mosaic.planner.planner import Planner, Request
 
-__all__ = ["read_model", "read_request"]
+__all__ = ["read_model", "read_request", "require_torch"]
 
 
 def read_model(model: str | None, dtype: str | None) -> Model:
@@ -52,3 +52,11 @@ def read_request(
         return Request(seq_lens=(max(longest, least),), **asked)
     lengths = (seq_lens.split(",") if seq_lens is not None else [ctx or ""])  # fmt: skip
     return Request(seq_lens=tuple(parse_tokens(part) for part in lengths), **asked)
+
+
+def require_torch(purpose: str) -> None:
+    """Say which extra to install, before anything is imported or started."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingExtra("torch", "torch", purpose)

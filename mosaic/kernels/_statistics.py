@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._sampling import RowSamples
+from mosaic.kernels._sampling import RowSamples, check_samples
+from mosaic.kernels._scratch import tiles_of
 
 __all__ = ["RowStatistics", "check_outputs", "statistics_reference"]
 
@@ -50,6 +51,18 @@ class RowStatistics:
     entropy: Tensor
     tiles: list[Tensor]
     samples: RowSamples | None = None
+
+    @classmethod
+    def with_samples(
+        cls, kernel: str, rows: int, scratch: Tensor | None, reads: dict[str, Tensor], *, keys: Tensor,
+        temperature: Tensor, sample: Tensor, sample_logit: Tensor, **outputs: Tensor,
+    ) -> RowStatistics:  # fmt: skip
+        """Check the operands of a sampling kernel but for what it `reads`, and start on its scratch."""
+        drawn = {"keys": keys, "temperature": temperature, "sample": sample, "sample_logit": sample_logit}
+        check_outputs(kernel, rows, **outputs)
+        check_samples(kernel, rows, **drawn)
+        tiles = tiles_of(kernel, scratch, reads)
+        return cls(**outputs, tiles=tiles, samples=RowSamples.over(tiles, **drawn))
 
     def rows(self, start: int, end: int) -> RowStatistics:
         """View the rows [start, end)."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels._sampling import RowSamples, check_samples, exponentials
-from mosaic.kernels._scratch import tiles_of
-from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
+from mosaic.kernels._sampling import exponentials
+from mosaic.kernels._statistics import RowStatistics, statistics_reference
 from mosaic.kernels.row_stats import take_in
 
 __all__ = ["launch", "reference"]
@@ -33,19 +32,10 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the statistics and the samples of the rows of logits [C, V]."""
-    check_outputs("row_sample", logits.shape[0], token, maximum, second, logsumexp, entropy)
-    check_samples("row_sample", logits.shape[0], keys, temperature, sample, sample_logit)
-    tiles = tiles_of("row_sample", scratch, {"logits": logits})
-    samples = RowSamples.over(tiles, keys=keys, temperature=temperature, sample=sample, sample_logit=sample_logit)
-    state = RowStatistics(
-        token=token,
-        maximum=maximum,
-        second=second,
-        logsumexp=logsumexp,
-        entropy=entropy,
-        tiles=tiles,
-        samples=samples,
-    )
+    state = RowStatistics.with_samples(
+        "row_sample", logits.shape[0], scratch, {"logits": logits}, keys=keys, temperature=temperature, sample=sample,
+        sample_logit=sample_logit, token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy,
+    )  # fmt: skip
     take_in(logits, state)
 
 

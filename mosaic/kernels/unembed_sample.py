@@ -9,9 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mosaic.kernels import row_sample
-from mosaic.kernels._sampling import RowSamples, check_samples
-from mosaic.kernels._scratch import tiles_of
-from mosaic.kernels._statistics import RowStatistics, check_outputs
+from mosaic.kernels._statistics import RowStatistics
 from mosaic.kernels.unembed_stats import multiply_in
 from mosaic.registrar.implementations.cpu import SAMPLE_TILES
 
@@ -34,20 +32,11 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the statistics and the samples of the logits of x [C, D] against weight [V, D]."""
-    check_outputs("unembed_sample", x.shape[0], token, maximum, second, logsumexp, entropy)
-    check_samples("unembed_sample", x.shape[0], keys, temperature, sample, sample_logit)
-    tiles = tiles_of("unembed_sample", scratch, {"x": x, "weight": weight})
-    samples = RowSamples.over(tiles, keys=keys, temperature=temperature, sample=sample, sample_logit=sample_logit)
-    state = RowStatistics(
-        token=token,
-        maximum=maximum,
-        second=second,
-        logsumexp=logsumexp,
-        entropy=entropy,
-        tiles=tiles,
-        samples=samples,
-    )
-    multiply_in("unembed_sample", x, weight, state, tiles[11:-SAMPLE_TILES])
+    state = RowStatistics.with_samples(
+        "unembed_sample", x.shape[0], scratch, {"x": x, "weight": weight}, keys=keys, temperature=temperature, sample=sample,
+        sample_logit=sample_logit, token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy,
+    )  # fmt: skip
+    multiply_in("unembed_sample", x, weight, state, state.tiles[11:-SAMPLE_TILES])
 
 
 def reference(*, x: Tensor, weight: Tensor, keys: Tensor, temperature: Tensor) -> dict[str, Tensor]:

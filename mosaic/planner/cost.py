@@ -21,7 +21,7 @@ from mosaic.planner.template import Body
 from mosaic.planner.timeline import Timeline, overlapping_loops
 from mosaic.registrar.implementations import attention_options
 
-__all__ = ["OpTimes", "op_totals"]
+__all__ = ["Grid", "OpTimes", "attention_grid", "op_totals", "product_grids"]
 
 _Vector: TypeAlias = npt.NDArray[np.float64]
 _Key = TypeVar("_Key")
@@ -55,7 +55,7 @@ class _Slot(NamedTuple):
     counts: _Vector
 
 
-class _Grid:
+class Grid:
     """FLOP/s over the logarithms of rows and columns: bilinear inside the measured range, constant outside."""
 
     def __init__(self, table: Mapping[int, Rates]) -> None:
@@ -81,6 +81,18 @@ class _Grid:
             return mixed
         rates: _Vector = np.interp(place, self._axis, self._rates)
         return rates
+
+
+def product_grids(device: Device) -> dict[str, Grid]:
+    """FLOP/s of matrix products and of the fused unembedding, by what contracts call their `rate`."""
+    widest = device.gemm_rates[max(device.gemm_rates)]
+    return {"gemm": Grid(device.gemm_rates), "unembed": Grid({ANY_COLUMNS: device.unembed_rates or widest})}
+
+
+def attention_grid(device: Device, implementation: str | None) -> Grid:
+    """FLOP/s of an implementation of attention; where the profile has none of it, those it has stand in."""
+    rates = device.attention_rates
+    return Grid({ANY_COLUMNS: rates.get(implementation or "", rates.get("triton", next(iter(rates.values()))))})
 
 
 class OpTimes:
@@ -127,11 +139,7 @@ class OpTimes:
         self._spans = {rate: slice(rates.index(rate), rates.index(rate) + rates.count(rate)) for rate in rates}
         self._seqs = body.variables.index("seqs") if "seqs" in body.variables else None
         self._attention = {single: _attention(body, device, seqs=1 if single else 2) for single in (True, False)}
-        widest = device.gemm_rates[max(device.gemm_rates)]
-        self._grids = {
-            "gemm": _Grid(device.gemm_rates),
-            "unembed": _Grid({ANY_COLUMNS: device.unembed_rates or widest}),
-        }
+        self._grids = product_grids(device)
         number = {c: i for i, c in enumerate(self.classes)}
         self.class_of, self._loop_of = [number[key] for key in keys], loop_of
         self._totals: dict[tuple[int, ...], float] = {}
@@ -271,7 +279,7 @@ def _keep(results: dict[_Key, _Value], key: _Key, value: _Value) -> None:
     results[key] = value
 
 
-def _attention(body: Body, device: Device, *, seqs: int) -> tuple[str | None, _Grid]:
+def _attention(body: Body, device: Device, *, seqs: int) -> tuple[str | None, Grid]:
     """The best implementation that is legal for all attention of a body, and its rates.
 
     Where the profile has rates for none that is legal, those it has stand in.
@@ -288,11 +296,8 @@ def _attention(body: Body, device: Device, *, seqs: int) -> tuple[str | None, _G
     legal = [name for name in options[0] if all(name in other for other in options)] if options else []
     rates = device.attention_rates
     rated = [name for name in legal if name in rates]
-    if rated:
-        best = max(rated, key=lambda name: max(rates[name].values()))
-        return best, _Grid({ANY_COLUMNS: rates[best]})
-    spare = rates.get("triton", next(iter(rates.values())))
-    return (legal[0] if legal else None), _Grid({ANY_COLUMNS: spare})
+    best = max(rated, key=lambda name: max(rates[name].values())) if rated else legal[0] if legal else None
+    return best, attention_grid(device, best)
 
 
 def _knob_chain(body: Body, region: int | None) -> tuple[str, ...]:

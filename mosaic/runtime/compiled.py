@@ -392,15 +392,20 @@ class CompiledModel:
         workspace.resize_all(sizes, populate=False)
         views = weight_views(document, workspace)
         if self.model.path is None:
-            staging = None
-            if self._on_cuda and streamed:
-                workspace.resize("workspace", PIECE_BYTES)
-                staging = workspace.view("workspace", 0, (PIECE_BYTES,), "uint8")
+            staging = self._staging() if self._on_cuda and streamed else None
             fill_randomly(views, seed=self._seed, staging=staging)
         else:
             with Checkpoint(self.model.path) as checkpoint:
                 load_weights(views, checkpoint)
         return views
+
+    def _staging(self) -> Tensor:
+        """Memory to draw in for the host: where the device's weights come later, if there is room, for a budget may leave
+        none beside them; else where the first step's workspace comes."""
+        pool = "weights" if self._current.components["weights"] >= PIECE_BYTES else "workspace"
+        if pool == "workspace":
+            self.workspace.resize(pool, PIECE_BYTES)
+        return self.workspace.view(pool, 0, (PIECE_BYTES,), "uint8")
 
     def _move(self, plan: Plan) -> None:
         """Load the weights anew to where another plan wants them."""

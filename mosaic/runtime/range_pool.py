@@ -9,7 +9,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
 
-__all__ = ["RangePool", "close_all", "close_on_exit"]
+__all__ = ["ClosesOnExit", "RangePool", "close_all"]
 
 
 class Closable(Protocol):
@@ -26,14 +26,25 @@ def close_all(*parts: Closable) -> None:
             closing.callback(part.close)
 
 
-def close_on_exit(part: Closable, error: BaseException | None) -> None:
-    """Close at the end of a `with`: an error of its body stays the one that is raised, for it is the cause."""
-    try:
-        part.close()
-    except RuntimeMemoryError as failure:
-        if error is None:
-            raise
-        error.add_note(f"closing failed too: {failure}")
+class ClosesOnExit:
+    """What is closed at the end of a `with`: an error of its body stays the one that is raised, for it is the cause."""
+
+    def close(self) -> None:
+        """Give everything back."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except RuntimeMemoryError as failure:
+            if error is None:
+                raise
+            error.add_note(f"closing failed too: {failure}")
 
 
 class PoolRange(Closable, Protocol):
@@ -45,7 +56,7 @@ class PoolRange(Closable, Protocol):
 AnyRange = TypeVar("AnyRange", bound=PoolRange)
 
 
-class RangePool(Generic[AnyRange]):
+class RangePool(ClosesOnExit, Generic[AnyRange]):
     """Ranges by name, charged to one ledger."""
 
     def __init__(self, ledger: DeviceLedger) -> None:
@@ -77,11 +88,3 @@ class RangePool(Generic[AnyRange]):
         parts = tuple(self._ranges.values())
         self._ranges.clear()
         close_all(*parts)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        close_on_exit(self, error)

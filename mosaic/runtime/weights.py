@@ -85,7 +85,8 @@ def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor
         Another one gives another model.
     staging
         uint8 [at least PIECE_BYTES] on the device: what views of host memory get is drawn there, with the values that
-        it would have on the device. Without it, views of host memory are drawn by the CPU.
+        it would have on the device. Without it, views of host memory are drawn by the CPU. May lie in the views of the
+        device, which are filled last.
 
     Raises
     ------
@@ -97,7 +98,9 @@ def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor
             f"drawing weights for host memory needs {format_bytes(PIECE_BYTES)} of staging on the device, "
             f"{format_bytes(staging.numel())} were given: commit more of the range that it lies in."
         )
-    for tensor, view in views.items():
+    # what goes through the staging first (False sorts before True): the staging may lie where the others go
+    order = sorted(views.items(), key=lambda item: staging is None or item[1].device == staging.device)
+    for tensor, view in order:
         if tensor.startswith("="):
             _fill_constant(tensor, view)
             continue

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from mosaic.errors import PlanFormatError, RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
-from mosaic.runtime.range_pool import close_all, close_on_exit
+from mosaic.runtime.range_pool import ClosesOnExit, close_all
 
 __all__ = ["DTYPES", "Pool", "Range", "Workspace", "torch_dtype"]
 
@@ -81,7 +80,7 @@ class Pool(Protocol):
         """Close every range."""
 
 
-class Workspace:
+class Workspace(ClosesOnExit):
     """The memory of one device, by pool.
 
     Parameters
@@ -194,11 +193,3 @@ class Workspace:
     def close(self) -> None:
         """Give all memory back, also if one pool cannot; that is raised at the end. Closing twice is fine."""
         close_all(*(pool for pool in (self.host, self.pages) if pool is not None))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        close_on_exit(self, error)
