@@ -48,6 +48,8 @@ class Device:
         FLOP/s of a dense bf16 GEMM by output columns, then by rows; {rows: rate} alone means any columns.
     unembed_rates
         FLOP/s of the fused unembedding with statistics by rows; none: those of GEMMs.
+    sampled_unembed_rates
+        The same with a sample of each row as well; none: those without.
     attention_rates
         FLOP/s of full attention by implementation, then by the query rows times heads of a launch.
     host_link
@@ -77,6 +79,7 @@ class Device:
     gemm_rates: Mapping[int, Rates]
     attention_rates: Mapping[str, Rates]
     unembed_rates: Rates = field(default_factory=dict)
+    sampled_unembed_rates: Rates = field(default_factory=dict)
     backend: str = "cuda"
     host_link: float = 24.8e9
     launch_s: float = 5e-6
@@ -105,7 +108,8 @@ class Device:
             )
         object.__setattr__(self, "gemm_rates", self._gemm_rates())
         object.__setattr__(self, "attention_rates", self._attention_rates())
-        object.__setattr__(self, "unembed_rates", self._rates("unembed_rates", self.unembed_rates, "rows"))
+        for name in ("unembed_rates", "sampled_unembed_rates"):
+            object.__setattr__(self, name, self._rates(name, getattr(self, name), "rows"))
 
     def _require(self, name: str, expected: str, holds: bool) -> None:
         if not holds:
@@ -206,6 +210,7 @@ def _card(
             columns: {rows * 2048 // columns: share * rate for rows, share in shares.items()} for columns in (256, 2048)
         },
         unembed_rates={64: 0.3 * rate, 256: 0.5 * rate},
+        sampled_unembed_rates={64: 0.2 * rate, 256: 0.3 * rate},
         attention_rates={
             implementation: {1 << 13: 0.5 * share * bf16_flops, 1 << 15: share * bf16_flops}
             for implementation, share in (("cudnn", attention), ("triton", 0.45))

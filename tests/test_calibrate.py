@@ -104,6 +104,12 @@ class Card:
         assert outputs.keys() == {"token", "maximum", "second", "logsumexp", "entropy"}
         return 2 * x.numel() * len(weight) / (1e12 * len(x))
 
+    def _unembed_sample(self, _: str | None, x: Tensor, weight: Tensor, **others: Tensor) -> float:
+        drawn = {"keys", "temperature", "sample", "sample_logit"}
+        assert others.keys() == {"token", "maximum", "second", "logsumexp", "entropy"} | drawn
+        assert float(others["temperature"]) > 0
+        return 2 * x.numel() * len(weight) / (5e11 * len(x))
+
     def _attention(self, implementation: str | None, **given: Any) -> float:
         assert implementation is not None
         self.attention[implementation](**given)
@@ -158,6 +164,7 @@ def test_the_profile_holds_the_rates_of_the_card() -> None:
     for columns in SIZES.columns:
         assert device.gemm_rates[columns] == pytest.approx({rows: gemm_rate(rows, columns) for rows in SIZES.rows})
     assert device.unembed_rates == pytest.approx({rows: 1e12 * rows for rows in SIZES.unembed_rows})
+    assert device.sampled_unembed_rates == pytest.approx({rows: 5e11 * rows for rows in SIZES.unembed_rows})
     for implementation, rate in ATTENTION.items():
         assert device.attention_rates[implementation] == pytest.approx(dict.fromkeys(SIZES.attention, rate))
     assert made.notes == ()
@@ -431,7 +438,9 @@ def test_the_helper_loads_every_kernel_that_is_measured(monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda_card, "QUICK", SIZES)
     card = Card()
     cuda_card._load_kernels(card.bench())
-    assert {operator for operator, _, _ in card.launches} == {"rms_norm", "linear", "unembed_stats", "attention"}
+    assert {operator for operator, _, _ in card.launches} == {
+        "rms_norm", "linear", "unembed_stats", "unembed_sample", "attention",
+    }  # fmt: skip
     assert {name for operator, name, _ in card.launches if operator == "attention"} == set(ATTENTION)
 
 

@@ -80,6 +80,17 @@ def test_the_fused_unembedding_has_rates_of_its_own() -> None:
     assert times(compile_body(g), widest) == pytest.approx([2 * 64 * 8 * 1000 / 4e12])
 
 
+def test_an_unembedding_that_samples_has_rates_of_its_own_too() -> None:
+    g = Graph("head")
+    g.add_op(
+        "unembed_sample", g.input("x", (64, 8), "bfloat16"), g.weight("w", (1000, 8), "bfloat16"),
+        g.input("keys", (64,), "int64"), g.input("temperature", (1,), "float32"),
+    )  # fmt: skip
+    card = replace(CARD, bandwidth=FAST, unembed_rates={16: 1e12}, sampled_unembed_rates={16: 5e11})
+    assert times(compile_body(g), card) == pytest.approx([2 * 64 * 8 * 1000 / 5e11])
+    assert times(compile_body(g), replace(card, sampled_unembed_rates={})) == pytest.approx([2 * 64 * 8 * 1000 / 1e12])
+
+
 def test_a_transfer_takes_half_of_its_bytes_over_the_link() -> None:
     g = Graph("fetch")
     host = g.buffer("w@host", (1000, 10), "float32", kind="host", tensor="w")

@@ -84,9 +84,13 @@ class Grid:
 
 
 def product_grids(device: Device) -> dict[str, Grid]:
-    """FLOP/s of matrix products and of the fused unembedding, by what contracts call their `rate`."""
-    widest = device.gemm_rates[max(device.gemm_rates)]
-    return {"gemm": Grid(device.gemm_rates), "unembed": Grid({ANY_COLUMNS: device.unembed_rates or widest})}
+    """FLOP/s of matrix products and of the fused unembeddings, by what contracts call their `rate`."""
+    fused = device.unembed_rates or device.gemm_rates[max(device.gemm_rates)]
+    return {
+        "gemm": Grid(device.gemm_rates),
+        "unembed": Grid({ANY_COLUMNS: fused}),
+        "sampled_unembed": Grid({ANY_COLUMNS: device.sampled_unembed_rates or fused}),
+    }
 
 
 def attention_grid(device: Device, implementation: str | None) -> Grid:

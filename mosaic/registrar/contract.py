@@ -19,7 +19,7 @@ from mosaic.registrar.dtypes import ITEMSIZE
 __all__ = ["Contract", "Dim", "Rate", "Spec", "divides", "require"]
 
 Dim: TypeAlias = int | sympy.Expr
-Rate: TypeAlias = Literal["memory", "gemm", "attention", "unembed", "link"]
+Rate: TypeAlias = Literal["memory", "gemm", "attention", "unembed", "sampled_unembed", "link"]
 
 
 @dataclass(frozen=True, slots=True)

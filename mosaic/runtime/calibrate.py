@@ -244,6 +244,7 @@ def calibrate(
         gemms = gemm_rates(bench, sizes, captured, notes=notes, progress=progress)
         progress("fused unembedding")
         unembeddings = unembed_rates(bench, sizes, captured)
+        sampled = unembed_rates(bench, sizes, captured, sampled=True)
         attention = attention_rates(bench, sizes, captured, notes=notes, progress=progress)
     except torch.OutOfMemoryError:
         raise RuntimeMemoryError(
@@ -254,6 +255,7 @@ def calibrate(
     device = Device(
         name=name, backend=bench.backend, memory_bytes=bench.memory_bytes, bandwidth=_rounded(bandwidth),
         gemm_rates={columns: _rates(rates) for columns, rates in gemms.items()}, unembed_rates=_rates(unembeddings),
+        sampled_unembed_rates=_rates(sampled),
         attention_rates={name: _rates(rates) for name, rates in attention.items()},
         host_link=_rounded(min(to_device, to_host)), launch_s=_rounded(captured),
         estimated=False, source=f"mosaic calibrate on {bench.title}, {versions}, {date}",
@@ -353,8 +355,9 @@ def _gemm_rate(bench: Bench, rows: int, weights: Sequence[Tensor], launch_s: flo
     return 2 * rows * columns * inner / _work(bench.timer.captured(calls), launch_s)
 
 
-def unembed_rates(bench: Bench, sizes: Sizes, launch_s: float) -> dict[int, float]:
-    """Measure FLOP/s of the fused unembedding with statistics, by rows; none where the head does not fit."""
+def unembed_rates(bench: Bench, sizes: Sizes, launch_s: float, *, sampled: bool = False) -> dict[int, float]:
+    """Measure FLOP/s of the fused unembedding with statistics, or with samples too, by rows; none where the head does
+    not fit."""
     if not bench.holds(2 * sizes.vocabulary * sizes.inner + (1 << 26)):
         return {}
     weight = bench.random(sizes.vocabulary, sizes.inner)
@@ -365,7 +368,14 @@ def unembed_rates(bench: Bench, sizes: Sizes, launch_s: float) -> dict[int, floa
         }
         token = bench.empty(rows, dtype=torch.int64)
         operands = {"x": bench.random(rows, sizes.inner), "weight": weight, "token": token, **outputs}
-        seconds = bench.timer.captured([bench.call("unembed_stats", operands, {})])
+        if sampled:
+            operands |= {
+                "keys": torch.arange(rows, out=bench.empty(rows, dtype=torch.int64)),
+                "temperature": bench.empty(1, dtype=torch.float32).fill_(1.0),
+                "sample": bench.empty(rows, dtype=torch.int64),
+                "sample_logit": bench.empty(rows, dtype=torch.float32),
+            }
+        seconds = bench.timer.captured([bench.call("unembed_sample" if sampled else "unembed_stats", operands, {})])
         rates[rows] = 2 * rows * weight.numel() / _work(seconds, launch_s)
     return rates
 

@@ -268,6 +268,7 @@ def _load_kernels(bench: Bench) -> None:
     launch_times(once, sizes)
     gemm_rates(once, sizes, 0.0, notes=[], progress=lambda what: None)
     unembed_rates(once, sizes, 0.0)
+    unembed_rates(once, sizes, 0.0, sampled=True)
     attention_rates(once, sizes, 0.0, notes=[], progress=lambda what: None)
 
 

@@ -23,5 +23,5 @@ CONTRACT = Contract(
     whole=frozenset({"temperature"}),
     infer=infer,
     flops=flops,
-    rate="unembed",
+    rate="sampled_unembed",
 )
