@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, show
+from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, quality, show
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
 
@@ -48,9 +48,13 @@ for command in (
     models.models,
     devices.devices,
     calibrate.calibrate,
-    bench.bench,
 ):
     app.command()(command)
+
+measure = typer.Typer(invoke_without_command=True)
+measure.callback()(bench.bench)
+measure.command()(quality.quality)
+app.add_typer(measure, name="bench")
 
 
 def main() -> None:

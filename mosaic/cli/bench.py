@@ -21,6 +21,7 @@ __all__ = ["bench"]
 
 
 def bench(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Preset (random weights) or checkpoint directory.")] = None,
     ctx: Annotated[str, typer.Option(help="Contexts in tokens: 1k,4k,32k.")] = "1k,4k,16k",
     mask_ratio: Annotated[str, typer.Option(help="Shares of masked tokens: 0.1,0.5,0.9.")] = "0.5",
@@ -47,6 +48,8 @@ def bench(
     """Measure steps side by side: latency, memory by four counters, the largest context under a cap. Exit code 1 when
     an engine failed.
     """
+    if context.invoked_subcommand is not None:
+        return
     from mosaic.bench import Settings, run
     from mosaic.cli.exports import check_targets
     from mosaic.files import write_atomic

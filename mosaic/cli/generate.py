@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from mosaic.cli.output import note, print_json
-from mosaic.errors import DoesNotFit, MissingExtra, UsageError
+from mosaic.cli.request import require_torch
+from mosaic.errors import DoesNotFit, UsageError
 from mosaic.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ def generate(
         str, typer.Option(help="small, small-sdar; a checkpoint directory; or a preset (random weights).")
     ] = "small",
     prompt: Annotated[str | None, typer.Option(help="The prompt; - or nothing reads standard input.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the checkpoint's chat template.")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Put the prompt into the chat template; the small models' default."),
+    ] = None,
     gen_length: Annotated[int | None, typer.Option(help="Tokens to generate, default 128.")] = None,
     steps: Annotated[
         int | None, typer.Option(help="Denoising steps in all; of each block for block-diffusion models.")
@@ -69,11 +73,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Generate text within a plan. In a terminal the canvas fills in live; elsewhere stdout gets the text alone."""
-    _require_torch()
+    require_torch("`mosaic generate`")
     text = _prompt(prompt)
     from mosaic.decoding.config import resolve
     from mosaic.decoding.text import TextStreamer
     from mosaic.models import load
+    from mosaic.models.shipped import SHIPPED
 
     config = _config(
         gen_length=gen_length, steps=steps, block_length=block_length, temperature=temperature, top_p=top_p, top_k=top_k,
@@ -81,6 +86,7 @@ def generate(
         cache=cache, cfg_scale=cfg_scale, seed=seed,
     )  # fmt: skip
     described = load(model)
+    chat = model in SHIPPED if chat is None else chat
     tokenizer = _tokenizer(described)
     prompt_ids = _encode(text, tokenizer, chat, described)
     if tokenizer is None:
@@ -102,13 +108,6 @@ def generate(
         found, record, _ = _decode(job, view=_live_view if drawn else _lines)
         _write(_text(job, found, terminal=terminal))
     note(record.summary(len(found.token_ids)))
-
-
-def _require_torch() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        raise MissingExtra("torch", "torch", "`mosaic generate`")
 
 
 def _config(**options: Any) -> GenerationConfig:

@@ -104,7 +104,9 @@ def load(source: str | Path | Mapping[str, Any]) -> Model:
         return Model(name=name, family=family, config=config, architecture=_architecture(family, config))
     path = Path(name)
     if not path.exists():
-        raise UnknownName("model", name, (*SHIPPED, *PRESETS), "A checkpoint directory or a config.json file works too.")
+        raise UnknownName(
+            "model", name, (*SHIPPED, *PRESETS), "A checkpoint directory or a config.json file works too."
+        )
     file = path / "config.json" if path.is_dir() else path
     return _from_config(_read_config(file), (path if path.is_dir() else path.parent).resolve().name, file.parent)
 

@@ -1,0 +1,94 @@
+"""Checkpoints in the Hugging Face layout of the two families: config.json, model.safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import Sizes, Transformer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mosaic.bench.quality.vocabulary import EOS, MASK, PAD, tokenizer_config, tokenizer_json
+
+__all__ = ["config_json", "named_tensors", "save"]
+
+
+def config_json(sizes: Sizes) -> dict[str, Any]:
+    """The family's own keys."""
+    special = {"mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": PAD, "torch_dtype": "bfloat16"}
+    if sizes.family == "llada":
+        return {
+            "architectures": ["LLaDAModelLM"],
+            "model_type": "llada",
+            "d_model": sizes.hidden,
+            "n_layers": sizes.layers,
+            "n_heads": sizes.heads,
+            "n_kv_heads": sizes.kv_heads,
+            "mlp_hidden_size": sizes.ffn,
+            "vocab_size": sizes.vocabulary,
+            "embedding_size": sizes.vocabulary,
+            "rope_theta": sizes.rope_theta,
+            "rms_norm_eps": sizes.norm_eps,
+            "max_sequence_length": sizes.max_positions,
+            "weight_tying": False,
+            "include_bias": False,
+            "include_qkv_bias": False,
+            **special,
+        }
+    return {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_size,
+        "intermediate_size": sizes.ffn,
+        "vocab_size": sizes.vocabulary,
+        "rope_theta": sizes.rope_theta,
+        "rms_norm_eps": sizes.norm_eps,
+        "max_position_embeddings": sizes.max_positions,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "block_size": sizes.block,
+        **special,
+    }
+
+
+def named_tensors(model: Transformer) -> dict[str, Tensor]:
+    """The weights by the family's names, bfloat16."""
+    s, found = model.sizes, dict[str, Tensor]()
+    llada = s.family == "llada"
+    prefix = "model.transformer." if llada else "model."
+    found[prefix + ("wte.weight" if llada else "embed_tokens.weight")] = model.embedding
+    found[prefix + ("ln_f.weight" if llada else "norm.weight")] = model.final_norm
+    found[prefix + "ff_out.weight" if llada else "lm_head.weight"] = model.head
+    query, key = s.heads * s.head_size, s.kv_heads * s.head_size
+    for index, layer in enumerate(model.layers):
+        at = f"{prefix}blocks.{index}." if llada else f"{prefix}layers.{index}."
+        q, k, v = layer.qkv.split([query, key, key])
+        gate, up = layer.gate_up.chunk(2)
+        parts = {
+            "attn_norm": layer.attention_norm, "ff_norm": layer.ffn_norm, "q_proj": q, "k_proj": k, "v_proj": v,
+            "attn_out": layer.output, "ff_proj": gate, "up_proj": up, "ff_out": layer.down,
+        } if llada else {
+            "input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.ffn_norm,
+            "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.output,
+            "self_attn.q_norm": layer.query_norm, "self_attn.k_norm": layer.key_norm,
+            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down,
+        }  # fmt: skip
+        found |= {f"{at}{name}.weight": tensor for name, tensor in parts.items()}
+    return {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in found.items()}
+
+
+def save(model: Transformer, directory: Path) -> None:
+    """Write the four files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config_json(model.sizes), indent=1) + "\n", encoding="utf-8")
+    (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(tokenizer_config(), encoding="utf-8")
+    save_file(named_tensors(model), directory / "model.safetensors", metadata={"format": "pt"})

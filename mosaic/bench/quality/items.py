@@ -1,0 +1,95 @@
+"""What a question is, and how a text made of turns is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final, TypeVar
+
+__all__ = ["RESULT", "TASKS", "Item", "Turn", "pick", "prompt_of"]
+
+TASKS: Final = ("retrieval", "pair", "addition", "subtraction", "multiplication", "sorting", "story")
+
+RESULT: Final = " Answer:"
+"""What follows it is the result; what precedes it, the visible working."""
+
+T = TypeVar("T")
+
+
+def pick(rng: Random, values: Sequence[T]) -> T:
+    """One of several values; the same on every version of Python."""
+    return values[int(rng.random() * len(values))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A question with its answer; both texts begin with a space.
+
+    Parameters
+    ----------
+    task
+        Of `TASKS`.
+    question, answer
+        What is asked, without roles; the whole answer with its working, without [EOS].
+    keys
+        What `held_out` decides on; an evaluation turn has every key held out, a training turn none.
+    """
+
+    task: str
+    question: str
+    answer: str
+    keys: tuple[tuple[str | int, ...], ...]
+
+    @property
+    def result(self) -> str:
+        """The answer without its working."""
+        return self.answer.rpartition(RESULT)[2].strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A question of an evaluation set.
+
+    Parameters
+    ----------
+    task
+        Of `TASKS`.
+    prompt
+        The whole prompt, roles included.
+    answer
+        The text expected, without [EOS]; a story is one of many that are right.
+    tokens
+        Length of the prompt.
+    length
+        The context it was made for, prompt and answer; 0 where a task has no document.
+    depth
+        Where in the document the (first) fact lies, in [0, 1]; 0 without a document.
+    keys
+        What the split decided on.
+    """
+
+    task: str
+    prompt: str
+    answer: str
+    tokens: int
+    length: int = 0
+    depth: float = 0.0
+    keys: tuple[tuple[str | int, ...], ...] = ()
+
+    @property
+    def result(self) -> str:
+        """The answer without its working."""
+        return self.answer.rpartition(RESULT)[2].strip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "task": self.task, "prompt": self.prompt, "answer": self.answer, "tokens": self.tokens,
+            "length": self.length, "depth": self.depth,
+        }  # fmt: skip
+
+
+def prompt_of(turn: Turn, document: str = "") -> str:
+    """A prompt of one turn, the document before the question."""
+    return f"<|user|>{document}{turn.question}<|assistant|>"

@@ -1,0 +1,70 @@
+"""The quality bench's picture: exact match by task, and by length and depth. Imports matplotlib when it is drawn."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from mosaic.bench.quality.evaluation import DEPTHS
+from mosaic.errors import MissingExtra
+
+__all__ = ["png"]
+
+
+def png(result: Mapping[str, Any], title: str = "") -> bytes:
+    """Draw a result of `run`: a bar per task, a map of length and depth per retrieval task.
+
+    Raises
+    ------
+    MissingExtra
+        If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("matplotlib", "viz", "the picture") from None
+    maps = {task: cells for task, cells in result["by_length_and_depth"].items() if cells}
+    figure = Figure(figsize=(4.5 + 4.2 * len(maps), 3.6), layout="constrained")
+    axes = figure.subplots(1, 1 + len(maps), squeeze=False)[0]
+    _bars(axes[0], result["by_task"])
+    for place, (task, cells) in zip(axes[1:], maps.items(), strict=True):
+        _map(place, task, cells)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
+
+
+def _bars(axes: Any, by_task: Mapping[str, Any]) -> None:
+    tasks = list(by_task)
+    shares = [by_task[task]["exact"] for task in tasks]
+    axes.barh(range(len(tasks)), shares, color="#0072B2", height=0.6)
+    for row, share in enumerate(shares):
+        axes.text(min(share + 0.02, 0.99), row, f"{share:.0%}", va="center", ha="left", fontsize=8)
+    axes.set_yticks(range(len(tasks)), [f"{task} ({by_task[task]['count']})" for task in tasks], fontsize=8)
+    axes.set_xlim(0, 1.15)
+    axes.set_xticks([0, 0.5, 0.95], ["0", "50%", "95%"], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title("exact match", fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _map(axes: Any, task: str, cells: Mapping[str, Mapping[str, Any]]) -> None:
+    """Depth downwards, length to the right; every cell with its share in numbers, so that colour is not the only cue."""
+    lengths = sorted(cells, key=int)
+    tenths = [f"{index / DEPTHS:.1f}" for index in range(DEPTHS)]
+    rows = [[cells[length].get(tenth, {}).get("exact", float("nan")) for length in lengths] for tenth in tenths]
+    axes.imshow(rows, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    for row, values in enumerate(rows):
+        for column, share in enumerate(values):
+            if share == share:
+                ink = "#1A1A1A" if share > 0.6 else "#FFFFFF"
+                axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=ink)
+    axes.set_xticks(range(len(lengths)), [f"{int(length):,}" for length in lengths], fontsize=8)
+    axes.set_yticks(range(DEPTHS), [f"{10 * index}%" for index in range(DEPTHS)], fontsize=8)
+    axes.set_xlabel("context, tokens", fontsize=8)
+    axes.set_ylabel("depth", fontsize=8)
+    axes.set_title(f"{task}: exact match, %", fontsize=9)

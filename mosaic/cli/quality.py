@@ -1,0 +1,135 @@
+"""`mosaic bench quality`: exact match by task, length and depth, for any decoding configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mosaic.cli.output import note, print_json, results
+from mosaic.cli.request import require_torch
+from mosaic.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mosaic.bench.quality.scoring import Score
+
+__all__ = ["quality"]
+
+
+def quality(
+    model: Annotated[
+        str, typer.Option(help="small, small-sdar, or a checkpoint directory of examples/train_small.")
+    ] = "small",
+    tasks: Annotated[
+        str, typer.Option(help="Of retrieval, pair, addition, subtraction, multiplication, sorting, story.")
+    ] = "retrieval,pair,addition,subtraction,multiplication,sorting,story",
+    lengths: Annotated[str, typer.Option(help="Contexts of the retrieval tasks.")] = "256,512,1k,2k",
+    per_cell: Annotated[int, typer.Option(help="Retrieval items per length and tenth of depth.")] = 1,
+    per_task: Annotated[int, typer.Option(help="Items of every other task.")] = 20,
+    gen_length: Annotated[int | None, typer.Option(help="Tokens to generate; what each task needs by default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; of each block for block diffusion.")] = None,
+    block_length: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0, the default, takes the most likely token.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from so many most likely tokens.")] = None,
+    remasking: Annotated[str | None, typer.Option(help="As for `mosaic generate`.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="llada, fast-dllm, sdar, …; default the family's own.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Commit every token of at least this confidence.")] = None,
+    factor: Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")] = None,
+    cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the evaluation set and of sampling.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
+    budget: Annotated[str | None, typer.Option(help="Bytes that may be used, such as 24GiB.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture, PNG; needs the extra 'viz'.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
+) -> None:
+    """Ask a model what it must know: facts at any depth of a document, arithmetic, sorting, stories."""
+    from mosaic.bench.quality.run import QualitySettings, check_vocabulary, run
+    from mosaic.cli.exports import check_targets
+    from mosaic.files import write_atomic
+    from mosaic.models import load
+    from mosaic.units import parse_tokens
+
+    check_targets([out, plot])
+    require_torch("`mosaic bench quality`")
+    given = {
+        "gen_length": gen_length, "steps": steps, "block_length": block_length, "temperature": temperature,
+        "top_p": top_p, "top_k": top_k, "remasking": remasking, "algorithm": algorithm, "threshold": threshold,
+        "factor": factor, "cache": cache, "cfg_scale": cfg_scale,
+    }  # fmt: skip
+    settings = QualitySettings(
+        tasks=tuple(part.strip() for part in tasks.split(",")),
+        lengths=tuple(parse_tokens(part) for part in lengths.split(",")),
+        per_cell=per_cell,
+        per_task=per_task,
+        seed=seed,
+        batch=batch,
+        options={"seed": seed, **{name: value for name, value in given.items() if value is not None}},
+    )
+    described = load(model)
+    if described.path is None:
+        raise UsageError(f"{model} is a preset with random weights: give small, small-sdar or a checkpoint directory.")
+    check_vocabulary(Path(described.path))
+
+    from mosaic.runtime.compiled import compile
+
+    with compile(described, device=device, budget=budget) as compiled:
+        result = {"model": described.name, "device": device, **run(compiled, settings, progress=_progress)}
+    if out is not None:
+        import json
+
+        write_atomic(out, json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        from mosaic.bench.quality.plot import png
+
+        write_atomic(plot, png(result, f"{described.name}, {_named(settings.options)}"))
+    if as_json:
+        print_json(result)
+        return
+    for table in tables(result):
+        results().print(table)
+        results().print()
+
+
+def _named(options: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items()) or "the family's own decoding"
+
+
+def _progress(done: int, total: int, score: Score) -> None:
+    """A line on stderr for every wrong answer, and one for every tenth of the way."""
+    if not score.exact:
+        place = f" of {score.item.length:,} tokens, depth {score.item.depth:.0%}" if score.item.length else ""
+        note(f"{score.item.task}{place}: expected {score.item.result[:60]!r}, got {score.text[-60:]!r}")
+    if done == total or done * 10 // total > (done - 1) * 10 // total:
+        note(f"{done:,} of {total:,} items")
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Exact match by task, and of the retrieval tasks by length and by depth."""
+    from rich.table import Table
+
+    by_task = Table(box=None, padding=(0, 1))
+    for column in ("task", "exact", "with working", "items"):
+        by_task.add_column(column, justify="left" if column == "task" else "right", header_style="dim", no_wrap=True)
+    for task, share in result["by_task"].items():
+        by_task.add_row(task, f"{share['exact']:.1%}", f"{share['whole']:.1%}", f"{share['count']:,}")
+    found = [by_task]
+    for name, groups in (("length", result["by_length"]), ("depth", result["by_depth"])):
+        keys = sorted({key for shares in groups.values() for key in shares}, key=float)
+        if not keys:
+            continue
+        table = Table(box=None, padding=(0, 1))
+        table.add_column(f"exact by {name}", header_style="dim", no_wrap=True)
+        for key in keys:
+            shown = f"{int(key):,}" if name == "length" else f"{float(key):.0%}"
+            table.add_column(shown, justify="right", header_style="dim", no_wrap=True)
+        for task, shares in groups.items():
+            table.add_row(task, *(f"{shares[key]['exact']:.1%}" if key in shares else "" for key in keys))
+        found.append(table)
+    return found
