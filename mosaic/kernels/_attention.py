@@ -15,37 +15,41 @@ __all__ = ["keys_seen", "online_softmax", "visible", "write_limits"]
 
 
 def online_softmax(
-    q_CH: Tensor, key_tiles: Iterable[tuple[int, Tensor, Tensor]], scale: float, tiles: list[Tensor], *, blocked: bool
+    q_ACH: Tensor, key_tiles: Iterable[tuple[int, Tensor, Tensor]], scale: float, tiles: list[Tensor], *, blocked: bool
 ) -> Tensor:
-    """Return softmax(q k^T * scale) v for a tile of query rows, in scratch.
+    """Return softmax(q k^T * scale) v for a tile of query rows of some heads, [A, C, H] in scratch.
+
+    Small tiles of several heads go together: one product of many is far quicker than as many calls.
 
     Parameters
     ----------
-    q_CH
-        Query rows, in the compute dtype.
+    q_ACH
+        C query rows of each of A heads, in the compute dtype; A*C at most `tiles[0].shape[0]`.
     key_tiles
-        The place of a tile's first key, its keys and its values [at most `tiles[0].shape[1]`, H], in the compute dtype.
-        Every row sees a key of the first tile.
+        The place of a tile's first key, its keys and its values [A, at most `tiles[0].shape[1]`, H], in the compute
+        dtype. Every row sees a key of the first tile.
     tiles
         Scores, accumulator and five vectors; where `blocked` how many keys each row sees, a vector for the keys' places
         and one for the mask.
     """
-    scores, accumulator, *vectors = tiles[:7]
-    rows = q_CH.shape[0]
-    accumulator = accumulator[:rows]
-    maximum, new_maximum, total, tile_total, correction = (vector[:rows] for vector in vectors)
+    (heads, rows, size), (scores, accumulator, *vectors) = q_ACH.shape, tiles[:7]
+    count = heads * rows
+    flat = accumulator[:count]
+    result = flat.view(heads, rows, size)
+    maximum, new_maximum, total, tile_total, correction = (vector[:count] for vector in vectors)
     for start, k, v in key_tiles:
-        count = k.shape[0]
+        keys = k.shape[1]
         # contiguous whatever the tile's size, so that BLAS gets plain strides
-        s = scores.view(-1)[: rows * count].view(rows, count)
-        torch.addmm(s, q_CH, k.t(), beta=0, alpha=scale, out=s)
+        s = scores.view(-1)[: count * keys].view(count, keys)
+        products = s.view(heads, rows, keys)
+        torch.baddbmm(products, q_ACH, k.transpose(1, 2), beta=0, alpha=scale, out=products)
         if blocked:
             _hide(s, start, *tiles[7:10])
         if start == 0:
             torch.amax(s, dim=1, out=maximum)
             s.sub_(maximum.unsqueeze(1)).exp_()
             torch.sum(s, dim=1, out=total)
-            torch.mm(s, v, out=accumulator)
+            torch.bmm(products, v, out=result)
             continue
         torch.amax(s, dim=1, out=new_maximum)
         torch.maximum(new_maximum, maximum, out=new_maximum)
@@ -54,9 +58,11 @@ def online_softmax(
         s.sub_(new_maximum.unsqueeze(1)).exp_()
         torch.sum(s, dim=1, out=tile_total)
         total.mul_(correction).add_(tile_total)
-        accumulator.mul_(correction.unsqueeze(1)).addmm_(s, v)
+        flat.mul_(correction.unsqueeze(1))
+        result.baddbmm_(products, v)
         maximum.copy_(new_maximum)
-    return accumulator.div_(total.unsqueeze(1))
+    flat.div_(total.unsqueeze(1))
+    return result
 
 
 def _hide(s: Tensor, start: int, limits: Tensor, places: Tensor, mask: Tensor) -> None:
@@ -77,13 +83,15 @@ def keys_seen(positions: Iterable[int], keys: int, block: int) -> list[int]:
     return [min(keys, (position // block + 1) * block) if block else keys for position in positions]
 
 
-def write_limits(seen: Iterable[int], group: int, out: Tensor) -> None:
-    """Write how many keys each row of a tile sees, `group` rows for each entry of `seen`."""
+def write_limits(seen: Iterable[int], group: int, heads: int, out: Tensor) -> None:
+    """Write how many keys each row of a tile sees: `group` rows for each entry of `seen`, the same for every head."""
     start = 0
     for limit, alike in groupby(seen):
         end = start + group * len(list(alike))
         out[start:end].fill_(limit)
         start = end
+    for head in range(1, heads):
+        out[head * start : (head + 1) * start].copy_(out[:start])
 
 
 def visible(positions: Tensor, keys: int, block: int) -> Tensor:

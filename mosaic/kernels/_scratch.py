@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +15,10 @@ from mosaic.registrar.implementations.cpu import ITEM_BYTES, TILE_ALIGNMENT, TIL
 from mosaic.units import round_up
 
 __all__ = ["carve", "dtype_name", "tiles_of"]
+
+_TILES: Final = "_mosaic_tiles"
+"""The attribute of a scratch buffer that keeps its tiles: a step binds its buffers once, and carving them anew at every
+launch took a tenth of a step over few tokens."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,24 +43,65 @@ def carve(scratch: Tensor | None, tiles: tuple[Tile, ...], kernel: str) -> list[
     RuntimeMemoryError
         If the buffer is too small for the tiles.
     """
-    views: list[Tensor] = []
-    offset, available = 0, 0 if scratch is None else scratch.numel()
-    for tile in tiles:
-        size = math.prod(tile.shape) * ITEM_BYTES[tile.dtype]
-        offset = round_up(offset, TILE_ALIGNMENT)
-        if scratch is None or offset + size > available:
-            needed = sum(math.prod(t.shape) * ITEM_BYTES[t.dtype] + TILE_ALIGNMENT for t in tiles)
-            raise RuntimeMemoryError(
-                f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, "
-                f"sized by SCRATCH['{kernel}']."
-            )
-        views.append(scratch[offset : offset + size].view(getattr(torch, tile.dtype)).view(tile.shape))
-        offset += size
-    return views
+    return _views(scratch, _layout(tiles), kernel)
 
 
 def tiles_of(kernel: str, scratch: Tensor | None, operands: dict[str, Tensor], **attrs: Any) -> list[Tensor]:
     """Carve the tiles that `TILES[kernel]` lists for these operands."""
-    shapes = {name: tuple(operand.shape) for name, operand in operands.items()}
-    dtypes = {name: dtype_name(operand.dtype) for name, operand in operands.items()}
-    return carve(scratch, TILES[kernel](shapes, dtypes, attrs), kernel)
+    given = tuple([(name, operand.shape, operand.dtype) for name, operand in operands.items()])
+    return _views(scratch, _layout_of(kernel, given, tuple(attrs.items())), kernel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """Where tiles lie: the bytes they take, what to ask for, and of each dtype, offset (in items), shape and strides."""
+
+    end: int
+    needed: int
+    places: tuple[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]], ...]
+
+
+@lru_cache(maxsize=4096)
+def _layout_of(kernel: str, operands: tuple[tuple[str, torch.Size, torch.dtype], ...], attrs: Any) -> _Layout:
+    """Lay out a kernel's tiles: a step launches the same few shapes again and again."""
+    shapes = {name: tuple(shape) for name, shape, _ in operands}
+    dtypes = {name: dtype_name(dtype) for name, _, dtype in operands}
+    return _layout(TILES[kernel](shapes, dtypes, dict(attrs)))
+
+
+@lru_cache(maxsize=4096)
+def _layout(tiles: tuple[Tile, ...]) -> _Layout:
+    offset, places = 0, []
+    for tile in tiles:
+        offset, item = round_up(offset, TILE_ALIGNMENT), ITEM_BYTES[tile.dtype]
+        strides = tuple(math.prod(tile.shape[axis + 1 :]) for axis in range(len(tile.shape)))
+        places.append((getattr(torch, tile.dtype), offset // item, tuple(tile.shape), strides))
+        offset += math.prod(tile.shape) * item
+    needed = sum(math.prod(tile.shape) * ITEM_BYTES[tile.dtype] + TILE_ALIGNMENT for tile in tiles)
+    return _Layout(end=offset, needed=needed, places=tuple(places))
+
+
+def _views(scratch: Tensor | None, layout: _Layout, kernel: str) -> list[Tensor]:
+    if not layout.places:
+        return []
+    available = 0 if scratch is None else scratch.numel()
+    if scratch is None or layout.end > available:
+        raise RuntimeMemoryError(
+            f"{kernel}: scratch of {available:,} bytes, {layout.needed:,} needed: give the plan's scratch buffer, "
+            f"sized by SCRATCH['{kernel}']."
+        )
+    kept: dict[_Layout, list[Tensor]] = scratch.__dict__.setdefault(_TILES, {})
+    views = kept.get(layout)
+    if views is None:
+        views = kept[layout] = [_view(scratch, *place) for place in layout.places]
+    return views
+
+
+def _view(scratch: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """A tile on the buffer's storage, and not as a view of the buffer: that keeps its tiles, and none keeps it."""
+    start = divmod(scratch.storage_offset(), dtype.itemsize)
+    if start[1]:
+        raise RuntimeMemoryError(
+            f"scratch begins at byte {scratch.storage_offset()}, not at a multiple of {dtype.itemsize}."
+        )
+    return torch.empty(0, dtype=dtype).set_(scratch.untyped_storage(), start[0] + offset, shape, strides)  # type: ignore[call-overload]

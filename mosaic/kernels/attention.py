@@ -48,42 +48,46 @@ def launch(
             continue
         position = row_start + start - first
         seen = keys_seen(range(position, position + end - start), last - first, block)
-        for head in range(heads):
-            mine = slice(head * head_size, (head + 1) * head_size)
-            shared = slice(head // group * head_size, (head // group + 1) * head_size)
-            keys = k[first:last, shared], v[first:last, shared]
-            _one_head(q[start:end, mine], *keys, y[start:end, mine], scale, seen, block > 0, tiles)
+        q_TKGH, y_TKGH = (x[start:end].view(end - start, kv_heads, group, head_size) for x in (q, y))
+        keys = [x[first:last].view(last - first, kv_heads, head_size).transpose(0, 1) for x in (k, v)]
+        for member in range(group):
+            queries, results = (x[:, :, member].transpose(0, 1) for x in (q_TKGH, y_TKGH))
+            _heads(queries, *keys, results, scale, seen, block > 0, tiles)
 
 
-def _one_head(
-    q_TH: Tensor, k_SH: Tensor, v_SH: Tensor, y_TH: Tensor, scale: float, seen: Sequence[int], blocked: bool,
+def _heads(
+    q_KTH: Tensor, k_KSH: Tensor, v_KSH: Tensor, y_KTH: Tensor, scale: float, seen: Sequence[int], blocked: bool,
     tiles: list[Tensor],
 ) -> None:  # fmt: skip
-    """Attend one head of one sequence, a tile of query rows at a time; `seen` counts the keys that each row sees.
+    """Attend one query head of every KV head in one sequence, a tile of query rows at a time, small ones of several heads
+    together; `seen` counts the keys that each row sees.
 
     y may be q: a tile of y is written after the last read of the same tile of q, and no other tile of q is touched.
     """
     own = 10 if blocked else 7
     converted, tiles = tiles[:-own], tiles[-own:]
-    rows, keys = tiles[0].shape
-    for start in range(0, q_TH.shape[0], rows):
-        q, limits = q_TH[start : start + rows], seen[start : start + rows]
-        if converted:
-            q = converted[0][: q.shape[0]].copy_(q)
-        if blocked:
-            write_limits(limits, 1, tiles[7])
-        parts = _key_tiles(k_SH, v_SH, max(limits), keys, converted)
-        y_TH[start : start + rows].copy_(online_softmax(q, parts, scale, tiles, blocked=blocked))
+    (rows, keys), tokens = tiles[0].shape, q_KTH.shape[1]
+    together = 1 if converted else max(rows // tokens, 1)
+    for head in range(0, q_KTH.shape[0], together):
+        mine = slice(head, head + together)
+        for start in range(0, tokens, rows):
+            q, limits = q_KTH[mine, start : start + rows], seen[start : start + rows]
+            if converted:
+                q = converted[0][: q.shape[1]].unsqueeze(0).copy_(q)
+            if blocked:
+                write_limits(limits, 1, q.shape[0], tiles[7])
+            parts = _key_tiles(k_KSH[mine], v_KSH[mine], max(limits), keys, converted)
+            y_KTH[mine, start : start + rows].copy_(online_softmax(q, parts, scale, tiles, blocked=blocked))
 
 
 def _key_tiles(
-    k_SH: Tensor, v_SH: Tensor, count: int, rows: int, converted: Sequence[Tensor]
+    k_ASH: Tensor, v_ASH: Tensor, count: int, rows: int, converted: Sequence[Tensor]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """The first `count` keys and values in tiles of `rows`, in the compute dtype."""
     for start in range(0, count, rows):
-        k, v = (x[start : min(start + rows, count)] for x in (k_SH, v_SH))
+        k, v = (x[:, start : min(start + rows, count)] for x in (k_ASH, v_ASH))
         if converted:
-            k, v = (wide[: x.shape[0]].copy_(x) for wide, x in zip(converted[1:], (k, v), strict=True))
+            k, v = (wide[: x.shape[1]].unsqueeze(0).copy_(x) for wide, x in zip(converted[1:], (k, v), strict=True))
         yield start, k, v
 
 

@@ -48,12 +48,13 @@ def launch(
     tiles = tiles_of("kv_attention", scratch, {"q": q}, head_size=head_size, block=block)
     for start, end, slots in _sequences(cu_seqlens, cu_keys, key_slots, row_start, q.shape[0]):
         seen = keys_seen(positions[start:end].tolist(), slots.shape[0], block)
-        for head in range(kv_heads):
-            column = first_column + head * head_size
-            k, v = (kv[:, at : at + head_size] for at in (column, column + kv_heads * head_size))
-            mine = slice(head * group * head_size, (head + 1) * group * head_size)
-            queries, results = (x[start:end, mine].view(end - start, group, head_size) for x in (q, y))
-            _one_head(queries, k, v, slots, results, scale, seen, block > 0, tiles)
+        width = kv_heads * head_size
+        k, v = (
+            kv[:, at : at + width].view(-1, kv_heads, head_size).transpose(0, 1)
+            for at in (first_column, first_column + width)
+        )
+        queries, results = (x[start:end].view(end - start, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
+        _heads(queries, k, v, slots, results, scale, seen, block > 0, tiles)
 
 
 def _sequences(
@@ -67,45 +68,72 @@ def _sequences(
             yield start, end, key_slots[first_key:last_key]
 
 
-def _one_head(
-    q_TGH: Tensor, k_RH: Tensor, v_RH: Tensor, slots: Tensor, y_TGH: Tensor, scale: float, seen: Sequence[int],
+def _heads(
+    q_KTGH: Tensor, k_KRH: Tensor, v_KRH: Tensor, slots: Tensor, y_KTGH: Tensor, scale: float, seen: Sequence[int],
     blocked: bool, tiles: list[Tensor],
 ) -> None:  # fmt: skip
-    """Attend the G query heads of one KV head in one sequence, a tile of rows of (token, head) at a time.
+    """Attend in one sequence, a tile of rows of (token, head of the group) at a time, small ones of several KV heads
+    together where their keys and values are read where they lie.
 
     y may be q: a tile of y is written after the last read of the same tile of q, and no other tile of q is touched.
     """
     own = 10 if blocked else 7
     (query, *gathered), tiles = tiles[:-own], tiles[-own:]
-    (rows, keys), group = tiles[0].shape, q_TGH.shape[1]
-    together = min(group, rows)
-    tokens = rows // together
-    for head in range(0, group, together):
-        for start in range(0, q_TGH.shape[0], tokens):
-            place = slice(start, start + tokens), slice(head, head + together)
-            part, limits = q_TGH[place], seen[start : start + tokens]
-            packed = query[: part.shape[0] * part.shape[1]]
-            packed.view_as(part).copy_(part)
-            if blocked:
-                write_limits(limits, part.shape[1], tiles[7])
-            parts = _key_tiles(k_RH, v_RH, slots[: max(limits)], keys, gathered)
-            result = online_softmax(packed, parts, scale, tiles, blocked=blocked)
-            y_TGH[place].copy_(result.view_as(part))
+    (rows, keys), (heads, count, group, size) = tiles[0].shape, q_KTGH.shape
+    members = min(group, rows)
+    tokens = rows // members
+    places = _places(slots[: max(seen)], keys)
+    in_place = len(gathered) == 2 and all(isinstance(place, slice) for _, place in places)
+    together = max(rows // (members * count), 1) if in_place else 1
+    for head in range(0, heads, together):
+        mine = slice(head, head + together)
+        k, v = k_KRH[mine], v_KRH[mine]
+        for member in range(0, group, members):
+            for start in range(0, count, tokens):
+                tile = mine, slice(start, start + tokens), slice(member, member + members)
+                part, limits = q_KTGH[tile], seen[start : start + tokens]
+                packed = query[: part.numel() // size].view(part.shape).copy_(part).flatten(1, 2)
+                if blocked:
+                    write_limits(limits, part.shape[2], part.shape[0], tiles[7])
+                parts = _key_tiles(k, v, places, max(limits), gathered)
+                y_KTGH[tile].copy_(online_softmax(packed, parts, scale, tiles, blocked=blocked).view(part.shape))
+
+
+def _places(slots: Tensor, rows: int) -> list[tuple[int, Tensor | slice]]:
+    """Where tiles of `rows` keys lie: their slots, or the slice that these are where they follow each other."""
+    found: list[tuple[int, Tensor | slice]] = []
+    for start in range(0, slots.shape[0], rows):
+        mine = slots[start : start + rows]
+        numbers = mine.numpy()
+        first, last = int(numbers[0]), int(numbers[-1])
+        follows = last - first == len(numbers) - 1 and bool((numbers[1:] > numbers[:-1]).all())
+        found.append((start, slice(first, last + 1) if follows else mine))
+    return found
 
 
 def _key_tiles(
-    k_RH: Tensor, v_RH: Tensor, slots: Tensor, rows: int, gathered: Sequence[Tensor]
+    k_ARH: Tensor, v_ARH: Tensor, places: Sequence[tuple[int, Tensor | slice]], count: int, gathered: Sequence[Tensor]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The keys and values of some slots in tiles of `rows`, gathered, in the compute dtype."""
-    for start in range(0, slots.shape[0], rows):
-        mine = slots[start : start + rows]
-        k, v = (tile[: mine.shape[0]] for tile in gathered[:2])
-        for kept, tile in ((k_RH, k), (v_RH, v)):
-            if len(gathered) == 2:
-                torch.index_select(kept, 0, mine, out=tile)
-            else:
-                tile.copy_(torch.index_select(kept, 0, mine, out=gathered[2][: mine.shape[0]]))
+    """The first `count` keys and values in the compute dtype: views where they lie, else gathered tiles of one head."""
+    for start, place in places:
+        if start >= count:
+            return
+        if isinstance(place, slice):
+            place = slice(place.start, min(place.stop, place.start + count - start))
+            k, v = k_ARH[:, place], v_ARH[:, place]
+            if len(gathered) > 2:
+                k, v = (tile[: x.shape[1]].unsqueeze(0).copy_(x) for tile, x in zip(gathered[:2], (k, v), strict=True))
+        else:
+            k, v = (_gathered(x[0], place[: count - start], tile, gathered[2:]) for x, tile in
+                    zip((k_ARH, v_ARH), gathered[:2], strict=True))  # fmt: skip
         yield start, k, v
+
+
+def _gathered(kept_RH: Tensor, slots: Tensor, tile: Tensor, narrow: Sequence[Tensor]) -> Tensor:
+    """The rows of some slots [1, S, H] in a tile, by way of one in their own dtype where that is another."""
+    out = (narrow[0] if narrow else tile)[: slots.shape[0]]
+    torch.index_select(kept_RH, 0, slots, out=out)
+    return (tile[: slots.shape[0]].copy_(out) if narrow else out).unsqueeze(0)
 
 
 def check(
