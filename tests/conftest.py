@@ -14,6 +14,11 @@ settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+# Workers of one machine do not fight for its cores: tiny products wait for threads longer than they compute. Set before
+# anything imports torch; processes that tests start take it over.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _CACHE = os.path.join(tempfile.gettempdir(), f"mosaic-tests-{os.getuid()}")
 os.environ["MOSAIC_CACHE"] = _CACHE
 

@@ -60,15 +60,6 @@ class Case:
 Make = Callable[..., Case]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny products wait for threads longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=list(RUNNERS))
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[Case] = []

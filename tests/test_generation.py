@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,14 +34,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "hidden on the host": {"config": {"hidden": "host", "stream": "layers"}, "host_budget": "64MiB"},
     "poisoned": {"debug": "poison"},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def runner_of(family: str, **options: Any) -> CompiledRunner:

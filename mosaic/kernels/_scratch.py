@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,6 @@ from mosaic.registrar.implementations.cpu import ITEM_BYTES, TILE_ALIGNMENT, TIL
 from mosaic.units import round_up
 
 __all__ = ["carve", "dtype_name", "tiles_of"]
-
-_TILES: Final = "_mosaic_tiles"
-"""The attribute of a scratch buffer that keeps its tiles: a step binds its buffers once, and carving them anew at every
-launch took a tenth of a step over few tokens."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -90,18 +86,12 @@ def _views(scratch: Tensor | None, layout: _Layout, kernel: str) -> list[Tensor]
             f"{kernel}: scratch of {available:,} bytes, {layout.needed:,} needed: give the plan's scratch buffer, "
             f"sized by SCRATCH['{kernel}']."
         )
-    kept: dict[_Layout, list[Tensor]] = scratch.__dict__.setdefault(_TILES, {})
-    views = kept.get(layout)
-    if views is None:
-        views = kept[layout] = [_view(scratch, *place) for place in layout.places]
+    whole: dict[torch.dtype, tuple[Tensor, int]] = {}
+    views = []
+    for dtype, offset, shape, strides in layout.places:
+        if dtype not in whole:
+            typed = scratch[: available // dtype.itemsize * dtype.itemsize].view(dtype)
+            whole[dtype] = typed, int(typed.storage_offset())
+        typed, start = whole[dtype]
+        views.append(typed.as_strided(shape, strides, start + offset))
     return views
-
-
-def _view(scratch: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """A tile on the buffer's storage, and not as a view of the buffer: that keeps its tiles, and none keeps it."""
-    start = divmod(scratch.storage_offset(), dtype.itemsize)
-    if start[1]:
-        raise RuntimeMemoryError(
-            f"scratch begins at byte {scratch.storage_offset()}, not at a multiple of {dtype.itemsize}."
-        )
-    return torch.empty(0, dtype=dtype).set_(scratch.untyped_storage(), start[0] + offset, shape, strides)  # type: ignore[call-overload]

@@ -49,10 +49,10 @@ def launch(
         position = row_start + start - first
         seen = keys_seen(range(position, position + end - start), last - first, block)
         q_TKGH, y_TKGH = (x[start:end].view(end - start, kv_heads, group, head_size) for x in (q, y))
-        keys = [x[first:last].view(last - first, kv_heads, head_size).transpose(0, 1) for x in (k, v)]
+        k_KSH, v_KSH = (x[first:last].view(last - first, kv_heads, head_size).transpose(0, 1) for x in (k, v))
         for member in range(group):
             queries, results = (x[:, :, member].transpose(0, 1) for x in (q_TKGH, y_TKGH))
-            _heads(queries, *keys, results, scale, seen, block > 0, tiles)
+            _heads(queries, k_KSH, v_KSH, results, scale, seen, block > 0, tiles)
 
 
 def _heads(
