@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import ablation, fit, requests, same_results, speed, unembed
+from benchmarks import ablation, decoding, fit, requests, same_results, speed, unembed
 from benchmarks.record import ROOT, load_results, replace_section, source_line, table
 from mosaic.bench import ENGINES
 from mosaic.units import GIB, MIB, format_bytes
@@ -163,12 +163,26 @@ def unembed_section(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
+def decoding_section(results: Sequence[Result]) -> str:
+    """Tokens per second beside the published loops, per model."""
+    return "\n\n".join(
+        titled(
+            f"{r['model']}, {r['dtype']}, {r['gen_length']} tokens"
+            + (f", {r['threads']} threads" if r["threads"] else ""),
+            table(decoding.HEADER, decoding.rows_of(r["points"])),
+            source_line(r),
+        )
+        for r in results
+    )
+
+
 SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "speed": ("speed", speed_section),
     "memory": ("speed", memory_section),
     "fit": ("fit", fit_section),
     "requests": ("requests", requests_section),
     "ablation": ("ablation", ablation_section),
+    "decoding": ("decoding", decoding_section),
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),
 }

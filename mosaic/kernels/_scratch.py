@@ -44,8 +44,9 @@ def carve(scratch: Tensor | None, tiles: tuple[Tile, ...], kernel: str) -> list[
 
 def tiles_of(kernel: str, scratch: Tensor | None, operands: dict[str, Tensor], **attrs: Any) -> list[Tensor]:
     """Carve the tiles that `TILES[kernel]` lists for these operands."""
-    given = tuple([(name, operand.shape, operand.dtype) for name, operand in operands.items()])
-    return _views(scratch, _layout_of(kernel, given, tuple(attrs.items())), kernel)
+    shapes = {name: tuple(operand.shape) for name, operand in operands.items()}
+    dtypes = {name: dtype_name(operand.dtype) for name, operand in operands.items()}
+    return carve(scratch, TILES[kernel](shapes, dtypes, attrs), kernel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,15 +59,8 @@ class _Layout:
 
 
 @lru_cache(maxsize=4096)
-def _layout_of(kernel: str, operands: tuple[tuple[str, torch.Size, torch.dtype], ...], attrs: Any) -> _Layout:
-    """Lay out a kernel's tiles: a step launches the same few shapes again and again."""
-    shapes = {name: tuple(shape) for name, shape, _ in operands}
-    dtypes = {name: dtype_name(dtype) for name, _, dtype in operands}
-    return _layout(TILES[kernel](shapes, dtypes, dict(attrs)))
-
-
-@lru_cache(maxsize=4096)
 def _layout(tiles: tuple[Tile, ...]) -> _Layout:
+    """Lay tiles out: a step asks for the same few again and again."""
     offset, places = 0, []
     for tile in tiles:
         offset, item = round_up(offset, TILE_ALIGNMENT), ITEM_BYTES[tile.dtype]

@@ -60,7 +60,9 @@ CAPTURED_MS: Final = 500.0
 """Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
 FEWEST_ROWS: Final = 16
 FEWEST_KEYS: Final = 64
-"""What decoding steps are planned for at least: a handful of rows, or keys, take no longer than one."""
+MOST_DOUBLED: Final = 256
+"""What decoding steps are planned for at least, and up to how many rows plans are for powers of two: a few rows take about as
+long as one, and a generation whose masks get fewer then needs few plans, each of which is captured once."""
 OLDEST: Final = (8, 0)
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
 _NOTHING: Final = torch.empty(0, dtype=torch.int64)
@@ -277,11 +279,12 @@ class _Step(NamedTuple):
 
     def rounded(self) -> _Step:
         """Rows, keys and rows of the state rounded up, mostly by at most an eighth, so that the plan serves others too."""
-        keys, fewest = sum(self.key_lens), FEWEST_ROWS if self.phase.rule else 0
+        keys = sum(self.key_lens)
         more = bucket(keys, least=FEWEST_KEYS) - keys
+        rows = {"least": FEWEST_ROWS, "doubled": MOST_DOUBLED} if self.phase.rule else {}
         return self._replace(
             key_lens=(*self.key_lens[:-1], self.key_lens[-1] + more) if keys else (),
-            kv_rows=bucket(self.kv_rows, least=FEWEST_KEYS), masked=bucket(self.masked, self.tokens, least=fewest),
+            kv_rows=bucket(self.kv_rows, least=FEWEST_KEYS), masked=bucket(self.masked, self.tokens, **rows),
             logit_rows=bucket(self.logit_rows, self.tokens),
         )  # fmt: skip
 
