@@ -312,8 +312,7 @@ def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
 
 
 @triton_test
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("splits", "dtype"), [(1, F32), (3, BF16)], ids=["one pass", "split"])
 @pytest.mark.parametrize("name", FEW)
 def test_kv_attention_in_triton(name: str, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass, and split over keys: into more splits than some sequence has tiles of keys."""
