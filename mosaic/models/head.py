@@ -47,7 +47,7 @@ class Head:
     def register(self, weight: Buffer, way: str) -> None:
         """Register all of it; `weight` [V, D] is the head's."""
         g, arch, phase = self.g, self.arch, self.phase
-        norm = g.weight("final_norm", (arch.hidden,), arch.dtype, tensor=arch.names.final_norm)
+        norm = self.declare(g, arch)
         rows = g.input("rows", (self.masked,), "int64")
         if phase.noisy:
             self.keys = g.input("keys", (self.masked,), "int64")
@@ -163,6 +163,6 @@ class Head:
         return h
 
     @staticmethod
-    def declare(g: Graph, arch: Architecture) -> None:
-        """Have the head's weights where phases with a head have them."""
-        g.weight("final_norm", (arch.hidden,), arch.dtype, tensor=arch.names.final_norm)
+    def declare(g: Graph, arch: Architecture) -> Buffer:
+        """The last norm's weight, which phases without a head have too, where those with one have it."""
+        return g.weight("final_norm", (arch.hidden,), arch.dtype, tensor=arch.names.final_norm)

@@ -85,6 +85,8 @@ def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int 
 
 
 def fill_rows(out: Tensor, rows: Tensor) -> None:
-    """Write the rows; what the bucket has too many repeats a row that exists."""
-    out.fill_(int(rows[-1]) if len(rows) else 0)
-    out[: len(rows)].copy_(rows)
+    """Write the rows; what the bucket has too many repeats the last, a row that exists."""
+    count = len(rows)
+    out[:count].copy_(rows)
+    if count < len(out):
+        out[count:].fill_(int(rows[-1]) if count else 0)

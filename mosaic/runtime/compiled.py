@@ -65,7 +65,6 @@ MOST_DOUBLED: Final = 256
 long as one, and a generation whose masks get fewer then needs few plans, each of which is captured once."""
 OLDEST: Final = (8, 0)
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
-_NOTHING: Final = torch.empty(0, dtype=torch.int64)
 _log = logging.getLogger(__name__)
 
 
@@ -551,24 +550,27 @@ class CompiledModel:
         executor = self._executor(
             _Step(packed.phase, packed.lengths, packed.owned, self._kv.rows, sum(packed.counts), 0)
         )
-        _fill(executor.inputs, packed.inputs)
+        inputs = executor.inputs
+        for name, value in packed.inputs.items():
+            fill_rows(inputs[name], value)
         executor.run()
         return self._results(executor, packed, started)
 
     def _results(self, executor: Executor, packed: PackedStep, started: float) -> list[StepResult]:
         """Copy the outcome to the host, and cut it up."""
-        names, total = ("token", "score", "committed", "chosen"), sum(packed.counts)
-        ruled = bool(packed.phase.rule)
-        found = {name: executor.outputs[name][:total].cpu() if ruled else _NOTHING for name in names}
-        parts = {name: torch.split(value, list(packed.counts)) for name, value in found.items()} if ruled else {}
+        counts, found = list(packed.counts), executor.outputs
+        if packed.phase.rule:
+            outputs = [found[name][: sum(counts)].cpu() for name in ("token", "score", "committed", "chosen")]
+        else:  # nothing is decided
+            counts = [0] * len(counts)
+            outputs = [torch.empty(0, dtype=kind) for kind in (torch.int64, torch.float32, torch.bool, torch.int64)]
         seconds = perf_counter() - started
         return [
             StepResult(
-                token=(of := {name: parts[name][place].clone() if parts else found[name] for name in names})["token"],
-                score=of["score"], committed=of["committed"].bool(), chosen=of["chosen"], plan=self._current,
-                seconds=seconds,
+                token=token.clone(), score=score.clone(), committed=committed.bool(), chosen=chosen.clone(),
+                plan=self._current, seconds=seconds,
             )
-            for place in range(len(packed.counts))
+            for token, score, committed, chosen in zip(*(torch.split(x, counts) for x in outputs), strict=True)
         ]  # fmt: skip
 
     def check(self, shapes: Sequence[StepShape]) -> Plan:
@@ -705,7 +707,7 @@ class CompiledModel:
         self.close()
 
 
-# --- inputs and outputs ----------------------------------------------------------------------------------------------------------
+# --- outputs ----------------------------------------------------------------------------------------------------------
 
 
 def _output(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int) -> StepOutput:
@@ -716,15 +718,6 @@ def _output(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int) -> StepOut
         logits=outputs["logits"][:chosen] if chosen else None,
         **{name: outputs[name][: len(rows)] for name in names},
     )
-
-
-def _fill(inputs: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Write a step's inputs. What the plan has more rows than there are repeats the last: a row that exists."""
-    for name, value in given.items():
-        target, count = inputs[name], value.numel()
-        target[:count].copy_(value)
-        if count < target.numel():
-            target[count:].fill_(int(value[-1]))
 
 
 def _in_use() -> int:
