@@ -78,12 +78,13 @@ def kv_case(
 def softmax_rows(case: Case, row_start: int = 0, *, absolute: bool = False) -> tuple[Tensor, Tensor]:
     """In float64, one query row and head at a time: the attention, and which rows see a key. Written apart from kernels."""
     given, attrs = case.operands, case.attrs
-    q, kv = given["q"].double(), given["kv"].double()
     size, kv_heads, layer, block = (attrs[name] for name in ("head_size", "kv_heads", "layer", "block"))
-    group, width = q.shape[1] // size // kv_heads, kv_heads * size
+    q, width = given["q"].double(), kv_heads * size
+    kv, group = given["kv"][:, 2 * layer * width : 2 * (layer + 1) * width], q.shape[1] // width
     y, sees = torch.zeros_like(q), torch.zeros(q.shape[0], dtype=torch.bool)
     spans = zip(pairwise(given["cu_seqlens"].tolist()), pairwise(given["cu_keys"].tolist()), strict=True)
     for (first, last), (first_key, last_key) in spans:
+        kept = kv[given["key_slots"][first_key:last_key]].double()
         for row in range(first, last):
             if not 0 <= row - row_start < q.shape[0] or first_key == last_key:
                 continue
@@ -91,10 +92,10 @@ def softmax_rows(case: Case, row_start: int = 0, *, absolute: bool = False) -> t
             count = last_key - first_key
             if block:
                 count = min(count, (math.floor(int(given["positions"][at]) / block) + 1) * block)
-            mine = kv[given["key_slots"][first_key : first_key + count]]
+            mine = kept[:count]
             sees[at] = True
             for head in range(kv_heads * group):
-                low = 2 * layer * width + head // group * size
+                low = head // group * size
                 k, v = mine[:, low : low + size], mine[:, low + width : low + width + size]
                 columns = slice(head * size, (head + 1) * size)
                 weights = torch.softmax(k @ q[at, columns] * attrs["scale"], 0)

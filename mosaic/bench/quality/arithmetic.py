@@ -53,7 +53,7 @@ def subtraction(a: int, b: int) -> Turn:
 
 
 def multiplication(a: int, b: int) -> Turn:
-    """a * b for b of one digit.
+    """a * b for a number of up to three digits and one of one digit.
 
     >>> multiplication(47, 6).answer
     ' 7*6=42, 4*6+4=28. Answer: 282'
@@ -99,7 +99,7 @@ def draw(rng: Random, operation: str, *, evaluation: bool) -> Turn:
 def _draw(rng: Random, operation: str) -> Turn:
     if operation == "sorting":
         return sorting(rng.sample(range(10, 100), 3 + int(rng.random() * (MOST_NUMBERS - 2))))
-    if operation == "multiplication":
-        return multiplication(2 + int(rng.random() * 98), 2 + int(rng.random() * 8))
     a, b = (int(rng.random() * pick(rng, (100, LARGEST + 1, LARGEST + 1))) for _ in range(2))
+    if operation == "multiplication":
+        return multiplication(a, 2 + int(rng.random() * 8))
     return addition(a, b) if operation == "addition" else subtraction(max(a, b), min(a, b))

@@ -75,7 +75,7 @@ KINDS: Final = {
 
 PLACES: Final = _list("park garden forest beach market river village school barn meadow hill library")
 ITEMS: Final = _list("kite ball book drum lamp boat hat bell box flute map basket")
-ADJECTIVES: Final = _list("old new small big shiny golden wooden soft")
+ADJECTIVES: Final = _list("old new small big shiny golden wooden soft red blue green yellow")
 FEELINGS: Final = _list("happy sad proud tired calm brave curious glad")
 PLAIN: Final = _list(
     "The the of is What and Write a story about in with to was had it he she He She his her him One day morning "
