@@ -263,7 +263,7 @@ HEADER: Final = (
 
 def rows_of(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One line per generation. ratio = step x fewer passes, both plain over Mosaic; `graphs` is a part of step."""
-    rows = []
+    rows = list[tuple[str, ...]]()
     for point in points:
         ours, plain = point["engines"].get("mosaic"), point["engines"].get("plain")
         if ours is None or plain is None:

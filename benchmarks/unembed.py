@@ -17,6 +17,7 @@ from benchmarks.cases import Clock, options, tag_of, token_counts
 from benchmarks.record import environment, table, write
 from mosaic.devices import Device, load_device
 from mosaic.models import load
+from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Planner, Request
 from mosaic.registrar.contract import Spec
 from mosaic.registrar.contracts import contract
@@ -27,6 +28,7 @@ CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 TARGETS = {"statistics": 1.08, "sampling": 1.15}
 _ROUNDS = 3
 _SETTLING_S, _READING_S = 0.06, 0.04
+PHASES = {"statistics": FULL_STEP, "sampling": Phase(head="sample", score="confidence", rule="top")}
 _PASSES = {"statistics": ("row_stats", "unembed_stats"), "sampling": ("row_sample", "unembed_sample")}
 
 
@@ -119,68 +121,78 @@ class Bench:
 
         return call
 
-    def fused(self, kind: str, rows: int) -> Callable[[], object]:
-        """The kernel whose logits never exist."""
+    def fused(self, kind: str, rows: int, chunk: int) -> Callable[[], object]:
+        """The kernel whose logits never exist, in chunks of rows."""
         x = self._random(self.generator, rows, self.arch.hidden)
-        return self._bound(_PASSES[kind][1], {"x": x, "weight": self.weight, **self._random_reads(kind, rows)})
+        calls = [
+            self._bound(_PASSES[kind][1], {"x": part, "weight": self.weight, **self._random_reads(kind, part.shape[0])})
+            for part in x.split(chunk)
+        ]
+
+        def call() -> None:
+            for one in calls:
+                one()
+
+        return call
 
 
-def picked(model: str, rows: int, device: Device) -> tuple[str, int | None]:
+def picked(model: str, rows: int, device: Device, kind: str) -> tuple[str, int | None]:
     """The variant and the chunk that the planner takes for so many masked rows of twice as many tokens."""
-    config = Planner(model, device=device).plan(Request(seq_lens=(2 * rows,), masked=rows)).config
+    request = Request(seq_lens=(2 * rows,), masked=rows, phase=PHASES[kind])
+    config = Planner(model, device=device).plan(request).config
     chunk = config["logits"]
     return str(config["head"]), int(chunk) if isinstance(chunk, int) else None
 
 
 def measure(bench: Bench, model: str, rows: int, kinds: Sequence[str]) -> dict[str, Any]:
     """All variants at one number of rows."""
-    head, chunk = picked(model, rows, bench.device)
-    planned = "fused" if head == "fused" else str(min(chunk or rows, rows))
-    chunks = sorted({min(size, rows) for size in CHUNKS} | ({int(planned)} if head != "fused" else set()))
+    variants = {kind: picked(model, rows, bench.device, kind) for kind in kinds}
+    heads = {kind: head for kind, (head, _) in variants.items()}
+    planned = {kind: min(chunk or rows, rows) for kind, (_, chunk) in variants.items()}
+    chunks = sorted({min(size, rows) for size in CHUNKS} | {planned[kind] for kind in kinds if heads[kind] != "fused"})
     calls = {"bare": bench.bare(rows, rows), **{f"bare {size}": bench.bare(rows, size) for size in chunks}}
     for kind in kinds:
         calls |= {f"{kind} {size}": bench.chunked(kind, rows, size) for size in chunks}
-        calls[f"{kind} fused"] = bench.fused(kind, rows)
+        calls[f"{kind} fused"] = bench.fused(kind, rows, rows)
+        if heads[kind] == "fused" and planned[kind] < rows:
+            calls[f"{kind} fused in chunks"] = bench.fused(kind, rows, planned[kind])
     seconds = bench.seconds(calls)
     found: dict[str, Any] = {
         "rows": rows, "bare_s": seconds["bare"], "bare_chunked_s": min(seconds[f"bare {size}"] for size in chunks),
-        "picked": [head, chunk],
     }  # fmt: skip
     for kind in kinds:
+        whole = "fused" if planned[kind] == rows else "fused in chunks"
+        name = f"{kind} {whole if heads[kind] == 'fused' else planned[kind]}"
         found[kind] = {
             "chunked_s": {size: seconds[f"{kind} {size}"] for size in chunks}, "fused_s": seconds[f"{kind} fused"],
-            "picked_s": seconds[f"{kind} {planned}"],
+            "picked_s": seconds[name], "picked": variants[kind],
         }  # fmt: skip
     return found
 
 
-HEADER = ("rows", "bare ms", "bare in chunks, ms", "planned variant")
+_COLUMNS = ("best chunks", "fused", "planned", "by the variant")
+HEADER = ("rows", "bare ms", "bare in chunks, ms")
 
 
 def rows_of(found: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[tuple[str, ...]]:
     """One line per number of rows; times of the variants as ratios to the bare product of all rows at once."""
-    rows = []
+    rows = list[tuple[str, ...]]()
     for entry in found:
-        bare, (head, chunk) = entry["bare_s"], entry["picked"]
-        named = head if head == "fused" else f"chunks of {chunk or entry['rows']:,}"
-        cells = []
+        bare, cells = entry["bare_s"], list[str]()
         for kind in kinds:
-            best = min(entry[kind]["chunked_s"].values())
+            (head, chunk), best = entry[kind]["picked"], min(entry[kind]["chunked_s"].values())
             cells += [f"{value / bare:.3f}" for value in (best, entry[kind]["fused_s"], entry[kind]["picked_s"])]
+            part = f"chunks of {chunk:,}" if chunk else "all rows"
+            cells.append(f"fused, {part}" if head == "fused" else part)
         rows.append(
-            (
-                f"{entry['rows']:,}",
-                *(f"{entry[name] * 1e3:.3f}" for name in ("bare_s", "bare_chunked_s")),
-                named,
-                *cells,
-            )
+            (f"{entry['rows']:,}", *(f"{entry[name] * 1e3:.3f}" for name in ("bare_s", "bare_chunked_s")), *cells)
         )
     return rows
 
 
 def header_of(kinds: Sequence[str]) -> tuple[str, ...]:
     """The columns of `rows_of`."""
-    return (*HEADER, *(f"{kind}: {variant}" for kind in kinds for variant in ("best chunks", "fused", "planned")))
+    return (*HEADER, *(f"{kind}: {variant}" for kind in kinds for variant in _COLUMNS))
 
 
 def main(argv: list[str] | None = None) -> None:
