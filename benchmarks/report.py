@@ -1,7 +1,7 @@
 """Tables and plots from the recorded results: `python -m benchmarks.report`, or `make report`.
 
-Reads benchmarks/results and rewrites what stands between the markers of docs/performance.md and README.md, and the plots in
-docs/images. A kind of result that was not recorded leaves its section as it is.
+Reads benchmarks/results and rewrites what stands between the markers of the documents, and the plots in docs/images. A
+kind of result that was not recorded leaves its section as it is.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import ablation, decoding, fit, requests, same_results, speed, unembed
+from benchmarks import ablation, decoding, fit, requests, same_results, small_models, speed, unembed
 from benchmarks.record import ROOT, load_results, replace_section, source_line, table
 from mosaic.bench import ENGINES
 from mosaic.units import GIB, MIB, format_bytes
 from mosaic.viz.palette import COLORS
 
-__all__ = ["SECTIONS", "main", "readme", "write_plots"]
+__all__ = ["DOCUMENTS", "SECTIONS", "main", "readme", "write_plots"]
 
 COLOR: Final = {"mosaic": COLORS["hidden"], "eager": COLORS["logits and head"], "compile": COLORS["attention"]}
 LABEL: Final = {"mosaic": "Mosaic", "eager": "eager PyTorch", "compile": "torch.compile"}
@@ -187,6 +187,8 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "unembed": ("unembed", unembed_section),
 }
 """Marker in docs/performance.md -> kind of result, and what writes the section."""
+DOCUMENTS: Final = {"performance.md": SECTIONS, "small-models.md": small_models.SECTIONS}
+"""Document in docs -> its sections."""
 
 
 def readme(results: Sequence[Result]) -> str:
@@ -243,7 +245,7 @@ def write_plots(folder: Path) -> list[Path]:
         written.append(_fit_plot(limits, baseline_limits(load_results("speed")), folder))
     for model, mine in by_model(load_results("ablation")).items():
         written.append(_ablation_plot(model, mine[-1]["limits"], folder))
-    return written
+    return written + small_models.write_plots(load_results("training"), load_results("quality"), folder)
 
 
 def _new_figure(columns: int = 1) -> tuple[Any, Any]:
@@ -345,11 +347,11 @@ def _ablation_plot(model: str, limits: Sequence[Mapping[str, Any]], folder: Path
 
 def main() -> None:
     """Rewrite every section that there are results for, and the plots."""
-    document = ROOT / "docs" / "performance.md"
-    for marker, (kind, write) in SECTIONS.items():
-        if results := load_results(kind):
-            replace_section(document, marker, write(results))
-            print(f"{document.name}: {marker}", file=sys.stderr)
+    for name, sections in DOCUMENTS.items():
+        for marker, (kind, write) in sections.items():
+            if results := load_results(kind):
+                replace_section(ROOT / "docs" / name, marker, write(results))
+                print(f"{name}: {marker}", file=sys.stderr)
     if text := readme(load_results("speed")):
         replace_section(ROOT / "README.md", "bench", text)
     for file in write_plots(ROOT / "docs" / "images"):

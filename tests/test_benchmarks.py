@@ -14,7 +14,7 @@ from test_runtime_compiled import LLADA
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import ablation, cases, fit, record, report, requests, same_results, speed, unembed
+from benchmarks import ablation, cases, fit, record, report, requests, same_results, small_models, speed, unembed
 from mosaic.bench.baselines import Transformer
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
@@ -256,6 +256,29 @@ def test_commits_are_filled_where_a_machine_knew_none(project: Path, monkeypatch
     assert record.fill_commits() == ["fit-h200.json", "speed-llada-8b-h200.json"]
     assert [r["environment"]["commit"] for r in record.load_results("speed")] == ["deadbee"]
     assert record.load_results("other")[0]["environment"]["commit"] == "abc" and record.fill_commits() == []
+
+
+def test_the_small_models_sections_show_shares(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    share = {"exact": 0.95, "whole": 0.95, "count": 20}
+    scores = {
+        "by_task": {"retrieval": share, "story": share}, "by_length": {"retrieval": {"256": share, "8192": share}},
+        "by_length_and_depth": {"retrieval": {"256": {"0.0": share}}},
+    }  # fmt: skip
+    training = {
+        "environment": ENVIRONMENT, "card": "NVIDIA H200", "family": "sdar", "model": {"parameters": 5_000_000}, "steps": 9,
+        "tokens": 600_000_000, "wall_s": 521.0, "evaluations": [{"step": 9, "seconds": 510.0, **scores}],
+        "curve": [{"seconds": 1.0, "loss": {"128": 4.0}}, {"seconds": 2.0, "loss": {"128": 1.0, "256": 2.0}}],
+    }  # fmt: skip
+    quality = {"model": "small-sdar", "card": "cpu", "environment": ENVIRONMENT, "note": "Half of it.", **scores}
+    text = small_models.training_section([training])
+    assert "**small-sdar**: 5,000,000 parameters, 9 steps, 600 million tokens, 521 s in all" in text
+    assert "| 9 | 510 | 95% |  |  |  |  |  | 95% | 95% | 95% |" in text
+    text = small_models.quality_section([quality])
+    assert "| story | 95.0% | 20 |" in text and "| exact by context | 256 | 8,192 |" in text and "Half of it." in text
+    written = small_models.write_plots([training], [quality], tmp_path)
+    assert [file.name for file in written] == ["training-small.png", "quality-small-sdar.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
 
 
 def test_every_section_reads_what_its_script_writes() -> None:

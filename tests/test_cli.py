@@ -57,8 +57,8 @@ def test_plan_prints_the_table(mosaic: Any) -> None:
 
 def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    command, _, shown = readme.split("```console\n$ ")[1].split("```")[0].partition("\n")
-    printed = [" ".join(line.split()) for line in mosaic(*command.split()[1:]).out.splitlines()]
+    command, _, shown = readme.split("```console\n$ mosaic plan")[1].split("```")[0].partition("\n")
+    printed = [" ".join(line.split()) for line in mosaic("plan", *command.split()).out.splitlines()]
     for line in shown.strip().splitlines():
         assert " ".join(line.split()) in printed
 

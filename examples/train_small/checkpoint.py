@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import Sizes, Transformer
+from model import DECODE_BLOCK, Sizes, Transformer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,6 +33,7 @@ def config_json(sizes: Sizes) -> dict[str, Any]:
             "rope_theta": sizes.rope_theta,
             "rms_norm_eps": sizes.norm_eps,
             "max_sequence_length": sizes.max_positions,
+            "block_length": DECODE_BLOCK,
             "weight_tying": False,
             "include_bias": False,
             "include_qkv_bias": False,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from attention import masked
-from model import Transformer, rotary_tables
+from model import DECODE_BLOCK, Transformer, rotary_tables
 from torch import Tensor
 
 from mosaic.bench.quality.evaluation import gen_length
@@ -19,7 +19,12 @@ __all__ = ["decode", "evaluate"]
 
 @torch.no_grad()
 def decode(
-    model: Transformer, prompts: Sequence[Sequence[int]], num_tokens: int, *, dtype: torch.dtype, block: int = 32
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    dtype: torch.dtype,
+    block: int = DECODE_BLOCK,
 ) -> list[list[int]]:
     """Fill `num_tokens` masks after every prompt, a token a step, surest first, block after block.
 

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["SIZES", "Attend", "Sizes", "Transformer", "rotary_tables", "token_loss"]
+__all__ = ["DECODE_BLOCK", "SIZES", "Attend", "Sizes", "Transformer", "rotary_tables", "token_loss"]
 
+DECODE_BLOCK = 32
+"""Tokens of an answer that are decoded together, of both models."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [T, N, H], k and v [T, K, H] -> [T, N * H]."""
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections import defaultdict
@@ -28,6 +29,7 @@ from model import SIZES, Attend, Transformer, rotary_tables
 from optimizer import Muon
 from torch import Tensor
 
+from mosaic.bench.environment import environment
 from mosaic.bench.quality.evaluation import evaluation_set
 from mosaic.bench.quality.items import TASKS
 from mosaic.bench.quality.scoring import summary
@@ -194,12 +196,12 @@ def train(settings: Settings, started: float, stages: Sequence[Stage]) -> None:
     record = Record(
         settings.out / "curves.json",
         {
+            "environment": environment(shlex.join(["python", *sys.argv])), "card": device_name(cpu),
             "family": settings.family, "model": trainer.model.describe(), "tokens_per_step": settings.tokens,
             "peak_learning_rate": settings.rate, "seed": settings.seed, "stages": [asdict(stage) for stage in stages],
-            "torch": torch.__version__, "device": "cpu" if cpu else torch.cuda.get_device_name(),
         },
     )  # fmt: skip
-    say(f"{settings.family}: {trainer.model.num_parameters:,} parameters on {record.values['device']}")
+    say(f"{settings.family}: {trainer.model.num_parameters:,} parameters on {record.values['card']}")
     end = settings.seconds - settings.reserve
     step, tokens, bounds = 0, 0, _bounds(stages)
     losses: dict[int, list[Tensor]] = defaultdict(list)
@@ -248,6 +250,11 @@ def train(settings: Settings, started: float, stages: Sequence[Stage]) -> None:
     watch(trainer, record, settings, stages[-1], step, time.monotonic() - started)
     record.write(wall_s=time.monotonic() - started, evaluation_s=excluded, loader_idle_s=loader.waited_s)
     say(f"saved after {step} steps, {tokens:,} tokens, {time.monotonic() - started:.1f} s")
+
+
+def device_name(cpu: bool) -> str:
+    """What the training runs on."""
+    return "cpu" if cpu else torch.cuda.get_device_name()
 
 
 def _bounds(stages: Sequence[Stage]) -> list[float]:

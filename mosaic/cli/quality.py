@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mosaic.bench.environment import environment
 from mosaic.cli.output import note, print_json, results
 from mosaic.cli.request import require_torch
 from mosaic.errors import UsageError
@@ -77,10 +80,17 @@ def quality(
         raise UsageError(f"{model} is a preset with random weights: give small, small-sdar or a checkpoint directory.")
     check_vocabulary(Path(described.path))
 
+    from mosaic.bench.meters import card
+    from mosaic.devices import load_device
     from mosaic.runtime.compiled import compile
 
+    where = card(load_device(device).backend == "cuda")
     with compile(described, device=device, budget=budget) as compiled:
-        result = {"model": described.name, "device": device, **run(compiled, settings, progress=_progress)}
+        source = environment(shlex.join(["mosaic", *sys.argv[1:]]))
+        result = {
+            "model": described.name, "device": device, "card": where, "environment": source,
+            **run(compiled, settings, progress=_progress),
+        }  # fmt: skip
     if out is not None:
         import json
 

@@ -254,7 +254,11 @@ def _check_model(name: str, traits: Traits, architecture: Architecture) -> None:
 def _lengths(name: str, config: GenerationConfig, architecture: Architecture) -> dict[str, Any]:
     """Default lengths and steps, which depend on others."""
     if name == "llada":
-        return {"block_length": config.gen_length, "steps": config.gen_length}
+        own = architecture.decode_block
+        return {
+            "block_length": own if own and config.gen_length % own == 0 else config.gen_length,
+            "steps": config.gen_length,
+        }
     if name == "fast-dllm":
         return {"block_length": config.gen_length if config.gen_length % 32 else 32}
     if name == "dream":

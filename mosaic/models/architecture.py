@@ -58,6 +58,8 @@ class Architecture:
     block
         Attention is causal by blocks of so many positions: a query sees its own block and those before; 0:
         everything.
+    decode_block
+        Bidirectional models: so many tokens are decoded together where a request does not say; 0: the whole answer.
     experts, experts_per_token, normalize_experts
         Mixture of experts; 0 experts means a dense feed-forward.
     dense_layers, dense_ffn
@@ -101,6 +103,7 @@ class Architecture:
     dtype: str = "bfloat16"
     max_positions: int = 0
     block: int = 0
+    decode_block: int = 0
     rotary_size: int = 0
     dense_layers: int = 0
     dense_ffn: int = 0

@@ -76,5 +76,6 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         pad_token_id=token_ids(config, "pad_token_id", (126081,))[0],
         tied=bool(config.get("weight_tying", False)),
         max_positions=positive(config, "max_sequence_length", default=4096),
+        decode_block=positive(config, "block_length") if "block_length" in config else 0,
         names=NAMES,
     )
