@@ -6,6 +6,7 @@ mosaic bench quality --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -99,7 +100,7 @@ def _curves(trainings: Sequence[Result], file: Path) -> Path:
     for axis, result in zip(figure.subplots(1, len(trainings), squeeze=False)[0], trainings, strict=True):
         lengths = sorted({int(length) for point in result["curve"] for length in point["loss"]})
         for color, length in zip(_LINES, lengths, strict=False):
-            found = [(p["seconds"], p["loss"][str(length)]) for p in result["curve"] if str(length) in p["loss"]]
+            found = [(p["seconds"], p["loss"].get(str(length), math.nan)) for p in result["curve"]]
             axis.plot(*zip(*found, strict=True), color=COLORS[color], linewidth=1, label=f"{length:,} tokens")
         axis.set_yscale("symlog", linthresh=0.01)
         axis.set_ylim(bottom=0)

@@ -42,9 +42,9 @@ def _bars(axes: Any, by_task: Mapping[str, Any]) -> None:
     shares = [by_task[task]["exact"] for task in tasks]
     axes.barh(range(len(tasks)), shares, color="#0072B2", height=0.6)
     for row, share in enumerate(shares):
-        axes.text(min(share + 0.02, 0.99), row, f"{share:.0%}", va="center", ha="left", fontsize=8)
+        axes.text(share + 0.02, row, f"{share:.0%}", va="center", ha="left", fontsize=8)
     axes.set_yticks(range(len(tasks)), [f"{task} ({by_task[task]['count']})" for task in tasks], fontsize=8)
-    axes.set_xlim(0, 1.15)
+    axes.set_xlim(0, 1.2)
     axes.set_xticks([0, 0.5, 0.95], ["0", "50%", "95%"], fontsize=8)
     axes.invert_yaxis()
     axes.set_title("exact match", fontsize=9)
