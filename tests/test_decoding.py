@@ -133,8 +133,8 @@ class Draw:
         return token, p[token]
 
 
-def canvas_of(prompt: Tensor, length: int) -> tuple[Tensor, set[int]]:
-    x = torch.full((length,), MASK)
+def canvas_of(net: Network, prompt: Tensor, length: int) -> tuple[Tensor, set[int]]:
+    x = torch.full((length,), net.arch.mask_token_id)
     x[: len(prompt)] = prompt
     return x, set(range(len(prompt), length))
 
@@ -166,14 +166,14 @@ def llada(
     cfg: float = 0.0,
 ) -> Tensor:
     """B1: whole canvas, block by block, the scheduled number of masks each step."""
-    x, open_ = canvas_of(prompt, len(prompt) + gen)
+    x, open_ = canvas_of(net, prompt, len(prompt) + gen)
     step = 0
     for start in range(len(prompt), len(x), block):
         for count in spread(block, steps * block // gen):
             logits = net.logits(x)
             if cfg:
                 blank = x.clone()
-                blank[: len(prompt)] = MASK
+                blank[: len(prompt)] = net.arch.mask_token_id
                 other = net.logits(blank)
                 logits = other + (cfg + 1) * (logits - other)
             drawn = {p: draw(logits[p], step, p) for p in sorted(open_) if start <= p < start + block}
@@ -189,7 +189,7 @@ def llada(
 
 def dream(net: Network, prompt: Tensor, gen: int, steps: int, alg: str, draw: Draw, *, alg_temp: float = 0.0) -> Tensor:
     """B2: no blocks; times in float32."""
-    x, open_ = canvas_of(prompt, len(prompt) + gen)
+    x, open_ = canvas_of(net, prompt, len(prompt) + gen)
     times = torch.linspace(1, 1e-3, steps + 1)
     for i in range(steps):
         t, s, last = times[i], times[i + 1], i == steps - 1
@@ -214,7 +214,7 @@ def fast_dllm(
     factor: float | None = None, steps: int | None = None,
 ) -> Tensor:  # fmt: skip
     """B3: on a shifted network, with a cache, the first pass of a block decides its first position and no other."""
-    x, open_ = canvas_of(prompt, len(prompt) + gen)
+    x, open_ = canvas_of(net, prompt, len(prompt) + gen)
     total, step, dreams = len(x), 0, net.arch.shifted
     for start in range(len(prompt), total, block):
         kv, whole = net.new_kv(total), True
@@ -251,7 +251,7 @@ def fast_dllm(
 def by_blocks(net: Network, prompt: Tensor, gen: int) -> tuple[Tensor, set[int], range]:
     block = net.arch.block
     total = -(-(len(prompt) + gen) // block) * block
-    x, open_ = canvas_of(prompt, total)
+    x, open_ = canvas_of(net, prompt, total)
     return x, open_, range(len(prompt) // block * block, total, block)
 
 
@@ -333,7 +333,7 @@ def llada21(
             logits = net.logits(x[: start + block])
             drawn = {p: draw(logits[p], step, p) for p in own}
             scores = {p: score for p, (_, score) in drawn.items()}
-            masks = [p for p in own if x[p] == MASK]
+            masks = [p for p in own if x[p] == net.arch.mask_token_id]
             high = [p for p in masks if scores[p] > torch.tensor(threshold)]
             chosen = high or best({p: scores[p] for p in masks}, 1)
             changes = [p for p in own if p not in masks and scores[p] > torch.tensor(edit) and drawn[p][0] != int(x[p])]

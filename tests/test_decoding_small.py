@@ -1,0 +1,98 @@
+"""The small trained models decode token for token as the statements of `test_decoding` do, in float32.
+
+Trained weights bring what random ones do not: many tokens that are all but certain, ties among them, answers that end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiled_runner import CompiledRunner
+from reference_runner import Network
+from safetensors.torch import load_file
+from test_decoding import Case, Draw, assert_same, fast_dllm, llada, llada21, sdar
+from torch import Tensor
+
+from mosaic import models
+from mosaic.bench.quality.evaluation import evaluation_set
+from mosaic.bench.quality.vocabulary import vocabulary
+from mosaic.models.shipped import shipped
+
+
+@pytest.fixture(scope="module")
+def bidirectional() -> Iterator[Case]:
+    yield from opened("small-llada")
+
+
+@pytest.fixture(scope="module")
+def blockwise() -> Iterator[Case]:
+    yield from opened("small-sdar")
+
+
+def opened(name: str) -> Iterator[Case]:
+    """The checkpoint's weights in float32, compiled, and in plain PyTorch."""
+    directory = shipped(name)
+    assert directory is not None
+    config = {**json.loads((directory / "config.json").read_text(encoding="utf-8")), "torch_dtype": "float32"}
+    tensors = {key: tensor.float() for key, tensor in load_file(directory / "model.safetensors").items()}
+    runner = CompiledRunner(config, tensors, debug="poison")
+    yield Case(runner, Network(models.load(config).architecture, tensors))
+    runner.model.close()
+
+
+ITEMS = evaluation_set(seed=3, tasks=("retrieval", "addition", "sorting", "story"), lengths=(128,), per_task=1)
+PROMPTS = {item.task: item.prompt for item in ITEMS}
+
+
+def prompt_of(task: str) -> Tensor:
+    """Prompts of 113, 13, 30 or so tokens: no multiples of a block."""
+    return torch.tensor(vocabulary().encode(PROMPTS[task]))
+
+
+@pytest.mark.parametrize("task", PROMPTS)
+@pytest.mark.parametrize(
+    ("temperature", "remasking"), [(0.0, "low_confidence"), (0.8, "low_confidence"), (0.0, "random")]
+)
+def test_llada(bidirectional: Case, task: str, temperature: float, remasking: str) -> None:
+    prompt, draw = prompt_of(task), Draw(temperature=temperature, seed=3, scaled=False)
+    expected = llada(bidirectional.network, prompt, 36, 12, 18, draw, random=remasking == "random")
+    options = {"block_length": 12, "steps": 18, "remasking": remasking, "temperature": temperature, "seed": 3}
+    assert_same(bidirectional, prompt, expected, gen_length=36, **options)
+
+
+def test_llada_guided(bidirectional: Case) -> None:
+    prompt = prompt_of("story")
+    expected = llada(bidirectional.network, prompt, 32, 16, 16, Draw(scaled=False), cfg=0.7)
+    assert_same(bidirectional, prompt, expected, gen_length=32, block_length=16, steps=16, cfg_scale=0.7)
+
+
+@pytest.mark.parametrize("task", ["retrieval", "addition"])
+@pytest.mark.parametrize("cache", [None, "prefix", "dual"])
+@pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 1.0}])
+def test_fast_dllm(bidirectional: Case, task: str, cache: str | None, rule: dict[str, float]) -> None:
+    prompt = prompt_of(task)
+    expected = fast_dllm(bidirectional.network, prompt, 36, 12, cache, Draw(scaled=False), **rule)
+    options: dict[str, Any] = {"algorithm": "fast-dllm", "block_length": 12, "cache": cache, **rule}
+    assert_same(bidirectional, prompt, expected, gen_length=36, **options)
+
+
+@pytest.mark.parametrize("task", PROMPTS)
+@pytest.mark.parametrize("remasking", ["sequential", "low_confidence_static", "low_confidence_dynamic"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_sdar(blockwise: Case, task: str, remasking: str, temperature: float) -> None:
+    prompt, draw = prompt_of(task), Draw(temperature=temperature, seed=4)
+    expected = sdar(blockwise.network, prompt, 40, 16, remasking, draw)
+    options = {"remasking": remasking, "steps": 16, "temperature": temperature, "seed": 4}
+    assert_same(blockwise, prompt, expected, gen_length=40, **options)
+
+
+@pytest.mark.parametrize("task", ["addition", "sorting"])
+def test_llada21(blockwise: Case, task: str) -> None:
+    prompt = prompt_of(task)
+    expected, _ = llada21(blockwise.network, prompt, 40, Draw(), 0.5, 0.3, 4)
+    options = {"algorithm": "llada2.1", "threshold": 0.5, "edit_threshold": 0.3, "max_post_steps": 4}
+    assert_same(blockwise, prompt, expected, gen_length=40, **options)
