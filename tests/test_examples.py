@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(example: str, *options: str) -> str:
-    command = [sys.executable, "-W", "error", *options, str(ROOT / "examples" / example)]
+def run(example: str, *options: str, arguments: tuple[str, ...] = ()) -> str:
+    command = [sys.executable, "-W", "error", *options, str(ROOT / "examples" / example), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, cwd=ROOT).stdout
 
 
@@ -40,6 +40,16 @@ def test_the_custom_model_is_planned_and_its_numbers_are_right() -> None:
     assert f"bytes at layers.0/up: {hidden + 4 * 8192}*ffn_rows + {hidden + 4}*tokens" in lines[4]
     assert lines[5].startswith(f"bytes at logits: {hidden + 2 * 50304}*logits_rows + {hidden}*tokens")
     assert len(lines) == 6
+
+
+def test_the_canvas_is_drawn_half_way(tmp_path: Path) -> None:
+    run("draw_canvas.py", arguments=(str(tmp_path / "canvas.svg"),))
+    picture = (tmp_path / "canvas.svg").read_text(encoding="utf-8")
+    text = " ".join(" ".join(re.findall(r">([^<]+)</text>", picture)).replace("&#160;", " ").split())
+    assert "high, from 0.9" in text.replace("\xa0", " ") and "full step" in text and "of 96" in text
+    assert "http" not in picture.replace('xmlns="http://www.w3.org/2000/svg"', "").replace(
+        "https://www.textualize.io", ""
+    )
 
 
 def test_the_custom_model_needs_no_torch() -> None:
