@@ -352,7 +352,7 @@ class FakeModel:
             streamer.put(prompt)
             streamer.put(torch.tensor(ids))
             streamer.end()
-        return [SimpleNamespace(token_ids=torch.tensor(ids))]
+        return [SimpleNamespace(token_ids=torch.tensor(ids), finish="length")]
 
 
 @dataclass
@@ -395,16 +395,25 @@ def test_without_a_terminal_stdout_is_the_text(fake: FakeModel, run: Any, checkp
         r"mosaic: 17 tokens in \d+\.\d\d s, 9 steps, [\d,.]+ tokens/s; planned peak 20.00 MiB of 80.00 MiB\n", ran.err
     )
     compiled, generated = fake.calls
-    assert compiled == {"model": "tiny", "device": "cpu", "budget": "1GiB", "host_budget": None, "seed": 7}
+    assert compiled == {
+        "model": "tiny",
+        "device": "cpu",
+        "budget": "1GiB",
+        "host_budget": None,
+        "dtype": None,
+        "seed": 7,
+    }
     assert generated["prompt"] == list(b"hi") and generated["runner"] is fake
     assert generated["config"].gen_length == 32
 
 
 def test_prompt_from_stdin_and_chat(fake: FakeModel, run: Any, checkpoint: Path) -> None:
-    ran = run("--model", str(checkpoint), "--chat", stdin="¿qué?")
+    ran = run("--model", str(checkpoint), "--chat", stdin="¿qué?\n")  # as echo and editors end a text
     assert ran.code == 0 and ran.out == "Grüße, 東京!\n"  # an answer loses the white space around it
     assert fake.calls[-1]["prompt"] == [257, *"¿qué?".encode(), 259]
     assert run("--model", str(checkpoint), "--prompt", "-", stdin="x").code == 0 and fake.calls[-1]["prompt"] == [120]
+    broken = run("--model", str(checkpoint), "--prompt", "a\udcff")
+    assert broken.code == 2 and "bytes that are no characters" in broken.err and broken.err.count("\n") == 1
 
 
 def test_json_is_only_json(fake: FakeModel, run: Any, checkpoint: Path) -> None:

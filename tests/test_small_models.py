@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -12,8 +13,11 @@ import pytest
 
 import mosaic
 from mosaic.bench.quality import stories
+from mosaic.bench.quality.evaluation import evaluation_set
 from mosaic.bench.quality.run import QualitySettings, check_vocabulary, run
+from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, resolve
+from mosaic.errors import UsageError
 from mosaic.models import load
 from mosaic.models.shipped import SHIPPED, shipped
 
@@ -43,8 +47,10 @@ def test_long_answers_are_decoded_in_blocks_unless_asked_otherwise() -> None:
     architecture = load("small").architecture
     assert [
         resolve(GenerationConfig(gen_length=length, block_length=given), architecture).block_length
-        for length, given in ((128, None), (40, None), (128, 128))
-    ] == [32, 40, 128]
+        for length, given in ((128, None), (100, None), (40, None), (97, None), (128, 128))
+    ] == [32, 25, 20, 1, 128]
+    asked = [resolve(GenerationConfig(gen_length=100, steps=steps), architecture) for steps in (50, 7)]
+    assert [(found.block_length, found.steps) for found in asked] == [(20, 50), (100, 7)]
     assert resolve(GenerationConfig(), load("llada-8b").architecture).block_length == 128  # as published
 
 
@@ -67,6 +73,35 @@ def test_facts_are_found_far_back() -> None:
     with mosaic.compile("small-sdar") as model:
         result = run(model, QualitySettings(tasks=("retrieval",), lengths=(2048,), seed=12))
     assert [item for item in result["items"] if not item["exact"]] == []
+
+
+@pytest.mark.parametrize("by", ["prompt", "stdin"])
+def test_the_command_reaches_the_same_answers(by: str) -> None:
+    """Through tokenizer.json, the chat template and a pipe: problems of the quality bench, told as a user would."""
+    for item in evaluation_set(seed=21, tasks=("addition", "subtraction", "sorting"), per_task=2):
+        question = item.prompt.removeprefix("<|user|> ").removesuffix("<|assistant|>")
+        command = [sys.executable, "-m", "mosaic", "generate", "--model", "small-sdar"]
+        ran = subprocess.run(
+            command + (["--prompt", question] if by == "prompt" else []), input=question + "\n", capture_output=True,
+            text=True, check=True, timeout=240,
+        )  # fmt: skip
+        assert ran.stdout == item.answer.strip() + "\n"
+
+
+def test_a_mask_token_outside_the_vocabulary_is_one_clear_line(tmp_path: Path) -> None:
+    for file in directory("small-sdar").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mask_token_id": 9999}), encoding="utf-8")
+    with (
+        mosaic.compile(tmp_path) as model,
+        pytest.raises(UsageError, match="names the mask token 9999, the model has tokens 0 to 639"),
+    ):
+        model.generate("hi", gen_length=32)
+
+
+def test_rows_that_fill_the_embedding_up_have_a_text() -> None:
+    assert vocabulary().decode([vocabulary().word(" Anna"), 639]) == " Anna\ufffd"
 
 
 def test_the_first_command_of_the_readme_tells_a_story() -> None:

@@ -35,6 +35,7 @@ from mosaic.bench.quality.vocabulary import (
     vocabulary,
 )
 from mosaic.errors import CheckpointError, UnknownName, UsageError
+from mosaic.models import load
 
 torch = pytest.importorskip("torch")
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_small"
@@ -543,13 +544,21 @@ def test_the_bench_scores_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[Any] = []
     monkeypatch.setattr(decoding, "generate", answering(answers, seen))
     shown: list[tuple[int, int]] = []
-    result = run(SimpleNamespace(), asked, progress=lambda done, total, _: shown.append((done, total)))
+    checked: list[Any] = []
+    model = SimpleNamespace(architecture=load("small").architecture, check=checked.append)
+    result = run(model, asked, progress=lambda done, total, _: shown.append((done, total)))
     assert shown[-1] == (len(items), len(items)) == (30, 30)
     assert {task: share["exact"] for task, share in result["by_task"].items()} == {
         task: 0.5 if task == "sorting" else 1.0 for task in TASKS
     }
     assert {config.gen_length for config in seen} == {32, 64, 96} and {config.temperature for config in seen} == {0.5}
     assert json.loads(json.dumps(result))["items"][0]["steps"] == 7
+    assert len(checked) == len(seen)  # every batch's steps are planned before any is decoded
+    with pytest.raises(UsageError, match="a context of 9,000 tokens"):
+        run(model, QualitySettings(tasks=("addition", "retrieval"), lengths=(9000,), per_task=1))
+    assert len(seen) == len(checked) - 1
+    with pytest.raises(UsageError, match="each task once"):
+        QualitySettings(tasks=("addition", "addition"))
     pytest.importorskip("matplotlib")
     from mosaic.bench.quality.plot import png
 

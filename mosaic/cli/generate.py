@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from mosaic.cli.output import note, print_json
-from mosaic.cli.request import require_torch
+from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.units import format_bytes, format_tokens
 
@@ -61,14 +61,27 @@ def generate(
     ] = None,
     alg: Annotated[str | None, typer.Option(help="Dream: origin, maskgit_plus, topk_margin, entropy.")] = None,
     alg_temp: Annotated[float | None, typer.Option(help="Dream: randomness of the positions.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Commit every token of at least this confidence.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Commit every token that is surer than this.")] = None,
     factor: Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")] = None,
     cache: Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")] = None,
+    small_block_length: Annotated[int | None, typer.Option(help="Fast-dLLM v2: tokens decoded together.")] = None,
+    edit_threshold: Annotated[
+        float | None, typer.Option(help="LLaDA2.1: probability above which a token is replaced.")
+    ] = None,
+    max_post_steps: Annotated[int | None, typer.Option(help="LLaDA2.1: steps after a block's last mask.")] = None,
+    minimal_topk: Annotated[
+        int | None, typer.Option(help="LLaDA2.0: at most gen_length / minimal_topk steps a block.")
+    ] = None,
+    eps: Annotated[float | None, typer.Option(help="Dream: the last time.")] = None,
     cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; the same seed gives the same text.")] = None,
     budget: Annotated[str | None, typer.Option(help="Bytes that may be used, such as 24GiB.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Pinned host memory for weights and hidden states.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of weights and activations; the checkpoint's, and float32 for the small models on a CPU."),
+    ] = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Write text as it is committed, no canvas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
@@ -83,7 +96,8 @@ def generate(
     config = _config(
         gen_length=gen_length, steps=steps, block_length=block_length, temperature=temperature, top_p=top_p, top_k=top_k,
         remasking=remasking, algorithm=algorithm, alg=alg, alg_temp=alg_temp, threshold=threshold, factor=factor,
-        cache=cache, cfg_scale=cfg_scale, seed=seed,
+        cache=cache, cfg_scale=cfg_scale, seed=seed, small_block_length=small_block_length,
+        edit_threshold=edit_threshold, max_post_steps=max_post_steps, minimal_topk=minimal_topk, eps=eps,
     )  # fmt: skip
     described = load(model)
     chat = model in SHIPPED if chat is None else chat
@@ -97,12 +111,13 @@ def generate(
     job = _Job(
         model=described, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
         config=resolve(config, described.architecture), chat=chat, device=device, budget=budget, host_budget=host_budget,
+        dtype=dtype or own_dtype(model, device),
     )  # fmt: skip
     if as_json:
         print_json(_document(job, *_decode(job)))
         return
     terminal, drawn = sys.stdout.isatty(), _is_drawn()
-    if drawn and no_live:
+    if no_live:
         found, record, _ = _decode(job, streamer=TextStreamer(_Shown(tokenizer), skip_prompt=True))
     else:
         found, record, _ = _decode(job, view=_live_view if drawn else _lines)
@@ -131,7 +146,11 @@ def _prompt(given: str | None) -> str:
         ) from None
     if not text.strip():
         raise UsageError("the prompt is empty: give --prompt '…', or text on standard input.")
-    return text
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UsageError(
+            f"the prompt is not {sys.stdin.encoding or 'utf-8'} text: it has bytes that are no characters."
+        )
+    return text if given not in (None, "-") else text.rstrip("\r\n")  # echo and editors end text with a line break
 
 
 def _tokenizer(model: Model) -> Tokenizer | None:
@@ -165,6 +184,7 @@ class _Job:
     device: str
     budget: str | None
     host_budget: str | None
+    dtype: str | None
 
 
 def _decode(
@@ -178,9 +198,19 @@ def _decode(
     from mosaic.runtime.compiled import compile
 
     began = time.perf_counter()
-    with compile(
-        job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, seed=job.config.seed
-    ) as compiled:
+    try:
+        opened = compile(
+            job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
+            seed=job.config.seed,
+        )  # fmt: skip
+    except DoesNotFit as misfit:
+        raise DoesNotFit(
+            f"{job.model.name} takes {format_bytes(misfit.needed_bytes)} for a single token, the budget is "
+            f"{format_bytes(misfit.available_bytes)}: raise --budget, or stream weights with --host-budget.",
+            needed_bytes=misfit.needed_bytes,
+            available_bytes=misfit.available_bytes,
+        ) from None
+    with opened as compiled:
         loaded = time.perf_counter() - began
         record = Record()
         with nullcontext() if view is None else view(job, record) as shown:
@@ -310,8 +340,11 @@ def _document(job: _Job, found: Generation, record: Record, loaded: float) -> di
     return {
         "model": job.model.name,
         "config": asdict(job.config),
-        "text": None if job.tokenizer is None else job.tokenizer.decode(_ids(found)),
+        "device": job.device,
+        "chat": job.chat,
+        "text": None if job.tokenizer is None else _text(job, found, terminal=False),
         "token_ids": _ids(found),
+        "finish": found.finish,
         "prompt_tokens": len(job.prompt_ids),
         "steps": record.steps,
         "plans": list(record.plans.values()),
@@ -319,6 +352,6 @@ def _document(job: _Job, found: Generation, record: Record, loaded: float) -> di
         "timings": {
             "load_seconds": loaded,
             "generate_seconds": record.seconds,
-            "tokens_per_second": record.tokens_per_second,
+            "tokens_per_second": record.rate(len(found.token_ids)),
         },
     }

@@ -55,9 +55,12 @@ class Record:
 
     @property
     def tokens_per_second(self) -> float:
-        """Committed tokens, up to the last step."""
-        committed = sum(step["committed"] for step in self.steps)
-        return float(committed / self.seconds) if self.seconds > 0 else 0.0
+        """Committed tokens, up to the last step: while it runs nobody knows which of them the answer will have."""
+        return self.rate(sum(step["committed"] for step in self.steps))
+
+    def rate(self, tokens: int) -> float:
+        """So many tokens a second."""
+        return tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -69,7 +72,7 @@ class Record:
         budget = max((int(plan["budget_bytes"]) for plan in self.plans.values()), default=0)
         return (
             f"{tokens:,} tokens in {self.seconds:.2f} s, {len(self.steps):,} steps, "
-            f"{self.tokens_per_second:,.1f} tokens/s; planned peak {format_bytes(self.peak_bytes)} "
+            f"{self.rate(tokens):,.1f} tokens/s; planned peak {format_bytes(self.peak_bytes)} "
             f"of {format_bytes(budget)}"
         )
 

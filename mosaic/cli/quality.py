@@ -11,7 +11,7 @@ import typer
 
 from mosaic.bench.environment import environment
 from mosaic.cli.output import note, print_json, results
-from mosaic.cli.request import require_torch
+from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,14 +40,29 @@ def quality(
     top_k: Annotated[int | None, typer.Option(help="Sample from so many most likely tokens.")] = None,
     remasking: Annotated[str | None, typer.Option(help="As for `mosaic generate`.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="llada, fast-dllm, sdar, …; default the family's own.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Commit every token of at least this confidence.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Commit every token that is surer than this.")] = None,
     factor: Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")] = None,
     cache: Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")] = None,
+    alg: Annotated[str | None, typer.Option(help="Dream: origin, maskgit_plus, topk_margin, entropy.")] = None,
+    alg_temp: Annotated[float | None, typer.Option(help="Dream: randomness of the positions.")] = None,
+    small_block_length: Annotated[int | None, typer.Option(help="Fast-dLLM v2: tokens decoded together.")] = None,
+    edit_threshold: Annotated[
+        float | None, typer.Option(help="LLaDA2.1: probability above which a token is replaced.")
+    ] = None,
+    max_post_steps: Annotated[int | None, typer.Option(help="LLaDA2.1: steps after a block's last mask.")] = None,
+    minimal_topk: Annotated[
+        int | None, typer.Option(help="LLaDA2.0: at most gen_length / minimal_topk steps a block.")
+    ] = None,
+    eps: Annotated[float | None, typer.Option(help="Dream: the last time.")] = None,
     cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")] = None,
     seed: Annotated[int, typer.Option(help="Of the evaluation set and of sampling.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
     budget: Annotated[str | None, typer.Option(help="Bytes that may be used, such as 24GiB.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of weights and activations; the checkpoint's, and float32 for the small models on a CPU."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture, PNG; needs the extra 'viz'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
@@ -60,11 +75,15 @@ def quality(
     from mosaic.units import parse_tokens
 
     check_targets([out, plot])
+    if plot is not None and plot.suffix != ".png":
+        raise UsageError(f"--plot writes PNG, got {plot}: give a name that ends in .png.")
     require_torch("`mosaic bench quality`")
     given = {
         "gen_length": gen_length, "steps": steps, "block_length": block_length, "temperature": temperature,
         "top_p": top_p, "top_k": top_k, "remasking": remasking, "algorithm": algorithm, "threshold": threshold,
-        "factor": factor, "cache": cache, "cfg_scale": cfg_scale,
+        "factor": factor, "cache": cache, "cfg_scale": cfg_scale, "alg": alg, "alg_temp": alg_temp,
+        "small_block_length": small_block_length, "edit_threshold": edit_threshold, "max_post_steps": max_post_steps,
+        "minimal_topk": minimal_topk, "eps": eps,
     }  # fmt: skip
     settings = QualitySettings(
         tasks=tuple(part.strip() for part in tasks.split(",")),
@@ -85,7 +104,7 @@ def quality(
     from mosaic.runtime.compiled import compile
 
     where = card(load_device(device).backend == "cuda")
-    with compile(described, device=device, budget=budget) as compiled:
+    with compile(described, device=device, budget=budget, dtype=dtype or own_dtype(model, device)) as compiled:
         source = environment(shlex.join(["mosaic", *sys.argv[1:]]))
         result = {
             "model": described.name, "device": device, "card": where, "environment": source,

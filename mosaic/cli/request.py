@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mosaic.models import Model
     from mosaic.planner.planner import Planner, Request
 
-__all__ = ["read_model", "read_request", "require_torch"]
+__all__ = ["own_dtype", "read_model", "read_request", "require_torch"]
 
 
 def read_model(model: str | None, dtype: str | None) -> Model:
@@ -21,6 +21,18 @@ def read_model(model: str | None, dtype: str | None) -> Model:
         raise UsageError("give a model: --model llada-8b (see `mosaic models`).")
     loaded = load(model)
     return loaded if dtype is None else loaded.with_dtype(dtype)
+
+
+def own_dtype(model: str, device: str) -> str | None:
+    """The dtype that a command runs a model in where none is asked for; None: the checkpoint's.
+
+    A CPU step converts 16-bit operands of its products tile by tile, so that it needs no memory beside the plan's; what
+    that costs in time, twice a step in float32, the small models need not pay.
+    """
+    from mosaic.devices import load_device
+    from mosaic.models.shipped import SHIPPED
+
+    return "float32" if model in SHIPPED and load_device(device).backend == "cpu" else None
 
 
 def read_request(

@@ -103,6 +103,9 @@ class GenerationConfig:
     stop_at_eos: bool = True
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            if getattr(self, entry.name) is None:
+                object.__setattr__(self, entry.name, entry.default)
         for what, value, known in (
             ("algorithm", self.algorithm, ALGORITHMS),
             ("remasking", self.remasking, REMASKING),
@@ -254,17 +257,23 @@ def _check_model(name: str, traits: Traits, architecture: Architecture) -> None:
 def _lengths(name: str, config: GenerationConfig, architecture: Architecture) -> dict[str, Any]:
     """Default lengths and steps, which depend on others."""
     if name == "llada":
-        own = architecture.decode_block
-        return {
-            "block_length": own if own and config.gen_length % own == 0 else config.gen_length,
-            "steps": config.gen_length,
-        }
+        return {"block_length": _own_block(config, architecture), "steps": config.gen_length}
     if name == "fast-dllm":
         return {"block_length": config.gen_length if config.gen_length % 32 else 32}
     if name == "dream":
         return {}
     block = architecture.block
     return {"block_length": block, "steps": config.block_length or block, "small_block_length": math.gcd(block, 8)}
+
+
+def _own_block(config: GenerationConfig, architecture: Architecture) -> int:
+    """The longest block that the checkpoint asks for, and that gen_length and steps divide into; else one block."""
+    fitting = (
+        block
+        for block in range(min(architecture.decode_block, config.gen_length), 0, -1)
+        if config.gen_length % block == 0 and (config.steps or config.gen_length) % (config.gen_length // block) == 0
+    )
+    return next(fitting, config.gen_length)
 
 
 def _check_canvas(config: GenerationConfig, architecture: Architecture) -> None:
@@ -284,9 +293,12 @@ def _check_canvas(config: GenerationConfig, architecture: Architecture) -> None:
     if config.cache and config.cfg_scale:
         raise UsageError(f"cfg_scale {config.cfg_scale} needs whole sequences; leave out cache '{config.cache}'.")
     if config.algorithm == "fast-dllm" and not architecture.shifted and (config.top_p, config.top_k) != (1.0, 0):
-        raise UsageError(
-            f"fast-dllm on LLaDA samples from all tokens; leave out top_p {config.top_p} and top_k {config.top_k}."
-        )
+        given = [
+            f"{name} {value}"
+            for name, value, off in (("top_p", config.top_p, 1.0), ("top_k", config.top_k, 0))
+            if value != off
+        ]
+        raise UsageError(f"fast-dllm on LLaDA samples from all tokens; leave out {' and '.join(given)}.")
 
 
 def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:

@@ -183,6 +183,11 @@ def _checked(prompts: Sequence[Tensor], config: GenerationConfig, arch: Architec
     """Check the prompts and give their lengths."""
     if not prompts:
         raise UsageError("no prompt was given; give at least one.")
+    if not 0 <= arch.mask_token_id < arch.vocabulary:
+        raise UsageError(
+            f"config.json names the mask token {arch.mask_token_id}, the model has tokens 0 to {arch.vocabulary - 1}; "
+            "give mask_token_id there."
+        )
     for place, prompt in enumerate(prompts):
         which = f"prompt {place}" if len(prompts) > 1 else "the prompt"
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
@@ -202,10 +207,11 @@ def _checked(prompts: Sequence[Tensor], config: GenerationConfig, arch: Architec
             )
         length = canvas_length(resolve(config, arch), arch, prompt.numel())
         if arch.max_positions and length > arch.max_positions:
+            room = arch.max_positions - (length - prompt.numel())
+            shorter = f"shorten the prompt to {room:,} tokens or lower gen_length" if room > 0 else "lower gen_length"
             raise UsageError(
-                f"{which} of {prompt.numel()} tokens and gen_length {config.gen_length} take {length} positions, the "
-                f"model has {arch.max_positions}; shorten the prompt to {arch.max_positions - (length - prompt.numel())} "
-                "tokens or lower gen_length."
+                f"{which} of {prompt.numel():,} tokens and gen_length {config.gen_length:,} take {length:,} positions, the "
+                f"model has {arch.max_positions:,}; {shorter}."
             )
     return [prompt.numel() for prompt in prompts]
 

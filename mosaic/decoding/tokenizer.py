@@ -50,7 +50,12 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it (such as a begin token) if asked for."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:  # how the Rust side refuses lone surrogates
+            raise UsageError(
+                "the text has surrogates, which are no characters: decode it with errors='replace'."
+            ) from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; incomplete characters become U+FFFD."""

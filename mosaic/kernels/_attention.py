@@ -5,47 +5,61 @@ The online softmax is that of Milakov and Gimelshein 2018 (arXiv 1805.02867): no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-__all__ = ["keys_seen", "online_softmax", "visible", "write_limits"]
+from mosaic.registrar.implementations.cpu import WHOLE_KEYS
+
+__all__ = ["evenly", "keys_seen", "online_softmax", "tile_shape", "visible"]
 
 
 def online_softmax(
-    q_ACH: Tensor, key_tiles: Iterable[tuple[int, Tensor, Tensor]], scale: float, tiles: list[Tensor], *, blocked: bool
+    q_ACH: Tensor,
+    key_tiles: Iterable[tuple[int, Tensor, Tensor]],
+    scale: float,
+    tiles: list[Tensor],
+    seen: Sequence[int],
 ) -> Tensor:
     """Return softmax(q k^T * scale) v for a tile of query rows of some heads, [A, C, H] in scratch.
 
-    Small tiles of several heads go together: one product of many is far quicker than as many calls.
+    Small tiles of several heads go together: one product of many is far quicker than as many calls. Where one tile has
+    all keys, its softmax is PyTorch's, in one pass.
 
     Parameters
     ----------
     q_ACH
         C query rows of each of A heads, in the compute dtype; A*C at most `tiles[0].shape[0]`.
     key_tiles
-        The place of a tile's first key, its keys and its values [A, at most `tiles[0].shape[1]`, H], in the compute
-        dtype. Every row sees a key of the first tile.
+        The place of a tile's first key, its keys and its values [A, S, H], in the compute dtype; A*C*S at most what
+        `tiles[0]` holds. Every row sees a key of the first tile.
     tiles
-        Scores, accumulator and five vectors; where `blocked` how many keys each row sees, a vector for the keys' places
-        and one for the mask.
+        Scores, accumulator and five vectors; for attention by blocks one for how many keys each row sees, one for the
+        keys' places, and the mask.
+    seen
+        How many keys the rows of a head see, each entry for as many neighbours; further keys are in no tile.
     """
     (heads, rows, size), (scores, accumulator, *vectors) = q_ACH.shape, tiles[:7]
-    count = heads * rows
+    count, least, most = heads * rows, min(seen), max(seen)
     flat = accumulator[:count]
     result = flat.view(heads, rows, size)
-    maximum, new_maximum, total, tile_total, correction = (vector[:count] for vector in vectors)
+    if least < most:
+        _write_limits(seen, rows // len(seen), heads, tiles[7])
     for start, k, v in key_tiles:
         keys = k.shape[1]
         # contiguous whatever the tile's size, so that BLAS gets plain strides
         s = scores.view(-1)[: count * keys].view(count, keys)
         products = s.view(heads, rows, keys)
         torch.baddbmm(products, q_ACH, k.transpose(1, 2), beta=0, alpha=scale, out=products)
-        if blocked:
-            _hide(s, start, *tiles[7:10])
+        if (hidden := max(least - start, 0)) < keys:
+            _hide(s[:, hidden:], start + hidden, *tiles[7:10])
+        if keys == most:
+            torch.softmax(s, 1, out=s)
+            return torch.bmm(products, v, out=result)
         if start == 0:
+            maximum, new_maximum, total, tile_total, correction = (vector[:count] for vector in vectors)
             torch.amax(s, dim=1, out=maximum)
             s.sub_(maximum.unsqueeze(1)).exp_()
             torch.sum(s, dim=1, out=total)
@@ -74,16 +88,36 @@ def _hide(s: Tensor, start: int, limits: Tensor, places: Tensor, mask: Tensor) -
     s.masked_fill_(hidden, float("-inf"))
 
 
-def keys_seen(positions: Iterable[int], keys: int, block: int) -> list[int]:
+def tile_shape(scores: Tensor, queries: int, keys: int, *, in_place: bool) -> tuple[int, int]:
+    """Rows and keys of a tile of scores: all keys, if these are read where they lie and all queries of a head fit beside
+    them; else the tile's own."""
+    rows, columns = scores.shape
+    if in_place and columns < keys <= WHOLE_KEYS and queries * keys <= rows * columns:
+        return rows * columns // keys, keys
+    return rows, columns
+
+
+def evenly(count: int, most: int) -> int:
+    """The size of the parts of a whole that have at most so many, and about the same.
+
+    >>> [evenly(8, most) for most in (1, 7, 9)]
+    [1, 4, 8]
+    """
+    return -(-count // -(-count // max(most, 1)))
+
+
+def keys_seen(positions: Sequence[int], keys: int, block: int) -> list[int]:
     """Count the keys, of `keys`, that a query at each position sees: all, or those of its block and the ones before.
 
     >>> keys_seen([0, 3, 4, 9], 10, 4)
     [4, 4, 8, 10]
     """
-    return [min(keys, (position // block + 1) * block) if block else keys for position in positions]
+    if not block:
+        return [keys] * len(positions)
+    return [min(keys, (position // block + 1) * block) for position in positions]
 
 
-def write_limits(seen: Iterable[int], group: int, heads: int, out: Tensor) -> None:
+def _write_limits(seen: Iterable[int], group: int, heads: int, out: Tensor) -> None:
     """Write how many keys each row of a tile sees: `group` rows for each entry of `seen`, the same for every head."""
     start = 0
     for limit, alike in groupby(seen):

@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from mosaic.kernels._scratch import dtype_name
-from mosaic.registrar.implementations.cpu import compute_dtype
+from mosaic.kernels._binding import Run
 
-__all__ = ["normalise", "normalise_reference"]
+__all__ = ["bind_norm", "normalise_reference"]
 
 
-def normalise(x_TD: Tensor, weight_H: Tensor, y_TD: Tensor, eps: float, tiles: list[Tensor]) -> None:
-    """Write x / rms(x) * weight per head of H columns into y; y may be x; tiles as in `TILES['rms_norm']`."""
-    constants, inverse_TN, *converted = tiles
+def bind_norm(x_TD: Tensor, weight_H: Tensor, y_TD: Tensor, eps: float, tiles: list[Tensor]) -> Run:
+    """Bind x / rms(x) * weight per head of H columns, written to y; y may be x; tiles as in `TILES['rms_norm']`."""
+    epsilon, inverse_TN, *converted = tiles
     width = weight_H.shape[0]
-    constants[0].fill_(1.0 / width)
-    constants[1].fill_(eps)
-    if dtype_name(x_TD.dtype) == compute_dtype(dtype_name(x_TD.dtype)):
-        _normalise_tile(_heads(x_TD, width), weight_H, _heads(y_TD, width), inverse_TN, constants)
-        return
+    if not converted:
+        return partial(_normalise, _heads(x_TD, width), weight_H, _heads(y_TD, width), inverse_TN, epsilon, eps)
     tile_RD, wide_H = converted
-    wide_H.copy_(weight_H)
     rows = tile_RD.shape[0]
-    for start in range(0, x_TD.shape[0], rows):
-        x_RD = x_TD[start : start + rows]
-        tile = tile_RD[: x_RD.shape[0]]
-        tile.copy_(x_RD)
-        tile_RNH = _heads(tile, width)
-        _normalise_tile(tile_RNH, wide_H, tile_RNH, inverse_TN[: tile.shape[0]], constants)
-        y_TD[start : start + rows].copy_(tile)
+
+    def run() -> None:
+        wide_H.copy_(weight_H)
+        for start in range(0, x_TD.shape[0], rows):
+            x_RD = x_TD[start : start + rows]
+            tile = tile_RD[: x_RD.shape[0]]
+            tile.copy_(x_RD)
+            tile_RNH = _heads(tile, width)
+            _normalise(tile_RNH, wide_H, tile_RNH, inverse_TN[: tile.shape[0]], epsilon, eps)
+            y_TD[start : start + rows].copy_(tile)
+
+    return run
 
 
 def _heads(x_TD: Tensor, width: int) -> Tensor:
     return x_TD.view(x_TD.shape[0], x_TD.shape[1] // width, width)
 
 
-def _normalise_tile(x_TNH: Tensor, weight_H: Tensor, y_TNH: Tensor, inverse_TN: Tensor, constants: Tensor) -> None:
-    # A Python number in mul or add becomes a tensor of 8 bytes from the allocator; these two live in scratch instead.
-    torch.linalg.vector_norm(x_TNH, dim=2, out=inverse_TN)
-    torch.mul(inverse_TN, inverse_TN, out=inverse_TN)
-    inverse_TN.mul_(constants[0]).add_(constants[1]).rsqrt_()
-    torch.mul(x_TNH, inverse_TN.unsqueeze(2), out=y_TNH)
+def _normalise(
+    x_TNH: Tensor, weight_H: Tensor, y_TNH: Tensor, inverse_TN1: Tensor, epsilon: Tensor, eps: float
+) -> None:
+    # A Python number in add becomes a tensor of 8 bytes from the allocator; this one lives in scratch instead.
+    epsilon.fill_(eps)
+    torch.linalg.vector_norm(x_TNH, dim=2, keepdim=True, out=inverse_TN1)
+    torch.addcmul(epsilon, inverse_TN1, inverse_TN1, value=1.0 / weight_H.shape[0], out=inverse_TN1)
+    torch.mul(x_TNH, inverse_TN1.rsqrt_(), out=y_TNH)
     y_TNH.mul_(weight_H)
 
 

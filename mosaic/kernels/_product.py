@@ -6,16 +6,19 @@ for [512, 1024] x [1024, 2048], PyTorch 2.13), so they are not used.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from mosaic.kernels._binding import Run
 from mosaic.kernels._scratch import carve, dtype_name
 from mosaic.registrar.implementations.cpu import linear_tiles
 
-__all__ = ["multiply"]
+__all__ = ["product"]
 
 
-def multiply(
+def product(
     x_TI: Tensor,
     weight_OI: Tensor,
     y_TO: Tensor,
@@ -24,34 +27,27 @@ def multiply(
     kernel: str,
     bias_O: Tensor | None = None,
     accumulate: bool = False,
-) -> None:
-    """Compute y = x @ weight.T (+ bias), or y += x @ weight.T, in float32 or wider; write only y and scratch."""
+) -> Run:
+    """Bind y = x @ weight.T (+ bias), or y += x @ weight.T, in float32 or wider; it writes only y and scratch."""
     if x_TI.dtype in (torch.float32, torch.float64):
-        _blas(x_TI, weight_OI, y_TO, bias_O, accumulate)
-    else:
-        _converted(x_TI, weight_OI, y_TO, scratch, kernel, bias_O, accumulate)
+        return _blas(x_TI, weight_OI, y_TO, bias_O, accumulate)
+    tiles = carve(scratch, linear_tiles(x_TI.shape[1], dtype_name(x_TI.dtype)), kernel)
+    return partial(_converted, x_TI, weight_OI, y_TO, tiles, bias_O, accumulate)
 
 
-def _blas(x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor, bias_O: Tensor | None, accumulate: bool) -> None:
+def _blas(x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor, bias_O: Tensor | None, accumulate: bool) -> Run:
     if accumulate:
-        y_TO.addmm_(x_TI, weight_OI.t())
-    elif bias_O is not None:
-        torch.addmm(bias_O, x_TI, weight_OI.t(), out=y_TO)
-    else:
-        torch.mm(x_TI, weight_OI.t(), out=y_TO)
+        return partial(y_TO.addmm_, x_TI, weight_OI.t())
+    if bias_O is not None:
+        return partial(torch.addmm, bias_O, x_TI, weight_OI.t(), out=y_TO)
+    return partial(torch.mm, x_TI, weight_OI.t(), out=y_TO)
 
 
 def _converted(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    y_TO: Tensor,
-    scratch: Tensor | None,
-    kernel: str,
-    bias_O: Tensor | None,
-    accumulate: bool,
+    x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor, tiles: list[Tensor], bias_O: Tensor | None, accumulate: bool
 ) -> None:
-    (tokens, inner), outer = x_TI.shape, weight_OI.shape[0]
-    x_tile, weight_tile, y_tile = carve(scratch, linear_tiles(inner, dtype_name(x_TI.dtype)), kernel)
+    tokens, outer = y_TO.shape
+    x_tile, weight_tile, y_tile = tiles
     rows, columns = y_tile.shape
     y_flat = y_tile.view(-1)
     for first in range(0, outer, columns):

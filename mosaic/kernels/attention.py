@@ -15,14 +15,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.kernels._attention import keys_seen, online_softmax, visible, write_limits
+from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_attention
 from mosaic.kernels._scratch import tiles_of
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(
+def bind(
     *,
     q: Tensor,
     k: Tensor,
@@ -35,49 +36,55 @@ def launch(
     block: int = 0,
     row_start: int = 0,
     scratch: Tensor | None = None,
-) -> None:
+) -> Run:
     """Write the attention of the query rows into y [T, N*H]; `cu_seqlens` is read on the host; y may be q itself."""
     rows = q.shape[0]
     heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size)
     tiles = tiles_of("attention", scratch, {"q": q}, head_size=head_size, block=block)
-    bounds: list[int] = cu_seqlens.tolist()
+    own = 10 if block else 7
+    converted, tiles = tiles[:-own], tiles[-own:]
     group = heads // kv_heads
-    for first, last in pairwise(bounds):
-        start, end = max(first - row_start, 0), min(last - row_start, rows)
-        if start >= end:
-            continue
-        position = row_start + start - first
-        seen = keys_seen(range(position, position + end - start), last - first, block)
-        q_TKGH, y_TKGH = (x[start:end].view(end - start, kv_heads, group, head_size) for x in (q, y))
-        k_KSH, v_KSH = (x[first:last].view(last - first, kv_heads, head_size).transpose(0, 1) for x in (k, v))
-        for member in range(group):
-            queries, results = (x[:, :, member].transpose(0, 1) for x in (q_TKGH, y_TKGH))
-            _heads(queries, k_KSH, v_KSH, results, scale, seen, block > 0, tiles)
+
+    def run() -> None:
+        bounds: list[int] = cu_seqlens.tolist()
+        for first, last in pairwise(bounds):
+            start, end = max(first - row_start, 0), min(last - row_start, rows)
+            if start >= end:
+                continue
+            position = row_start + start - first
+            seen = keys_seen(range(position, position + end - start), last - first, block)
+            q_TKGH, y_TKGH = (x[start:end].view(end - start, kv_heads, group, head_size) for x in (q, y))
+            k_KSH, v_KSH = (x[first:last].view(last - first, kv_heads, head_size).transpose(0, 1) for x in (k, v))
+            for member in range(group):
+                queries, results = (x[:, :, member].transpose(0, 1) for x in (q_TKGH, y_TKGH))
+                _heads(queries, k_KSH, v_KSH, results, scale, seen, converted, tiles)
+
+    return run
+
+
+launch = launcher(bind)
 
 
 def _heads(
-    q_KTH: Tensor, k_KSH: Tensor, v_KSH: Tensor, y_KTH: Tensor, scale: float, seen: Sequence[int], blocked: bool,
-    tiles: list[Tensor],
+    q_KTH: Tensor, k_KSH: Tensor, v_KSH: Tensor, y_KTH: Tensor, scale: float, seen: Sequence[int],
+    converted: Sequence[Tensor], tiles: list[Tensor],
 ) -> None:  # fmt: skip
     """Attend one query head of every KV head in one sequence, a tile of query rows at a time, small ones of several heads
     together; `seen` counts the keys that each row sees.
 
     y may be q: a tile of y is written after the last read of the same tile of q, and no other tile of q is touched.
     """
-    own = 10 if blocked else 7
-    converted, tiles = tiles[:-own], tiles[-own:]
-    (rows, keys), tokens = tiles[0].shape, q_KTH.shape[1]
-    together = 1 if converted else max(rows // tokens, 1)
-    for head in range(0, q_KTH.shape[0], together):
+    heads, tokens, _ = q_KTH.shape
+    rows, keys = tile_shape(tiles[0], tokens, max(seen), in_place=not converted)
+    together = 1 if converted else evenly(heads, rows // tokens)
+    for head in range(0, heads, together):
         mine = slice(head, head + together)
         for start in range(0, tokens, rows):
             q, limits = q_KTH[mine, start : start + rows], seen[start : start + rows]
             if converted:
                 q = converted[0][: q.shape[1]].unsqueeze(0).copy_(q)
-            if blocked:
-                write_limits(limits, 1, q.shape[0], tiles[7])
             parts = _key_tiles(k_KSH[mine], v_KSH[mine], max(limits), keys, converted)
-            y_KTH[mine, start : start + rows].copy_(online_softmax(q, parts, scale, tiles, blocked=blocked))
+            y_KTH[mine, start : start + rows].copy_(online_softmax(q, parts, scale, tiles, limits))
 
 
 def _key_tiles(

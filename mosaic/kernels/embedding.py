@@ -6,15 +6,18 @@ hidden.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_shapes
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(*, ids: Tensor, table: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+def bind(*, ids: Tensor, table: Tensor, y: Tensor, scratch: Tensor | None = None) -> Run:
     """Write table[ids] into y [T, D]; an id outside the table raises IndexError."""
     (tokens,), (vocabulary, hidden) = ids.shape, table.shape
     check_shapes(
@@ -23,7 +26,10 @@ def launch(*, ids: Tensor, table: Tensor, y: Tensor, scratch: Tensor | None = No
         table=(table, (vocabulary, hidden), None),
         y=(y, (tokens, hidden), table.dtype),
     )
-    torch.index_select(table, 0, ids, out=y)
+    return partial(torch.index_select, table, 0, ids, out=y)
+
+
+launch = launcher(bind)
 
 
 def reference(*, ids: Tensor, table: Tensor) -> Tensor:

@@ -6,21 +6,27 @@ tokens, C rows.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_shapes
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(*, x: Tensor, rows: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+def bind(*, x: Tensor, rows: Tensor, y: Tensor, scratch: Tensor | None = None) -> Run:
     """Write x[rows] into y [C, D]; a row outside x raises IndexError."""
     (count,), (tokens, hidden) = rows.shape, x.shape
     check_shapes(
         "gather_rows", x=(x, (tokens, hidden), None), rows=(rows, (count,), INDEX[0]), y=(y, (count, hidden), x.dtype)
     )
-    torch.index_select(x, 0, rows, out=y)
+    return partial(torch.index_select, x, 0, rows, out=y)
+
+
+launch = launcher(bind)
 
 
 def reference(*, x: Tensor, rows: Tensor) -> Tensor:

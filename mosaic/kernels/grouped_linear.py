@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._product import multiply
+from mosaic.kernels._product import product
 
 __all__ = ["launch", "reference"]
 
@@ -29,7 +29,7 @@ def launch(*, x: Tensor, weight: Tensor, offsets: Tensor, y: Tensor, scratch: Te
     bounds: list[int] = offsets.tolist()
     for expert, (start, end) in enumerate(pairwise(bounds)):
         if end > start:
-            multiply(x[start:end], weight[expert], y[start:end], scratch, kernel="grouped_linear")
+            product(x[start:end], weight[expert], y[start:end], scratch, kernel="grouped_linear")()
 
 
 def reference(*, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._norm import normalise, normalise_reference
+from mosaic.kernels._binding import Run, launcher
+from mosaic.kernels._norm import bind_norm, normalise_reference
 from mosaic.kernels._operands import check_shapes, heads_of
 from mosaic.kernels._scratch import tiles_of
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(*, x: Tensor, weight: Tensor, eps: float, scratch: Tensor | None = None) -> None:
+def bind(*, x: Tensor, weight: Tensor, eps: float, scratch: Tensor | None = None) -> Run:
     """Normalise every head of x [T, N*H] in place."""
     size = weight.shape[0]
     width = heads_of("head_norm", "x", x, size) * size
     check_shapes("head_norm", x=(x, (x.shape[0], width), None), weight=(weight, (size,), x.dtype))
-    normalise(x, weight, x, eps, tiles_of("head_norm", scratch, {"x": x, "weight": weight}))
+    return bind_norm(x, weight, x, eps, tiles_of("head_norm", scratch, {"x": x, "weight": weight}))
+
+
+launch = launcher(bind)
 
 
 def reference(*, x: Tensor, weight: Tensor, eps: float) -> Tensor:

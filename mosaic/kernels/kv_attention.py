@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError
-from mosaic.kernels._attention import keys_seen, online_softmax, visible, write_limits
+from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_kv_row, check_shapes, heads_of
 from mosaic.kernels._scratch import tiles_of
 
-__all__ = ["check", "launch", "reference"]
+__all__ = ["bind", "check", "launch", "reference"]
 
 
-def launch(
+def bind(
     *,
     q: Tensor,
     kv: Tensor,
@@ -42,19 +43,27 @@ def launch(
     block: int = 0,
     row_start: int = 0,
     scratch: Tensor | None = None,
-) -> None:
+) -> Run:
     """Write the attention of the query rows into y [T, N*H]; lengths and positions are read on the host."""
-    first_column, group = check(q, kv, key_slots, cu_seqlens, cu_keys, positions, y, layer, kv_heads, head_size)
+    first, group = check(q, kv, key_slots, cu_seqlens, cu_keys, positions, y, layer, kv_heads, head_size)
     tiles = tiles_of("kv_attention", scratch, {"q": q}, head_size=head_size, block=block)
-    for start, end, slots in _sequences(cu_seqlens, cu_keys, key_slots, row_start, q.shape[0]):
-        seen = keys_seen(positions[start:end].tolist(), slots.shape[0], block)
-        width = kv_heads * head_size
-        k, v = (
-            kv[:, at : at + width].view(-1, kv_heads, head_size).transpose(0, 1)
-            for at in (first_column, first_column + width)
-        )
-        queries, results = (x[start:end].view(end - start, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
-        _heads(queries, k, v, slots, results, scale, seen, block > 0, tiles)
+    own = 10 if block else 7
+    converted, tiles = tiles[:-own], tiles[-own:]
+    rows, width = q.shape[0], kv_heads * head_size
+    k_KRH, v_KRH = (
+        kv[:, at : at + width].view(-1, kv_heads, head_size).transpose(0, 1) for at in (first, first + width)
+    )
+    q_KTGH, y_KTGH = (x.view(rows, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
+
+    def run() -> None:
+        for start, end, slots in _sequences(cu_seqlens, cu_keys, key_slots, row_start, rows):
+            seen = keys_seen(positions[start:end].tolist(), slots.shape[0], block)
+            _heads(q_KTGH[:, start:end], k_KRH, v_KRH, slots, y_KTGH[:, start:end], scale, seen, converted, tiles)
+
+    return run
+
+
+launch = launcher(bind)
 
 
 def _sequences(
@@ -70,21 +79,22 @@ def _sequences(
 
 def _heads(
     q_KTGH: Tensor, k_KRH: Tensor, v_KRH: Tensor, slots: Tensor, y_KTGH: Tensor, scale: float, seen: Sequence[int],
-    blocked: bool, tiles: list[Tensor],
+    converted: Sequence[Tensor], tiles: list[Tensor],
 ) -> None:  # fmt: skip
     """Attend in one sequence, a tile of rows of (token, head of the group) at a time, small ones of several KV heads
     together where their keys and values are read where they lie.
 
     y may be q: a tile of y is written after the last read of the same tile of q, and no other tile of q is touched.
     """
-    own = 10 if blocked else 7
-    (query, *gathered), tiles = tiles[:-own], tiles[-own:]
-    (rows, keys), (heads, count, group, size) = tiles[0].shape, q_KTGH.shape
+    (query, *gathered), (heads, count, group, _) = converted, q_KTGH.shape
+    slots, narrow = slots[: max(seen)], len(gathered) > 2
+    whole = _as_slice(slots)
+    rows, keys = tile_shape(tiles[0], count * group, len(slots), in_place=whole is not None and not narrow)
     members = min(group, rows)
+    places = _places(slots, whole, keys)
+    in_place = not narrow and all(isinstance(place, slice) for _, place in places)
+    together = evenly(heads, rows // (members * count)) if in_place else 1
     tokens = rows // members
-    places = _places(slots[: max(seen)], keys)
-    in_place = len(gathered) == 2 and all(isinstance(place, slice) for _, place in places)
-    together = max(rows // (members * count), 1) if in_place else 1
     for head in range(0, heads, together):
         mine = slice(head, head + together)
         k, v = k_KRH[mine], v_KRH[mine]
@@ -92,23 +102,29 @@ def _heads(
             for start in range(0, count, tokens):
                 tile = mine, slice(start, start + tokens), slice(member, member + members)
                 part, limits = q_KTGH[tile], seen[start : start + tokens]
-                packed = query[: part.numel() // size].view(part.shape).copy_(part).flatten(1, 2)
-                if blocked:
-                    write_limits(limits, part.shape[2], part.shape[0], tiles[7])
+                if narrow or members > 1:
+                    packed = query.view(-1)[: part.numel()].view(part.shape).copy_(part).flatten(1, 2)
+                else:
+                    packed = part.squeeze(2)
                 parts = _key_tiles(k, v, places, max(limits), gathered)
-                y_KTGH[tile].copy_(online_softmax(packed, parts, scale, tiles, blocked=blocked).view(part.shape))
+                y_KTGH[tile].copy_(online_softmax(packed, parts, scale, tiles, limits).view(part.shape))
 
 
-def _places(slots: Tensor, rows: int) -> list[tuple[int, Tensor | slice]]:
+def _places(slots: Tensor, whole: slice | None, rows: int) -> list[tuple[int, Tensor | slice]]:
     """Where tiles of `rows` keys lie: their slots, or the slice that these are where they follow each other."""
-    found: list[tuple[int, Tensor | slice]] = []
-    for start in range(0, slots.shape[0], rows):
-        mine = slots[start : start + rows]
-        numbers = mine.numpy()
-        first, last = int(numbers[0]), int(numbers[-1])
-        follows = last - first == len(numbers) - 1 and bool((numbers[1:] > numbers[:-1]).all())
-        found.append((start, slice(first, last + 1) if follows else mine))
-    return found
+    starts = range(0, slots.shape[0], rows)
+    if whole is not None:
+        return [(start, slice(whole.start + start, min(whole.start + start + rows, whole.stop))) for start in starts]
+    parts = [slots[start : start + rows] for start in starts]
+    return [(start, _as_slice(part) or part) for start, part in zip(starts, parts, strict=True)]
+
+
+def _as_slice(slots: Tensor) -> slice | None:
+    """The slice that slots are where they follow each other."""
+    numbers = slots.numpy()
+    first, last = int(numbers[0]), int(numbers[-1])
+    follows = last - first == len(numbers) - 1 and bool((numbers[1:] > numbers[:-1]).all())
+    return slice(first, last + 1) if follows else None
 
 
 def _key_tiles(

@@ -10,26 +10,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_kv_row, check_shapes
 
-__all__ = ["check", "launch", "reference"]
+__all__ = ["bind", "check", "launch", "reference"]
 
 
-def launch(*, k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, layer: int, scratch: Tensor | None = None) -> None:
+def bind(*, k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, layer: int, scratch: Tensor | None = None) -> Run:
     """Update kv; `slots` is read on the host, and neighbours that stay neighbours are copied at once."""
-    first = check(k, v, slots, kv, layer)
-    width, rows = k.shape[1], slots.tolist()
-    start = 0
-    while start < len(rows):
-        end = start + 1
-        while end < len(rows) and rows[end] == rows[end - 1] + 1 and rows[start] >= 0:
-            end += 1
-        if rows[start] >= 0:
-            if rows[end - 1] >= kv.shape[0]:
-                raise IndexError(f"kv_store: slot {rows[end - 1]:,} of {kv.shape[0]:,} rows")
-            for column, x in ((first, k), (first + width, v)):
-                kv[rows[start] : rows[start] + end - start, column : column + width].copy_(x[start:end])
-        start = end
+    first, width = check(k, v, slots, kv, layer), k.shape[1]
+    columns = [(kv[:, at : at + width], x) for at, x in ((first, k), (first + width, v))]
+
+    def run() -> None:
+        rows: list[int] = slots.tolist()
+        start = 0
+        while start < len(rows):
+            end = start + 1
+            while end < len(rows) and rows[end] == rows[end - 1] + 1 and rows[start] >= 0:
+                end += 1
+            if rows[start] >= 0:
+                if rows[end - 1] >= kv.shape[0]:
+                    raise IndexError(f"kv_store: slot {rows[end - 1]:,} of {kv.shape[0]:,} rows")
+                for kept, x in columns:
+                    kept[rows[start] : rows[start] + end - start].copy_(x[start:end])
+            start = end
+
+    return run
+
+
+launch = launcher(bind)
 
 
 def check(k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, layer: int) -> int:

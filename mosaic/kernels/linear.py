@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_shapes
-from mosaic.kernels._product import multiply
+from mosaic.kernels._product import product
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(*, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> None:
+def bind(*, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Run:
     """Write x @ weight.T + bias into y [T, O]; 16-bit dtypes need scratch."""
     (tokens, inner), outer, dtype = x.shape, weight.shape[0], x.dtype
     check_shapes(
         "linear", weight=(weight, (outer, inner), dtype), y=(y, (tokens, outer), dtype), bias=(bias, (outer,), dtype)
     )
-    multiply(x, weight, y, scratch, kernel="linear", bias_O=bias)
+    return product(x, weight, y, scratch, kernel="linear", bias_O=bias)
+
+
+launch = launcher(bind)
 
 
 def reference(*, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

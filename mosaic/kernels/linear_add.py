@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_shapes
-from mosaic.kernels._product import multiply
+from mosaic.kernels._product import product
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(*, x: Tensor, weight: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+def bind(*, x: Tensor, weight: Tensor, y: Tensor, scratch: Tensor | None = None) -> Run:
     """Add x @ weight.T to y [T, O] in place; 16-bit dtypes need scratch."""
     (tokens, inner), outer, dtype = x.shape, weight.shape[0], x.dtype
     check_shapes("linear_add", weight=(weight, (outer, inner), dtype), y=(y, (tokens, outer), dtype))
-    multiply(x, weight, y, scratch, kernel="linear_add", accumulate=True)
+    return product(x, weight, y, scratch, kernel="linear_add", accumulate=True)
+
+
+launch = launcher(bind)
 
 
 def reference(*, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:

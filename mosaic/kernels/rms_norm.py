@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._norm import normalise, normalise_reference
+from mosaic.kernels._binding import Run, launcher
+from mosaic.kernels._norm import bind_norm, normalise_reference
 from mosaic.kernels._operands import check_shapes
 from mosaic.kernels._scratch import tiles_of
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(*, x: Tensor, weight: Tensor, y: Tensor, eps: float, scratch: Tensor | None = None) -> None:
+def bind(*, x: Tensor, weight: Tensor, y: Tensor, eps: float, scratch: Tensor | None = None) -> Run:
     """Write the normalised rows of x into y [T, D]; y may be x."""
     check_shapes("rms_norm", weight=(weight, (x.shape[1],), x.dtype), y=(y, tuple(x.shape), x.dtype))
-    normalise(x, weight, y, eps, tiles_of("rms_norm", scratch, {"x": x}))
+    return bind_norm(x, weight, y, eps, tiles_of("rms_norm", scratch, {"x": x}))
+
+
+launch = launcher(bind)
 
 
 def reference(*, x: Tensor, weight: Tensor, eps: float) -> Tensor:

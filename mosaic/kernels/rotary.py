@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_shapes, heads_of
 from mosaic.kernels._scratch import tiles_of
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(*, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, scratch: Tensor | None = None) -> None:
+def bind(*, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, scratch: Tensor | None = None) -> Run:
     """Rotate the heads of x [T, N*H] in place by their rows' positions."""
     tokens, half = x.shape[0], inv_freq.shape[0]
     heads = heads_of("rotary", "x", x, head_size)
@@ -28,37 +29,47 @@ def launch(*, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, sc
         inv_freq=(inv_freq, (half,), torch.float32),
     )
     tiles = tiles_of("rotary", scratch, {"x": x, "inv_freq": inv_freq}, head_size=head_size)
+    x_TNR = x.view(tokens, heads, head_size)[:, :, : 2 * half]
     step = tiles[0].shape[0]
-    for start in range(0, tokens, step):
-        rows = x[start : start + step].view(-1, heads, head_size)[:, :, : 2 * half]
-        _rotate_tile(rows, positions[start : start + step], inv_freq, tiles)
+    parts = [
+        _bind_tile(x_TNR[start : start + step], positions[start : start + step], inv_freq, tiles)
+        for start in range(0, tokens, step)
+    ]
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
 
 
-def _rotate_tile(x_CNR: Tensor, positions_C: Tensor, inv_freq_h: Tensor, tiles: list[Tensor]) -> None:
-    rows = x_CNR.shape[0]
-    position_C, angle_Ch, cos_Ch, temporary_CNh, *more = (tile[:rows] for tile in tiles)
-    position_C.copy_(positions_C)
-    torch.mul(position_C.unsqueeze(1), inv_freq_h, out=angle_Ch)
-    torch.cos(angle_Ch, out=cos_Ch)
-    torch.sin(angle_Ch, out=angle_Ch)
-    if x_CNR.dtype == torch.float64:
-        cos, sin = more[0].copy_(cos_Ch), more[1].copy_(angle_Ch)
-        _rotate(x_CNR, cos, sin, temporary_CNh)
-    elif x_CNR.dtype == torch.float32:
-        _rotate(x_CNR, cos_Ch, angle_Ch, temporary_CNh)
-    else:
-        wide_CNR = more[0].copy_(x_CNR)
-        _rotate(wide_CNR, cos_Ch, angle_Ch, temporary_CNh)
-        x_CNR.copy_(wide_CNR)
+launch = launcher(bind)
 
 
-def _rotate(x_CNR: Tensor, cos_Ch: Tensor, sin_Ch: Tensor, temporary_CNh: Tensor) -> None:
-    half = cos_Ch.shape[1]
-    first, second = x_CNR[:, :, :half], x_CNR[:, :, half:]
-    cos, sin = cos_Ch.unsqueeze(1), sin_Ch.unsqueeze(1)
-    torch.mul(first, sin, out=temporary_CNh)
-    first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).add_(temporary_CNh)
+def _bind_tile(x_CNR: Tensor, positions_C: Tensor, inv_freq_h: Tensor, tiles: list[Tensor]) -> Run:
+    position_C1, angle_Ch, cos_Ch, temporary_CNh, *more = (tile[: x_CNR.shape[0]] for tile in tiles)
+    wide_CNR = x_CNR if x_CNR.dtype in (torch.float32, torch.float64) else more[-1]
+    cos, sin = (more[0], more[1]) if x_CNR.dtype == torch.float64 else (cos_Ch, angle_Ch)
+    cos_C1h, sin_C1h = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = wide_CNR.chunk(2, dim=2)
+    given_C1 = positions_C.unsqueeze(1)
+
+    def run() -> None:
+        torch.mul(position_C1.copy_(given_C1), inv_freq_h, out=angle_Ch)
+        torch.cos(angle_Ch, out=cos_Ch)
+        torch.sin(angle_Ch, out=angle_Ch)
+        if cos is not cos_Ch:
+            cos.copy_(cos_Ch)
+            sin.copy_(angle_Ch)
+        if wide_CNR is not x_CNR:
+            wide_CNR.copy_(x_CNR)
+        torch.mul(first, sin_C1h, out=temporary_CNh)
+        first.mul_(cos_C1h).addcmul_(second, sin_C1h, value=-1)
+        second.mul_(cos_C1h).add_(temporary_CNh)
+        if wide_CNR is not x_CNR:
+            x_CNR.copy_(wide_CNR)
+
+    return run
 
 
 def reference(*, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int) -> Tensor:

@@ -7,17 +7,20 @@ logits, its key and the temperature: never of chunks, tiles or where the row sta
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._sampling import exponentials
 from mosaic.kernels._statistics import RowStatistics, statistics_reference
 from mosaic.kernels.row_stats import take_in
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(
+def bind(
     *,
     logits: Tensor,
     keys: Tensor,
@@ -30,13 +33,16 @@ def launch(
     sample: Tensor,
     sample_logit: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> Run:
     """Write the statistics and the samples of the rows of logits [C, V]."""
     state = RowStatistics.with_samples(
         "row_sample", logits.shape[0], scratch, {"logits": logits}, keys=keys, temperature=temperature, sample=sample,
         sample_logit=sample_logit, token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy,
     )  # fmt: skip
-    take_in(logits, state)
+    return partial(take_in, logits, state)
+
+
+launch = launcher(bind)
 
 
 def reference(*, logits: Tensor, keys: Tensor, temperature: Tensor) -> dict[str, Tensor]:

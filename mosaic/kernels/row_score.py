@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, UnknownName
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_shapes
 from mosaic.kernels._sampling import fill_uniforms, uniforms
 from mosaic.kernels._scratch import tiles_of
 
-__all__ = ["KINDS", "check", "launch", "reference"]
+__all__ = ["KINDS", "bind", "check", "launch", "reference"]
 
 KINDS: Final = ("confidence", "margin", "entropy", "random", "sequential")
 
 
-def launch(
+def bind(
     *,
     maximum: Tensor,
     second: Tensor,
@@ -34,26 +35,33 @@ def launch(
     kind: str,
     keys: Tensor | None = None,
     scratch: Tensor | None = None,
-) -> None:
+) -> Run:
     """Write the scores [M] of one kind."""
     check(kind, keys, maximum, second, logsumexp, entropy, sample_logit, score)
     tiles = tiles_of("row_score", scratch, {}, kind=kind)
-    if kind == "random" and keys is not None:
-        fill_uniforms(score, keys, tiles)
-    elif kind == "confidence":
-        torch.sub(sample_logit, logsumexp, out=score).exp_()
-    elif kind == "margin":
-        torch.sub(maximum, logsumexp, out=score).exp_()
-        step = tiles[0].shape[0]
-        for start in range(0, score.shape[0], step):
-            part = score[start : start + step]
-            other = tiles[0][: part.shape[0]]
-            torch.sub(second[start : start + step], logsumexp[start : start + step], out=other)
-            part.sub_(other.exp_())
-    elif kind == "entropy":
-        torch.neg(entropy, out=score)
-    else:
-        torch.arange(0, -score.shape[0], -1, out=score)
+
+    def run() -> None:
+        if kind == "random" and keys is not None:
+            fill_uniforms(score, keys, tiles)
+        elif kind == "confidence":
+            torch.sub(sample_logit, logsumexp, out=score).exp_()
+        elif kind == "margin":
+            torch.sub(maximum, logsumexp, out=score).exp_()
+            step = tiles[0].shape[0]
+            for start in range(0, score.shape[0], step):
+                part = score[start : start + step]
+                other = tiles[0][: part.shape[0]]
+                torch.sub(second[start : start + step], logsumexp[start : start + step], out=other)
+                part.sub_(other.exp_())
+        elif kind == "entropy":
+            torch.neg(entropy, out=score)
+        else:
+            torch.arange(0, -score.shape[0], -1, out=score)
+
+    return run
+
+
+launch = launcher(bind)
 
 
 def check(kind: str, keys: Tensor | None, *figures: Tensor) -> None:

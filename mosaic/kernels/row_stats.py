@@ -7,16 +7,19 @@ vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._scratch import tiles_of
 from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
 
-__all__ = ["launch", "reference", "take_in"]
+__all__ = ["bind", "launch", "reference", "take_in"]
 
 
-def launch(
+def bind(
     *,
     logits: Tensor,
     token: Tensor,
@@ -25,14 +28,17 @@ def launch(
     logsumexp: Tensor,
     entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> Run:
     """Write the five statistics of the rows of logits [C, V]."""
     check_outputs("row_stats", logits.shape[0], token, maximum, second, logsumexp, entropy)
     tiles = tiles_of("row_stats", scratch, {"logits": logits})
-    take_in(
-        logits,
-        RowStatistics(token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy, tiles=tiles),
+    state = RowStatistics(
+        token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy, tiles=tiles
     )
+    return partial(take_in, logits, state)
+
+
+launch = launcher(bind)
 
 
 def take_in(logits_CV: Tensor, state: RowStatistics) -> None:

@@ -9,16 +9,24 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_shapes
 
-__all__ = ["launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
-def launch(*, gate: Tensor, up: Tensor, scratch: Tensor | None = None) -> None:
+def bind(*, gate: Tensor, up: Tensor, scratch: Tensor | None = None) -> Run:
     """Overwrite gate [T, F] with silu(gate) * up."""
     check_shapes("silu_mul", up=(up, tuple(gate.shape), gate.dtype))
-    functional.silu(gate, inplace=True)
-    gate.mul_(up)
+
+    def run() -> None:
+        functional.silu(gate, inplace=True)
+        gate.mul_(up)
+
+    return run
+
+
+launch = launcher(bind)
 
 
 def reference(*, gate: Tensor, up: Tensor) -> Tensor:

@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, UnknownName
+from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_shapes
 from mosaic.kernels._order import Order, above, at_least, fill_order, indices_of
 from mosaic.kernels._scratch import tiles_of
 
-__all__ = ["RULES", "check", "launch", "reference"]
+__all__ = ["RULES", "bind", "check", "launch", "reference"]
 
 _NEVER: Final = 2**63 - 1
 """Sorts behind every candidate."""
 
 
-def launch(
+def bind(
     *,
     token: Tensor,
     score: Tensor,
@@ -43,31 +44,39 @@ def launch(
     mask_id: int,
     edit_threshold: Tensor | None = None,
     scratch: Tensor | None = None,
-) -> None:
+) -> Run:
     """Write chosen [M] and committed [M]; the bounds, quotas and thresholds are read on the host."""
     check(token, score, current, cu_rows, quota, threshold, edit_threshold, chosen, committed, rule)
     order, values, ranks, kept, other = (tile.numpy() for tile in tiles_of("transfer", scratch, {"score": score}))
-    tokens, before, done = token.numpy(), current.numpy(), committed.view(torch.bool).numpy()
-    np.not_equal(before, mask_id, out=kept)
-    np.add(score.numpy(), np.float32(0), out=values)  # -0.0 becomes 0.0
-    fill_order(order, ranks, values)
-    np.copyto(order, _NEVER, where=kept)
-    done.fill(False)
-    bounds = cu_rows.tolist()
-    for b, (start, end) in enumerate(pairwise(bounds)):
-        mine = order[start:end]
-        mine.sort()
-        candidates = mine[: np.searchsorted(mine, _NEVER)]
-        count = RULES[rule](candidates, max(int(quota[b]), 0), float(threshold[b]))
-        done[indices_of(candidates[:count])] = True
-        if edit_threshold is not None:
-            edited, differs = kept[start:end], other[start:end]
-            np.not_equal(tokens[start:end], before[start:end], out=differs)
-            np.logical_and(edited, differs, out=edited)
-            np.greater(values[start:end], float(edit_threshold[b]), out=differs)
-            np.logical_and(edited, differs, out=edited)
-            np.logical_or(done[start:end], edited, out=done[start:end])
-    torch.where(committed.view(torch.bool), token, current, out=chosen)
+    given, tokens, before, taken = score.numpy(), token.numpy(), current.numpy(), committed.view(torch.bool)
+    done, count_of = taken.numpy(), RULES[rule]
+
+    def run() -> None:
+        np.not_equal(before, mask_id, out=kept)
+        np.add(given, np.float32(0), out=values)  # -0.0 becomes 0.0
+        fill_order(order, ranks, values)
+        np.copyto(order, _NEVER, where=kept)
+        done.fill(False)
+        bounds, quotas, thresholds = cu_rows.tolist(), quota.tolist(), threshold.tolist()
+        for b, (start, end) in enumerate(pairwise(bounds)):
+            mine = order[start:end]
+            mine.sort()
+            candidates = mine[: np.searchsorted(mine, _NEVER)]
+            count = count_of(candidates, max(quotas[b], 0), thresholds[b])
+            done[indices_of(candidates[:count])] = True
+            if edit_threshold is not None:
+                edited, differs = kept[start:end], other[start:end]
+                np.not_equal(tokens[start:end], before[start:end], out=differs)
+                np.logical_and(edited, differs, out=edited)
+                np.greater(values[start:end], float(edit_threshold[b]), out=differs)
+                np.logical_and(edited, differs, out=edited)
+                np.logical_or(done[start:end], edited, out=done[start:end])
+        torch.where(taken, token, current, out=chosen)
+
+    return run
+
+
+launch = launcher(bind)
 
 
 def check(

@@ -86,7 +86,9 @@ def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int 
 
 def fill_rows(out: Tensor, rows: Tensor) -> None:
     """Write the rows; what the bucket has too many repeats the last, a row that exists."""
-    count = len(rows)
+    count = rows.shape[0]
+    if count == out.shape[0]:
+        out.copy_(rows)
+        return
     out[:count].copy_(rows)
-    if count < len(out):
-        out[count:].fill_(int(rows[-1]) if count else 0)
+    out[count:].fill_(int(rows[-1]) if count else 0)

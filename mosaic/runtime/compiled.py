@@ -617,17 +617,21 @@ class CompiledModel:
 
     def _executor(self, step: _Step) -> Executor:
         """Find or bind the executor of a step's size, and commit exactly its memory."""
-        plan, executor = self._bound.pop(step.key, None) or (self._plan_of(step), None)
+        key = step.key
+        found = self._bound.get(key)
+        plan = self._plan_of(step) if found is None else found[0]
         self._commit(plan)
         self._current = plan
-        if executor is None:
-            executor = Executor(
-                plan, self.workspace, tensors=self._adopted, debug=self.debug, streams=self._streams,
-                capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
-            )  # fmt: skip
+        if found is not None:
+            self._bound.move_to_end(key)
+            return found[1]
+        executor = Executor(
+            plan, self.workspace, tensors=self._adopted, debug=self.debug, streams=self._streams,
+            capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
+        )  # fmt: skip
         rounded = step.rounded().request().dims(self.architecture.block)
         if rounded.items() <= plan.document["dims"].items():
-            self._bound[step.key] = (plan, executor)  # a plan for the exact numbers serves no other
+            self._bound[key] = (plan, executor)  # a plan for the exact numbers serves no other
         while len(self._bound) > _KEPT_EXECUTORS:
             self._bound.popitem(last=False)
         return executor

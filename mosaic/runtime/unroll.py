@@ -3,7 +3,8 @@
 An innermost loop is one segment (two where later iterations have something to wait for) whatever its count, everything
 else a straight run. The tables of equal loops are shared between layers and groups of heads, so binding costs little: a
 LLaDA-8B step over 1,048,576 tokens in chunks of 2,048, 2 heads at a time, all streamed, is 7.4 million calls and binds
-in 1.3 s.
+in 1.3 s. Without streams, which is on the CPU, short loops are straight runs too, and there a kernel that has a `bind` is
+bound once instead of launched anew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ __all__ = ["unroll"]
 _Columns: TypeAlias = Mapping[str, Column]
 _NO_SIGNALS: Final = Body()
 _ONCE: Final = range(1)
+_FEW: Final = 16
+"""Iterations of a loop on the CPU that are bound one by one, which saves each launch its checks and views."""
 _ON_HOST: Final = "copy"  # the one kernel that takes host memory by the host's address
 
 
@@ -33,6 +36,7 @@ class _Bound(NamedTuple):
     """What is the same wherever an op is bound."""
 
     launch: Callable[..., object]
+    bind: Callable[..., Callable[[], object]] | None
     slices: Mapping[str, tuple[SliceOf, ...]]
     takes_row_start: bool
 
@@ -113,7 +117,7 @@ class _Unroller:
     def _loop(self, region: Region, chunks: Chunks, inherited: Times) -> None:
         body, iterations = self._body(region.name), self._regions.iterations(region, chunks)
         self._enter(body, region.start)
-        if self._regions.children(region.name):
+        if self._regions.children(region.name) or (self._streams is None and len(iterations) <= _FEW):
             for number, chunk in enumerate(iterations):
                 if number >= body.distance:
                     self._turn(body, range(number, number + 1), region.start)
@@ -192,7 +196,7 @@ class _Unroller:
             table = self._turns(slots, numbers)
         else:
             arguments["event"] = slots[numbers.start % len(slots)].event
-        self._add(op, name, stream, function, arguments, function, table)
+        self._add(op, name, stream, function, arguments, partial(function, **arguments), table)
 
     def _turns(self, slots: Sequence[Signal], numbers: range) -> Sequence[Arguments]:
         key = "event", *map(id, slots), numbers
@@ -231,18 +235,24 @@ class _Unroller:
                 columns["row_start"] = self._row_starts(loop, start, sum(factors))
             else:
                 arguments["row_start"] = start
-        self._add_launch(op["index"], op["name"], op["stream"], bound.launch, arguments, columns)
+        place = op["index"], op["name"], op["stream"]
+        if bound.bind is not None and self._streams is None and not columns:
+            self._add(*place, bound.launch, arguments, bound.bind(**arguments), None)
+        else:
+            self._add_launch(*place, bound.launch, arguments, columns)
 
     def _bind(self, op: Mapping[str, Any]) -> _Bound:
         found = self._bound.get(op["index"])
         if found is None:
             kernel = op["kernel"]
-            launch = kernels.load(kernel, self._backend, self._implementations.get(kernel)).launch
+            module = kernels.load(kernel, self._backend, self._implementations.get(kernel))
             slices: dict[str, tuple[SliceOf, ...]] = {}
             # outer loops first: a chunk of a loop inside counts from the start of the outer one's
             for operand, *entry in sorted(op["slices"], key=lambda entry: len(self._regions.chain(entry[2]))):
                 slices[operand] = (*slices.get(operand, ()), SliceOf(*entry))
-            found = self._bound[op["index"]] = _Bound(launch, slices, _takes_row_start(launch))
+            found = self._bound[op["index"]] = _Bound(
+                module.launch, getattr(module, "bind", None), slices, _takes_row_start(module.launch)
+            )
         return found
 
     def _row_starts(self, loop: Loop, start: int, factor: int) -> Column:
@@ -265,13 +275,13 @@ class _Unroller:
         self, op: int, name: str, stream: str, function: Callable[..., object], arguments: Arguments, columns: _Columns
     ) -> None:
         run = function if self._streams is None else self._streams.launcher(function, stream)
-        self._add(op, name, stream, function, arguments, run, self._table(columns))
+        self._add(op, name, stream, function, arguments, partial(run, **arguments), self._table(columns))
 
     def _add(
         self, op: int, name: str, stream: str, function: Callable[..., object], arguments: Arguments,
-        run: Callable[..., object], table: Sequence[Arguments] | None,
+        call: Callable[..., object], table: Sequence[Arguments] | None,
     ) -> None:  # fmt: skip
-        lines, call = self._lines, partial(run, **arguments)
+        lines = self._lines
         lines.steps.append(Step(op=op, name=name, stream=stream, function=function, arguments=arguments, call=call))
         lines.tables.append(table if table is not None else lines.blank)
 

@@ -1,4 +1,4 @@
 """Quality of a decoding configuration: exact match on generated tasks, by task, length and depth.
 
-`vocabulary`, `split`, `tasks` and `scoring` need no torch; `run` decodes with a compiled model.
+`vocabulary`, `split`, `items` and `scoring` need no torch; `run` decodes with a compiled model.
 """

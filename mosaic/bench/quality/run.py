@@ -50,6 +50,8 @@ class QualitySettings:
     batch: int = 8
 
     def __post_init__(self) -> None:
+        if len(set(self.tasks)) < len(self.tasks):
+            raise UsageError(f"each task once, got --tasks {','.join(self.tasks)}.")
         if self.batch < 1:
             raise UsageError(f"prompts are decoded at least one at a time, got --batch {self.batch}.")
 
@@ -102,7 +104,7 @@ def run(
     """
     import torch
 
-    from mosaic.decoding import GenerationConfig, generate
+    from mosaic.decoding import GenerationConfig, generate, shapes
 
     items = evaluation_set(
         settings.seed, tasks=settings.tasks, lengths=settings.lengths, per_cell=settings.per_cell,
@@ -112,9 +114,21 @@ def run(
     table = vocabulary()
     outcomes: list[dict[str, Any]] = []
     scores: list[Score] = []
+    asked = [
+        (part, GenerationConfig(**{"gen_length": gen_length(part[0].task), **settings.options}))
+        for part in batches(items, settings.batch)
+    ]
+    for part, config in asked:
+        lengths = [len(table.encode(item.prompt)) for item in part]
+        longest = model.architecture.max_positions
+        if longest and max(lengths) + config.gen_length > longest:
+            raise UsageError(
+                f"a context of {part[0].length:,} tokens and its answer take {max(lengths) + config.gen_length:,} "
+                f"positions, the model has {longest:,}; leave the length out."
+            )
+        model.check(shapes(config, lengths, model.architecture))
     began = time.perf_counter()
-    for part in batches(items, settings.batch):
-        config = GenerationConfig(**{"gen_length": gen_length(part[0].task), **settings.options})
+    for part, config in asked:
         prompts = [torch.tensor(table.encode(item.prompt), dtype=torch.int64) for item in part]
         for item, answer in zip(part, generate(model, prompts, config), strict=True):
             ids = [int(token) for token in answer.token_ids]

@@ -145,9 +145,10 @@ class Vocabulary:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of token ids."""
+        """Text of token ids; U+FFFD for those of the rows that fill the embedding up."""
         first = len(SPECIAL) if skip_special else 0
-        return b"".join(self.tokens[i] for i in ids if i >= first).decode("utf-8", errors="replace")
+        parts = (self.tokens[i] if i < len(self.tokens) else b"\xff" for i in ids if i >= first)
+        return b"".join(parts).decode("utf-8", errors="replace")
 
     def word(self, text: str) -> int:
         """Id of one word (with its space) or one byte."""

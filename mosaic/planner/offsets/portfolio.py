@@ -264,6 +264,8 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
                 local = local or LocalSearch(blocks, layout(PREORDERS[0]), best.offsets, seed=seed, fast=fast)
                 if local.advance(int(turn * _MOVES_PER_NODE), best.bound) < best.peak:
                     best.offer(local.offsets(), "local_search")
+                if best.done:
+                    return
             turn = max(turn, min(2 * turn, _LONGEST_TURN))
             rungs = _rungs(rungs, best, step, blocks.capacity)
 

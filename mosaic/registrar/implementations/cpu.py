@@ -43,6 +43,8 @@ TILE_ALIGNMENT: Final = 64  # bytes, a cache line; each tile may lose this much 
 # today).
 QUERY_ROWS: Final = 256
 KEY_ROWS: Final = 512
+WHOLE_KEYS: Final = 2048
+"""Keys that a tile of scores may have instead, with fewer query rows: a softmax over all keys at once is the fastest."""
 STATISTICS_ROWS: Final = 128
 VOCABULARY_COLUMNS: Final = 1024
 COUNTERS: Final = 32
@@ -54,8 +56,9 @@ ROUTE_ROWS: Final = 256
 COMBINE_ROWS: Final = 128
 SCORE_ROWS: Final = 1024
 """Rows whose scores, one number each, are made at a time."""
-# Whatever the width: a region over heads slices widths, so they may be symbolic too (1 MiB of float32 at 4,096).
+# Whatever the width: a region over heads slices widths, so they may be symbolic too (1 and 2 MiB of float32 at 4,096).
 TILE_ROWS: Final = 64
+ROTARY_ROWS: Final = 128
 
 Shapes = Mapping[str, Sequence[Any]]  # operand -> dims; a dim is an int or a sympy expression
 Dtypes = Mapping[str, str]
@@ -105,11 +108,11 @@ def _linear(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
 
 def _norm(rows: Any, heads: Any, width: int, dtype: str) -> tuple[Tile, ...]:
     compute = compute_dtype(dtype)
-    constants = Tile((2,), compute)
+    epsilon = Tile((1,), compute)
     if compute == dtype:
-        return constants, Tile((rows, heads), compute)
+        return epsilon, Tile((rows, heads, 1), compute)
     wide = Tile((TILE_ROWS, heads * width), compute)
-    return constants, Tile((TILE_ROWS, heads), compute), wide, Tile((width,), compute)
+    return epsilon, Tile((TILE_ROWS, heads, 1), compute), wide, Tile((width,), compute)
 
 
 def _rms_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
@@ -124,11 +127,11 @@ def _head_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]
 
 def _rotary(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
     heads, half = shapes["x"][1] // attrs["head_size"], shapes["inv_freq"][0]
-    rows, compute = TILE_ROWS, compute_dtype(dtypes["x"])
+    rows, compute = ROTARY_ROWS, compute_dtype(dtypes["x"])
     angles = Tile((rows, half), "float32")
     halves = () if compute == dtypes["x"] else (Tile((rows, heads, 2 * half), compute),)
     table = () if compute == "float32" else (Tile((rows, half), compute), Tile((rows, half), compute))
-    return Tile((rows,), "float32"), angles, angles, Tile((rows, heads, half), compute), *table, *halves
+    return Tile((rows, 1), "float32"), angles, angles, Tile((rows, heads, half), compute), *table, *halves
 
 
 def _attention_tiles(head_size: int, dtype: str, block: int) -> tuple[Tile, ...]:
@@ -137,7 +140,7 @@ def _attention_tiles(head_size: int, dtype: str, block: int) -> tuple[Tile, ...]
     own = (Tile((QUERY_ROWS, KEY_ROWS), dtype), Tile((QUERY_ROWS, head_size), dtype), *(vector,) * 5)
     if not block:
         return own
-    return (*own, Tile((QUERY_ROWS,), "int64"), Tile((KEY_ROWS,), "int64"), Tile((QUERY_ROWS * KEY_ROWS,), "bool"))
+    return (*own, Tile((QUERY_ROWS,), "int64"), Tile((WHOLE_KEYS,), "int64"), Tile((QUERY_ROWS * KEY_ROWS,), "bool"))
 
 
 def _attention(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
