@@ -193,7 +193,7 @@ def dream(net: Network, prompt: Tensor, gen: int, steps: int, alg: str, draw: Dr
     times = torch.linspace(1, 1e-3, steps + 1)
     for i in range(steps):
         t, s, last = times[i], times[i + 1], i == steps - 1
-        logits = shifted(net.logits(x))
+        logits = shifted(net.logits(x)) if net.arch.shifted else net.logits(x)
         drawn = {p: draw(logits[p], i, p) for p in sorted(open_)}
         if alg == "origin":
             chance = 1.0 if last else 1 - s / t

@@ -14,7 +14,7 @@ import torch
 from compiled_runner import CompiledRunner
 from reference_runner import Network
 from safetensors.torch import load_file
-from test_decoding import Case, Draw, assert_same, fast_dllm, llada, llada21, sdar
+from test_decoding import Case, Draw, assert_same, dream, fast_dllm, llada, llada21, sdar
 from torch import Tensor
 
 from mosaic import models
@@ -70,13 +70,28 @@ def test_llada_guided(bidirectional: Case) -> None:
     assert_same(bidirectional, prompt, expected, gen_length=32, block_length=16, steps=16, cfg_scale=0.7)
 
 
+@pytest.mark.parametrize("task", ["retrieval", "story"])
+@pytest.mark.parametrize("alg", ["origin", "maskgit_plus", "topk_margin", "entropy"])
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_dream(bidirectional: Case, task: str, alg: str, temperature: float) -> None:
+    prompt, score = prompt_of(task), {"topk_margin": "margin", "entropy": "entropy"}.get(alg, "confidence")
+    settings = {"temperature": temperature, "top_p": 0.9 if temperature else 1.0, "seed": 5}
+    expected = dream(bidirectional.network, prompt, 30, 12, alg, Draw(**settings, score=score))
+    options = {"algorithm": "dream", "steps": 12, "alg": alg, **settings}
+    assert_same(bidirectional, prompt, expected, gen_length=30, **options)
+
+
 @pytest.mark.parametrize("task", ["retrieval", "addition"])
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
 @pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 1.0}])
-def test_fast_dllm(bidirectional: Case, task: str, cache: str | None, rule: dict[str, float]) -> None:
-    prompt = prompt_of(task)
-    expected = fast_dllm(bidirectional.network, prompt, 36, 12, cache, Draw(scaled=False), **rule)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_fast_dllm(
+    bidirectional: Case, task: str, cache: str | None, rule: dict[str, float], temperature: float
+) -> None:
+    prompt, draw = prompt_of(task), Draw(temperature=temperature, seed=2, scaled=False)
+    expected = fast_dllm(bidirectional.network, prompt, 36, 12, cache, draw, **rule)
     options: dict[str, Any] = {"algorithm": "fast-dllm", "block_length": 12, "cache": cache, **rule}
+    options |= {"temperature": temperature, "seed": 2}
     assert_same(bidirectional, prompt, expected, gen_length=36, **options)
 
 
@@ -90,9 +105,25 @@ def test_sdar(blockwise: Case, task: str, remasking: str, temperature: float) ->
     assert_same(blockwise, prompt, expected, gen_length=40, **options)
 
 
-@pytest.mark.parametrize("task", ["addition", "sorting"])
-def test_llada21(blockwise: Case, task: str) -> None:
+@pytest.mark.parametrize("task", ["retrieval", "story"])
+def test_sdar_keeps_what_top_p_and_top_k_leave(blockwise: Case, task: str) -> None:
+    prompt, settings = prompt_of(task), {"temperature": 1.1, "top_p": 0.8, "top_k": 6, "seed": 8}
+    expected = sdar(blockwise.network, prompt, 40, 16, "low_confidence_dynamic", Draw(**settings))
+    assert_same(blockwise, prompt, expected, gen_length=40, steps=16, **settings)
+
+
+@pytest.mark.parametrize("task", PROMPTS)
+def test_llada2(blockwise: Case, task: str) -> None:
     prompt = prompt_of(task)
-    expected, _ = llada21(blockwise.network, prompt, 40, Draw(), 0.5, 0.3, 4)
+    expected = sdar(blockwise.network, prompt, 40, 32, "low_confidence_dynamic", Draw(), 0.95)
+    assert_same(blockwise, prompt, expected, gen_length=40, algorithm="llada2")
+
+
+@pytest.mark.parametrize("task", ["addition", "sorting"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_llada21(blockwise: Case, task: str, temperature: float) -> None:
+    prompt, draw = prompt_of(task), Draw(temperature=temperature, seed=9)
+    expected, _ = llada21(blockwise.network, prompt, 40, draw, 0.5, 0.3, 4)
     options = {"algorithm": "llada2.1", "threshold": 0.5, "edit_threshold": 0.3, "max_post_steps": 4}
+    options |= {"temperature": temperature, "seed": 9}
     assert_same(blockwise, prompt, expected, gen_length=40, **options)

@@ -622,9 +622,15 @@ def test_a_terminal_gets_the_canvas_then_the_text(checkpoint: Path) -> None:
     assert shown.endswith("Grüße, ␛[2J東京!\n") and "\x1b[2J" not in shown
 
 
-@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_a_terminal_without_colour_gets_the_text_alone(checkpoint: Path, environment: dict[str, str]) -> None:
-    assert in_a_terminal(checkpoint, **environment) == "Grüße, ␛[2J東京!\n"
+def test_without_colour_the_canvas_keeps_its_cues(checkpoint: Path) -> None:
+    shown = in_a_terminal(checkpoint, NO_COLOR="1")
+    assert "░░░" in shown and shown.endswith("Grüße, ␛[2J東京!\n")
+    styles = {int(code) for codes in re.findall(r"\x1b\[([\d;]+)m", shown) for code in codes.split(";")}
+    assert styles <= {0, 1, 2, 3, 4}, "bold, dim, italic, underline, and no colour"
+
+
+def test_a_terminal_that_cannot_be_drawn_in_gets_the_text_alone(checkpoint: Path) -> None:
+    assert in_a_terminal(checkpoint, TERM="dumb") == "Grüße, ␛[2J東京!\n"
 
 
 def test_no_live_in_a_terminal_streams_the_text(checkpoint: Path) -> None:

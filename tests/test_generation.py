@@ -58,8 +58,9 @@ def test_every_plan_generates_the_same(way: str, plan: str) -> None:
     assert generated(family, options, lengths, **PLANS[plan]) == generated(family, options, lengths)
 
 
+@pytest.mark.parametrize("lengths", [(9,), (30,), (21, 4)])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_peak_of_a_generation_is_the_predicted_one(way: str) -> None:
+def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[int, ...]) -> None:
     family, options = WAYS[way]
     runner = runner_of(family)
     committed: list[int] = []
@@ -71,9 +72,10 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str) -> None:
         )  # to the byte, whatever the step
         committed.append(step.peak_bytes)
 
-    decoding.generate(runner, [prompt_of(9)], stop_at_eos=False, on_step=measure, **options)
+    decoding.generate(runner, [prompt_of(n) for n in lengths], stop_at_eos=False, on_step=measure, **options)
     assert runner.checked is not None
-    assert max(committed) == runner.checked.total_bytes
+    peak, predicted = max(committed), runner.checked.total_bytes
+    assert peak == predicted if len(lengths) == 1 else peak <= predicted  # several need not meet their largest at once
     assert runner.model._kv.rows == 0
     runner.close()
 

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from mosaic.errors import UsageError
 from mosaic.models import load
 from mosaic.models.shipped import SHIPPED, shipped
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 NAMES = ("small-llada", "small-sdar")
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -41,6 +43,13 @@ def test_the_checkpoints_are_whole_and_small() -> None:
     assert sum(file.stat().st_size for folder in folders.values() for file in folder.iterdir()) < 24 << 20
     for folder in folders.values():
         check_vocabulary(folder)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packed = {
+        path
+        for pattern in project["tool"]["setuptools"]["package-data"]["mosaic"]
+        for path in (ROOT / "mosaic").glob(pattern)
+    }
+    assert {file for folder in folders.values() for file in folder.iterdir()} <= packed, "what is not in the wheel"
 
 
 def test_long_answers_are_decoded_in_blocks_unless_asked_otherwise() -> None:

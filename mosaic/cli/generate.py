@@ -294,8 +294,8 @@ def _lines(job: _Job, record: Record) -> View:
 
 
 def _is_drawn() -> bool:
-    """Whether stdout is a terminal in which drawing is wanted."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """Whether stdout is a terminal that can be drawn in; without colour every state still has its cue."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class _Shown:
