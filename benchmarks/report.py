@@ -168,7 +168,7 @@ def decoding_section(results: Sequence[Result]) -> str:
     return "\n\n".join(
         titled(
             f"{r['model']}, {r['dtype']}, {r['gen_length']} tokens"
-            + (f", {r['threads']} threads" if r["threads"] else ""),
+            + (f", {r['threads']} thread{'s' * (r['threads'] > 1)}" if r["threads"] else ""),
             table(decoding.HEADER, decoding.rows_of(r["points"])),
             source_line(r),
         )
