@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from mosaic.cli import decoding_options as o
 from mosaic.cli.output import note, print_json
 from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import DoesNotFit, UsageError
@@ -43,62 +44,47 @@ def generate(
         typer.Option("--chat/--no-chat", help="Put the prompt into the chat template; the small models' default."),
     ] = None,
     gen_length: Annotated[int | None, typer.Option(help="Tokens to generate, default 128.")] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Denoising steps in all; of each block for block-diffusion models.")
-    ] = None,
-    block_length: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0, the default, takes the most likely token.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from so many most likely tokens.")] = None,
-    remasking: Annotated[
-        str | None,
-        typer.Option(
-            help="LLaDA: low_confidence, random. SDAR: sequential, low_confidence_static, low_confidence_dynamic."
-        ),
-    ] = None,
-    algorithm: Annotated[
-        str | None, typer.Option(help="llada, dream, fast-dllm, sdar, …; default the family's own.")
-    ] = None,
-    alg: Annotated[str | None, typer.Option(help="Dream: origin, maskgit_plus, topk_margin, entropy.")] = None,
-    alg_temp: Annotated[float | None, typer.Option(help="Dream: randomness of the positions.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Commit every token that is surer than this.")] = None,
-    factor: Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")] = None,
-    cache: Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")] = None,
-    small_block_length: Annotated[int | None, typer.Option(help="Fast-dLLM v2: tokens decoded together.")] = None,
-    edit_threshold: Annotated[
-        float | None, typer.Option(help="LLaDA2.1: probability above which a token is replaced.")
-    ] = None,
-    max_post_steps: Annotated[int | None, typer.Option(help="LLaDA2.1: steps after a block's last mask.")] = None,
-    minimal_topk: Annotated[
-        int | None, typer.Option(help="LLaDA2.0: at most gen_length / minimal_topk steps a block.")
-    ] = None,
-    eps: Annotated[float | None, typer.Option(help="Dream: the last time.")] = None,
-    cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")] = None,
+    steps: o.Steps = None,
+    block_length: o.BlockLength = None,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    remasking: o.Remasking = None,
+    algorithm: o.Algorithm = None,
+    alg: o.Alg = None,
+    alg_temp: o.AlgTemp = None,
+    threshold: o.Threshold = None,
+    factor: o.Factor = None,
+    cache: o.Cache = None,
+    small_block_length: o.SmallBlockLength = None,
+    edit_threshold: o.EditThreshold = None,
+    max_post_steps: o.MaxPostSteps = None,
+    minimal_topk: o.MinimalTopK = None,
+    eps: o.Eps = None,
+    cfg_scale: o.CfgScale = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; the same seed gives the same text.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Bytes that may be used, such as 24GiB.")] = None,
+    budget: o.Budget = None,
     host_budget: Annotated[str | None, typer.Option(help="Pinned host memory for weights and hidden states.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")] = "cpu",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Of weights and activations; the checkpoint's, and float32 for the small models on a CPU."),
-    ] = None,
+    device: o.Where = "cpu",
+    dtype: o.DType = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Write text as it is committed, no canvas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Generate text within a plan. In a terminal the canvas fills in live; elsewhere stdout gets the text alone."""
     require_torch("`mosaic generate`")
     text = _prompt(prompt)
-    from mosaic.decoding.config import resolve
+    from mosaic.decoding.config import GenerationConfig, resolve
     from mosaic.decoding.text import TextStreamer
     from mosaic.models import load
     from mosaic.models.shipped import SHIPPED
 
-    config = _config(
+    options = o.given(
         gen_length=gen_length, steps=steps, block_length=block_length, temperature=temperature, top_p=top_p, top_k=top_k,
         remasking=remasking, algorithm=algorithm, alg=alg, alg_temp=alg_temp, threshold=threshold, factor=factor,
         cache=cache, cfg_scale=cfg_scale, seed=seed, small_block_length=small_block_length,
         edit_threshold=edit_threshold, max_post_steps=max_post_steps, minimal_topk=minimal_topk, eps=eps,
     )  # fmt: skip
+    config = GenerationConfig(**options)
     described = load(model)
     chat = model in SHIPPED if chat is None else chat
     tokenizer = _tokenizer(described)
@@ -123,13 +109,6 @@ def generate(
         found, record, _ = _decode(job, view=_live_view if drawn else _lines)
         _write(_text(job, found, terminal=terminal))
     note(record.summary(len(found.token_ids)))
-
-
-def _config(**options: Any) -> GenerationConfig:
-    """The options that were given; the others are the algorithm's own."""
-    from mosaic.decoding.config import GenerationConfig
-
-    return GenerationConfig(**{name: value for name, value in options.items() if value is not None})
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mosaic.bench.environment import environment
+from mosaic.cli import decoding_options as o
 from mosaic.cli.output import note, print_json, results
 from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import UsageError
@@ -33,36 +34,29 @@ def quality(
     per_cell: Annotated[int, typer.Option(help="Retrieval items per length and tenth of depth.")] = 1,
     per_task: Annotated[int, typer.Option(help="Items of every other task.")] = 20,
     gen_length: Annotated[int | None, typer.Option(help="Tokens to generate; what each task needs by default.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; of each block for block diffusion.")] = None,
-    block_length: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0, the default, takes the most likely token.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from so many most likely tokens.")] = None,
-    remasking: Annotated[str | None, typer.Option(help="As for `mosaic generate`.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="llada, fast-dllm, sdar, …; default the family's own.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Commit every token that is surer than this.")] = None,
-    factor: Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")] = None,
-    cache: Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")] = None,
-    alg: Annotated[str | None, typer.Option(help="Dream: origin, maskgit_plus, topk_margin, entropy.")] = None,
-    alg_temp: Annotated[float | None, typer.Option(help="Dream: randomness of the positions.")] = None,
-    small_block_length: Annotated[int | None, typer.Option(help="Fast-dLLM v2: tokens decoded together.")] = None,
-    edit_threshold: Annotated[
-        float | None, typer.Option(help="LLaDA2.1: probability above which a token is replaced.")
-    ] = None,
-    max_post_steps: Annotated[int | None, typer.Option(help="LLaDA2.1: steps after a block's last mask.")] = None,
-    minimal_topk: Annotated[
-        int | None, typer.Option(help="LLaDA2.0: at most gen_length / minimal_topk steps a block.")
-    ] = None,
-    eps: Annotated[float | None, typer.Option(help="Dream: the last time.")] = None,
-    cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")] = None,
+    steps: o.Steps = None,
+    block_length: o.BlockLength = None,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    remasking: o.Remasking = None,
+    algorithm: o.Algorithm = None,
+    alg: o.Alg = None,
+    alg_temp: o.AlgTemp = None,
+    threshold: o.Threshold = None,
+    factor: o.Factor = None,
+    cache: o.Cache = None,
+    small_block_length: o.SmallBlockLength = None,
+    edit_threshold: o.EditThreshold = None,
+    max_post_steps: o.MaxPostSteps = None,
+    minimal_topk: o.MinimalTopK = None,
+    eps: o.Eps = None,
+    cfg_scale: o.CfgScale = None,
     seed: Annotated[int, typer.Option(help="Of the evaluation set and of sampling.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
-    budget: Annotated[str | None, typer.Option(help="Bytes that may be used, such as 24GiB.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")] = "cpu",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Of weights and activations; the checkpoint's, and float32 for the small models on a CPU."),
-    ] = None,
+    budget: o.Budget = None,
+    device: o.Where = "cpu",
+    dtype: o.DType = None,
     out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture, PNG; needs the extra 'viz'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
@@ -78,13 +72,12 @@ def quality(
     if plot is not None and plot.suffix != ".png":
         raise UsageError(f"--plot writes PNG, got {plot}: give a name that ends in .png.")
     require_torch("`mosaic bench quality`")
-    given = {
-        "gen_length": gen_length, "steps": steps, "block_length": block_length, "temperature": temperature,
-        "top_p": top_p, "top_k": top_k, "remasking": remasking, "algorithm": algorithm, "threshold": threshold,
-        "factor": factor, "cache": cache, "cfg_scale": cfg_scale, "alg": alg, "alg_temp": alg_temp,
-        "small_block_length": small_block_length, "edit_threshold": edit_threshold, "max_post_steps": max_post_steps,
-        "minimal_topk": minimal_topk, "eps": eps,
-    }  # fmt: skip
+    options = o.given(
+        gen_length=gen_length, steps=steps, block_length=block_length, temperature=temperature, top_p=top_p, top_k=top_k,
+        remasking=remasking, algorithm=algorithm, alg=alg, alg_temp=alg_temp, threshold=threshold, factor=factor,
+        cache=cache, cfg_scale=cfg_scale, small_block_length=small_block_length, edit_threshold=edit_threshold,
+        max_post_steps=max_post_steps, minimal_topk=minimal_topk, eps=eps,
+    )  # fmt: skip
     settings = QualitySettings(
         tasks=tuple(part.strip() for part in tasks.split(",")),
         lengths=tuple(parse_tokens(part) for part in lengths.split(",")),
@@ -92,7 +85,7 @@ def quality(
         per_task=per_task,
         seed=seed,
         batch=batch,
-        options={"seed": seed, **{name: value for name, value in given.items() if value is not None}},
+        options={"seed": seed, **options},
     )
     described = load(model)
     if described.path is None:

@@ -1,0 +1,56 @@
+"""The options of `GenerationConfig` as commands take them. None, where an option is left out, is the algorithm's own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+__all__ = [
+    "Alg", "AlgTemp", "Algorithm", "BlockLength", "Budget", "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Factor",
+    "MaxPostSteps", "MinimalTopK", "Remasking", "SmallBlockLength", "Steps", "Temperature", "Threshold", "TopK", "TopP",
+    "Where", "given",
+]  # fmt: skip
+
+Steps: TypeAlias = Annotated[
+    int | None, typer.Option(help="Denoising steps in all; of each block for block-diffusion models.")
+]
+BlockLength: TypeAlias = Annotated[int | None, typer.Option(help="Tokens per block.")]
+Temperature: TypeAlias = Annotated[float | None, typer.Option(help="0, the default, takes the most likely token.")]
+TopP: TypeAlias = Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this probability.")]
+TopK: TypeAlias = Annotated[int | None, typer.Option(help="Sample from so many most likely tokens.")]
+Remasking: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="LLaDA: low_confidence, random. SDAR: sequential, low_confidence_static, low_confidence_dynamic."
+    ),
+]
+Algorithm: TypeAlias = Annotated[
+    str | None, typer.Option(help="llada, dream, fast-dllm, sdar, …; default the family's own.")
+]
+Alg: TypeAlias = Annotated[str | None, typer.Option(help="Dream: origin, maskgit_plus, topk_margin, entropy.")]
+AlgTemp: TypeAlias = Annotated[float | None, typer.Option(help="Dream: randomness of the positions.")]
+Threshold: TypeAlias = Annotated[float | None, typer.Option(help="Commit every token that is surer than this.")]
+Factor: TypeAlias = Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")]
+Cache: TypeAlias = Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")]
+SmallBlockLength: TypeAlias = Annotated[int | None, typer.Option(help="Fast-dLLM v2: tokens decoded together.")]
+EditThreshold: TypeAlias = Annotated[
+    float | None, typer.Option(help="LLaDA2.1: probability above which a token is replaced.")
+]
+MaxPostSteps: TypeAlias = Annotated[int | None, typer.Option(help="LLaDA2.1: steps after a block's last mask.")]
+MinimalTopK: TypeAlias = Annotated[
+    int | None, typer.Option(help="LLaDA2.0: at most gen_length / minimal_topk steps a block.")
+]
+Eps: TypeAlias = Annotated[float | None, typer.Option(help="Dream: the last time.")]
+CfgScale: TypeAlias = Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")]
+Budget: TypeAlias = Annotated[str | None, typer.Option(help="Bytes that may be used, such as 24GiB.")]
+DType: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Of weights and activations; the checkpoint's, and float32 for the small models on a CPU."),
+]
+Where: TypeAlias = Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
