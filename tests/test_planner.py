@@ -56,9 +56,9 @@ def test_attention_by_chunks_of_queries_holds_residual_k_v(llada: Planner) -> No
 
 
 def test_attention_by_groups_of_heads_holds_two_residuals(llada: Planner) -> None:
-    """17,408 S: residual in, residual out, k and v of two heads; and a normed chunk with the queries of two heads."""
-    value = forms(llada, attention="heads", heads=2, proj=128, ffn=128, logits=64)["layers.0/q_linear"]
-    assert value == 17408 * S + SMALL + (8192 + 512) * 128
+    """17,408 S: the residual, the queries of all heads that their results overwrite, k and v of two; and a normed chunk."""
+    value = forms(llada, attention="heads", heads=2, proj=128, ffn=128, logits=64)["layers.0/attention_in"]
+    assert value == 17408 * S + SMALL + 8192 * 128
 
 
 def test_streamed_weights_hold_a_layer_and_the_next_sublayer(llada: Planner) -> None:

@@ -78,7 +78,7 @@ class _Step:
         if phase.cached:
             self.declare_state()
         self.hidden = Hidden(g, arch, on_host=self.on_host)
-        self.attended = self.attended_buffer("host") if self.on_host and self.splits else None
+        self.attended = self.queries_buffer("attended", "host") if self.on_host and self.splits else None
         table = self.embed(ids)
         with g.scope("layers.0"):
             matrices = self.residency.fetch(self.attention_matrices(0), streamed=self.residency.streams(0))
@@ -246,18 +246,31 @@ class _Step:
     def attend_by_heads(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """A few KV heads at a time into their columns of one buffer, then one output projection of all: the arithmetic,
         to the bit, of attending at once. With the hidden states, that buffer is in host memory too."""
-        g = self.g
-        attended = self.attended or self.attended_buffer("transient")
+        if self.attended is None:
+            self.attend_in_place(layer, norm, matrices)
+            return
+        g, attended = self.g, self.attended
         with g.chunk("heads", over=self.kv_heads, tile=1) as group:
             k, v = self.keys_and_values(layer, norm, matrices, group)
             with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="queries") as rows:
                 _, h = self.normed(rows, norm, "queries_in")
                 q = self.project(layer, "q", h, matrices["q_proj"])
-                if self.attended is None:
-                    self.attend_to(q, k, v, attended)
-                else:
-                    y = g.buffer("attended_chunk", q.shape, q.dtype, rotate=SLOTS)
-                    stored(g, self.attend_to(q, k, v, y), attended)
+                y = g.buffer("attended_chunk", q.shape, q.dtype, rotate=SLOTS)
+                stored(g, self.attend_to(q, k, v, y), attended)
+        self.project_out(attended, matrices["o_proj"])
+
+    def attend_in_place(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """The queries of a few heads beside their keys and values, under one norm; their results over them."""
+        g, arch = self.g, self.arch
+        q, attended = self.queries_buffer("q", "transient"), self.queries_buffer("attended", "transient")
+        g.add_alias(attended, q)
+        with g.chunk("heads", over=self.kv_heads, tile=1) as group:
+            k, v = (g.buffer(name, (self.tokens, group * arch.head_size), arch.dtype) for name in ("k", "v"))
+            with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE) as rows:
+                _, h = self.normed(rows, norm, "attention_in")
+                for name, out in (("q", q), ("k", k), ("v", v)):
+                    self.project(layer, name, h, matrices[f"{name}_proj"], out)
+            self.attend_to(q, k, v, attended)
         self.project_out(attended, matrices["o_proj"])
 
     def attend_cached(self, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
@@ -292,11 +305,11 @@ class _Step:
         g.add_alias(y, q)
         return y
 
-    def attended_buffer(self, kind: Kind) -> Buffer:
-        """The results of all heads: of one layer, or in host memory of one layer after the other."""
+    def queries_buffer(self, name: str, kind: Kind) -> Buffer:
+        """The queries of all heads, or their results: of one layer, or in host memory of one layer after the other."""
         arch = self.arch
         width = self.kv_heads * (arch.heads // arch.kv_heads) * arch.head_size
-        return self.g.buffer("attended", (self.tokens, width), arch.dtype, kind=kind)
+        return self.g.buffer(name, (self.tokens, width), arch.dtype, kind=kind)
 
     def keys_and_values(
         self, layer: int, norm: Buffer, matrices: dict[str, Buffer], heads: Dim

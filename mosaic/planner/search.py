@@ -1,6 +1,6 @@
 """The bottleneck-driven search for a configuration, and the brute-force one it is held against.
 
-Objective: the least predicted time within the budget; within 0.5 % of that time
+Objective: the least predicted time within the budget; within 0.25 % of that time
 the least host memory, the lowest peak, the fewest moves, then a fixed order. The method starts
 from the fastest configuration, finds the live set that dominates, and takes the
 cheapest move that lowers it, until the plan fits or nothing lowers it (Mosaic,
@@ -19,7 +19,7 @@ from mosaic.planner.space import Config, Point
 
 __all__ = ["TOLERANCE", "SearchResult", "TraceStep", "brute_force", "lowest", "search"]
 
-TOLERANCE = 0.005
+TOLERANCE = 0.0025
 """Share of time within which two configurations count as equally fast."""
 
 

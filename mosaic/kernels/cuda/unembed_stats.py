@@ -31,7 +31,7 @@ from mosaic.kernels.cuda._sampling import (
 from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, join, rebase
 from mosaic.kernels.cuda._triton import Tile, power_of_two, since, tile_for, tl, triton
 from mosaic.kernels.unembed_stats import reference
-from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, SAMPLED_PARTIAL_BYTES, unembed_splits
+from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, SAMPLED_PARTIAL_BYTES, UNEMBED_ROWS, unembed_splits
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -53,8 +53,10 @@ FEW_POINTER_TILES: Final = {
     True: POINTER_TILES[True],
 }
 # Of eight tiles with descriptors on an H200, for the statistics: 2,048 rows in 128x256x64, loops flattened, took 2.66 ms,
-# 0.97 of cuBLAS's bare product (3.37 with the loops apart); 32 rows in 64x256x64 took 0.26 ms, 1.03 of it.
+# 0.97 of cuBLAS's bare product (3.37 with the loops apart); 32 rows in 64x256x64 took 0.26 ms, 1.03 of it. One tile of rows
+# waits for the weight alone: at 128 rows a fourth stage took 0.276 ms for 0.287, at 2,048 it took 3.40 for 3.19.
 DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 3), True: Tile(128, 128, 64, 8, 3)}
+SINGLE_DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 4), True: DESCRIPTOR_TILES[True]}
 FEW_DESCRIPTOR_TILES: Final = {False: Tile(64, 256, 64, 8, 4), True: Tile(64, 128, 64, 8, 4)}
 DESCRIBED: Final = {0: False, 90: True, 100: False}
 """From which architecture on loads go through tensor descriptors; the tiles for them are compiled for Hopper alone."""
@@ -433,9 +435,11 @@ def has_descriptors(x: Tensor, weight: Tensor) -> bool:
 def tile_of(x: Tensor, sampled: bool, described: bool) -> Tile:
     """Choose the tile for so many rows."""
     few = x.shape[0] <= FEW_ROWS
-    if described:
-        return (FEW_DESCRIPTOR_TILES if few else DESCRIPTOR_TILES)[sampled]
-    return tile_for((FEW_POINTER_TILES if few else POINTER_TILES)[sampled], x)
+    if not described:
+        return tile_for((FEW_POINTER_TILES if few else POINTER_TILES)[sampled], x)
+    if few:
+        return FEW_DESCRIPTOR_TILES[sampled]
+    return (SINGLE_DESCRIPTOR_TILES if x.shape[0] <= UNEMBED_ROWS else DESCRIPTOR_TILES)[sampled]
 
 
 def processors(device: torch.device) -> int:
