@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -250,6 +251,19 @@ def test_exhaustion_is_a_proof_too() -> None:
     solution = solve(Problem(sizes=[3, 3], starts=[0, 0], ends=[1, 1], alignments=4), solver="exact")
     assert solution.optimal and (solution.lower_bound_bytes, solution.peak_bytes) == (6, 7)
     assert solution.proven_bound_bytes == 7
+
+
+def test_local_search_that_reaches_the_bound_ends_the_search() -> None:
+    """The exact searches between bound and peak have nothing left to ask for then."""
+    draw = random.Random(14293)  # the first of such problems where that happens
+    count = draw.choice((14, 20, 30, 45, 60, 80))
+    starts = [draw.randrange(40) for _ in range(count)]
+    ends = [start + draw.randrange(1, 18) for start in starts]
+    sizes = [draw.randrange(1, 40) for _ in range(count)]
+    problem = Problem(sizes=sizes, starts=starts, ends=ends)
+    solution = solve(problem)
+    assert validate(problem, solution) == []
+    assert (solution.peak_bytes, solution.solver, solution.optimal) == (188, "local_search", True)
 
 
 def repeated(layers: int) -> Problem:

@@ -155,7 +155,8 @@ def generate(
         If a step of the generation would not fit the budget: before any has run.
     """
     arch = runner.architecture
-    found, lengths = resolve(config, arch), _checked(prompts, config, arch)
+    found = resolve(config, arch)
+    lengths = _checked(prompts, found, arch)
     numbers = list(range(len(lengths)) if request_ids is None else request_ids)
     if len(numbers) != len(lengths):
         raise UsageError(f"{len(numbers)} request_ids for {len(lengths)} prompts; give one a prompt.")
@@ -180,7 +181,7 @@ def generate(
 
 
 def _checked(prompts: Sequence[Tensor], config: GenerationConfig, arch: Architecture) -> list[int]:
-    """Check the prompts and give their lengths."""
+    """Check the prompts against the options, resolved, and the model; give their lengths."""
     if not prompts:
         raise UsageError("no prompt was given; give at least one.")
     if not 0 <= arch.mask_token_id < arch.vocabulary:
@@ -205,7 +206,7 @@ def _checked(prompts: Sequence[Tensor], config: GenerationConfig, arch: Architec
                 f"{which} has the mask token {arch.mask_token_id} at position {int(found[0])}, where it would be "
                 "overwritten; remove it."
             )
-        length = canvas_length(resolve(config, arch), arch, prompt.numel())
+        length = canvas_length(config, arch, prompt.numel())
         if arch.max_positions and length > arch.max_positions:
             room = arch.max_positions - (length - prompt.numel())
             shorter = f"shorten the prompt to {room:,} tokens or lower gen_length" if room > 0 else "lower gen_length"
