@@ -78,7 +78,7 @@ def test_plan_json_is_only_json_and_checks(mosaic: Any, tmp_path: Path) -> None:
 
 def test_explain_shows_formula_and_search(mosaic: Any) -> None:
     out = mosaic(*PLAN, "--ctx", "128k", "--explain").out
-    assert "24580*tokens + 16384*proj_rows" in out and "57344*ffn_rows + 8196*tokens" in out
+    assert "512*heads_rows*tokens + 16388*tokens + 8192*proj_rows" in out and "57344*ffn_rows + 8196*tokens" in out
     assert "the fastest configuration" in out
 
 

@@ -99,7 +99,7 @@ def _chunks(document: Mapping[str, Any]) -> list[str]:
     found = []
     for knob, value in document["config"].items():
         if isinstance(value, int):
-            found.append(f"{knob} {counts[knob]:,} x {value:,} rows")
+            found.append(f"{knob} {counts[knob]:,} x {value:,}")
     return found
 
 

@@ -171,7 +171,7 @@ def _with(config: Config, knob: int, rows: int | None) -> Config:
 
 def _describe(point: Point, knob: int, rows: int | None) -> str:
     name = point.space.template.knobs[knob].name
-    return f"{name} off" if rows is None else f"{name} in chunks of {rows:,} rows"
+    return f"{name} off" if rows is None else f"{name} in chunks of {rows:,}"
 
 
 def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str]]:

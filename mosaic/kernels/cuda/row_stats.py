@@ -24,7 +24,7 @@ from mosaic.kernels.cuda._sampling import (
     gumbel,
     random_words,
 )
-from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, join, rebase
+from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, rebase
 from mosaic.kernels.cuda._triton import tl, triton
 from mosaic.kernels.row_stats import reference
 from mosaic.registrar.implementations.cpu import GROUP_RUN
@@ -170,14 +170,13 @@ def row_kernel(
         column = best_start[:, None] + within + part * STRIDE
         again = tl.load(row + column, mask=met[:, None] & (column < columns), other=float("-inf")).to(tl.float32)
         rest = tl.maximum(rest, tl.max(tl.where(column == at, float("-inf"), again), 1))
-    joined, total, weighted = join(best[None, :], total[None, :], weighted[None, :])
-    log_sum, spread = finish(joined, total, weighted)
-    place = program + tl.arange(0, 1)
+    _, total, weighted = rebase(best, row_best, total, weighted)
+    log_sum, spread = finish(row_best, tl.sum(total, 0), tl.sum(weighted, 0))
     tl.store(token + program, at.to(tl.int64))
     tl.store(maximum + program, row_best)
     tl.store(second + program, tl.max(rest, 0))
-    tl.store(logsumexp + place, log_sum)
-    tl.store(entropy + place, spread)
+    tl.store(logsumexp + program, log_sum)
+    tl.store(entropy + program, spread)
     if SAMPLE:
         token_drawn = at
         if noise > 0.0:
