@@ -212,7 +212,7 @@ def test_scratch_is_a_polynomial_of_sliced_widths(dtype: str) -> None:
 
 # --- dense ops ------------------------------------------------------------------------------------------------------
 
-SHAPES = [(1, 1, 1), (1, 64, 37), (7, 13, 5), (37, 300, 129), (257, 64, 1), (300, 17, 280)]
+SHAPES = [(1, 1, 1), (1, 64, 37), (7, 13, 5), (37, 300, 129), (257, 64, 1), (300, 17, 280), (258, 515, 514)]
 
 
 def linear_case(
@@ -352,8 +352,8 @@ ATTENTION = [
     ((1,), 1, 1, 2),
     ((5, 1, 31), 4, 2, 16),
     ((257,), 2, 1, 8),  # one more than a query tile
-    ((3, 0, 520, 7), 3, 3, 5),  # an empty sequence, two key tiles
-    ((1100,), 2, 2, 4),
+    ((3, 0, 1030, 7), 3, 3, 5),  # an empty sequence; two key tiles, or one of fewer rows that has all keys
+    ((2100,), 2, 2, 4),  # three key tiles
 ]
 
 
@@ -681,18 +681,19 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
     vector = torch.rand(300, generator=torch.Generator().manual_seed(1))
     rows = torch.arange(300)
     return [
-        attention_case((3, 600), 4, 2, 16, dtype),
+        attention_case((3, 1100), 4, 2, 16, dtype),
+        attention_case((2100,), 1, 1, 16, dtype),
         Case("confidence", {"maximum": vector, "logsumexp": vector.clone()}, {"y": torch.empty(300)}),
         Case("copy", {"x": x}, {"y": y}),
         Case("embedding", {"ids": rows, "table": randn(300, 64, dtype=dtype)}, {"y": y}),
         Case("gather_rows", {"x": x, "rows": rows}, {"y": y}),
         Case(
             "grouped_linear",
-            {"x": randn(600, 64, dtype=dtype), "weight": randn(3, 300, 64, dtype=dtype), "offsets": offsets},
-            {"y": torch.empty(600, 300, dtype=dtype)},
+            {"x": randn(600, 64, dtype=dtype), "weight": randn(3, 530, 64, dtype=dtype), "offsets": offsets},
+            {"y": torch.empty(600, 530, dtype=dtype)},
         ),
         Case("head_norm", {"x": x.clone(), "weight": randn(16, dtype=dtype)}, attrs={"eps": 1e-6}),
-        linear_case(300, 64, 290, dtype, bias=True),
+        linear_case(300, 270, 530, dtype, bias=True),
         linear_case(1, 64, 290, dtype),
         Case("linear_add", {"x": x, "weight": randn(64, 64, dtype=dtype), "y": y.zero_()}),
         Case(

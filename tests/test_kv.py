@@ -118,10 +118,10 @@ def kv_bound(case: Case, expected: Tensor, row_start: int = 0) -> Tensor:
 WINDOWS = {
     "one of one": ([(1, 1, 0)], 1, 1, 2, 0),
     "whole": ([(5, 5, 0), (31, 31, 0)], 4, 4, 16, 0),
-    "decode, groups of 4": ([(4, 37, 33), (7, 700, 600), (1, 3, 2)], 8, 2, 16, 0),
-    "groups of 8": ([(32, 530, 498)], 8, 1, 8, 0),
+    "decode, groups of 4": ([(4, 37, 33), (7, 1300, 1100), (1, 3, 2)], 8, 2, 16, 0),
+    "groups of 8": ([(32, 1030, 998)], 8, 1, 8, 0),
     "prefix sees the suffix": ([(9, 61, 20), (3, 0, 0), (70, 90, 10)], 6, 3, 5, 0),
-    "blocks of 4": ([(4, 37, 33), (9, 600, 580), (50, 50, 0)], 8, 2, 16, 4),
+    "blocks of 4": ([(4, 37, 33), (9, 1100, 1020), (50, 50, 0)], 8, 2, 16, 4),
     "blocks of 32": ([(300, 300, 0), (32, 96, 64), (5, 45, 40)], 4, 1, 8, 32),
     "blocks end with the keys": ([(7, 7, 0)], 2, 1, 4, 32),
     "no tokens": ([(0, 9, 0), (2, 9, 7), (0, 0, 0)], 2, 2, 4, 0),
@@ -239,10 +239,11 @@ def kept(case: Case, row_start: int = 0) -> Case:
 
 
 BLOCKED = [((1,), 1, 1, 2, 4), ((5, 1, 31), 4, 2, 16, 4), ((257,), 2, 1, 8, 32), ((3, 0, 520, 7), 3, 3, 5, 32)]
+LONG = [((1030,), 2, 1, 5, 32), ((2100,), 1, 1, 4, 32)]  # two key tiles or all keys at once; three
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("shape", BLOCKED, ids=str)
+@pytest.mark.parametrize("shape", [*BLOCKED, *LONG], ids=str)
 def test_attention_in_blocks(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
     case = blocked_case(*shape, dtype)
     expected, _ = softmax_rows(kept(case))

@@ -320,15 +320,16 @@ def test_plans_are_reused_while_rows_get_fewer() -> None:
 
 def test_an_exact_plan_is_made_where_rounded_rows_do_not_fit() -> None:
     """In a budget of exactly 257 rows' needs, 257 rows run although they would be rounded up to 288."""
-    config = {**LLADA, "embedding_size": 2001}  # the head holds the peak
+    config = {**LLADA, "embedding_size": 2001}  # the head holds the peak, whose logits are asked for
     ids, rows = torch.full((300,), 256), torch.arange(257)
     with mosaic.compile(config) as model:
-        expected = model(ids, masked=rows).clone()
-        exact, rounded = (model._planner.needed(Request(seq_lens=(300,), masked=count)) for count in (257, 288))
+        expected = model(ids, masked=rows, logits_for=rows).clone()
+        requests = (Request(seq_lens=(300,), masked=count, logit_rows=count) for count in (257, 288))
+        exact, rounded = (model._planner.needed(request) for request in requests)
     assert exact < rounded
     with mosaic.compile(config, budget=exact) as model:
         for _ in range(2):
-            torch.testing.assert_close(model(ids, masked=rows).maximum, expected.maximum)
+            torch.testing.assert_close(model(ids, masked=rows, logits_for=rows).maximum, expected.maximum)
 
 
 def test_a_closed_model_says_so() -> None:

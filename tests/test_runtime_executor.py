@@ -103,7 +103,7 @@ class Naive:
 @pytest.fixture
 def workspace() -> Iterator[Workspace]:
     with Workspace() as opened:
-        opened.resize("workspace", 1 << 20)
+        opened.resize("workspace", 1 << 21)
         opened.resize("weights", 1 << 20)
         yield opened
 

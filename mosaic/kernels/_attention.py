@@ -11,9 +11,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mosaic.registrar.implementations.cpu import WHOLE_KEYS
+from mosaic.registrar.implementations.cpu import KEY_ROWS, QUERY_ROWS, SCORES, WHOLE_KEYS
 
-__all__ = ["evenly", "keys_seen", "online_softmax", "tile_shape", "visible"]
+__all__ = ["evenly", "keys_seen", "online_softmax", "tile_shape", "visible", "widened"]
 
 
 def online_softmax(
@@ -31,10 +31,10 @@ def online_softmax(
     Parameters
     ----------
     q_ACH
-        C query rows of each of A heads, in the compute dtype; A*C at most `tiles[0].shape[0]`.
+        C query rows of each of A heads, in the compute dtype; A*C at most `QUERY_ROWS`.
     key_tiles
-        The place of a tile's first key, its keys and its values [A, S, H], in the compute dtype; A*C*S at most what
-        `tiles[0]` holds. Every row sees a key of the first tile.
+        The place of a tile's first key, its keys and its values [A, S, H], in the compute dtype; A*C*S at most `SCORES`.
+        Every row sees a key of the first tile.
     tiles
         Scores, accumulator and five vectors; for attention by blocks one for how many keys each row sees, one for the
         keys' places, and the mask.
@@ -50,7 +50,7 @@ def online_softmax(
     for start, k, v in key_tiles:
         keys = k.shape[1]
         # contiguous whatever the tile's size, so that BLAS gets plain strides
-        s = scores.view(-1)[: count * keys].view(count, keys)
+        s = scores[: count * keys].view(count, keys)
         products = s.view(heads, rows, keys)
         torch.baddbmm(products, q_ACH, k.transpose(1, 2), beta=0, alpha=scale, out=products)
         if (hidden := max(least - start, 0)) < keys:
@@ -88,13 +88,16 @@ def _hide(s: Tensor, start: int, limits: Tensor, places: Tensor, mask: Tensor) -
     s.masked_fill_(hidden, float("-inf"))
 
 
-def tile_shape(scores: Tensor, queries: int, keys: int, *, in_place: bool) -> tuple[int, int]:
-    """Rows and keys of a tile of scores: all keys, if these are read where they lie and all queries of a head fit beside
-    them; else the tile's own."""
-    rows, columns = scores.shape
-    if in_place and columns < keys <= WHOLE_KEYS and queries * keys <= rows * columns:
-        return rows * columns // keys, keys
-    return rows, columns
+def tile_shape(keys: int, *, in_place: bool) -> tuple[int, int]:
+    """Rows and keys of a tile of scores; keys that are read where they lie are taken all at once, if not too many."""
+    columns = keys if in_place and keys <= WHOLE_KEYS else min(keys, KEY_ROWS)
+    return min(QUERY_ROWS, SCORES // columns), columns
+
+
+def widened(tile: Tensor, part: Tensor) -> Tensor:
+    """A part [A, S, H] of an operand, converted at the beginning of a tile of rows."""
+    heads, rows, _ = part.shape
+    return tile[: heads * rows].view(part.shape).copy_(part)
 
 
 def evenly(count: int, most: int) -> int:

@@ -1,21 +1,29 @@
 """x @ weight.T into a given view: BLAS in float32 and float64, converted tiles for 16-bit operands.
 
-PyTorch's own bf16 and fp16 products on a CPU take packed copies of the operands from its allocator (measured: 2.1 MB
-for [512, 1024] x [1024, 2048], PyTorch 2.13), so they are not used.
+PyTorch's own bf16 and fp16 products on a CPU take oneDNN's scratchpad from PyTorch's allocator, whatever the form of the
+call, of a size that depends on the processor (PyTorch 2.13, bf16 [512, 1024] x [1024, 2048]: 2.1 MB on one with matrix
+units, 0.13 MB on one without); without oneDNN they ask for nothing and take six times as long as in float32. So they are
+not used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mosaic.kernels._binding import Run
 from mosaic.kernels._scratch import carve, dtype_name
-from mosaic.registrar.implementations.cpu import linear_tiles
+from mosaic.registrar.implementations.cpu import PRODUCT_TILE, linear_tiles
 
 __all__ = ["product"]
+
+# The views of so many parts are made once: a fifth of the time of a small product. Those of many would take memory.
+_MOST_KEPT: Final = 16
 
 
 def product(
@@ -31,8 +39,11 @@ def product(
     """Bind y = x @ weight.T (+ bias), or y += x @ weight.T, in float32 or wider; it writes only y and scratch."""
     if x_TI.dtype in (torch.float32, torch.float64):
         return _blas(x_TI, weight_OI, y_TO, bias_O, accumulate)
-    tiles = carve(scratch, linear_tiles(x_TI.shape[1], dtype_name(x_TI.dtype)), kernel)
-    return partial(_converted, x_TI, weight_OI, y_TO, tiles, bias_O, accumulate)
+    tiles = carve(scratch, linear_tiles(dtype_name(x_TI.dtype)), kernel)
+    before_TO = y_TO if accumulate else None if bias_O is None else bias_O.expand(y_TO.shape)
+    parts = partial(_parts, x_TI, weight_OI, y_TO, before_TO, tiles)
+    kept = list(islice(parts(), _MOST_KEPT + 1))
+    return partial(_multiply, kept) if len(kept) <= _MOST_KEPT else lambda: _multiply(parts())
 
 
 def _blas(x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor, bias_O: Tensor | None, accumulate: bool) -> Run:
@@ -43,27 +54,55 @@ def _blas(x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor, bias_O: Tensor | None, 
     return partial(torch.mm, x_TI, weight_OI.t(), out=y_TO)
 
 
-def _converted(
-    x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor, tiles: list[Tensor], bias_O: Tensor | None, accumulate: bool
-) -> None:
-    tokens, outer = y_TO.shape
-    x_tile, weight_tile, y_tile = tiles
-    rows, columns = y_tile.shape
-    y_flat = y_tile.view(-1)
-    for first in range(0, outer, columns):
-        weight = weight_OI[first : first + columns]
-        w = weight_tile[: weight.shape[0]]
-        w.copy_(weight)
-        for start in range(0, tokens, rows):
-            x, y = x_TI[start : start + rows], y_TO[start : start + rows, first : first + columns]
-            a, b = x_tile[: x.shape[0]], y_flat[: y.numel()].view(y.shape)
-            a.copy_(x)
-            if accumulate:
-                b.copy_(y)
-                b.addmm_(a, w.t())
-            elif bias_O is not None:
-                b.copy_(bias_O[first : first + columns].expand(y.shape))
-                b.addmm_(a, w.t())
-            else:
-                torch.mm(a, w.t(), out=b)
-            y.copy_(b)
+class _Part(NamedTuple):
+    """A part of x and one of the weight, the tiles that they are converted to, and the total that they add to."""
+
+    x: Tensor
+    x_tile: Tensor
+    weight: Tensor
+    weight_tile: Tensor
+    total: Tensor
+    before: Tensor | None  # what the total starts from
+    adds: bool  # to what the total holds; else that is replaced
+    y: Tensor | None  # where the total goes after its last part
+
+
+def _parts(
+    x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor, before_TO: Tensor | None, tiles: list[Tensor]
+) -> Iterator[_Part]:
+    rows, columns, depth = PRODUCT_TILE
+    x_tile, weight_tile, total_tile = tiles
+    starts = range(0, x_TI.shape[1], depth)
+    for column in range(0, y_TO.shape[1], columns):
+        for row in range(0, y_TO.shape[0], rows):
+            place = slice(row, row + rows), slice(column, column + columns)
+            y, before = y_TO[place], None if before_TO is None else before_TO[place]
+            total = _packed(total_tile, y)
+            for start in starts:
+                x, weight = x_TI[place[0], start : start + depth], weight_OI[place[1], start : start + depth]
+                yield _Part(
+                    x=x,
+                    x_tile=_packed(x_tile, x),
+                    weight=weight.t(),
+                    weight_tile=_packed(weight_tile, weight).t(),
+                    total=total,
+                    before=before if start == starts[0] else None,
+                    adds=before is not None or start > starts[0],
+                    y=y if start == starts[-1] else None,
+                )
+
+
+def _packed(tile: Tensor, part: Tensor) -> Tensor:
+    """The beginning of a tile, in the shape of a part of an operand: contiguous, so that BLAS gets plain strides."""
+    return tile[: part.numel()].view(part.shape)
+
+
+def _multiply(parts: Iterable[_Part]) -> None:
+    for part in parts:
+        if part.before is not None:
+            part.total.copy_(part.before)
+        part.x_tile.copy_(part.x)
+        part.weight_tile.copy_(part.weight)
+        part.total.addmm_(part.x_tile, part.weight_tile, beta=int(part.adds))
+        if part.y is not None:
+            part.y.copy_(part.total)

@@ -15,10 +15,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible
+from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible, widened
 from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_attention
 from mosaic.kernels._scratch import tiles_of
+from mosaic.registrar.implementations.cpu import KEY_ROWS
 
 __all__ = ["bind", "launch", "reference"]
 
@@ -75,14 +76,14 @@ def _heads(
     y may be q: a tile of y is written after the last read of the same tile of q, and no other tile of q is touched.
     """
     heads, tokens, _ = q_KTH.shape
-    rows, keys = tile_shape(tiles[0], tokens, max(seen), in_place=not converted)
-    together = 1 if converted else evenly(heads, rows // tokens)
+    rows, keys = tile_shape(max(seen), in_place=not converted)
+    together = evenly(heads, min(rows // tokens, KEY_ROWS // keys) if converted else rows // tokens)
     for head in range(0, heads, together):
         mine = slice(head, head + together)
         for start in range(0, tokens, rows):
             q, limits = q_KTH[mine, start : start + rows], seen[start : start + rows]
             if converted:
-                q = converted[0][: q.shape[1]].unsqueeze(0).copy_(q)
+                q = widened(converted[0], q)
             parts = _key_tiles(k_KSH[mine], v_KSH[mine], max(limits), keys, converted)
             y_KTH[mine, start : start + rows].copy_(online_softmax(q, parts, scale, tiles, limits))
 
@@ -94,7 +95,7 @@ def _key_tiles(
     for start in range(0, count, rows):
         k, v = (x[:, start : min(start + rows, count)] for x in (k_ASH, v_ASH))
         if converted:
-            k, v = (wide[: x.shape[1]].unsqueeze(0).copy_(x) for wide, x in zip(converted[1:], (k, v), strict=True))
+            k, v = widened(converted[1], k), widened(converted[2], v)
         yield start, k, v
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError
-from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible
+from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible, widened
 from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_kv_row, check_shapes, heads_of
 from mosaic.kernels._scratch import tiles_of
+from mosaic.registrar.implementations.cpu import KEY_ROWS
 
 __all__ = ["bind", "check", "launch", "reference"]
 
@@ -82,18 +83,18 @@ def _heads(
     converted: Sequence[Tensor], tiles: list[Tensor],
 ) -> None:  # fmt: skip
     """Attend in one sequence, a tile of rows of (token, head of the group) at a time, small ones of several KV heads
-    together where their keys and values are read where they lie.
+    together where their keys and values follow each other.
 
     y may be q: a tile of y is written after the last read of the same tile of q, and no other tile of q is touched.
     """
     (query, *gathered), (heads, count, group, _) = converted, q_KTGH.shape
     slots, narrow = slots[: max(seen)], len(gathered) > 2
     whole = _as_slice(slots)
-    rows, keys = tile_shape(tiles[0], count * group, len(slots), in_place=whole is not None and not narrow)
+    rows, keys = tile_shape(len(slots), in_place=whole is not None and not narrow)
     members = min(group, rows)
     places = _places(slots, whole, keys)
-    in_place = not narrow and all(isinstance(place, slice) for _, place in places)
-    together = evenly(heads, rows // (members * count)) if in_place else 1
+    most = min(rows // (members * count), KEY_ROWS // keys if narrow else heads)
+    together = evenly(heads, most) if all(isinstance(place, slice) for _, place in places) else 1
     tokens = rows // members
     for head in range(0, heads, together):
         mine = slice(head, head + together)
@@ -138,7 +139,7 @@ def _key_tiles(
             place = slice(place.start, min(place.stop, place.start + count - start))
             k, v = k_ARH[:, place], v_ARH[:, place]
             if len(gathered) > 2:
-                k, v = (tile[: x.shape[1]].unsqueeze(0).copy_(x) for tile, x in zip(gathered[:2], (k, v), strict=True))
+                k, v = widened(gathered[0], k), widened(gathered[1], v)
         else:
             k, v = (_gathered(x[0], place[: count - start], tile, gathered[2:]) for x, tile in
                     zip((k_ARH, v_ARH), gathered[:2], strict=True))  # fmt: skip

@@ -17,11 +17,16 @@ __all__ = [
     "COUNTER_COLUMNS",
     "GROUP_RUN",
     "ITEM_BYTES",
+    "KEY_ROWS",
+    "PRODUCT_TILE",
+    "QUERY_ROWS",
     "ROW_NUMBERS",
     "SAMPLE_TILES",
+    "SCORES",
     "SCRATCH",
     "TILES",
     "TILE_ALIGNMENT",
+    "WHOLE_KEYS",
     "Tile",
     "compute_dtype",
     "linear_tiles",
@@ -41,10 +46,12 @@ TILE_ALIGNMENT: Final = 64  # bytes, a cache line; each tile may lose this much 
 
 # Tile sizes in rows. Chosen so that the tiles an op works on together stay within about 1 to 4 MiB (an L2 cache of
 # today).
-QUERY_ROWS: Final = 256
-KEY_ROWS: Final = 512
+SCORES: Final = 1 << 18
+"""Scores in a tile of attention, however many rows and keys it has."""
+QUERY_ROWS: Final = 512
+KEY_ROWS: Final = 1024
 WHOLE_KEYS: Final = 2048
-"""Keys that a tile of scores may have instead, with fewer query rows: a softmax over all keys at once is the fastest."""
+"""Keys that a tile of scores may have where they are read in place: a softmax over all keys at once is the fastest."""
 STATISTICS_ROWS: Final = 128
 VOCABULARY_COLUMNS: Final = 1024
 COUNTERS: Final = 32
@@ -58,6 +65,9 @@ SCORE_ROWS: Final = 1024
 """Rows whose scores, one number each, are made at a time."""
 # Whatever the width: a region over heads slices widths, so they may be symbolic too (1 and 2 MiB of float32 at 4,096).
 TILE_ROWS: Final = 64
+PRODUCT_TILE: Final = (256, 512, 256)
+"""Rows, columns and inner width of a tile of a 16-bit product, at any width of the operands: in smaller tiles BLAS falls
+behind, and the calls are noticed."""
 ROTARY_ROWS: Final = 128
 
 Shapes = Mapping[str, Sequence[Any]]  # operand -> dims; a dim is an int or a sympy expression
@@ -89,21 +99,21 @@ def _statistics_tile(vocabulary: int) -> tuple[int, int]:
     return STATISTICS_ROWS, min(VOCABULARY_COLUMNS, vocabulary)
 
 
-def linear_tiles(inner: Any, dtype: str) -> tuple[Tile, ...]:
-    """List the tiles of x @ weight.T: for rows of x, rows of the weight and their product.
+def linear_tiles(dtype: str) -> tuple[Tile, ...]:
+    """List the tiles of x @ weight.T: for a part of x, one of the weight and their product, 1.25 MiB at any width.
 
     None in float32 and float64, where BLAS reads the operands in place. PyTorch's 16-bit products on a CPU go through
-    oneDNN, which asks PyTorch's allocator for packed copies; so 16-bit operands are converted here, tile by tile, and
+    oneDNN, which asks PyTorch's allocator for a scratchpad; so 16-bit operands are converted here, tile by tile, and
     multiplied in float32.
     """
     if compute_dtype(dtype) == dtype:
         return ()
-    operand = Tile((TILE_ROWS, inner), "float32")
-    return operand, operand, Tile((TILE_ROWS, TILE_ROWS), "float32")
+    rows, columns, inner = PRODUCT_TILE
+    return Tile((rows * inner,), "float32"), Tile((columns * inner,), "float32"), Tile((rows * columns,), "float32")
 
 
 def _linear(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
-    return linear_tiles(shapes["weight"][-1], dtypes["x"])
+    return linear_tiles(dtypes["x"])
 
 
 def _norm(rows: Any, heads: Any, width: int, dtype: str) -> tuple[Tile, ...]:
@@ -137,10 +147,10 @@ def _rotary(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
 def _attention_tiles(head_size: int, dtype: str, block: int) -> tuple[Tile, ...]:
     """List the tiles of an online softmax: scores, accumulator, five vectors, and for blocks what masks the keys."""
     vector = Tile((QUERY_ROWS,), dtype)
-    own = (Tile((QUERY_ROWS, KEY_ROWS), dtype), Tile((QUERY_ROWS, head_size), dtype), *(vector,) * 5)
+    own = (Tile((SCORES,), dtype), Tile((QUERY_ROWS, head_size), dtype), *(vector,) * 5)
     if not block:
         return own
-    return (*own, Tile((QUERY_ROWS,), "int64"), Tile((WHOLE_KEYS,), "int64"), Tile((QUERY_ROWS * KEY_ROWS,), "bool"))
+    return (*own, Tile((QUERY_ROWS,), "int64"), Tile((WHOLE_KEYS,), "int64"), Tile((SCORES,), "bool"))
 
 
 def _attention(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
