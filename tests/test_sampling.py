@@ -35,7 +35,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     if _triton.capability(torch.empty(0)) in (80, 90):
         kinds += [(32, torch.bfloat16, hidden), (2048, torch.float32, hidden)]
     if _triton.capability(torch.empty(0)) == 90:
-        kinds += [(2048, torch.bfloat16, hidden + 4)]
+        kinds += [(2048, torch.bfloat16, hidden + 4), (128, torch.bfloat16, hidden), (256, torch.bfloat16, hidden)]
     for rows, dtype, stride in kinds:
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -504,6 +504,34 @@ def test_unembedding_by_tensor_descriptors(
 
 
 @triton_test
+@pytest.mark.parametrize("described", [False, True], ids=["", "described"])
+@pytest.mark.parametrize(("vocabulary", "narrow"), [(1100, 128), (1400, 128), (1536, 128), (1537, 0)])
+def test_a_narrow_tile_ends_every_split(
+    vocabulary: int, narrow: int, described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four splits of one whole tile, then half a tile each: columns for one of them, three, all, and one more."""
+    from mosaic.kernels.cuda import unembed_stats
+    from mosaic.kernels.cuda._triton import Tile
+
+    if INTERPRETED:
+        monkeypatch.setattr(unembed_stats, "has_descriptors", lambda x, weight: described)
+    monkeypatch.setattr(unembed_stats, "unembed_splits", lambda row_tiles, places: 4)
+    monkeypatch.setattr(unembed_stats, "tile_of", lambda x, sampled, described: Tile(64, 256, 32, 8, 2))
+    tiles = -(-vocabulary // 256)
+    assert unembed_stats.narrow_columns(tiles, 4, vocabulary, 256) == narrow
+    case = unembed_case((70, 64, vocabulary), BF16, 1.0, aligned=True)
+    ties = case.operands["weight"]
+    ties[[3, 1030, vocabulary - 1]] = 8.0 * ties[3]  # the largest for every second row or so, in all kinds of tiles
+    case.kernel, case.operands = "unembed_stats", {"x": case.operands["x"], "weight": ties}
+    case.outputs = statistics_outputs(70)
+    x, weight = case.operands["x"].double(), ties.double()
+    delta = gamma(2 * 64 + 3, F32) * (x.abs() @ weight.abs().T).amax(1)
+    done = launched(case)
+    assert_statistics(done, x @ weight.T, delta)
+    assert not {1030, vocabulary - 1} & {*done.outputs["token"].tolist()}
+
+
+@triton_test
 @pytest.mark.parametrize("rows", [40, 90])
 def test_splits_of_the_vocabulary_join(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles to a split, a number of splits that is no power of two, several groups of row tiles."""
@@ -632,5 +660,5 @@ def test_samples_compile_without_spills_and_within_shared_memory(compiled: list[
 
 def test_fused_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
     products = [line for line in compiled if line["kernel"] == "partial_kernel" and line["capability"] == 90]
-    # two operators: many rows, few, without descriptors; float32 is beyond them
-    assert [line["wgmma"] for line in products].count(True) == 6 and len(products) == 8
+    # two operators: many rows, few, one tile of them, two, without descriptors; float32 is beyond them
+    assert [line["wgmma"] for line in products].count(True) == 10 and len(products) == 12

@@ -62,7 +62,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
         yield "kv_attention", {**window, "key_slots": empty(20_000, dtype=index), **attrs, "block": block}
     yield "unembed_stats", {"x": x, "weight": empty(vocabulary, hidden), **stats}
-    for count in (32, 128):  # a short tile, more splits; a single tile, more stages
+    for count in (32, 256):  # a short tile, more splits; a narrow one at the end of a split
         few = {name: value[:count] for name, value in {"x": x, **stats}.items()}
         yield "unembed_stats", {"weight": empty(vocabulary, hidden), **few}
     figures = {name: stats[name] for name in ("maximum", "second", "logsumexp", "entropy")} | {"sample_logit": logsum}
