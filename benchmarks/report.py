@@ -315,12 +315,13 @@ def _fit_plot(limits: Sequence[Mapping[str, Any]], measured: Mapping[tuple[str, 
             markersize=4,
             label=f"{model}, Mosaic",
         )
-        other = sorted((cap, t) for (m, engine, cap), t in measured.items() if m == model and engine == "eager" and t)
-        if other:
-            axis.plot(
-                [cap / GIB for cap, _ in other], [t for _, t in other], color=color, marker="x", linestyle="none",
-                label=f"{model}, eager PyTorch",
-            )  # fmt: skip
+        for engine, marker in (("eager", "x"), ("compile", "+")):
+            other = sorted((cap, t) for (m, e, cap), t in measured.items() if (m, e) == (model, engine) and t)
+            if other:
+                axis.plot(
+                    [cap / GIB for cap, _ in other], [t for _, t in other], color=color, marker=marker, linestyle="none",
+                    label=f"{model}, {LABEL[engine]}",
+                )  # fmt: skip
     axis.set_yscale("log")
     axis.set_xlabel("device memory, GiB, CUDA context included")
     axis.set_ylabel("largest context, tokens")

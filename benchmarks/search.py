@@ -73,7 +73,7 @@ def compare_limits(model: str, device: str, budget: int) -> dict[str, Any]:
         point = space.at(request.dims_at(tokens))
         return any(point.total_bytes(config) <= budget for config in point.grid())
 
-    low, high = 1, 1 << 24
+    low, high = 0, 1 << 24
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -27,7 +27,7 @@ def own_dtype(model: str, device: str) -> str | None:
     """The dtype that a command runs a model in where none is asked for; None: the checkpoint's.
 
     A CPU step converts 16-bit operands of its products tile by tile, so that it needs no memory beside the plan's; what
-    that costs in time, twice a step in float32, the small models need not pay.
+    that costs in time the small models need not pay.
     """
     from mosaic.devices import load_device
     from mosaic.models.shipped import SHIPPED
