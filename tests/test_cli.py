@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pickle
@@ -61,6 +62,9 @@ def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:
     printed = [" ".join(line.split()) for line in mosaic("plan", *command.split()).out.splitlines()]
     for line in shown.strip().splitlines():
         assert " ".join(line.split()) in printed
+    stated = readme.split("plan.config  # {")[1].split("}")[0].replace(", …", "")
+    config = mosaic("plan", *command.split(), "--json").json["config"]
+    assert ast.literal_eval(f"{{{stated}}}").items() <= config.items()
 
 
 def test_plan_json_is_only_json_and_checks(mosaic: Any, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_attention_by_chunks_of_queries_holds_residual_k_v(llada: Planner) -> No
     assert value == 24576 * S + SMALL + 2 * 8192 * 128
 
 
-def test_attention_by_groups_of_heads_holds_two_residuals(llada: Planner) -> None:
+def test_attention_by_groups_of_heads_holds_residual_and_queries(llada: Planner) -> None:
     """17,408 S: the residual, the queries of all heads that their results overwrite, k and v of two; and a normed chunk."""
     value = forms(llada, attention="heads", heads=2, proj=128, ffn=128, logits=64)["layers.0/attention_in"]
     assert value == 17408 * S + SMALL + 8192 * 128

@@ -24,19 +24,21 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     """Operands of the statistics and samples of LLaDA-8B's head.
 
     2,048 rows everywhere; in 80 and 90, whose code 86 and 89 share but for shared memory, also few rows, float32 and
-    rows that no descriptor describes.
+    rows that no descriptor describes; every tile of Hopper's, with a narrow one after it and without.
     """
     import torch
 
     from mosaic.kernels.cuda import _triton
 
-    hidden, vocabulary = 4096, 126464
-    kinds = [(2048, torch.bfloat16, hidden)]
+    hidden, vocabulary, other = 4096, 126464, 152064
+    kinds = [(2048, torch.bfloat16, hidden, vocabulary)]
     if _triton.capability(torch.empty(0)) in (80, 90):
-        kinds += [(32, torch.bfloat16, hidden), (2048, torch.float32, hidden)]
+        kinds += [(32, torch.bfloat16, hidden, vocabulary), (2048, torch.float32, hidden, vocabulary)]
     if _triton.capability(torch.empty(0)) == 90:
-        kinds += [(2048, torch.bfloat16, hidden + 4), (128, torch.bfloat16, hidden), (256, torch.bfloat16, hidden)]
-    for rows, dtype, stride in kinds:
+        kinds += [(2048, torch.bfloat16, hidden + 4, vocabulary)]
+        kinds += [(rows, torch.bfloat16, hidden, vocabulary) for rows in (128, 256)]
+        kinds += [(rows, torch.bfloat16, hidden, other) for rows in (64, 128)]
+    for rows, dtype, stride, vocabulary in kinds:
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device="meta")
@@ -661,4 +663,4 @@ def test_samples_compile_without_spills_and_within_shared_memory(compiled: list[
 def test_fused_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
     products = [line for line in compiled if line["kernel"] == "partial_kernel" and line["capability"] == 90]
     # two operators: many rows, few, one tile of them, two, without descriptors; float32 is beyond them
-    assert [line["wgmma"] for line in products].count(True) == 10 and len(products) == 12
+    assert [line["wgmma"] for line in products].count(True) == 14 and len(products) == 16

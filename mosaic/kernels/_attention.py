@@ -11,9 +11,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from mosaic.kernels._scratch import beginning
 from mosaic.registrar.implementations.cpu import KEY_ROWS, QUERY_ROWS, SCORES, WHOLE_KEYS
 
-__all__ = ["evenly", "keys_seen", "online_softmax", "tile_shape", "visible", "widened"]
+__all__ = ["evenly", "keys_seen", "online_softmax", "tile_shape", "visible"]
 
 
 def online_softmax(
@@ -49,8 +50,7 @@ def online_softmax(
         _write_limits(seen, rows // len(seen), heads, tiles[7])
     for start, k, v in key_tiles:
         keys = k.shape[1]
-        # contiguous whatever the tile's size, so that BLAS gets plain strides
-        s = scores[: count * keys].view(count, keys)
+        s = beginning(scores, (count, keys))
         products = s.view(heads, rows, keys)
         torch.baddbmm(products, q_ACH, k.transpose(1, 2), beta=0, alpha=scale, out=products)
         if (hidden := max(least - start, 0)) < keys:
@@ -92,12 +92,6 @@ def tile_shape(keys: int, *, in_place: bool) -> tuple[int, int]:
     """Rows and keys of a tile of scores; keys that are read where they lie are taken all at once, if not too many."""
     columns = keys if in_place and keys <= WHOLE_KEYS else min(keys, KEY_ROWS)
     return min(QUERY_ROWS, SCORES // columns), columns
-
-
-def widened(tile: Tensor, part: Tensor) -> Tensor:
-    """A part [A, S, H] of an operand, converted at the beginning of a tile of rows."""
-    heads, rows, _ = part.shape
-    return tile[: heads * rows].view(part.shape).copy_(part)
 
 
 def evenly(count: int, most: int) -> int:

@@ -8,16 +8,16 @@ not used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mosaic.kernels._binding import Run
-from mosaic.kernels._scratch import carve, dtype_name
+from mosaic.kernels._scratch import beginning, carve, dtype_name
 from mosaic.registrar.implementations.cpu import PRODUCT_TILE, linear_tiles
 
 __all__ = ["product"]
@@ -37,13 +37,16 @@ def product(
     accumulate: bool = False,
 ) -> Run:
     """Bind y = x @ weight.T (+ bias), or y += x @ weight.T, in float32 or wider; it writes only y and scratch."""
+    assert bias_O is None or not accumulate
     if x_TI.dtype in (torch.float32, torch.float64):
         return _blas(x_TI, weight_OI, y_TO, bias_O, accumulate)
     tiles = carve(scratch, linear_tiles(dtype_name(x_TI.dtype)), kernel)
     before_TO = y_TO if accumulate else None if bias_O is None else bias_O.expand(y_TO.shape)
     parts = partial(_parts, x_TI, weight_OI, y_TO, before_TO, tiles)
-    kept = list(islice(parts(), _MOST_KEPT + 1))
-    return partial(_multiply, kept) if len(kept) <= _MOST_KEPT else lambda: _multiply(parts())
+    sizes = (*y_TO.shape, x_TI.shape[1])
+    if math.prod(-(-size // tile) for size, tile in zip(sizes, PRODUCT_TILE, strict=True)) > _MOST_KEPT:
+        return lambda: _multiply(parts())
+    return partial(_multiply, list(parts()))
 
 
 def _blas(x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor, bias_O: Tensor | None, accumulate: bool) -> Run:
@@ -63,7 +66,7 @@ class _Part(NamedTuple):
     weight_tile: Tensor
     total: Tensor
     before: Tensor | None  # what the total starts from
-    adds: bool  # to what the total holds; else that is replaced
+    accumulates: bool  # on what the total holds; else that is replaced
     y: Tensor | None  # where the total goes after its last part
 
 
@@ -77,24 +80,19 @@ def _parts(
         for row in range(0, y_TO.shape[0], rows):
             place = slice(row, row + rows), slice(column, column + columns)
             y, before = y_TO[place], None if before_TO is None else before_TO[place]
-            total = _packed(total_tile, y)
+            total = beginning(total_tile, y.shape)
             for start in starts:
                 x, weight = x_TI[place[0], start : start + depth], weight_OI[place[1], start : start + depth]
                 yield _Part(
                     x=x,
-                    x_tile=_packed(x_tile, x),
+                    x_tile=beginning(x_tile, x.shape),
                     weight=weight.t(),
-                    weight_tile=_packed(weight_tile, weight).t(),
+                    weight_tile=beginning(weight_tile, weight.shape).t(),
                     total=total,
                     before=before if start == starts[0] else None,
-                    adds=before is not None or start > starts[0],
+                    accumulates=before is not None or start > starts[0],
                     y=y if start == starts[-1] else None,
                 )
-
-
-def _packed(tile: Tensor, part: Tensor) -> Tensor:
-    """The beginning of a tile, in the shape of a part of an operand: contiguous, so that BLAS gets plain strides."""
-    return tile[: part.numel()].view(part.shape)
 
 
 def _multiply(parts: Iterable[_Part]) -> None:
@@ -103,6 +101,6 @@ def _multiply(parts: Iterable[_Part]) -> None:
             part.total.copy_(part.before)
         part.x_tile.copy_(part.x)
         part.weight_tile.copy_(part.weight)
-        part.total.addmm_(part.x_tile, part.weight_tile, beta=int(part.adds))
+        part.total.addmm_(part.x_tile, part.weight_tile, beta=int(part.accumulates))
         if part.y is not None:
             part.y.copy_(part.total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,7 @@ from mosaic.errors import RuntimeMemoryError
 from mosaic.registrar.implementations.cpu import ITEM_BYTES, TILE_ALIGNMENT, TILES, Tile
 from mosaic.units import round_up
 
-__all__ = ["carve", "dtype_name", "tiles_of"]
+__all__ = ["beginning", "carve", "dtype_name", "tiles_of"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -40,6 +41,11 @@ def carve(scratch: Tensor | None, tiles: tuple[Tile, ...], kernel: str) -> list[
         If the buffer is too small for the tiles.
     """
     return _views(scratch, _layout(tiles), kernel)
+
+
+def beginning(tile: Tensor, shape: Sequence[int]) -> Tensor:
+    """View the beginning of a tile in another shape: contiguous whatever that is, so that BLAS gets plain strides."""
+    return tile.view(-1)[: math.prod(shape)].view(shape)
 
 
 def tiles_of(kernel: str, scratch: Tensor | None, operands: dict[str, Tensor], **attrs: Any) -> list[Tensor]:

@@ -15,10 +15,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible, widened
+from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible
 from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_attention
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels._scratch import beginning, tiles_of
 from mosaic.registrar.implementations.cpu import KEY_ROWS
 
 __all__ = ["bind", "launch", "reference"]
@@ -83,7 +83,7 @@ def _heads(
         for start in range(0, tokens, rows):
             q, limits = q_KTH[mine, start : start + rows], seen[start : start + rows]
             if converted:
-                q = widened(converted[0], q)
+                q = beginning(converted[0], q.shape).copy_(q)
             parts = _key_tiles(k_KSH[mine], v_KSH[mine], max(limits), keys, converted)
             y_KTH[mine, start : start + rows].copy_(online_softmax(q, parts, scale, tiles, limits))
 
@@ -95,7 +95,7 @@ def _key_tiles(
     for start in range(0, count, rows):
         k, v = (x[:, start : min(start + rows, count)] for x in (k_ASH, v_ASH))
         if converted:
-            k, v = widened(converted[1], k), widened(converted[2], v)
+            k, v = (beginning(wide, x.shape).copy_(x) for wide, x in zip(converted[1:], (k, v), strict=True))
         yield start, k, v
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError
-from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible, widened
+from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible
 from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_kv_row, check_shapes, heads_of
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels._scratch import beginning, tiles_of
 from mosaic.registrar.implementations.cpu import KEY_ROWS
 
 __all__ = ["bind", "check", "launch", "reference"]
@@ -103,10 +103,8 @@ def _heads(
             for start in range(0, count, tokens):
                 tile = mine, slice(start, start + tokens), slice(member, member + members)
                 part, limits = q_KTGH[tile], seen[start : start + tokens]
-                if narrow or members > 1:
-                    packed = query.view(-1)[: part.numel()].view(part.shape).copy_(part).flatten(1, 2)
-                else:
-                    packed = part.squeeze(2)
+                apart = narrow or members > 1
+                packed = beginning(query, part.shape).copy_(part).flatten(1, 2) if apart else part.squeeze(2)
                 parts = _key_tiles(k, v, places, max(limits), gathered)
                 y_KTGH[tile].copy_(online_softmax(packed, parts, scale, tiles, limits).view(part.shape))
 
@@ -139,7 +137,7 @@ def _key_tiles(
             place = slice(place.start, min(place.stop, place.start + count - start))
             k, v = k_ARH[:, place], v_ARH[:, place]
             if len(gathered) > 2:
-                k, v = widened(gathered[0], k), widened(gathered[1], v)
+                k, v = (beginning(wide, x.shape).copy_(x) for wide, x in zip(gathered[:2], (k, v), strict=True))
         else:
             k, v = (_gathered(x[0], place[: count - start], tile, gathered[2:]) for x, tile in
                     zip((k_ARH, v_ARH), gathered[:2], strict=True))  # fmt: skip

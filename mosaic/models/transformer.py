@@ -24,8 +24,8 @@ FFN_TILE = 128
 EXPERT_TILE = 128
 
 ATTENTION = ("together", "queries", "heads")
-"""How attention runs: all queries at once; by chunks of queries, which then never exist whole; or that for a few KV
-heads at a time, whose results are gathered before one output projection."""
+"""How attention runs: all queries at once; by chunks of queries, which then never exist whole; or for a few KV heads at
+a time, whose results are gathered before one output projection."""
 CACHED_ATTENTION = ("together", "queries")
 """The same over the state: keys and values of all heads are there anyway."""
 

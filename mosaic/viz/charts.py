@@ -45,6 +45,7 @@ _LAYER: Final = re.compile(r"^\w+\.\d+/")  # every tick would repeat it
 _INK: Final = "#333333"
 _FAINT: Final = "#E4E4E4"
 _ZOOM_OPS: Final = 24  # about two layers: few enough that op names can be read
+_LOOP_STEP: Final = 0.08  # of the peak, from the bar of a loop to that of a loop in it: room for a name
 _Box = tuple[Mapping[str, Any], int, int, str]  # buffer, [start, end) as drawn, colour of its name
 _SERIES_COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5B7083", "#8C6BB1", "#1A1A1A")
 _SERIES_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -373,7 +374,6 @@ def _draw_map(axes: Axes, doc: Document, first: int, last: int) -> None:
         axes.add_collection(PatchCollection(patches, facecolor=COLORS[category], edgecolor="white", linewidth=line))
     top = max(doc["peak_bytes"], 1) / GIB
     axes.set_xlim(first, last)
-    axes.set_ylim(0, top * 1.14)
     axes.axhline(doc["peak_bytes"] / GIB, color=PEAK_COLOR, linewidth=1.0, linestyle=(0, (4, 3)))
     axes.set_ylabel("workspace offset, GiB")
     _draw_names(axes, boxes, first, last, top)
@@ -393,19 +393,20 @@ def _draw_names(axes: Axes, boxes: Sequence[_Box], first: int, last: int, top: f
 
 
 def _draw_loops(axes: Axes, doc: Document, first: int, last: int, top: float) -> None:
-    """Mark each chunk loop above the map by a bar; wide bars say how many rows and how often."""
+    """Mark each chunk loop above the map by a bar, inner ones above outer ones; wide bars say how often it runs."""
     depth: dict[str, int] = {}
     for region in doc["regions"]:
         depth[region["name"]] = depth.get(region["parent"], -1) + 1
         start, end = max(region["start"], first), min(region["end"], last)
         if start >= end:
             continue
-        height = top * (1.035 + 0.022 * depth[region["name"]])
+        height = top * (1.035 + _LOOP_STEP * depth[region["name"]])
         inset = 0.002 * (last - first)
         axes.plot([start + inset, end - inset], [height, height], color="#777777", linewidth=3, solid_capstyle="butt")
         label = f"{region['knob']} x {region['count']}"
         if (end - start) / (last - first) >= 0.016 * len(label):
             axes.text((start + end) / 2, height + 0.012 * top, label, ha="center", va="bottom", fontsize=8, color=_INK)
+    axes.set_ylim(0, top * (1.14 + _LOOP_STEP * max(depth.values(), default=0)))
 
 
 def _draw_zoom(timeline: Axes, addresses: Axes, doc: Document, profile: LiveProfile) -> None:

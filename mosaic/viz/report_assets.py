@@ -54,7 +54,7 @@ SCRIPT: Final = """
 (() => {
 const plan = JSON.parse(document.getElementById("plan").textContent);
 const {ops, buffers, regions, categories, colors, live, total, peak} = plan;
-const count = ops.length, GIB = 2 ** 30, PAD = {left: 58, right: 10, top: 24, bottom: 22};
+const count = ops.length, GIB = 2 ** 30, PAD = {left: 58, right: 10, top: 36, bottom: 22};
 const byId = id => document.getElementById(id);
 const tip = byId("tip"), timeline = byId("timeline"), map = byId("map");
 let first = 0, last = Math.max(count, 1), drag = null, chosen = -1, hoverOp = -1;
@@ -172,7 +172,7 @@ function drawMap() {
   g.fillStyle = ink("--soft"); g.textBaseline = "bottom";
   for (const r of regions) {
     if (r.start >= last || r.end <= first) continue;
-    const left = f.x(Math.max(r.start, first)), right = f.x(Math.min(r.end, last)), height = 14 + 4 * r.depth;
+    const left = f.x(Math.max(r.start, first)), right = f.x(Math.min(r.end, last)), height = 13 + 11 * r.depth;
     g.fillRect(left + 1, height, Math.max(right - left - 2, 1), 3);
     if (right - left > 7 * r.label.length + 4) g.fillText(r.label, (left + right) / 2, height - 1);
   }

@@ -54,7 +54,7 @@ FEW_POINTER_TILES: Final = {
 }
 # Of eight tiles with descriptors on an H200, for the statistics: 2,048 rows in 128x256x64, loops flattened, took 2.66 ms,
 # 0.97 of cuBLAS's bare product (3.37 with the loops apart); 32 rows in 64x256x64 took 0.26 ms, 1.03 of it. One tile of rows
-# waits for the weight alone: at 128 rows a fourth stage took 0.276 ms for 0.287, at 2,048 it took 3.40 for 3.19.
+# waits for the weight alone: a fourth stage took 0.96 of the time of three at 128 rows, and 1.07 of it at 2,048.
 DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 3), True: Tile(128, 128, 64, 8, 3)}
 SINGLE_DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 4), True: DESCRIPTOR_TILES[True]}
 FEW_DESCRIPTOR_TILES: Final = {False: Tile(64, 256, 64, 8, 4), True: Tile(64, 128, 64, 8, 4)}
@@ -471,7 +471,8 @@ def tile_of(x: Tensor, sampled: bool, described: bool) -> Tile:
 def narrow_columns(tiles: int, splits: int, vocabulary: int, columns: int) -> int:
     """Columns of a last tile of every split, half as wide, where those cover what whole rounds leave; else 0.
 
-    256 rows on 132 processors are 66 splits of 494 tiles: seven each, and eight for some, for which all would wait.
+    256 rows on 132 processors are 66 splits of 494 tiles: seven each, and eight for some, for which all would wait. There
+    are no more splits than tiles, so every split has a whole tile before its narrow one, which may lie past the end.
 
     >>> narrow_columns(494, 66, 126464, 256), narrow_columns(494, 132, 126464, 256), narrow_columns(494, 33, 126464, 256)
     (128, 0, 0)

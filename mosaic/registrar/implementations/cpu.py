@@ -44,7 +44,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 }
 TILE_ALIGNMENT: Final = 64  # bytes, a cache line; each tile may lose this much to alignment
 
-# Tile sizes in rows. Chosen so that the tiles an op works on together stay within about 1 to 4 MiB (an L2 cache of
+# Sizes of tiles. Chosen so that the tiles an op works on together stay within about 1 to 4 MiB (an L2 cache of
 # today).
 SCORES: Final = 1 << 18
 """Scores in a tile of attention, however many rows and keys it has."""
@@ -63,11 +63,11 @@ ROUTE_ROWS: Final = 256
 COMBINE_ROWS: Final = 128
 SCORE_ROWS: Final = 1024
 """Rows whose scores, one number each, are made at a time."""
-# Whatever the width: a region over heads slices widths, so they may be symbolic too (1 and 2 MiB of float32 at 4,096).
-TILE_ROWS: Final = 64
 PRODUCT_TILE: Final = (256, 512, 256)
 """Rows, columns and inner width of a tile of a 16-bit product, at any width of the operands: in smaller tiles BLAS falls
 behind, and the calls are noticed."""
+# Whatever the width: a region over heads slices widths, so they may be symbolic too (1 and 2 MiB of float32 at 4,096).
+TILE_ROWS: Final = 64
 ROTARY_ROWS: Final = 128
 
 Shapes = Mapping[str, Sequence[Any]]  # operand -> dims; a dim is an int or a sympy expression

@@ -19,6 +19,7 @@ __all__ = [
     "SAMPLED_PARTIAL_BYTES",
     "SCRATCH",
     "SORT_BLOCK",
+    "UNEMBED_ROWS",
     "kv_splits",
     "unembed_splits",
 ]
