@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -51,6 +52,9 @@ DType: TypeAlias = Annotated[
 Where: TypeAlias = Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")]
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
+def given(context: typer.Context) -> dict[str, Any]:
+    """Those of a command's options that `GenerationConfig` takes and that were given."""
+    from mosaic.decoding.config import GenerationConfig
+
+    taken = (entry.name for entry in fields(GenerationConfig))
+    return {name: value for name in taken if (value := context.params.get(name)) is not None}

@@ -35,6 +35,7 @@ __all__ = ["generate"]
 
 
 def generate(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option(help="small, small-sdar; a checkpoint directory; or a preset (random weights).")
     ] = "small",
@@ -78,13 +79,7 @@ def generate(
     from mosaic.models import load
     from mosaic.models.shipped import SHIPPED
 
-    options = o.given(
-        gen_length=gen_length, steps=steps, block_length=block_length, temperature=temperature, top_p=top_p, top_k=top_k,
-        remasking=remasking, algorithm=algorithm, alg=alg, alg_temp=alg_temp, threshold=threshold, factor=factor,
-        cache=cache, cfg_scale=cfg_scale, seed=seed, small_block_length=small_block_length,
-        edit_threshold=edit_threshold, max_post_steps=max_post_steps, minimal_topk=minimal_topk, eps=eps,
-    )  # fmt: skip
-    config = GenerationConfig(**options)
+    config = GenerationConfig(**o.given(context))
     described = load(model)
     chat = model in SHIPPED if chat is None else chat
     tokenizer = _tokenizer(described)

@@ -24,6 +24,7 @@ __all__ = ["quality"]
 
 
 def quality(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option(help="small, small-sdar, or a checkpoint directory of examples/train_small.")
     ] = "small",
@@ -72,12 +73,6 @@ def quality(
     if plot is not None and plot.suffix != ".png":
         raise UsageError(f"--plot writes PNG, got {plot}: give a name that ends in .png.")
     require_torch("`mosaic bench quality`")
-    options = o.given(
-        gen_length=gen_length, steps=steps, block_length=block_length, temperature=temperature, top_p=top_p, top_k=top_k,
-        remasking=remasking, algorithm=algorithm, alg=alg, alg_temp=alg_temp, threshold=threshold, factor=factor,
-        cache=cache, cfg_scale=cfg_scale, small_block_length=small_block_length, edit_threshold=edit_threshold,
-        max_post_steps=max_post_steps, minimal_topk=minimal_topk, eps=eps,
-    )  # fmt: skip
     settings = QualitySettings(
         tasks=tuple(part.strip() for part in tasks.split(",")),
         lengths=tuple(parse_tokens(part) for part in lengths.split(",")),
@@ -85,7 +80,7 @@ def quality(
         per_task=per_task,
         seed=seed,
         batch=batch,
-        options={"seed": seed, **options},
+        options=o.given(context),
     )
     described = load(model)
     if described.path is None:

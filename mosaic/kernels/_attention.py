@@ -14,7 +14,7 @@ from torch import Tensor
 from mosaic.kernels._scratch import beginning
 from mosaic.registrar.implementations.cpu import KEY_ROWS, QUERY_ROWS, SCORES, WHOLE_KEYS
 
-__all__ = ["evenly", "keys_seen", "online_softmax", "tile_shape", "visible"]
+__all__ = ["evenly", "keys_seen", "online_softmax", "parted", "tile_shape", "visible"]
 
 
 def online_softmax(
@@ -82,10 +82,16 @@ def online_softmax(
 def _hide(s: Tensor, start: int, limits: Tensor, places: Tensor, mask: Tensor) -> None:
     """Put -inf where a row does not see a key; `limits` counts the keys that each row sees."""
     rows, count = s.shape
-    place, hidden = places[:count], mask[: rows * count].view(rows, count)
+    place, hidden = places[:count], beginning(mask, (rows, count))
     torch.arange(start, start + count, out=place)
     torch.ge(place.unsqueeze(0), limits[:rows].unsqueeze(1), out=hidden)
     s.masked_fill_(hidden, float("-inf"))
+
+
+def parted(tiles: list[Tensor], block: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Part a kernel's tiles into those of its converted operands and those of `online_softmax`."""
+    own = 10 if block else 7
+    return tiles[:-own], tiles[-own:]
 
 
 def tile_shape(keys: int, *, in_place: bool) -> tuple[int, int]:

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels._scratch import beginning
 from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, ROW_NUMBERS, SAMPLE_TILES
 
 __all__ = [
@@ -119,7 +120,7 @@ class RowSamples:
         top, logit, index, better = (tile[:rows] for tile in self.tiles[:4])
         base, scores, *scratch = self.tiles[4:]
         blocks = -(-columns // COUNTER_COLUMNS)
-        score_CV = scores.view(-1)[: rows * blocks * COUNTER_COLUMNS].view(rows, blocks * COUNTER_COLUMNS)
+        score_CV = beginning(scores, (rows, blocks * COUNTER_COLUMNS))
         fill_exponentials(score_CV, self.keys, first_column, scratch)
         score_CV.log_().neg_()
         score_CV = score_CV[:, :columns]
@@ -261,11 +262,11 @@ def _fill_numbers(
     integers, floats, low, high, *group_numbers, numbers = scratch[:7]
     _fill_constants(integers, floats)
     rows, block = keys.shape[0], first_column // COUNTER_COLUMNS
-    own = numbers.view(-1)[: rows * blocks * COUNTER_COLUMNS].view(rows, blocks, _GROUPS, _RUNS, GROUP_RUN)
+    own = beginning(numbers, (rows, blocks, _GROUPS, _RUNS, GROUP_RUN))
     drawn = _words(keys, (block * COUNTERS, blocks * COUNTERS), 0, (low, high), integers, scratch[7:])
     for run, word in enumerate(drawn):
         own[:, :, :, run].copy_(word.view(rows, blocks, _GROUPS, GROUP_RUN))
-    first, second = (tile.view(-1)[: rows * blocks * _GROUPS].view(rows, blocks * _GROUPS) for tile in group_numbers)
+    first, second = (beginning(tile, (rows, blocks * _GROUPS)) for tile in group_numbers)
     drawn = _words(keys, (block * _GROUPS, blocks * _GROUPS), 1, (low, high), integers, scratch[7:])
     zero, one, two, _ = drawn
     first.copy_(zero)
@@ -303,7 +304,7 @@ def _words(
 ) -> tuple[Tensor, ...]:
     """Give four words [C, count] for the counters (first + i, domain, 0, 0), `counted` being first and count."""
     rows, (first, count) = keys.shape[0], counted
-    counters = [tile.view(-1)[: rows * count].view(rows, count) for tile in tiles]
+    counters = [beginning(tile, (rows, count)) for tile in tiles]
     low, high = (half[:rows].unsqueeze(1) for half in halves)
     mask, bits = integers[4:6].unsqueeze(1)
     torch.bitwise_and(keys.unsqueeze(1), mask, out=low)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mosaic.kernels._operands import INDEX, check_shapes
 from mosaic.kernels._sampling import RowSamples, check_samples
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels._scratch import beginning, tiles_of
 
 __all__ = ["RowStatistics", "check_outputs", "statistics_reference"]
 
@@ -86,7 +86,7 @@ class RowStatistics:
         if self.samples is not None:
             self.samples.update(logits_CV, first_column)
         rows, columns = logits_CV.shape
-        work_CV = self.tiles[1].view(-1)[: rows * columns].view(rows, columns)
+        work_CV = beginning(self.tiles[1], (rows, columns))
         top, runner_up, shift, scale, total, weighted, index, better = (tile[:rows] for tile in self.tiles[2:10])
         base = self.tiles[10]
         torch.max(logits_CV, dim=1, out=(top, index))

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible
+from mosaic.kernels._attention import evenly, keys_seen, online_softmax, parted, tile_shape, visible
 from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_attention
 from mosaic.kernels._scratch import beginning, tiles_of
@@ -41,9 +41,7 @@ def bind(
     """Write the attention of the query rows into y [T, N*H]; `cu_seqlens` is read on the host; y may be q itself."""
     rows = q.shape[0]
     heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size)
-    tiles = tiles_of("attention", scratch, {"q": q}, head_size=head_size, block=block)
-    own = 10 if block else 7
-    converted, tiles = tiles[:-own], tiles[-own:]
+    converted, tiles = parted(tiles_of("attention", scratch, {"q": q}, head_size=head_size, block=block), block)
     group = heads // kv_heads
 
     def run() -> None:

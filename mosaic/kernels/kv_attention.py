@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError
-from mosaic.kernels._attention import evenly, keys_seen, online_softmax, tile_shape, visible
+from mosaic.kernels._attention import evenly, keys_seen, online_softmax, parted, tile_shape, visible
 from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_kv_row, check_shapes, heads_of
 from mosaic.kernels._scratch import beginning, tiles_of
@@ -47,9 +47,7 @@ def bind(
 ) -> Run:
     """Write the attention of the query rows into y [T, N*H]; lengths and positions are read on the host."""
     first, group = check(q, kv, key_slots, cu_seqlens, cu_keys, positions, y, layer, kv_heads, head_size)
-    tiles = tiles_of("kv_attention", scratch, {"q": q}, head_size=head_size, block=block)
-    own = 10 if block else 7
-    converted, tiles = tiles[:-own], tiles[-own:]
+    converted, tiles = parted(tiles_of("kv_attention", scratch, {"q": q}, head_size=head_size, block=block), block)
     rows, width = q.shape[0], kv_heads * head_size
     k_KRH, v_KRH = (
         kv[:, at : at + width].view(-1, kv_heads, head_size).transpose(0, 1) for at in (first, first + width)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels._scratch import beginning, tiles_of
 from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
 
 __all__ = ["bind", "launch", "reference", "take_in"]
@@ -48,7 +48,7 @@ def take_in(logits_CV: Tensor, state: RowStatistics) -> None:
         part = state.rows(start, start + rows)
         for first in range(0, vocabulary, columns):
             tile = logits_CV[start : start + rows, first : first + columns]
-            free = state.tiles[0].view(-1)[: tile.numel()].view(tile.shape)
+            free = beginning(state.tiles[0], tile.shape)
             part.update(tile if tile.dtype == torch.float32 else free.copy_(tile), first, free)
         part.finish()
 

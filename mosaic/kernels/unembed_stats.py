@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels._operands import check_shapes
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels._scratch import beginning, tiles_of
 from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
 
 __all__ = ["launch", "multiply_in", "reference"]
@@ -57,8 +57,7 @@ def multiply_in(
             x_tile = x_CD[start : start + rows]
             if converted:
                 x_tile = converted[0][: x_tile.shape[0]].copy_(x_tile)
-            shape = x_tile.shape[0], weight_tile.shape[0]
-            logits = state.tiles[0].view(-1)[: shape[0] * shape[1]].view(shape)
+            logits = beginning(state.tiles[0], (x_tile.shape[0], weight_tile.shape[0]))
             torch.mm(x_tile, weight_tile.t(), out=logits)
             state.rows(start, start + rows).update(logits, first, logits)
     state.finish()

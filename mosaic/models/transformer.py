@@ -214,10 +214,7 @@ class _Step:
         g, arch, tokens = self.g, self.arch, self.tokens
         heads = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
         whole = {name: g.buffer(name, (tokens, n * arch.head_size), arch.dtype) for name, n in heads.items()}
-        with g.chunk("proj", over=tokens, tile=PROJECTION_TILE) as rows:
-            _, h = self.normed(rows, norm, "attention_in")
-            for name, out in whole.items():
-                self.project(layer, name, h, matrices[f"{name}_proj"], out)
+        self.project_rows(layer, norm, matrices, whole, "proj", "attention_in")
         self.project_out(self.attend_to(whole["q"], whole["k"], whole["v"]), matrices["o_proj"])
 
     def project_out(self, y: Buffer, matrix: Buffer) -> None:
@@ -266,10 +263,7 @@ class _Step:
         g.add_alias(attended, q)
         with g.chunk("heads", over=self.kv_heads, tile=1) as group:
             k, v = (g.buffer(name, (self.tokens, group * arch.head_size), arch.dtype) for name in ("k", "v"))
-            with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE) as rows:
-                _, h = self.normed(rows, norm, "attention_in")
-                for name, out in (("q", q), ("k", k), ("v", v)):
-                    self.project(layer, name, h, matrices[f"{name}_proj"], out)
+            self.project_rows(layer, norm, matrices, {"q": q, "k": k, "v": v}, "proj", "attention_in")
             self.attend_to(q, k, v, attended)
         self.project_out(attended, matrices["o_proj"])
 
@@ -317,11 +311,17 @@ class _Step:
         """Those of all tokens for some heads, by chunks of tokens."""
         g, arch = self.g, self.arch
         k, v = (g.buffer(name, (self.tokens, heads * arch.head_size), arch.dtype) for name in ("k", "v"))
-        with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="keys") as rows:
-            _, h = self.normed(rows, norm, "keys_in")
-            self.project(layer, "k", h, matrices["k_proj"], k)
-            self.project(layer, "v", h, matrices["v_proj"], v)
+        self.project_rows(layer, norm, matrices, {"k": k, "v": v}, "keys", "keys_in")
         return k, v
+
+    def project_rows(
+        self, layer: int, norm: Buffer, matrices: dict[str, Buffer], outs: dict[str, Buffer], loop: str, name: str
+    ) -> None:
+        """Those of q, k and v that there are buffers for, of all tokens, by chunks of tokens under one norm."""
+        with self.g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name=loop) as rows:
+            _, h = self.normed(rows, norm, name)
+            for part, out in outs.items():
+                self.project(layer, part, h, matrices[f"{part}_proj"], out)
 
     def normed(self, rows: Dim, norm: Buffer, name: str) -> tuple[Buffer, Buffer]:
         """This iteration's rows of the hidden state, and rms_norm of them."""

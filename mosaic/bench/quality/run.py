@@ -104,7 +104,8 @@ def run(
     """
     import torch
 
-    from mosaic.decoding import GenerationConfig, generate, shapes
+    from mosaic.decoding import GenerationConfig, generate, resolve, shapes
+    from mosaic.decoding.algorithms import canvas_length
 
     items = evaluation_set(
         settings.seed, tasks=settings.tasks, lengths=settings.lengths, per_cell=settings.per_cell,
@@ -114,22 +115,22 @@ def run(
     table = vocabulary()
     outcomes: list[dict[str, Any]] = []
     scores: list[Score] = []
-    asked = [
-        (part, GenerationConfig(**{"gen_length": gen_length(part[0].task), **settings.options}))
-        for part in batches(items, settings.batch)
-    ]
-    for part, config in asked:
-        lengths = [len(table.encode(item.prompt)) for item in part]
-        longest = model.architecture.max_positions
-        if longest and max(lengths) + config.gen_length > longest:
-            raise UsageError(
-                f"a context of {part[0].length:,} tokens and its answer take {max(lengths) + config.gen_length:,} "
-                f"positions, the model has {longest:,}; leave the length out."
-            )
-        model.check(shapes(config, lengths, model.architecture))
-    began = time.perf_counter()
-    for part, config in asked:
+    arch = model.architecture
+    asked = []
+    for part in batches(items, settings.batch):
+        config = GenerationConfig(**{"gen_length": gen_length(part[0].task), **settings.options})
         prompts = [torch.tensor(table.encode(item.prompt), dtype=torch.int64) for item in part]
+        lengths = [prompt.numel() for prompt in prompts]
+        taken = canvas_length(resolve(config, arch), arch, max(lengths))
+        if arch.max_positions and taken > arch.max_positions:
+            raise UsageError(
+                f"a context of {part[0].length:,} tokens and its answer take {taken:,} positions, the model has "
+                f"{arch.max_positions:,}; leave the length out."
+            )
+        model.check(shapes(config, lengths, arch))
+        asked.append((part, prompts, config))
+    began = time.perf_counter()
+    for part, prompts, config in asked:
         for item, answer in zip(part, generate(model, prompts, config), strict=True):
             ids = [int(token) for token in answer.token_ids]
             text = table.decode(ids[: ids.index(EOS)] if EOS in ids else ids)
