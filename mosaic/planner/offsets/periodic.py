@@ -49,47 +49,57 @@ def fold(blocks: Blocks) -> Iterator[Folded]:
         return
     order = sorted(range(len(blocks)), key=lambda row: (blocks.starts[row], blocks.ends[row], blocks.sizes[row]))
     found = _repetition(blocks, order)
-    if found is None or 2 * (found[2] + found[1]) < len(blocks):
+    if found is None or 2 * found.covered < len(blocks):
         return
-    first, count, run = found
     for multiple in (1, 2, 3):
-        if run < count * multiple * _LEAST_REPEATS - count * multiple:
+        stretch = _Stretch(first=found.first, count=found.count * multiple, covered=found.covered)
+        if stretch.repeats < _LEAST_REPEATS:
             return
-        problem, classes = _folded_problem(blocks, order, first, count * multiple, run)
+        problem, classes = _folded_problem(blocks, order, stretch)
         if problem is not None:
             window = blocks_of(problem)
-            yield Folded(window=window, classes=classes, period=count * multiple)
+            yield Folded(window=window, classes=classes, period=stretch.count)
 
 
-def _repetition(blocks: Blocks, order: list[int]) -> tuple[int, int, int] | None:
-    """Return (first, count, run): from the block at `first` on, `run` blocks in a row equal those `count` later.
+@dataclass(frozen=True, kw_only=True)
+class _Stretch:
+    """From the block at `first` on, `covered` blocks in a row tell the same `count` blocks over and over.
 
-    The period that covers most wins, the shortest among equals.
+    What is left after the last whole telling takes no part in the folding.
     """
+
+    first: int
+    count: int
+    covered: int
+
+    @property
+    def repeats(self) -> int:
+        """Whole tellings of the period."""
+        return self.covered // self.count
+
+
+def _repetition(blocks: Blocks, order: list[int]) -> _Stretch | None:
+    """Return the stretch that covers most blocks; a longer period has to cover a whole one more."""
     starts = np.array([blocks.starts[row] for row in order])
     lengths = np.array([blocks.ends[row] for row in order]) - starts
     steps = np.diff(starts, prepend=starts[:1])
     sizes = np.array([blocks.sizes[row] for row in order])
-    n = len(order)
-    best: tuple[int, int, int] | None = None
-    for count in range(1, n // _LEAST_REPEATS + 1):
+    best: _Stretch | None = None
+    for count in range(1, len(order) // _LEAST_REPEATS + 1):
         same = (sizes[count:] == sizes[:-count]) & (lengths[count:] == lengths[:-count])
         same[1:] &= steps[count + 1 :] == steps[1:-count]
-        breaks = np.flatnonzero(~same)
-        edges = np.concatenate(([-1], breaks, [len(same)]))
+        edges = np.concatenate(([-1], np.flatnonzero(~same), [len(same)]))
         widths = np.diff(edges) - 1
         at = int(widths.argmax())
-        run = int(widths[at])
-        if run >= count * (_LEAST_REPEATS - 1) and (best is None or run + count > best[2] + best[1] + count):
-            best = (int(edges[at]) + 1, count, run)
+        stretch = _Stretch(first=int(edges[at]) + 1, count=count, covered=int(widths[at]) + count)
+        if stretch.repeats >= _LEAST_REPEATS and (best is None or stretch.covered > best.covered + count):
+            best = stretch
     return best
 
 
-def _folded_problem(
-    blocks: Blocks, order: list[int], first: int, count: int, run: int
-) -> tuple[Problem | None, list[int]]:
+def _folded_problem(blocks: Blocks, order: list[int], stretch: _Stretch) -> tuple[Problem | None, list[int]]:
     """Return the folded problem and the class of each block; None if a buffer outlives its period."""
-    repeats = (run + count) // count
+    first, count, repeats = stretch.first, stretch.count, stretch.repeats
     begin = blocks.starts[order[first]]
     period = blocks.starts[order[first + count]] - begin
     if period <= 0:
