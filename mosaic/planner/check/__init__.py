@@ -1,7 +1,8 @@
 """Verify every claim of a plan from its JSON document alone, sharing no code with the planner.
 
 `reading` turns the document into `columns`; `structure`, `launches` (by the letters of `operators`), `lifetimes`,
-`placement`, `values`, `streams`, `claims` and `settings` check one idea each.
+`placement`, `values`, `streams`, `claims` and `settings` check one idea each; `weights` compares a plan with where
+weights were loaded, which no file says.
 
 Rulings where the rules leave a choice; each takes the safe side:
 
@@ -61,19 +62,23 @@ from mosaic.planner.check.settings import check_settings
 from mosaic.planner.check.streams import check_streams
 from mosaic.planner.check.structure import check_ops, check_structure
 from mosaic.planner.check.values import check_aliases, checked_gaps
+from mosaic.planner.check.weights import WeightMap, check_weights, weight_map
 
-__all__ = ["SCHEMA", "Violation", "check_plan", "require_valid", "require_well_formed"]
+__all__ = ["SCHEMA", "Violation", "WeightMap", "check_plan", "require_valid", "require_well_formed", "weight_map"]
 
 SCHEMA: Final = "mosaic.plan/1"
 
 
-def check_plan(document: Mapping[str, Any]) -> list[Violation]:
+def check_plan(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> list[Violation]:
     """List the claims of a plan that do not hold; an empty list is a valid plan.
 
     Parameters
     ----------
     document
         A plan as its JSON reads, schema 'mosaic.plan/1'. It is not written.
+    weights
+        Where weights were loaded (`weight_map` of the plan that loaded them): the plan must read them there, and have
+        nothing else there.
 
     Returns
     -------
@@ -106,11 +111,13 @@ def check_plan(document: Mapping[str, Any]) -> list[Violation]:
     check_streams(plan, check_addresses(plan, gaps))
     check_claims(plan, gaps)
     check_settings(plan)
+    if weights is not None:
+        check_weights(plan, weights)
     return found
 
 
-def require_valid(document: Mapping[str, Any]) -> None:
-    """Raise if any claim of a plan does not hold.
+def require_valid(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> None:
+    """Raise if any claim of a plan does not hold; `weights` as in `check_plan`.
 
     Raises
     ------
@@ -126,7 +133,7 @@ def require_valid(document: Mapping[str, Any]) -> None:
         ...
     mosaic.errors.PlanFormatError: expected schema 'mosaic.plan/1', got 'mosaic.plan/2'; plan again with this version
     """
-    violations = check_plan(document)
+    violations = check_plan(document, weights=weights)
     if violations:
         raise CheckFailed(map(str, violations))
 
