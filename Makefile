@@ -1,5 +1,6 @@
 # make demo    plan LLaDA-8B at 128K for an RTX 3090, then load a small checkpoint and run a step in exactly the planned bytes
 # make test    install the test extras and run the tests
+# make soak    the slow tests, every kernel for every card, and ten minutes of fuzzing
 # make lint    style and types
 # make bench   CPU benchmarks; results go to benchmarks/results and into the docs
 # make report  tables and plots of the recorded GPU results, into the docs
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench report clean
+.PHONY: demo test soak lint bench report clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -27,7 +28,11 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/run_step.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not soak"
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "soak and not gpu"
+	$(BIN)/python -m tests.fuzz --minutes 10
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
