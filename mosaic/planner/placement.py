@@ -1,24 +1,28 @@
 """Addresses for the workspace: replay a known order for the new sizes, or solve for them.
 
 One order serves every context and chunk count as long as its peak stays at the
-lower bound. A variant's orders come from reference sizes that depend on the
+lower bound. A replayed answer is checked like a solver's, and dropped where it does
+not hold. A variant's orders come from reference sizes that depend on the
 template alone, never on earlier requests, so the same input gives the same
 plan whatever was planned before.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mosaic.planner.offsets import Order, Problem, Solution, solve
+from mosaic.planner.offsets import Guard, Order, Problem, Solution, solve
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
 
 __all__ = ["NODE_LIMIT", "place", "problem_of"]
+
+_log = logging.getLogger(__name__)
 
 NODE_LIMIT: Final = 200_000
 """Search nodes that an exact solver may spend on one plan: a count, so that the same input gives the same plan."""
@@ -41,8 +45,11 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> tuple[Sequen
         return solution.offsets, solution.peak_bytes, solution.solver
     best: tuple[Sequence[int], int, str] | None = None
     for number in range(len(REFERENCES)):
-        order, found_by = _reference_order(point, variant, number)
+        order, guard, found_by = _reference_order(point, variant, number)
         offsets, peak = order.replay(sizes)
+        if fault := guard.fault(offsets, sizes):
+            _log.warning("dropped a replayed order of the solver %s: %s", found_by, fault)
+            continue
         if best is None or peak < best[1]:
             best = offsets, int(peak), f"{found_by}, replayed"
         if best[1] == point.lower_bound(config):
@@ -53,7 +60,7 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> tuple[Sequen
     return solution.offsets, solution.peak_bytes, solution.solver
 
 
-def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order, str]:
+def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order, Guard, str]:
     """The order found at one of the reference sizes, solved on first use."""
     while len(variant.orders) <= number:
         extent, rows = REFERENCES[len(variant.orders)]
@@ -64,7 +71,7 @@ def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order
         values += [min(rows, known[knob.over]) for knob in point.space.template.knobs]
         sizes = variant.formula.root_sizes(variant.body.monomials(values))
         solution = solve(problem := problem_of(variant, sizes.tolist()), node_limit=NODE_LIMIT)
-        variant.orders.append((Order.of(problem, solution), solution.solver))
+        variant.orders.append((Order.of(problem, solution), Guard(problem), solution.solver))
     return variant.orders[number]
 
 

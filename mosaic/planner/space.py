@@ -22,7 +22,7 @@ from mosaic.devices import Device
 from mosaic.errors import UnknownName, UsageError
 from mosaic.planner.cost import OpTimes
 from mosaic.planner.lifetimes import Lifetimes, derive
-from mosaic.planner.offsets import Order
+from mosaic.planner.offsets import Guard, Order
 from mosaic.planner.peaks import ALIGNMENT, PeakFormula, peak_formula
 from mosaic.planner.template import Body, Template
 from mosaic.units import round_up
@@ -44,14 +44,15 @@ class Config(NamedTuple):
 class Variant:
     """A body with some of its regions on.
 
-    `orders` are packings found at reference sizes, with the solver that found them, replayed for new sizes. The last
-    three fields keep what plans say of this variant whatever the dims; the document module fills them.
+    `orders` are packings found at reference sizes, with what checks their answers and the solver that found them; they
+    are replayed for new sizes. The last three fields keep what plans say of this variant whatever the dims; the document
+    module fills them.
     """
 
     body: Body
     life: Lifetimes
     formula: PeakFormula
-    orders: list[tuple[Order, str]] = field(default_factory=list)
+    orders: list[tuple[Order, Guard, str]] = field(default_factory=list)
     op_statics: list[dict[str, Any]] = field(default_factory=list)
     buffer_statics: list[dict[str, Any]] = field(default_factory=list)
     formula_lines: list[dict[str, str]] = field(default_factory=list)

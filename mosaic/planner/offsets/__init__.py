@@ -4,14 +4,17 @@
 `Order` replays one for other sizes. Importing this needs NumPy only.
 """
 
-from .blocks import blocks_of
+from .blocks import Blocks, blocks_of
 from .minimalloc_csv import names_end, read_csv, write_csv
 from .portfolio import SOLVERS, solve
-from .problem import Problem, Solution, lower_bound, validate
+from .problem import Problem, Solution, lower_bound
 from .replay import Order
+from .validity import Guard, validate
 
 __all__ = [
     "SOLVERS",
+    "Blocks",
+    "Guard",
     "Order",
     "Problem",
     "Solution",

@@ -46,6 +46,8 @@ class Blocks:
         Given offsets; None if there are none.
     lower_bound : int
         Bytes.
+    problem : Problem
+        What the blocks were made of.
     """
 
     sizes: list[int]
@@ -57,7 +59,7 @@ class Blocks:
     lower_bound: int
     capacity: int | None
     _rows: list[int] | None  # problem row of each block; None if row i is block i
-    _problem: Problem
+    problem: Problem
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -133,7 +135,7 @@ class Blocks:
         """Return one offset per buffer of the problem, from one per block."""
         if self._rows is None:
             return tuple(offsets)
-        problem = self._problem
+        problem = self.problem
         roots, distances = groups_of(problem)
         at_root = {row: offsets[block] for block, row in enumerate(self._rows)}
         if problem.pins is not None:  # blocks of 0 bytes were dropped, but may be pinned
@@ -151,7 +153,7 @@ def blocks_of(problem: Problem) -> Blocks:
         alignments = _needed(problem.alignments, sizes, [])
         return Blocks(
             sizes=sizes, starts=starts, ends=ends, pieces=None, alignments=alignments, pins=None,
-            lower_bound=largest_load(starts, ends, sizes), capacity=problem.capacity, _rows=None, _problem=problem,
+            lower_bound=largest_load(starts, ends, sizes), capacity=problem.capacity, _rows=None, problem=problem,
         )  # fmt: skip
     return _general(problem)
 
@@ -180,7 +182,7 @@ def _general(problem: Problem) -> Blocks:
         lower_bound=max(load, pinned_end),
         capacity=problem.capacity,
         _rows=rows,
-        _problem=problem,
+        problem=problem,
     )
 
 

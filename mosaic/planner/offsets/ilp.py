@@ -61,8 +61,7 @@ def _solve(pulp: Any, blocks: Blocks, upper_bound: int, timeout_s: float) -> Out
     if status != pulp.LpStatusOptimal or peak.value() is None:
         return Outcome(offsets=None, bound=blocks.lower_bound, exhausted=False)
     offsets = [place * unit if isinstance(place, int) else round(pulp.value(place)) * unit for place in places]
-    if not _valid(blocks, offsets):  # CBC answers within a tolerance, and big-M pairs may round into each other
-        return Outcome(offsets=None, bound=blocks.lower_bound, exhausted=False)
+    # CBC answers within a tolerance, and big-M pairs may round into each other: the incumbent drops such an answer
     return Outcome(offsets=offsets, bound=blocks.lower_bound, exhausted=model.sol_status == pulp.LpSolutionOptimal)
 
 
@@ -74,12 +73,3 @@ def _place(pulp: Any, model: Any, blocks: Blocks, row: int, limit: int, unit: in
     if step > 1:
         return step * pulp.LpVariable(f"step_{row}", 0, limit // step, "Integer")
     return pulp.LpVariable(f"place_{row}", 0, limit - blocks.sizes[row] // unit, "Integer")
-
-
-def _valid(blocks: Blocks, offsets: list[int]) -> bool:
-    return all(
-        offsets[row] + blocks.sizes[row] <= offsets[other] or offsets[other] + blocks.sizes[other] <= offsets[row]
-        for row, others in enumerate(blocks.conflicts)
-        for other in others
-        if other > row
-    )

@@ -1,15 +1,19 @@
-"""The best answer so far, the best bound so far, and the clock, if there is one."""
+"""The best answer so far, the best bound so far, and the clock, if there is one. No answer gets past unchecked."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .blocks import Blocks
-from .problem import Problem, Solution
+from .problem import Solution
+from .validity import Guard
 
 __all__ = ["Incumbent", "Outcome"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class Incumbent:
 
     def __init__(self, blocks: Blocks, timeout_s: float | None) -> None:
         self._blocks = blocks
+        self._guard: Guard | None = None
         self._timeout_s = timeout_s
         self._began = time.perf_counter() if timeout_s is not None else 0.0
         self._history: list[tuple[float, int]] = []
@@ -53,20 +58,44 @@ class Incumbent:
         """True if nothing better can exist."""
         return self.offsets is not None and self.peak <= self.bound
 
-    def offer(self, offsets: Sequence[int], solver: str) -> None:
-        """Keep an answer if it is the first or better."""
-        peak = max(self._blocks.peak(offsets), self._blocks.lower_bound if not self._blocks.sizes else 0)
-        if self.offsets is None or peak < self.peak:
-            self.offsets, self.peak, self._solver = list(offsets), peak, solver
-            self._history.append((self.seconds, peak))
+    def offer(self, offsets: Sequence[int], solver: str) -> bool:
+        """Keep an answer, one offset per block, if it holds and is the first or better; return whether it is kept.
 
-    def refute(self, capacity: int, step: int) -> None:
-        """Note that nothing fits a capacity; peaks are multiples of `step`."""
-        self.bound = max(self.bound, (capacity // step + 1) * step)
+        One that does not hold is dropped, and logged with the solver's name.
+        """
+        peak = self._blocks.peak(offsets) if len(self._blocks) else self._blocks.lower_bound
+        if self.offsets is not None and peak >= self.peak:
+            return False
+        if fault := self._fault(offsets):
+            _log.warning("dropped an answer of the solver %s: %s", solver, fault)
+            return False
+        self.offsets, self.peak, self._solver = list(offsets), peak, solver
+        self._history.append((self.seconds, peak))
+        return True
 
-    def solution(self, problem: Problem) -> Solution:
+    def _fault(self, offsets: Sequence[int]) -> str | None:
+        if len(offsets) != len(self._blocks):
+            return f"{len(offsets)} offsets for {len(self._blocks)} blocks"
+        self._guard = self._guard or Guard(self._blocks.problem)
+        return self._guard.fault(self._blocks.expand(offsets))
+
+    def refute(self, capacity: int, step: int, solver: str) -> None:
+        """Note that nothing fits a capacity, by a solver's word; peaks are multiples of `step`."""
+        self.raise_bound((capacity // step + 1) * step, solver)
+
+    def raise_bound(self, bound: int, solver: str) -> None:
+        """Note that no peak is below a bound; dropped, and logged, where a checked answer shows otherwise."""
+        if self.offsets is not None and bound > self.peak:
+            _log.warning(
+                "dropped a bound of the solver %s: %d bytes, but a peak of %d is reached", solver, bound, self.peak
+            )
+        else:
+            self.bound = max(self.bound, bound)
+
+    def solution(self) -> Solution:
         """Return the answer as it stands."""
         assert self.offsets is not None
+        problem = self._blocks.problem
         offsets = self._blocks.expand(self.offsets)
         peak = max((o + s for o, s in zip(offsets, problem.sizes, strict=True)), default=0)
         return Solution(

@@ -8,12 +8,12 @@ the same answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
 
-from mosaic.errors import UnknownName
+from mosaic.errors import MosaicError, UnknownName
 
 from . import compiled
 from .best_fit import best_fit
@@ -27,7 +27,7 @@ from .periodic import fold
 from .problem import Problem, Solution
 from .skyline import PREORDERS, skyline
 
-__all__ = ["SOLVERS", "solve"]
+__all__ = ["SOLVERS", "Placer", "solve"]
 
 SOLVERS: Mapping[str, str] = MappingProxyType(
     {
@@ -47,6 +47,9 @@ SOLVERS: Mapping[str, str] = MappingProxyType(
 )
 """Solvers by name, with what they do."""
 
+Placer = Callable[[Blocks], Sequence[int]]
+"""A solver of the caller's own: one offset in bytes per block."""
+
 DEFAULT_NODES = 400_000
 """Placements tried where neither a timeout nor a node limit is given: about a second compiled."""
 
@@ -65,8 +68,12 @@ def solve(
     timeout_s: float | None = None,
     node_limit: int | None = None,
     seed: int = 0,
+    placers: Mapping[str, Placer] | None = None,
 ) -> Solution:
     """Give every buffer an offset.
+
+    Every solver's answer is checked before it is used. One that does not hold is dropped, logged with the solver's
+    name, and the next solver asked.
 
     Parameters
     ----------
@@ -81,6 +88,8 @@ def solve(
         Placements to try in all; with neither limit, `DEFAULT_NODES`.
     seed : int
         Of the local search.
+    placers : mapping of str to function, optional
+        The caller's own solvers by name, asked before the others: each takes `Blocks` and returns one offset per block.
 
     Returns
     -------
@@ -93,6 +102,8 @@ def solve(
         For a solver that is not in `SOLVERS`.
     MissingExtra
         For `ilp` and `cpsat` without their packages.
+    MosaicError
+        If no solver gave an answer that holds.
 
     Examples
     --------
@@ -106,12 +117,18 @@ def solve(
     best = Incumbent(blocks, timeout_s)
     if len(blocks) == 0:
         best.offer([], solver if solver != "auto" else "first_fit")
-    elif solver in ("ilp", "cpsat"):
+        return best.solution()
+    for name, place in (placers or {}).items():
+        best.offer(place(blocks), name)
+    if best.done:
+        return best.solution()
+    if solver in ("ilp", "cpsat"):
         _by_model(blocks, best, solver, timeout_s, seed)
     else:
         nodes = node_limit if node_limit is not None else DEFAULT_NODES if timeout_s is None else None
         _STRATEGIES[solver](blocks, best, nodes, seed)
-    return best.solution(problem)
+    _first_answer(blocks, best)
+    return best.solution()
 
 
 def _portfolio(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
@@ -158,6 +175,19 @@ def _start(blocks: Blocks, best: Incumbent) -> None:
         best.offer(skyline(blocks), "skyline")
     else:
         best.offer(greedy_by_size(blocks), "greedy_by_size")
+    _first_answer(blocks, best)
+
+
+def _first_answer(blocks: Blocks, best: Incumbent) -> None:
+    """Ask cheap solvers in turn where no answer that holds is known."""
+    others = _cheap(blocks)
+    while best.offsets is None:
+        name, offsets = next(others, ("", None))
+        if offsets is None:
+            raise MosaicError(
+                f"no solver gave an answer that holds for {len(blocks)} blocks; this is a fault of Mosaic"
+            )
+        best.offer(offsets, name)
 
 
 def _periodic(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
@@ -171,8 +201,8 @@ def _periodic(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> 
             inner.offer(offsets, name)
         if not inner.done and len(window) <= _WINDOW_BLOCKS:
             _search(window, inner, min(_PURE_NODES, nodes or _PURE_NODES), fast=False)
-        assert inner.offsets is not None
-        best.offer(folded.unfold(inner.offsets), "periodic")
+        if inner.offsets is not None:
+            best.offer(folded.unfold(inner.offsets), "periodic")
         if best.done:
             return
 
@@ -256,7 +286,7 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
                     if status == SOLVED and task.capacity < best.peak:
                         best.offer(task.offsets(blocks), "exact")
                     elif status == FAILED:
-                        best.refute(task.capacity, step)
+                        best.refute(task.capacity, step, "exact")
                 if best.done or best.late:
                     return
             if seed is not None:
@@ -302,6 +332,7 @@ def _by_model(blocks: Blocks, best: Incumbent, solver: str, timeout_s: float | N
     """Hand the problem to an outside solver, with the best cheap answer as a start."""
     for name, offsets in _cheap(blocks):
         best.offer(offsets, name)
+    _first_answer(blocks, best)
     if best.done:
         return
     if solver == "ilp":
@@ -312,12 +343,11 @@ def _by_model(blocks: Blocks, best: Incumbent, solver: str, timeout_s: float | N
         from .cpsat import solve_cpsat
 
         outcome = solve_cpsat(blocks, best, timeout_s=timeout_s, seed=seed)
+    best.raise_bound(outcome.bound, solver)
     if outcome.offsets is not None:
         best.offer(outcome.offsets, solver)
-    if outcome.exhausted:
-        best.bound = best.peak
-    else:
-        best.bound = max(best.bound, outcome.bound)
+        if outcome.exhausted and blocks.peak(outcome.offsets) == best.peak:  # no proof by an answer that was dropped
+            best.raise_bound(best.peak, solver)
 
 
 _STRATEGIES: dict[str, Callable[[Blocks, Incumbent, int | None, int], None]] = {

@@ -9,14 +9,15 @@ is a Python int: bytes never pass through a float.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index, le, lt
 
 from mosaic.errors import UsageError
 
-__all__ = ["BufferId", "Problem", "Solution", "lower_bound", "validate"]
+from .sweep import first_common
+
+__all__ = ["BufferId", "Problem", "Solution", "lower_bound"]
 
 BufferId = int | str
 Interval = tuple[int, int]
@@ -165,7 +166,7 @@ class Problem:
                     f"buffer {self.ids[row]!r} is pinned at {pin}; "
                     f"it must be a multiple of {self.alignment(row)}, at least 0"
                 )
-        if clash := _first_clash(self, list(self.pins)):
+        if clash := first_clash(self, list(self.pins)):
             raise UsageError(f"pinned buffers overlap: {clash}")
 
 
@@ -265,49 +266,6 @@ def largest_load(starts: Sequence[int], ends: Sequence[int], sizes: Sequence[int
     return peak
 
 
-def validate(problem: Problem, solution: Solution) -> list[str]:
-    """Return what is wrong with a solution, by a sweep that shares no code with the solvers.
-
-    Checks the number and sign of offsets, alignment, pins, aliases, overlaps of what is live together, the stated peak,
-    the lower bound and the claim of optimality by bound. An empty list means valid. O(n log n + n * live).
-
-    Examples
-    --------
-    >>> problem = Problem(sizes=[4, 4], starts=[0, 1], ends=[2, 3])
-    >>> validate(problem, Solution(offsets=(0, 2), peak_bytes=6, lower_bound_bytes=8, optimal=False, solver="hand"))
-    ['buffers 0 and 1 are live together from 1 and overlap: [0, 4) and [2, 6)', 'peak 6 is below the lower bound 8']
-    """
-    if len(solution.offsets) != len(problem):
-        return [f"{len(solution.offsets)} offsets for {len(problem)} buffers"]
-    found = []
-    rows = {buffer: row for row, buffer in enumerate(problem.ids)}
-    for row, (buffer, offset) in enumerate(zip(problem.ids, solution.offsets, strict=True)):
-        if offset < 0:
-            found.append(f"buffer {buffer} has a negative offset {offset}")
-        if offset % problem.alignment(row):
-            found.append(f"buffer {buffer} at {offset} is not aligned to {problem.alignment(row)}")
-        pin = problem.pins[row] if problem.pins is not None else None
-        if pin is not None and pin != offset:
-            found.append(f"buffer {buffer} is pinned at {pin} and lies at {offset}")
-        if buffer in problem.aliases:
-            root, distance = problem.aliases[buffer]
-            if offset != solution.offsets[rows[root]] + distance:
-                found.append(f"buffer {buffer} lies at {offset}, not {distance} bytes into buffer {root}")
-    if clash := _first_clash(problem, list(solution.offsets)):
-        found.append(clash)
-    peak = max((o + s for o, s in zip(solution.offsets, problem.sizes, strict=True)), default=0)
-    bound = lower_bound(problem)
-    if peak != solution.peak_bytes:
-        found.append(f"the peak is {peak}, stated as {solution.peak_bytes}")
-    if bound != solution.lower_bound_bytes:
-        found.append(f"the lower bound is {bound}, stated as {solution.lower_bound_bytes}")
-    if peak < bound:
-        found.append(f"peak {peak} is below the lower bound {bound}")
-    if peak == bound and not solution.optimal:
-        found.append(f"peak {peak} equals the lower bound, but the solution is not called optimal")
-    return found
-
-
 def _ints(what: str, column: Sequence[int]) -> tuple[int, ...]:
     values = tuple(column)
     if set(map(type, values)) <= {int}:
@@ -398,34 +356,19 @@ def group_alignments(problem: Problem) -> list[int]:
     return [common[root] for root in roots]
 
 
-def _first_clash(problem: Problem, offsets: list[int | None] | list[int]) -> str | None:
+def first_clash(problem: Problem, offsets: Sequence[int | None]) -> str | None:
     """Return a sentence about two groups that overlap in time and address, or None; rows at None are left out."""
-    events: list[tuple[int, int, int, int, int]] = []
     try:
-        blocks = list(_rectangles(problem, offsets))
+        placed = [block for block in _rectangles(problem, offsets) if block[2] is not None]
     except UsageError as error:
         return str(error)
-    for row, size, place, pieces in blocks:
-        if place is None or size == 0:
-            continue
-        for start, end in pieces:
-            events.append((start, 1, place, place + size, row))
-            events.append((end, 0, place, place + size, row))
-    events.sort()  # at equal times, ends come before starts
-    live: list[Interval] = []
-    names: dict[Interval, int] = {}
-    for time, begins, low, high, row in events:
-        at = bisect_left(live, (low, high))
-        if not begins:
-            del live[at]
-            continue
-        for other in live[max(at - 1, 0) : at + 1]:
-            if other[0] < high and low < other[1]:
-                first, second = problem.ids[names[other]], problem.ids[row]
-                return (
-                    f"buffers {first} and {second} are live together from {time} and overlap: "
-                    f"[{other[0]}, {other[1]}) and [{low}, {high})"
-                )
-        insort(live, (low, high))
-        names[low, high] = row
-    return None
+    boxes = [(start, end, low, low + size, row) for row, size, low, p in placed if low is not None for start, end in p]
+    starts, ends, lows, tops, rows = zip(*boxes, strict=True) if boxes else ((),) * 5
+    found = first_common(starts, ends, lows, tops)
+    if found is None:
+        return None
+    one, other = found
+    return (
+        f"buffers {problem.ids[rows[one]]} and {problem.ids[rows[other]]} are live together from {starts[other]} and "
+        f"overlap: [{lows[one]}, {tops[one]}) and [{lows[other]}, {tops[other]})"
+    )
