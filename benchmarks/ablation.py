@@ -55,7 +55,7 @@ def split_attention(model: str | Model, device: str | Device) -> Settings:
 
 def limits(model: str, budget: int, device: str, host_budget: int, ratio: float) -> list[dict[str, Any]]:
     """The largest context of every level, by the planner."""
-    given: dict[str, Any] = {"device": device, "budget_bytes": budget, "host_budget_bytes": host_budget}
+    given: dict[str, Any] = {"device": device, "budget": budget, "host_budget": host_budget}
     found = []
     for name, share in (("manager alone", 1.0), ("masked rows only", ratio)):
         planner = Planner(model, **given)

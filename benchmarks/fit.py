@@ -34,7 +34,7 @@ _AGAIN_S = 30.0
 
 def limit(model: str, budget: int, arguments: Any) -> dict[str, Any]:
     """The largest context of a budget, and how it is reached."""
-    planner = Planner(model, device=arguments.device, budget_bytes=budget, host_budget_bytes=arguments.host_budget)
+    planner = Planner(model, device=arguments.device, budget=budget, host_budget=arguments.host_budget)
     longest = planner.max_context(Request(seq_lens=(1,), mask_ratio=arguments.mask_ratio))
     found: dict[str, Any] = {"model": planner.model.name, "budget_bytes": budget, "max_tokens": longest}
     if longest:
@@ -78,7 +78,7 @@ def execute(case: dict[str, Any]) -> dict[str, Any]:
 
     model, device = load(case["model"]), load_device(case["device"])
     cuda = device.backend == "cuda"
-    given = {"device": device, "budget_bytes": case["budget_bytes"], "host_budget_bytes": case["host_budget"]}
+    given = {"device": device, "budget": case["budget_bytes"], "host_budget": case["host_budget"]}
     request = Request(seq_lens=(case["tokens"],), mask_ratio=case["mask_ratio"])
     full = Planner(model, **given).plan(request)
     if not full.fits:

@@ -37,7 +37,7 @@ def draw(
     tokens = round(math.exp(rng.uniform(math.log(16), math.log(longest))))
     ratio = rng.choice((0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0))
     host = rng.choice((0, host_budget))
-    planner = Planner(cut(load(model), layers), device=device, host_budget_bytes=host)
+    planner = Planner(cut(load(model), layers), device=device, host_budget=host)
     needed = planner.needed(Request(seq_lens=(tokens,), mask_ratio=ratio))
     budget = round(needed * rng.choice((rng.uniform(0.6, 1.0), rng.uniform(1.0, 1.1), rng.uniform(1.0, 2.0))))
     return {
@@ -56,7 +56,7 @@ def serve(request: dict[str, Any], device: Device, seed: int) -> dict[str, Any]:
 
     cuda = device.backend == "cuda"
     model = cut(load(request["model"]), request["layers"])
-    budgets = {"budget_bytes": request["budget_bytes"], "host_budget_bytes": request["host_budget_bytes"]}
+    budgets = {"budget": request["budget_bytes"], "host_budget": request["host_budget_bytes"]}
     asked = Request(seq_lens=(request["tokens"],), mask_ratio=request["mask_ratio"])
     fits = Planner(model, device=device, **budgets).plan(asked).fits
     inputs = make_inputs(model.architecture, request["tokens"], request["mask_ratio"], seed)

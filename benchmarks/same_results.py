@@ -99,7 +99,7 @@ def errors(found: Results, reference: Results) -> dict[str, float]:
 
 def variants(model: Model, inputs: Any, device: Device, host_budget: int) -> dict[str, dict[str, Any]]:
     """Arguments of `compile` by name; each is one change from the fastest plan without moves."""
-    planner = Planner(model, device=device, host_budget_bytes=host_budget, pinned=fixed_choices(model, device))
+    planner = Planner(model, device=device, host_budget=host_budget, pinned=fixed_choices(model, device))
     request = Request(seq_lens=(inputs.tokens,), masked=inputs.masked, logit_rows=min(LOGIT_ROWS, inputs.masked))
     fastest = dict(planner.plan(request).config)
     chunks = {knob: 256 for knob, value in fastest.items() if not isinstance(value, str) and knob != "heads"}

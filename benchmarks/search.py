@@ -64,7 +64,7 @@ def _compare_once(space: Space, dims: dict[str, int], budget: int) -> dict[str, 
 
 def compare_limits(model: str, device: str, budget: int) -> dict[str, Any]:
     """L_max of the planner, and of a search that evaluates the whole grid at every length."""
-    planner = Planner(model, device=device, budget_bytes=budget)
+    planner = Planner(model, device=device, budget=budget)
     request = Request(seq_lens=(1,))
     space = planner.space()
     heuristic = planner.max_context(request)

@@ -64,7 +64,7 @@ def one_sequence(tokens: int) -> dict[str, int]:
 
 
 plan = mosaic.plan_graph(
-    denoising_step, dims=one_sequence(131_072), dims_at=one_sequence, device="rtx-4090", budget_bytes=8 << 30
+    denoising_step, dims=one_sequence(131_072), dims_at=one_sequence, device="rtx-4090", budget="8GiB"
 )
 print(f"fits: {plan.fits}, {plan.total_bytes / 2**30:.2f} of 8 GiB; optimal: {plan.optimal}")
 print(f"rows per chunk: {plan.config}")

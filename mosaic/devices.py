@@ -257,26 +257,30 @@ DEVICES: Final[Mapping[str, Device]] = {
 }
 
 
-def load_device(name: str) -> Device:
-    """A built-in profile by name, or a profile file (`my-card.toml`).
+def load_device(name: Device | str | Path | None = None) -> Device:
+    """A built-in profile by name, a profile file (`my-card.toml`), or a profile as it is; `DEFAULT_DEVICE` if not given.
 
     Raises
     ------
     UnknownName
         Neither built in nor a file.
     UsageError
-        A file that is not a valid profile.
+        A file that is not a valid profile, or no name at all.
 
     Examples
     --------
     >>> load_device("h200").estimated
     False
     """
-    if name in DEVICES:
-        return DEVICES[name]
-    path = Path(name)
+    if isinstance(name, Device):
+        return name
+    if not isinstance(name, str | Path | None):
+        raise UsageError(f"a device is a profile's name, a .toml file or a mosaic.Device, got {name!r}.")
+    if (name or DEFAULT_DEVICE) in DEVICES:
+        return DEVICES[str(name or DEFAULT_DEVICE)]
+    path = Path(name or "")
     if path.suffix != ".toml":
-        raise UnknownName("device", name, DEVICES, "A profile of your own is a .toml file: --device my-card.toml.")
+        raise UnknownName("device", str(name), DEVICES, "A profile of your own is a .toml file: --device my-card.toml.")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

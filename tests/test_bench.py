@@ -235,7 +235,7 @@ def test_the_attention_that_ran_is_read_from_the_trace(kernels: tuple[str, ...],
 
 def document_of(tokens: int = 300, **settings: int | str | None) -> Mapping[str, Any]:
     """The plan of a tiny LLaDA on a card, in a configuration of our own."""
-    planner = Planner(load(LLADA), device="h200", host_budget_bytes=1 << 30)
+    planner = Planner(load(LLADA), device="h200", host_budget=1 << 30)
     return planner.plan(Request(seq_lens=(tokens,), masked=100), config=settings).document
 
 
@@ -285,7 +285,7 @@ def test_predicted_op_times_add_up_to_about_the_plans_prediction(family: str) ->
 
 
 def test_a_plans_peak_is_the_largest_live_set() -> None:
-    plan = mosaic.plan("llada-8b", tokens=131072, device="h200", budget_bytes=20 << 30)
+    plan = mosaic.plan("llada-8b", tokens=131072, device="h200", budget=20 << 30)
     peak, average = alive_by_plan(plan.document, load_device("h200"))
     assert peak == plan.lower_bound_bytes and peak / average < 1.3
 
@@ -349,14 +349,14 @@ def test_engines_run_in_processes_of_their_own_on_the_same_weights(checkpoint: P
     )
     assert points["eager", 0.25]["peak_to_average"] > 1
     limits = {(entry["engine"], entry["mask_ratio"]): entry["max_tokens"] for entry in result["limits"]}
-    planner = Planner(str(checkpoint), device="cpu", budget_bytes=2 << 20)
+    planner = Planner(str(checkpoint), device="cpu", budget=2 << 20)
     assert limits["mosaic", 1.0] == planner.max_context(Request(seq_lens=(1,), mask_ratio=1.0))
     assert limits["eager", 0.25] is None and ("eager", 1.0) not in limits
     assert json.loads(json.dumps(result)) == result and records
 
 
 def test_a_step_that_does_not_fit_is_a_result(checkpoint: Path) -> None:
-    result = run(settings_of(checkpoint, engines=("mosaic",), contexts=(16, 100_000), budget_bytes=2 << 20), command="")
+    result = run(settings_of(checkpoint, engines=("mosaic",), contexts=(16, 100_000), budget=2 << 20), command="")
     small, large = result["points"]
     assert small["failed"] is None and large["failed"].startswith("does not fit") and large["step_s"] is None
     assert result["complete"]
@@ -465,7 +465,7 @@ def test_the_command_prints_a_table_and_writes_json(
     )
     code, out, _ = command(*options, "--engines", "eager", "--out", str(file), "--budget", "6GiB")
     assert code == 0 and json.loads(file.read_text()) == canned()
-    assert asked[0].contexts == (1024, 2048) and asked[0].mask_ratios == (0.1, 0.9) and asked[0].budget_bytes == 6 << 30
+    assert asked[0].contexts == (1024, 2048) and asked[0].mask_ratios == (0.1, 0.9) and asked[0].budget == 6 << 30
     assert asked[0].caps == (24 << 30, 40 << 30) and asked[0].engines == ("eager",)
     for part in ("12.30", "cudnn", "out of memory", "18,944", "24.00 GiB", "5,120.0"):
         assert part in out, part

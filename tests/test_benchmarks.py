@@ -50,7 +50,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("preset", ["llada-8b", "dream-7b", "llada-moe"])
 def test_a_cut_model_does_the_same_work_per_layer(preset: str) -> None:
     """The plan of a long context under a small budget has the same workspace with three layers, to the byte."""
-    model, budgets = load(preset), {"budget_bytes": 8 << 30, "host_budget_bytes": 96 << 30}
+    model, budgets = load(preset), {"budget": 8 << 30, "host_budget": 96 << 30}
     request = Request(seq_lens=(65536,))
     full = Planner(model, device="h200", **budgets).plan(request)
     part = Planner(cases.cut(model, 3), device="h200", **budgets).plan(request, config=full.config)
@@ -98,7 +98,7 @@ def test_fit_runs_a_plan_with_fewer_layers_in_the_full_plans_bytes(checkpoint: s
 def test_fit_writes_the_planners_table(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit.main(["llada-8b", "--table", "--budgets", "8GiB,24GiB", "--device", "h200"])
     limits = {entry["budget_bytes"]: entry for entry in read(out, "fit-h200")["limits"]}
-    planner = Planner("llada-8b", device="h200", budget_bytes=24 << 30, host_budget_bytes=96 << 30)
+    planner = Planner("llada-8b", device="h200", budget=24 << 30, host_budget=96 << 30)
     assert limits[24 << 30]["max_tokens"] == planner.max_context(Request(seq_lens=(1,)))
     assert limits[24 << 30]["total_bytes"] <= 24 << 30 and 1 <= limits[8 << 30]["peak_to_average"] < 1.5
     assert f"| 24.00 GiB | {limits[24 << 30]['max_tokens']:,} |" in capsys.readouterr().out

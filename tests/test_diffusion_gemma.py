@@ -37,7 +37,7 @@ def planned(size: str, device: str, workspace_mib: int | None = None) -> Mapping
     if workspace_mib is None:
         return plans
     fixed = plans["denoise"].total_bytes - plans["denoise"].components["workspace"]
-    return plan_program(program, dims=dims, device=device, budget_bytes=fixed + workspace_mib * MIB)
+    return plan_program(program, dims=dims, device=device, budget=fixed + workspace_mib * MIB)
 
 
 def by_name(plan: Plan) -> dict[str, Mapping[str, Any]]:

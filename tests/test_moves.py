@@ -65,7 +65,7 @@ def test_every_move_gives_the_same_step(family: str) -> None:
 
 @pytest.mark.parametrize("family", SMALL)
 def test_plans_of_every_move_are_valid(family: str) -> None:
-    planner = Planner(load(SMALL[family]), device="cpu", host_budget_bytes=GIB)
+    planner = Planner(load(SMALL[family]), device="cpu", host_budget=GIB)
     for settings in SETTINGS:
         for rows in ({}, {"proj": 128, "logits": 64}, {"proj": 128, "heads": 2 if family != "dream" else 1}):
             for lengths in ((1,), (300,), (100, 257)):
@@ -76,7 +76,7 @@ def test_plans_of_every_move_are_valid(family: str) -> None:
 
 @pytest.mark.parametrize("family", SMALL)
 def test_the_search_finds_what_brute_force_finds(family: str) -> None:
-    planner = Planner(load(SMALL[family]), device="h200", host_budget_bytes=GIB)
+    planner = Planner(load(SMALL[family]), device="h200", host_budget=GIB)
     for tokens in (700, 3000):
         point = planner.space().at(Request(seq_lens=(tokens,)).dims())
         totals = sorted({point.total_bytes(config) for config in point.grid()})
@@ -91,9 +91,7 @@ def test_the_search_finds_what_brute_force_finds(family: str) -> None:
 
 def test_more_host_memory_never_shortens_the_context() -> None:
     longest = [
-        Planner("llada-8b", device="h200", budget_bytes=6 * GIB, host_budget_bytes=host * GIB).max_context(
-            Request(seq_lens=(1,))
-        )
+        Planner("llada-8b", device="h200", budget=6 * GIB, host_budget=host * GIB).max_context(Request(seq_lens=(1,)))
         for host in (0, 8, 16, 64)
     ]
     assert longest == sorted(longest) and longest[0] == 0 and longest[-1] > 1_000_000
@@ -104,7 +102,7 @@ def test_more_host_memory_never_shortens_the_context() -> None:
     [(32768, 4, 16), (131072, 6, 16), (524288, 12, 32), (1048576, 24, 32), (1048576, 8, 64)],
 )
 def test_long_contexts_on_small_cards(tokens: int, budget: int, host: int) -> None:
-    planner = Planner("llada-8b", device="h200", budget_bytes=budget * GIB, host_budget_bytes=host * GIB)
+    planner = Planner("llada-8b", device="h200", budget=budget * GIB, host_budget=host * GIB)
     plan = planner.plan(Request(seq_lens=(tokens,)))
     assert plan.fits and plan.max_ctx_tokens >= tokens
     assert plan.peak_bytes <= plan.lower_bound_bytes * 1.01

@@ -298,7 +298,7 @@ REQUEST = Request(seq_lens=(130, 90), masked=70)
 def planned() -> dict[str, Any]:
     """A plan of a mixture of experts whose dispatch runs by chunks, the last one short."""
     planner = Planner(load_model(CONFIG), device="cpu")
-    tight = Planner(load_model(CONFIG), device="cpu", budget_bytes=planner.needed(REQUEST) + 4096)
+    tight = Planner(load_model(CONFIG), device="cpu", budget=planner.needed(REQUEST) + 4096)
     document = dict(tight.plan(REQUEST).document)
     assert any(region["extent"] % region["rows"] for region in document["regions"])
     return copy.deepcopy(document)

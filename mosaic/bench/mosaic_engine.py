@@ -33,8 +33,8 @@ class MosaicEngine:
             settings.model,
             device=self.profile,
             dtype=settings.dtype,
-            budget=settings.budget_bytes,
-            host_budget=settings.host_budget_bytes,
+            budget=settings.budget,
+            host_budget=settings.host_budget,
             config=settings.config,
             seed=settings.seed,
         )
@@ -103,8 +103,8 @@ class MosaicEngine:
         planner = Planner(
             self.model,
             device=self.profile,
-            budget_bytes=cap_bytes,
-            host_budget_bytes=self.settings.host_budget_bytes,
+            budget=cap_bytes,
+            host_budget=self.settings.host_budget,
         )
         request = Request(seq_lens=(1,), mask_ratio=mask_ratio)
         return {"max_tokens": planner.max_context(request), "note": "the planner's"}

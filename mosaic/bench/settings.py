@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Self
 
 from mosaic.errors import UnknownName, UsageError
+from mosaic.units import Size, parse_bytes, parse_lengths
 
 __all__ = ["ATTENTION", "ENGINES", "SCHEMA", "Settings"]
 
@@ -33,9 +34,9 @@ class Settings:
         Of `ENGINES`, in the order in which they run.
     dtype
         Of weights and activations; the checkpoint's if not given.
-    budget_bytes, host_budget_bytes
-        What Mosaic may take of the device, and of the host in pinned memory; what the device's profile says if not
-        given. The PyTorch engines take what they take.
+    budget, host_budget
+        What Mosaic may take of the device, and of the host in pinned memory: bytes, or like "24GiB"; what the device's
+        profile says if not given. The PyTorch engines take what they take.
     caps
         Find the largest context of every engine under so many bytes of device memory, the CUDA context included.
     repeats
@@ -58,8 +59,8 @@ class Settings:
     mask_ratios: tuple[float, ...] = (0.5,)
     engines: tuple[str, ...] = ENGINES
     dtype: str | None = None
-    budget_bytes: int | None = None
-    host_budget_bytes: int | None = None
+    budget: Size | None = None
+    host_budget: Size | None = None
     caps: tuple[int, ...] = ()
     repeats: int = 5
     attention: str = "fastest"
@@ -69,10 +70,9 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.contexts or self.caps) or min(self.contexts, default=1) < 1:
-            raise UsageError(f"contexts are positive numbers of tokens, at least one; got {list(self.contexts)}.")
-        if min(self.caps, default=1) < 1:
-            raise UsageError(f"caps are positive numbers of bytes, got {list(self.caps)}.")
+        self._read_sizes()
+        if not (self.contexts or self.caps):
+            raise UsageError("give at least one context to time, or a cap to find the largest context in.")
         if not self.mask_ratios or not all(0 < ratio <= 1 for ratio in self.mask_ratios):
             raise UsageError(f"mask ratios are in (0, 1], at least one; got {list(self.mask_ratios)}.")
         if not self.engines or len(set(self.engines)) < len(self.engines):
@@ -84,6 +84,14 @@ class Settings:
             raise UnknownName("attention backend", self.attention, ATTENTION)
         if self.repeats < 1:
             raise UsageError(f"a step is timed at least once, got {self.repeats} repeats.")
+
+    def _read_sizes(self) -> None:
+        """Numbers and text to ints."""
+        object.__setattr__(self, "contexts", parse_lengths(self.contexts))
+        object.__setattr__(self, "caps", tuple(parse_bytes(cap, what="cap") for cap in self.caps))
+        for name, least in (("budget", 1), ("host_budget", 0)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_bytes(getattr(self, name), what=name, least=least))
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -53,7 +53,7 @@ def bench(
     from mosaic.bench import Settings, run
     from mosaic.cli.exports import check_targets
     from mosaic.files import write_atomic
-    from mosaic.units import parse_bytes, parse_tokens
+    from mosaic.units import parse_bytes, parse_lengths
 
     if model is None:
         raise UsageError("give a model: --model llada-8b (see `mosaic models`).")
@@ -66,13 +66,13 @@ def bench(
     settings = Settings(
         model=model,
         device=device,
-        contexts=tuple(parse_tokens(part) for part in ctx.split(",")),
+        contexts=parse_lengths(ctx),
         mask_ratios=tuple(_ratio(part) for part in mask_ratio.split(",")),
         engines=tuple(part.strip() for part in engines.split(",")),
         dtype=dtype,
-        budget_bytes=None if budget is None else parse_bytes(budget),
-        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
-        caps=tuple(parse_bytes(part) for part in cap.split(",")) if cap is not None else (),
+        budget=budget,
+        host_budget=host_budget,
+        caps=tuple(parse_bytes(part, what="cap") for part in cap.split(",")) if cap is not None else (),
         repeats=repeats,
         attention=attention,
         floor=floor,

@@ -71,13 +71,12 @@ def plan(
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
     from mosaic.planner.planner import Planner
-    from mosaic.units import format_bytes, parse_bytes
+    from mosaic.units import format_bytes
 
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
     planner = Planner(
-        read_model(model, dtype), device=device or DEFAULT_DEVICE, budget_bytes=parse_bytes(budget) if budget else None,
-        host_budget_bytes=parse_bytes(host_budget) if host_budget else None,
+        read_model(model, dtype), device=device, budget=budget, host_budget=host_budget
     )  # fmt: skip
     planner.verify_checkpoint()
     request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)

@@ -67,7 +67,7 @@ def quality(
     from mosaic.cli.exports import check_targets
     from mosaic.files import write_atomic
     from mosaic.models import load
-    from mosaic.units import parse_tokens
+    from mosaic.units import parse_lengths
 
     check_targets([out, plot])
     if plot is not None and plot.suffix != ".png":
@@ -75,7 +75,7 @@ def quality(
     require_torch("`mosaic bench quality`")
     settings = QualitySettings(
         tasks=tuple(part.strip() for part in tasks.split(",")),
-        lengths=tuple(parse_tokens(part) for part in lengths.split(",")),
+        lengths=parse_lengths(lengths),
         per_cell=per_cell,
         per_task=per_task,
         seed=seed,

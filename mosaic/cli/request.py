@@ -44,7 +44,7 @@ def read_request(
     does not fit.
     """
     from mosaic.planner.planner import DEFAULT_MASK_RATIO, Request
-    from mosaic.units import parse_tokens
+    from mosaic.units import parse_lengths, parse_tokens
 
     if (ctx is None) == (seq_lens is None):
         raise UsageError("give a context (--ctx 128k, --ctx auto) or the lengths of a batch (--seq-lens 4k,32k).")
@@ -62,8 +62,8 @@ def read_request(
         least = asked["masked"] or 1
         longest = auto.max_context(Request(seq_lens=(least,), **asked))
         return Request(seq_lens=(max(longest, least),), **asked)
-    lengths = (seq_lens.split(",") if seq_lens is not None else [ctx or ""])  # fmt: skip
-    return Request(seq_lens=tuple(parse_tokens(part) for part in lengths), **asked)
+    lengths = parse_lengths(seq_lens) if seq_lens is not None else (parse_tokens(str(ctx)),)
+    return Request(seq_lens=lengths, **asked)
 
 
 def require_torch(purpose: str) -> None:

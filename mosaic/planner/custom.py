@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mosaic.devices import DEFAULT_DEVICE, Device, load_device
+from mosaic.devices import Device, load_device
 from mosaic.planner.limits import DimsAt
 from mosaic.planner.plan import Plan
-from mosaic.planner.planner import plan_point
+from mosaic.planner.planner import plan_point, read_budgets
 from mosaic.planner.space import Space
 from mosaic.planner.template import compile_template
+from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
     from mosaic.registrar.graph import Graph
@@ -25,11 +26,11 @@ Settings: TypeAlias = Mapping[str, int | str | None] | None
 def plan_graph(
     build: Callable[[Graph], None],
     *,
-    dims: Mapping[str, int],
+    dims: Mapping[str, Size],
     name: str = "custom",
-    device: Device | str = DEFAULT_DEVICE,
-    budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
+    device: Device | str | None = None,
+    budget: Size | None = None,
+    host_budget: Size | None = None,
     dims_at: DimsAt | None = None,
     solver: str = "auto",
     config: Settings = None,
@@ -41,11 +42,11 @@ def plan_graph(
     build
         Registers the ops into the graph it is given; called once per combination of choices.
     dims
-        A value for every dim without a fixed one.
+        A value for every dim without a fixed one: a number, or like "128k".
     dims_at
         Dims at another context length, to solve the largest context; without it the plan reports the one it was given.
-    budget_bytes, host_budget_bytes
-        Bytes of the device, and of pinned host memory; what the profile says by default.
+    budget, host_budget
+        What may be used of the device, and of pinned host memory: bytes, or like "24GiB"; what the profile says by default.
     config
         Take this configuration instead of searching, as in `Planner.plan`.
 
@@ -61,24 +62,24 @@ def plan_graph(
     """
     from mosaic.registrar.graph import Graph  # symbolic: kept out of the start of the command line
 
-    card = device if isinstance(device, Device) else load_device(device)
+    card = load_device(device)
 
     def register(choices: Mapping[str, str] | None) -> Graph:
         g = Graph(name, backend=card.backend, choices=choices)
         build(g)
         return g
 
-    budgets = (budget_bytes, host_budget_bytes)
+    budgets = read_budgets(card, budget, host_budget)
     return _plan(register, name, card, dims, budgets, dims_at, solver, config)
 
 
 def plan_program(
     program: Program,
     *,
-    dims: Mapping[str, int],
-    device: Device | str = DEFAULT_DEVICE,
-    budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
+    dims: Mapping[str, Size],
+    device: Device | str | None = None,
+    budget: Size | None = None,
+    host_budget: Size | None = None,
     solver: str = "auto",
     config: Settings = None,
 ) -> dict[str, Plan]:
@@ -91,13 +92,13 @@ def plan_program(
     config
         Take this configuration instead of searching; each step takes the knobs that it has.
     """
-    card = device if isinstance(device, Device) else load_device(device)
+    card = load_device(device)
     plans = {}
     for step in program.steps:
         register = partial(program.graph, step)
         known = _knobs(program, step)
         settings = None if config is None else {key: value for key, value in config.items() if key in known}
-        budgets = (budget_bytes, host_budget_bytes)
+        budgets = read_budgets(card, budget, host_budget)
         plans[step] = _plan(register, program.name, card, dims, budgets, None, solver, settings)
     return plans
 
@@ -108,17 +109,15 @@ def _knobs(program: Program, step: str) -> set[str]:
 
 
 def _plan(
-    register: Callable[[Mapping[str, str] | None], Any], name: str, card: Device, dims: Mapping[str, int],
-    budgets: tuple[int | None, int | None], dims_at: DimsAt | None, solver: str, settings: Settings,
+    register: Callable[[Mapping[str, str] | None], Any], name: str, card: Device, dims: Mapping[str, Size],
+    budgets: tuple[int, int], dims_at: DimsAt | None, solver: str, settings: Settings,
 ) -> Plan:  # fmt: skip
     space = Space(compile_template(register), card)
     known = {dim.name for dim in space.template.dims}
-    point = space.at({key: value for key, value in dims.items() if key in known})
+    point = space.at(
+        {key: parse_tokens(value, what=f"the dim '{key}'", least=0) for key, value in dims.items() if key in known}
+    )
     dtypes = [b.dtype for b in space.template.first.buffers if b.kind == "weight"]
     identity = {"model": name, "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32"}
-    budget, host_budget = (
-        default if given is None else given
-        for given, default in zip(budgets, (card.memory_bytes, card.host_bytes), strict=True)
-    )
     config = None if settings is None else point.config(settings)
-    return plan_point(point, budget, host_budget, identity=identity, dims_at=dims_at, solver=solver, config=config)
+    return plan_point(point, *budgets, identity=identity, dims_at=dims_at, solver=solver, config=config)

@@ -6,16 +6,17 @@ requests cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
-from mosaic.devices import DEFAULT_DEVICE, Device, load_device
+from mosaic.devices import Device, load_device
 from mosaic.errors import UsageError
 from mosaic.models import Model, load
 from mosaic.models.phase import FULL_STEP, Phase
@@ -27,9 +28,10 @@ from mosaic.planner.placement import place
 from mosaic.planner.plan import Plan
 from mosaic.planner.search import SearchResult, search
 from mosaic.planner.space import Config, Point, Space
+from mosaic.units import Size, parse_bytes, parse_lengths, parse_tokens
 from mosaic.version import __version__
 
-__all__ = ["DEFAULT_MASK_RATIO", "Planner", "Request", "plan", "plan_point"]
+__all__ = ["DEFAULT_MASK_RATIO", "Planner", "Request", "plan", "plan_point", "read_budgets"]
 
 DEFAULT_MASK_RATIO: Final = 0.5
 MAX_TOKENS: Final = 2**31 - 1
@@ -38,12 +40,12 @@ MAX_TOKENS: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One step to plan.
+    """One step to plan. Counts are integers of any kind, or text like "128k".
 
     Parameters
     ----------
     seq_lens
-        Tokens of each packed sequence; where keys are cached, of each window.
+        Tokens of each packed sequence; where keys are cached, of each window. One number is one sequence.
     masked
         Rows to unembed; None for `mask_ratio` of the tokens, rounded up.
     mask_ratio
@@ -67,29 +69,27 @@ class Request:
     kv_rows: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("masked", self.masked),
-            ("logit_rows", self.logit_rows),
-            ("kv_rows", self.kv_rows),
-            *(("a context", n) for n in self.seq_lens),
-            *(("a number of keys", n) for n in self.key_lens),
-        ):
-            if value is not None and type(value) is not int:
-                raise UsageError(f"{name} must be an integer, got {value!r}.")
-        for length in self.seq_lens:
-            if length < 1:
-                raise UsageError(f"a context must be at least 1 token, got {length:,}.")
+        self._read_counts()
         if not self.seq_lens:
             raise UsageError("a request needs at least one sequence.")
         if self.tokens > MAX_TOKENS:
             raise UsageError(f"at most {MAX_TOKENS:,} tokens (positions are 32-bit), got {self.tokens:,}.")
-        if self.masked is None and not 0 < self.mask_ratio <= 1:
-            raise UsageError(f"the mask ratio must be in (0, 1], got {self.mask_ratio}.")
+        if self.masked is None and not (_is_number(self.mask_ratio) and 0 < self.mask_ratio <= 1):
+            raise UsageError(f"the mask ratio must be in (0, 1], got {self.mask_ratio!r}.")
         if self.masked is not None and not 1 <= self.masked <= self.tokens:
             raise UsageError(f"masked rows must be between 1 and the {self.tokens:,} tokens, got {self.masked:,}.")
         if not 0 <= self.logit_rows <= self.tokens:
             raise UsageError(f"logit rows must be between 0 and the {self.tokens:,} tokens, got {self.logit_rows:,}.")
         self._check_keys()
+
+    def _read_counts(self) -> None:
+        """Numbers and text to ints."""
+        for name, what in (("seq_lens", "a context"), ("key_lens", "a number of keys")):
+            object.__setattr__(self, name, parse_lengths(getattr(self, name), what=what))
+        for name in ("masked", "logit_rows", "kv_rows"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_tokens(value, what=name, least=0))
 
     def _check_keys(self) -> None:
         if not self.phase.cached:
@@ -140,6 +140,10 @@ class Request:
         return dims
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _pairs(window: int, keys: int, block: int) -> int:
     """Keys that the queries of a window at the end of its keys see, all queries together.
 
@@ -167,11 +171,11 @@ class Planner:
     model
         A `Model`, a preset's name, or a checkpoint directory.
     device
-        A `Device` or its name.
-    budget_bytes
-        What the process may take on the device; its whole memory by default.
-    host_budget_bytes
-        Pinned host memory that weights and hidden states may take; what the device's profile says by default.
+        A `Device` or its name; the built-in rtx-4090 if not given.
+    budget
+        What the process may take on the device, in bytes or like "24GiB"; its whole memory by default.
+    host_budget
+        Pinned host memory that weights and hidden states may take, 0 for none; what the device's profile says by default.
     pinned
         Choices that are not free, such as {"stream": "all"}.
 
@@ -186,19 +190,14 @@ class Planner:
         self,
         model: Model | str | Path,
         *,
-        device: Device | str = DEFAULT_DEVICE,
-        budget_bytes: int | None = None,
-        host_budget_bytes: int | None = None,
+        device: Device | str | None = None,
+        budget: Size | None = None,
+        host_budget: Size | None = None,
         pinned: Mapping[str, str] | None = None,
     ) -> None:
         self.model = model if isinstance(model, Model) else load(model)
-        self.device = device if isinstance(device, Device) else load_device(device)
-        self.budget_bytes = self.device.memory_bytes if budget_bytes is None else budget_bytes
-        if type(self.budget_bytes) is not int or self.budget_bytes < 1:
-            raise UsageError(f"a budget is a positive number of bytes (an int), got {budget_bytes!r}.")
-        self.host_budget_bytes = self.device.host_bytes if host_budget_bytes is None else host_budget_bytes
-        if type(self.host_budget_bytes) is not int or self.host_budget_bytes < 0:
-            raise UsageError(f"a host budget is a number of bytes (an int) from 0, got {host_budget_bytes!r}.")
+        self.device = load_device(device)
+        self.budget_bytes, self.host_budget_bytes = read_budgets(self.device, budget, host_budget)
         self.pinned = dict(pinned or {})
         self._spaces: dict[Phase, Space] = {}
 
@@ -208,10 +207,10 @@ class Planner:
         other.pinned = {**self.pinned, **pinned}
         return other
 
-    def with_host_budget(self, host_budget_bytes: int) -> Planner:
+    def with_host_budget(self, host_budget: Size) -> Planner:
         """The same planner with another budget of pinned host memory; what it has compiled is shared."""
         other = copy(self)
-        other.host_budget_bytes = host_budget_bytes
+        _, other.host_budget_bytes = read_budgets(self.device, None, host_budget)
         return other
 
     def space(self, phase: Phase = FULL_STEP) -> Space:
@@ -287,6 +286,14 @@ class Planner:
         return smallest_total(self.at(request), self.host_budget_bytes)[0]
 
 
+def read_budgets(device: Device, budget: Size | None, host_budget: Size | None) -> tuple[int, int]:
+    """Bytes of the device and of the host that may be used: as asked for, or what the profile says."""
+    return (
+        device.memory_bytes if budget is None else parse_bytes(budget, what="budget"),
+        device.host_bytes if host_budget is None else parse_bytes(host_budget, what="host_budget", least=0),
+    )
+
+
 def plan_point(
     point: Point,
     budget_bytes: int,
@@ -347,13 +354,13 @@ def _search_and_place(
 def plan(
     model: Model | str | Path,
     *,
-    tokens: int | None = None,
-    seq_lens: Sequence[int] | None = None,
-    masked: int | None = None,
+    tokens: Size | None = None,
+    seq_lens: Iterable[Size] | str | None = None,
+    masked: Size | None = None,
     mask_ratio: float | None = None,
-    device: Device | str = DEFAULT_DEVICE,
-    budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
+    device: Device | str | None = None,
+    budget: Size | None = None,
+    host_budget: Size | None = None,
     solver: str = "auto",
 ) -> Plan:
     """Plan one denoising step to the byte.
@@ -363,12 +370,12 @@ def plan(
     model
         A preset's name, a checkpoint directory, a config.json, or a `Model`.
     tokens
-        Context of one sequence, in tokens; or `seq_lens` for a packed batch.
+        Context of one sequence: a number or like "128k"; or `seq_lens` for a packed batch.
     masked, mask_ratio
         Rows to unembed, as a number or as a share of the tokens (half of them if neither is given).
-    device, budget_bytes
-        Profile by name or object, and the bytes that may be used of it.
-    host_budget_bytes
+    device, budget
+        Profile by name or object (the built-in rtx-4090 if not given), and what may be used of it: bytes, or like "24GiB".
+    host_budget
         Pinned host memory that weights and hidden states may be kept in; what the profile says by default.
     solver
         Offset solver; `auto` is the portfolio.
@@ -380,16 +387,13 @@ def plan(
 
     Examples
     --------
-    >>> plan("llada-8b", tokens=131072, device="rtx-3090").fits
+    >>> plan("llada-8b", tokens="128k", device="rtx-3090", budget="20GiB").fits
     True
     """
     if (tokens is None) == (seq_lens is None):
         raise UsageError("give either tokens (one sequence) or seq_lens (a packed batch).")
     if masked is not None and mask_ratio is not None:
         raise UsageError("give either masked (rows) or mask_ratio (a share of the tokens), not both.")
-    lengths = tuple(seq_lens) if seq_lens is not None else (tokens,)
     ratio = DEFAULT_MASK_RATIO if mask_ratio is None else mask_ratio
-    request = Request(seq_lens=lengths, masked=masked, mask_ratio=ratio)  # type: ignore[arg-type]
-    return Planner(model, device=device, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes).plan(
-        request, solver=solver
-    )
+    request = Request(seq_lens=(tokens,) if seq_lens is None else seq_lens, masked=masked, mask_ratio=ratio)  # type: ignore[arg-type]
+    return Planner(model, device=device, budget=budget, host_budget=host_budget).plan(request, solver=solver)

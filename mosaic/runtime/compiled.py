@@ -41,7 +41,7 @@ from mosaic.runtime.weights import (
     weight_views,
 )
 from mosaic.runtime.workspace import Workspace
-from mosaic.units import format_bytes, format_tokens, parse_bytes
+from mosaic.units import Size, format_bytes, format_tokens, parse_lengths, parse_tokens
 
 if TYPE_CHECKING:
     from mosaic.decoding import Generation, GenerationConfig, Prompt, Streamer
@@ -135,11 +135,11 @@ class MemoryReport:
 def compile(
     model: str | Path | Mapping[str, Any] | Model | nn.Module,
     *,
-    device: Device | str = "cpu",
+    device: Device | str | None = "cpu",
     dtype: str | torch.dtype | None = None,
-    budget: int | str | None = None,
-    host_budget: int | str | None = None,
-    max_tokens: int | None = None,
+    budget: Size | None = None,
+    host_budget: Size | None = None,
+    max_tokens: Size | None = None,
     config: Mapping[str, int | str | None] | None = None,
     capture: bool = True,
     debug: Debug = None,
@@ -153,7 +153,7 @@ def compile(
         A checkpoint directory; a preset's name or a config, with random weights; or a Hugging Face module, whose
         parameters are adopted without a copy and must stay as they are.
     device
-        "cpu", or the profile of the CUDA card that this process uses (the first that PyTorch sees).
+        "cpu", which None means too, or the profile of the CUDA card that this process uses (the first that PyTorch sees).
     dtype
         Of weights and activations; the checkpoint's if not given.
     budget
@@ -161,8 +161,8 @@ def compile(
     host_budget
         Pinned host memory that weights and hidden states may be kept in; what the profile says if not given.
     max_tokens
-        The longest step expected: weights are loaded to where its plan wants them. A step that needs them elsewhere
-        loads them anew.
+        The longest step expected, a number or like "128k": weights are loaded to where its plan wants them. A step that
+        needs them elsewhere loads them anew.
     config
         Take these settings in every plan instead of searching, such as {"attention": "heads", "heads": 4}.
     capture
@@ -191,11 +191,11 @@ def compile(
     source = dict(_config_of(model)) if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module) and dtype is None:
         dtype = next(iter(model.parameters())).dtype
-    budgets = [parse_bytes(size) if isinstance(size, str) else size for size in (budget, host_budget)]
-    planner = _planner(source, device, dtype, *budgets, adopts=isinstance(model, nn.Module))
+    longest = None if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
+    planner = _planner(source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module))
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
     return CompiledModel(
-        planner, state=state, config=config, max_tokens=max_tokens, capture=capture, debug=debug, seed=seed
+        planner, state=state, config=config, max_tokens=longest, capture=capture, debug=debug, seed=seed
     )
 
 
@@ -209,10 +209,10 @@ def _config_of(module: nn.Module) -> Mapping[str, Any]:
 
 def _planner(
     source: Any,
-    device: Device | str,
+    device: Device | str | None,
     dtype: str | torch.dtype | None,
-    budget_bytes: int | None,
-    host_budget_bytes: int | None,
+    budget: Size | None,
+    host_budget: Size | None,
     *,
     adopts: bool,
 ) -> Planner:
@@ -224,11 +224,11 @@ def _planner(
     described = source if isinstance(source, Model) else load(source)
     if dtype is not None:
         described = described.with_dtype(str(dtype).removeprefix("torch."))
-    profile = load_device(device) if isinstance(device, str) else device
+    profile = load_device("cpu" if device is None else device)
     if profile.backend == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
     return Planner(
-        described, device=_usable(profile), budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes,
+        described, device=_usable(profile), budget=budget, host_budget=host_budget,
         pinned={"stream": "none"} if adopts else None,
     )  # fmt: skip
 
@@ -452,13 +452,13 @@ class CompiledModel:
         """The id of [MASK]."""
         return self.model.architecture.mask_token_id
 
-    def plan(self, tokens: int | Sequence[int], *, masked: int | None = None, logit_rows: int = 0) -> Plan:
+    def plan(self, tokens: Size | Iterable[Size], *, masked: Size | None = None, logit_rows: Size = 0) -> Plan:
         """Plan a step without running it.
 
         Parameters
         ----------
         tokens
-            Context of one sequence, or the lengths of several.
+            Context of one sequence, or the lengths of several: numbers, or like "128k".
         masked
             Rows to unembed; all tokens if not given.
 
@@ -467,9 +467,11 @@ class CompiledModel:
         DoesNotFit
             With the largest context that fits.
         """
-        lengths = (tokens,) if isinstance(tokens, int) else tuple(tokens)
-        rows = sum(lengths) if masked is None else masked
-        return self._make(_Step(FULL_STEP, lengths, (), 0, rows, logit_rows))[0]
+        lengths = parse_lengths(tokens)
+        rows = sum(lengths) if masked is None else parse_tokens(masked, what="masked")
+        return self._make(_Step(FULL_STEP, lengths, (), 0, rows, parse_tokens(logit_rows, what="logit_rows", least=0)))[
+            0
+        ]
 
     def __call__(self, token_ids: TokenIds, masked: Rows = None, *, logits_for: Rows = None) -> StepOutput:
         """Run one denoising step.
