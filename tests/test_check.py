@@ -848,17 +848,17 @@ def test_samples(kernel: str) -> None:
 
 
 def test_time() -> None:
-    """418 ops and 548 buffers take 2.7 ms on two cores of a virtual machine; the bound leaves room for a busy one."""
+    """418 ops and 548 buffers take 3 ms of one core; the bound leaves room for a busy machine."""
     document = decoder()
     assert (len(document["ops"]), len(document["buffers"])) == (418, 548)
     best = min(_seconds(document) for _ in range(20))
-    assert best < 0.01
+    assert best < 0.015
 
 
 def _seconds(document: Document) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     check_plan(document)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def test_docstrings() -> None:

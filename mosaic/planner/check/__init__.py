@@ -52,19 +52,35 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mosaic.errors import CheckFailed, PlanFormatError
-from mosaic.planner.check.claims import check_claims
-from mosaic.planner.check.columns import Violation
+from mosaic.planner.check.claims import check_formula, check_trace
+from mosaic.planner.check.columns import Columns, Violation
 from mosaic.planner.check.launches import check_launches
-from mosaic.planner.check.lifetimes import derive_lifetimes
-from mosaic.planner.check.placement import check_addresses, check_placement, check_sizes
-from mosaic.planner.check.reading import read
+from mosaic.planner.check.reading import (
+    Numbers,
+    Records,
+    read_columns,
+    read_document,
+    read_skeleton,
+    read_statements,
+)
+from mosaic.planner.check.safety import prove_safe, proved_columns
 from mosaic.planner.check.settings import check_settings
-from mosaic.planner.check.streams import check_streams
-from mosaic.planner.check.structure import check_ops, check_structure
-from mosaic.planner.check.values import check_aliases, checked_gaps
 from mosaic.planner.check.weights import WeightMap, check_weights, weight_map
 
-__all__ = ["SCHEMA", "Violation", "WeightMap", "check_plan", "require_valid", "require_well_formed", "weight_map"]
+__all__ = [
+    "SCHEMA",
+    "Numbers",
+    "Records",
+    "Violation",
+    "WeightMap",
+    "check_plan",
+    "check_safety",
+    "prove_safe",
+    "require_safe",
+    "require_valid",
+    "require_well_formed",
+    "weight_map",
+]
 
 SCHEMA: Final = "mosaic.plan/1"
 
@@ -96,24 +112,49 @@ def check_plan(document: Mapping[str, Any], *, weights: WeightMap | None = None)
     >>> [violation.code for violation in check_plan({"schema": "mosaic.plan/1"})][:2]
     ['format', 'format']
     """
-    _refuse_other_schemas(document)
     found: list[Violation] = []
-    plan = read(document, found)
-    if plan is None or not check_structure(plan):
+    plan = _proved(document, found)
+    malformed: list[Violation] = []
+    work = read_statements(document, malformed)
+    found.extend(malformed)
+    if plan is None or work is None:
         return found
-    check_ops(plan)
-    check_launches(plan)
-    derive_lifetimes(plan)
-    check_sizes(plan)
-    check_placement(plan)
-    check_aliases(plan)
-    gaps = checked_gaps(plan)
-    check_streams(plan, check_addresses(plan, gaps))
-    check_claims(plan, gaps)
+    plan.found = found
+    check_launches(plan, work)
+    check_formula(plan)
+    check_trace(plan)
     check_settings(plan)
     if weights is not None:
         check_weights(plan, weights)
     return found
+
+
+def check_safety(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> list[Violation]:
+    """List what is unsafe in a plan: what memory depends on, whatever the plan says of operators, times and the search.
+
+    Raises
+    ------
+    PlanFormatError
+        If the document is no plan or of another schema.
+
+    Examples
+    --------
+    >>> check_safety({"schema": "mosaic.plan/1"})[0].code
+    'format'
+    """
+    found: list[Violation] = []
+    plan = _proved(document, found)
+    if plan is not None and weights is not None:
+        plan.found = found
+        check_weights(plan, weights)
+    return found
+
+
+def _proved(document: Mapping[str, Any], found: list[Violation]) -> Columns | None:
+    """Read a document and prove it safe; None if nothing further can be said of it."""
+    _refuse_other_schemas(document)
+    parts = read_document(document, found)
+    return None if parts is None else proved_columns(parts[0], document, parts[1], found)
 
 
 def require_valid(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> None:
@@ -138,6 +179,21 @@ def require_valid(document: Mapping[str, Any], *, weights: WeightMap | None = No
         raise CheckFailed(map(str, violations))
 
 
+def require_safe(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> None:
+    """Raise if a plan is unsafe to run; `weights` as in `check_plan`.
+
+    Raises
+    ------
+    CheckFailed
+        With every violation's text.
+    PlanFormatError
+        If the document is no plan or of another schema.
+    """
+    violations = check_safety(document, weights=weights)
+    if violations:
+        raise CheckFailed(map(str, violations))
+
+
 def require_well_formed(document: Mapping[str, Any]) -> None:
     """Raise if a document cannot be read as a plan; whether its claims hold is left to `check_plan`.
 
@@ -155,7 +211,12 @@ def require_well_formed(document: Mapping[str, Any]) -> None:
     """
     _refuse_other_schemas(document)
     found: list[Violation] = []
-    if read(document, found) is None:
+    parts = read_document(document, found)
+    skeleton = None if parts is None else read_skeleton(parts[0], found)
+    if parts is not None and skeleton is not None:
+        read_columns(skeleton, document, parts[1], found)
+    read_statements(document, found)
+    if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise PlanFormatError(f"not a plan: {found[0].message}{more}")
 

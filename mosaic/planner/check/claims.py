@@ -1,32 +1,48 @@
-"""Check totals, formula and search steps against what the buffers take."""
+"""Check totals against what the buffers take; formula and search steps against what is live and the totals."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import sub
 from typing import Any, Final
 
-from mosaic.planner.check.columns import DEVICE_POOLS, HOST, Columns, round_up
-from mosaic.planner.check.placement import Gaps, live_bytes
+from mosaic.planner.check.columns import DEVICE_POOLS, HOST, POOLS, Columns, round_up
+from mosaic.planner.check.placement import live_bytes
 
-__all__ = ["check_claims"]
+__all__ = ["check_formula", "check_totals", "check_trace"]
 
 _MAX_DIGITS: Final = 40  # of a number in a formula
 _POWERS: Final = frozenset("123456789")  # of a dim in a formula
 
 
-def check_claims(plan: Columns, gaps: Gaps) -> None:
-    """Check peak, lower bound, components, whether the plan fits, its formula and its trace."""
-    live, slack = live_bytes(plan, gaps)
-    for code, key, claimed, derived, meaning in _facts(plan, max(live)):
+def check_totals(plan: Columns) -> None:
+    """Check peak, lower bound, components, capacities, and whether the plan fits."""
+    lower_bound = max(live_bytes(plan, plan.size))
+    for code, key, claimed, derived, meaning in _facts(plan, lower_bound):
         if claimed != derived:
             plan.fail(code, f"{key} is {claimed}, {meaning}: {derived}")
-    _check_formula(plan, live, slack)
-    _check_trace(plan)
+    _check_capacities(plan)
+
+
+def _check_capacities(plan: Columns) -> None:
+    """Check that pools are known, as large as the totals say, and on the device that the backend has them on."""
+    header = plan.header
+    stated = {name: header["components"][name] for name in DEVICE_POOLS} | {HOST: header["host_bytes"]}
+    for name, size in stated.items():
+        if plan.pools.get(name, 0) != size:
+            plan.fail("pool", f"pool '{name}' has {plan.pools.get(name)} bytes, the totals say {size}")
+    for pool in header["pools"]:
+        name, device = pool["name"], pool["device"]
+        on_cpu = name == HOST or header["backend"] == "cpu"
+        if name not in POOLS:
+            plan.fail("pool", f"unknown pool {name!r}; known: {', '.join(sorted(POOLS))}")
+        elif name != "external" and (device == "cpu") != on_cpu:
+            plan.fail("pool", f"pool '{name}' is on {device!r}, the backend is {header['backend']!r}")
 
 
 def _facts(plan: Columns, lower_bound: int) -> list[tuple[str, str, Any, Any, str]]:
     """Code, field, claim, what it should be, and what that is."""
-    document = plan.document
+    document = plan.header
     page, components = document["page_bytes"], document["components"]
     peak, total = plan.reach.get("workspace", 0), sum(components.values())
     budget, host_budget, host = (document[key] for key in ("budget_bytes", "host_budget_bytes", "host_bytes"))
@@ -49,25 +65,34 @@ def _facts(plan: Columns, lower_bound: int) -> list[tuple[str, str, Any, Any, st
 # Formula.
 
 
-def _check_formula(plan: Columns, live: Sequence[int], slack: Sequence[int]) -> None:
+def check_formula(plan: Columns) -> None:
     """Check that each line of the formula is what is live at its op, and that no live set exceeds them all."""
-    document = plan.document
-    values = dict(document["dims"])
-    values.update((f"{region.knob}_rows", region.full) for region in plan.regions.values())
+    header, op_names = plan.header, plan.op_name
+    live, slack = live_bytes(plan, plan.size), live_bytes(plan, _spare_bytes(plan))
+    values = dict(header["dims"])
+    values.update((f"{region.knob}_rows", plan.loops[name].full) for name, region in plan.regions.items())
     highest = 0
-    for form in document["formula"]:
+    for form in header["formula"]:
         value = _evaluate_sum(form["expr"], values)
-        if value is None or form["at"] not in plan.op_name:
+        if value is None or form["at"] not in op_names:
             what = "no sum of products of dims and rows" if value is None else f"at no op: {form['at']!r}"
             plan.fail("formula", f"'{form['expr']}' is {what}")
             continue
-        at = plan.op_name.index(form["at"])
+        at = op_names.index(form["at"])
         highest = max(highest, value)
         if not live[at] - slack[at] <= value <= live[at]:
             text = f"'{form['expr']}' is {value}, at {plan.say_op(at)} {live[at] - slack[at]} to {live[at]} bytes live"
             plan.fail("formula", text, (), (at,))
     if max(live) > highest + max(slack):
         plan.fail("formula", f"its maximum is {highest}, the largest live set {max(live)}")
+
+
+def _spare_bytes(plan: Columns) -> Sequence[int]:
+    """By how many bytes a formula of unrounded sizes may be lower, which gives a group the size of any one member."""
+    spare = list(map(sub, plan.size, plan.raw_bytes))
+    for root in plan.members:
+        spare[root] = plan.size[root] - min(map(plan.raw_bytes.__getitem__, plan.group(root)))
+    return spare
 
 
 def _evaluate_sum(text: str, values: Mapping[str, int]) -> int | None:
@@ -91,9 +116,9 @@ def _evaluate_sum(text: str, values: Mapping[str, int]) -> int | None:
 # Trace.
 
 
-def _check_trace(plan: Columns) -> None:
+def check_trace(plan: Columns) -> None:
     """Check the search steps against the plan where they speak of it: the same choices have the same fixed bytes."""
-    document = plan.document
+    document = plan.header
     config, page = document["config"], document["page_bytes"]
     fixed = document["total_bytes"] - document["components"]["workspace"]
     for k, step in enumerate(document["trace"]):

@@ -1,6 +1,7 @@
 """A plan by columns, indexed by buffer id or op index, and what the checks derive from it on the way.
 
-Columns, as looping over 500 rows of 17 fields would take half of a check's time.
+Columns, as looping over 500 rows of 17 fields would take half of a check's time. What no dim changes, the `Skeleton`,
+is apart from the numbers, so that what is derived of it holds for every plan that has it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ __all__ = [
     "TO_END",
     "Barrier",
     "Columns",
+    "Cut",
+    "Gaps",
     "Ids",
+    "Loop",
+    "Marks",
     "Region",
+    "Skeleton",
     "Violation",
     "round_up",
 ]
@@ -46,6 +52,8 @@ ITEM_BYTES: Final = {
 }  # fmt: skip
 
 Ids = Sequence[int]
+Gaps = Mapping[int, Sequence[Sequence[int]]]  # root -> intervals in which it holds no value, in order
+Marks = Mapping[int, int]  # buffer -> bit set of op indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +90,17 @@ class Region(NamedTuple):
     name: str
     knob: str
     dim: str
-    extent: int
-    rows: int
-    num_chunks: int
     start: int
     end: int
     parent: str | None
+
+
+class Loop(NamedTuple):
+    """How often a region runs: `num_chunks` chunks of `rows` cover `extent`."""
+
+    extent: int
+    rows: int
+    num_chunks: int
 
     @property
     def full(self) -> int:
@@ -107,16 +120,25 @@ class Barrier(NamedTuple):
     carried: Ids
 
 
-@dataclass(slots=True, kw_only=True)
-class Columns:
-    """A plan by columns, and what the checks derive from it.
+class Cut(NamedTuple):
+    """A slice whose names are sound: op `op` sees rows of an axis of buffer `b`, by a loop inside of which `b` may be."""
 
-    The fields under "derived" are filled in the order of the checks: regions, lifetimes, sizes, placement.
+    op: int
+    b: int
+    axis: int
+    region: str
+    factor: int
+    inside: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Skeleton:
+    """What dims do not change of a plan, by columns, and what the checks derive from that alone.
+
+    The fields under "derived" are filled in the order of the checks: regions, lifetimes, pools, values, streams.
     """
 
-    document: Mapping[str, Any]
     found: list[Violation]
-    pools: Mapping[str, int]
     regions: Mapping[str, Region]
     barriers: Sequence[Barrier]
     edges: Sequence[tuple[str, int, int]]
@@ -127,8 +149,6 @@ class Columns:
     op_region: Sequence[str | None]
     reads: Sequence[Ids]
     writes: Sequence[Ids]
-    flops: Sequence[int]
-    moved: Sequence[int]
     operands: Sequence[dict[str, int]]
     attrs: Sequence[dict[str, Any]]
     inplace: Sequence[Sequence[Sequence[int]]]
@@ -137,32 +157,40 @@ class Columns:
     name: Sequence[str]
     kind: Sequence[str]
     pool: Sequence[str]
-    offset: Sequence[int]
-    size: Sequence[int]
     claimed_start: Sequence[int]
     claimed_end: Sequence[int]
     gaps: Sequence[Sequence[Sequence[int]]]
     alias_of: Sequence[int | None]
-    alias_offset: Sequence[int]
     dtype: Sequence[str]
-    shape: Sequence[Sequence[int]]
     alignment: Sequence[int]
     home: Sequence[str | None]
     tensor: Sequence[str | None]
     rotate: Sequence[int]
-    # derived: region -> itself and those around it, innermost first
+    # derived: region -> itself and those around it, innermost first; slices of sound names, ops with others
     enclosing: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    cuts: list[Cut] = field(default_factory=list)
+    odd_cuts: set[int] = field(default_factory=set)
     # derived: lifetimes, what barriers and side streams hold, a root's aliases and the lifetime of its own value
     start: list[int] = field(default_factory=list)
     end: list[int] = field(default_factory=list)
     windows: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     members: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     own: dict[int, tuple[int, int]] = field(default_factory=dict)
-    # derived: product(shape) x itemsize x slots; offset + size; pool -> buffers that are no aliases, its highest end
-    raw_bytes: list[int] = field(default_factory=list)
-    top: list[int] = field(default_factory=list)
-    roots: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    reach: dict[str, int] = field(default_factory=dict)
+    # derived: bytes of one element of all slots; pool -> buffers, those that are no aliases
+    item_bytes: list[int] = field(default_factory=list)
+    located: dict[str, list[int]] = field(default_factory=dict)
+    roots: dict[str, list[int]] = field(default_factory=dict)
+    # derived: gaps that hold no value; root -> bit set of the ops at which it is live
+    holes: Gaps = field(default_factory=dict)
+    live: Marks = field(default_factory=dict)
+    # derived, of side streams: (side op, loop, buffer) beside whose iterations others run; (writer, buffer, buffer of its
+    # group, other op) in no order; per buffer the bit sets of ops that touch it, and of those in no order with them
+    beside: list[tuple[int, str, int]] = field(default_factory=list)
+    rivals: list[tuple[int, int, int, int]] = field(default_factory=list)
+    touched: Marks = field(default_factory=dict)
+    clash: Marks = field(default_factory=dict)
+    # known: root -> how its aliases may lie to each other, as far as that was asked
+    legal: dict[int, set[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def has_side_streams(self) -> bool:
@@ -198,6 +226,27 @@ class Columns:
         """All that share a root with a buffer."""
         root = self.alias_of[b]
         return self.group(b if root is None else root)
+
+
+@dataclass(slots=True, kw_only=True)
+class Columns(Skeleton):
+    """A whole plan by columns: a skeleton and its numbers.
+
+    `header` is what a document holds besides its lists of rows.
+    """
+
+    header: Mapping[str, Any]
+    pools: Mapping[str, int]
+    loops: Mapping[str, Loop]
+    offset: Sequence[int]
+    size: Sequence[int]
+    alias_offset: Sequence[int]
+    shape: Sequence[Sequence[int]]
+    # derived: product(shape) x itemsize x slots; offset + size; pool -> its highest end; ops whose slices do not fit
+    raw_bytes: list[int] = field(default_factory=list)
+    top: list[int] = field(default_factory=list)
+    reach: dict[str, int] = field(default_factory=dict)
+    uncut: set[int] = field(default_factory=set)
 
     def share_bytes(self, a: int, b: int) -> bool:
         """Whether two members of one alias group overlap in bytes."""

@@ -1,21 +1,19 @@
-"""Check launches of shipped operators against their letters: shapes, slices, attributes, FLOPs and bytes."""
+"""Check launches of shipped operators against their letters: shapes, attributes, FLOPs and bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from math import prod
-from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from mosaic.planner.check.columns import FULL_STEP, HOST, ITEM_BYTES, Columns
-from mosaic.planner.check.operators import OPERATORS, Known, Operand, Product, Rule, product_of
-from mosaic.planner.check.reading import type_names
+from mosaic.planner.check.operators import OPERATORS, SCRATCH, Known, Operand, Product, Rule, product_of
+from mosaic.planner.check.reading import Work, type_names
 
 __all__ = ["check_launches"]
 
 _INDEX_DTYPES: Final = ("int64", "int32")
-_OPERAND_AND_AXIS: Final = itemgetter(0, 1)  # of an entry of `slices`
 
 
 class _Axis(NamedTuple):
@@ -30,35 +28,29 @@ _Letters = dict[str, tuple[_Axis, ...]]
 _View = Sequence[_Axis]
 
 
-def check_launches(plan: Columns) -> None:
-    """Check slices, and what the operators say of shapes, attributes, FLOPs and bytes; once per distinct launch.
+def check_launches(plan: Columns, work: Work) -> None:
+    """Check what the operators say of shapes, attributes, FLOPs and bytes; once per distinct launch.
 
-    Layers repeat their launches: what differs between two of them are names and buffer ids.
+    Layers repeat their launches: what differs between two of them are names and buffer ids. An op whose slices do not fit
+    has been reported, and says nothing of shapes.
     """
     ops = range(len(plan.op_name))
     seen: dict[tuple[Any, ...], int] = {}
-    alike = list(map(seen.setdefault, _launches(plan), ops))  # op -> the first op of the same launch
+    alike = list(map(seen.setdefault, _launches(plan, work), ops))  # op -> the first op of the same launch
+    uncut = plan.uncut | plan.odd_cuts
     unsound: set[int] = set()
-    sides: dict[int, Callable[[Mapping[str, int]], Any] | None] = {}
     for i in seen.values():
         before = len(plan.found)
-        names = _check_operator(plan, i) if _check_slices(plan, i) else None
-        sides[i] = itemgetter(*names[0], *names[1]) if names is not None else None
-        if len(plan.found) > before:
+        if i not in uncut:
+            _check_operator(plan, i, work)
+        if len(plan.found) > before or i in uncut:
             unsound.add(i)
-    for i, first, operands, reads, writes in zip(ops, alike, plan.operands, plan.reads, plan.writes, strict=True):
-        named = sides[first]
-        if named is None:
-            if {*reads, *writes} != {*operands.values()}:
-                _report_operands(plan, i, operands.values(), "")
-        elif named(operands) != (*reads, *writes):
-            _check_sides(plan, i)
     for i in ops if unsound else ():
-        if alike[i] in unsound and alike[i] != i and _check_slices(plan, i):
-            _check_operator(plan, i)
+        if alike[i] in unsound and alike[i] != i and i not in uncut:
+            _check_operator(plan, i, work)
 
 
-def _launches(plan: Columns) -> Iterator[tuple[Any, ...]]:
+def _launches(plan: Columns, work: Work) -> Iterator[tuple[Any, ...]]:
     """What makes two launches the same: kernel, work, operands' names, shapes and slices, loops, attributes."""
     loops, depths = _number_loops(plan)
     numbers: dict[Any, int] = {}
@@ -76,7 +68,7 @@ def _launches(plan: Columns) -> Iterator[tuple[Any, ...]]:
     shapes = [tuple(map(spec.__getitem__, operands.values())) for operands in plan.operands]
     names, attrs = map(tuple, plan.operands), [tuple(attrs.items()) for attrs in plan.attrs]
     around = map(loops.__getitem__, plan.op_region)
-    return zip(plan.kernel, plan.flops, plan.moved, names, shapes, cuts, around, attrs, strict=True)
+    return zip(plan.kernel, *work, names, shapes, cuts, around, attrs, strict=True)
 
 
 def _number_loops(plan: Columns) -> tuple[dict[str | None, int], dict[str | None, dict[str, int]]]:
@@ -85,78 +77,39 @@ def _number_loops(plan: Columns) -> tuple[dict[str | None, int], dict[str | None
     loops: dict[str | None, int] = {None: -1}
     depths: dict[str | None, dict[str, int]] = {None: {}}
     for name, around in plan.enclosing.items():
-        nest = tuple([plan.regions[at][1:6] for at in around])
+        nest = tuple([(*plan.regions[at][1:3], *plan.loops[at]) for at in around])
         loops[name] = numbers.setdefault(nest, len(numbers))
         depths[name] = {at: depth for depth, at in enumerate(around)}
     return loops, depths
 
 
-def _check_sides(plan: Columns, i: int) -> None:
-    """Check that a shipped operator's launch reads and writes the operands that the operator does."""
-    known, operands = OPERATORS[plan.kernel[i]], plan.operands[i]
-    for ids, names, side in ((plan.reads[i], known.reads, "reads "), (plan.writes[i], known.writes, "writes ")):
-        scratch = ("scratch",) if side == "writes " else ()
-        expected = {operands[name] for name in (*names, *scratch) if name in operands}
-        if {*ids} != expected:
-            _report_operands(plan, i, expected, side)
-
-
-def _report_operands(plan: Columns, i: int, named: Iterable[int], side: str) -> None:
-    ids, expected = {"reads ": {*plan.reads[i]}, "writes ": {*plan.writes[i]}}.get(side), {*named}
-    touched = {*plan.reads[i], *plan.writes[i]} if ids is None else ids
-    text = f"{plan.say_op(i)} {side or 'touches '}{sorted(touched)}, its operands are {sorted(expected)}"
-    plan.fail("operands", text, sorted(touched ^ expected), (i,))
-
-
-def _check_slices(plan: Columns, i: int) -> bool:
-    """Check that each sliced operand's axis has the length that the region's chunks cover."""
-    before = len(plan.found)
-    slices, operands, around = plan.slices[i], plan.operands[i], plan.around(i)
-    for operand, axis, name, factor in slices:
-        if name not in around or operand not in operands or axis >= len(plan.shape[operands[operand]]):
-            what = "no region around it" if name not in around else "no such operand or axis"
-            plan.fail("slice", f"{plan.say_op(i)} slices {operand}[{axis}] by '{name}': {what}", (), (i,))
-            continue
-        b = operands[operand]
-        inside, length = plan.is_within(plan.home[b], name), plan.shape[b][axis]
-        span = plan.regions[name].full if inside else plan.regions[name].extent
-        if length != factor * span:
-            sliced = f"{plan.say_op(i)} slices {plan.say(b)} axis {axis} of {length} by '{name}'"
-            plan.fail("slice", f"{sliced}: {factor} x {span} expected", (b,), (i,))
-    if len(slices) > 1 and len(set(map(_OPERAND_AND_AXIS, slices))) != len(slices):
-        plan.fail("slice", f"{plan.say_op(i)} slices one axis of an operand twice", (), (i,))
-    return len(plan.found) == before
-
-
-def _check_operator(plan: Columns, i: int) -> tuple[Sequence[str], Sequence[str]] | None:
-    """Check one launch of a shipped operator against its table entry; name the operands that it reads and writes."""
+def _check_operator(plan: Columns, i: int, work: Work) -> None:
+    """Check one launch of a shipped operator against its table entry."""
     known = OPERATORS.get(plan.kernel[i])
     if known is None:
-        return None
+        return
     operands, attrs = plan.operands[i], plan.attrs[i]
     names = [entry.name for entry in known.operands if entry.name in operands or not entry.optional]
-    if operands.keys() - {"scratch"} != set(names):
+    if operands.keys() - {SCRATCH} != set(names):
         _fail(plan, i, f"takes {', '.join(names)}, got {', '.join(operands)}")
-        return None
+        return
     odd = {key for key in attrs if type(attrs[key]) not in known.attrs.get(key, ())}
     odd.update(known.attrs.keys() - attrs.keys() - known.optional)
     if odd:
         wanted = ", ".join(f"{key} ({type_names(types)})" for key, types in known.attrs.items()) or "none"
         amiss = ", ".join(f"{key}={attrs.get(key)!r}" for key in sorted(odd))
         _fail(plan, i, f"has attributes {wanted}; amiss: {amiss}")
-        return None
+        return
     views = {name: _view(plan, i, name) for name in names}
     letters: _Letters = {name: (_Axis(value),) for name, value in attrs.items() if type(value) is int}
     if not _bind_operands(plan, i, known, views, letters):
-        return None
+        return
     _check_residence(plan, i, known, names)
     for rule in known.rules:
         _check_rule(plan, i, rule, letters)
-    _check_flops(plan, i, known, letters)
-    _check_bytes(plan, i, known, views, letters)
+    _check_flops(plan, i, known, letters, work.flops[i])
+    _check_bytes(plan, i, known, views, letters, work.moved[i])
     _check_full_step(plan, i, letters)
-    scratch = ("scratch",) if "scratch" in operands else ()
-    return tuple(name for name in known.reads if name in operands), (*known.writes, *scratch)
 
 
 def _fail(plan: Columns, i: int, message: str, *buffers: int) -> None:
@@ -187,7 +140,7 @@ def _view(plan: Columns, i: int, operand: str) -> tuple[_Axis, ...]:
     axes = [_Axis(length) for length in plan.shape[b]]
     for name, axis, loop, factor in plan.slices[i]:
         if name == operand:
-            axes[axis] = _Axis(factor * plan.regions[loop].full, loop, factor)
+            axes[axis] = _Axis(factor * plan.loops[loop].full, loop, factor)
     return tuple(axes)
 
 
@@ -280,20 +233,22 @@ def _divides(low: _Axis, high: _Axis) -> bool:
     return a >= 1 and b % a == 0
 
 
-def _check_flops(plan: Columns, i: int, known: Known, letters: _Letters) -> None:
+def _check_flops(plan: Columns, i: int, known: Known, letters: _Letters, claimed: int) -> None:
     """Check the FLOPs of all iterations together."""
-    dims = plan.document["dims"]
+    dims = plan.header["dims"]
     if "span" in dims:
         letters.setdefault("span", (_Axis(dims["span"]),))
     factors = [(_Axis(int(name)),) if name.isdecimal() else letters.get(name) for name in known.flops]
     if None in factors:  # attention without a dim or attribute of its span: the graph's own word
         return
     flops = _over_iterations(plan, i, chain.from_iterable(filter(None, factors)))
-    if flops is not None and flops != plan.flops[i]:
-        plan.fail("flops", f"{plan.say_op(i)}: {plan.flops[i]} FLOPs, {'*'.join(known.flops)} is {flops}", (), (i,))
+    if flops is not None and flops != claimed:
+        plan.fail("flops", f"{plan.say_op(i)}: {claimed} FLOPs, {'*'.join(known.flops)} is {flops}", (), (i,))
 
 
-def _check_bytes(plan: Columns, i: int, known: Known, views: Mapping[str, _View], letters: _Letters) -> None:
+def _check_bytes(
+    plan: Columns, i: int, known: Known, views: Mapping[str, _View], letters: _Letters, claimed: int
+) -> None:
     """Check the bytes that all iterations together move."""
     total = 0
     for name, counted in known.moved:
@@ -303,8 +258,8 @@ def _check_bytes(plan: Columns, i: int, known: Known, views: Mapping[str, _View]
             if elements is None:
                 return
             total += elements * ITEM_BYTES[plan.dtype[plan.operands[i][name]]]
-    if total != plan.moved[i]:
-        plan.fail("bytes", f"{plan.say_op(i)}: {plan.moved[i]} bytes, its operands have {total}", (), (i,))
+    if total != claimed:
+        plan.fail("bytes", f"{plan.say_op(i)}: {claimed} bytes, its operands have {total}", (), (i,))
 
 
 def _over_iterations(plan: Columns, i: int, axes: Iterable[_Axis]) -> int | None:
@@ -315,10 +270,10 @@ def _over_iterations(plan: Columns, i: int, axes: Iterable[_Axis]) -> int | None
             total *= axis.length
         elif axis.loop in loops:
             loops.remove(axis.loop)
-            total *= axis.factor * plan.regions[axis.loop].extent
+            total *= axis.factor * plan.loops[axis.loop].extent
         else:
             return None
-    return total * prod(plan.regions[loop].num_chunks for loop in loops)
+    return total * prod(plan.loops[loop].num_chunks for loop in loops)
 
 
 # Where the shipped step shows its dims: per kernel a letter, and the product that it is, of a dim and attributes.
@@ -331,14 +286,13 @@ _SHOWN_DIMS: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
 
 def _check_full_step(plan: Columns, i: int, letters: _Letters) -> None:
     """Check that operators of the shipped step run over as many rows as its dims say."""
-    if plan.document["phase"] != FULL_STEP:
+    if plan.header["phase"] != FULL_STEP:
         return
-    known = {name: (_Axis(value),) for name, value in plan.document["dims"].items()}
+    known = {name: (_Axis(value),) for name, value in plan.header["dims"].items()}
     for letter, dim in _SHOWN_DIMS.get(plan.kernel[i], ()):
         expected = _evaluate(product_of(dim), letters | known)
         total = prod(
-            axis.length if axis.loop is None else axis.factor * plan.regions[axis.loop].extent
-            for axis in letters[letter]
+            axis.length if axis.loop is None else axis.factor * plan.loops[axis.loop].extent for axis in letters[letter]
         )
         if expected is not None and total != expected.length:
             text = f"{plan.say_op(i)} runs over {total}, dims say {dim} = {expected.length}"

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 
-from mosaic.planner.check.columns import FROM_START, MAIN, TO_END, Columns
+from mosaic.planner.check.columns import FROM_START, MAIN, TO_END, Skeleton
 
 __all__ = ["derive_lifetimes"]
 
 
-def derive_lifetimes(plan: Columns) -> None:
+def derive_lifetimes(plan: Skeleton) -> None:
     """Fill the derived lifetimes, windows and alias groups; report claims that differ."""
     read_first = _derive_base(plan)
     if plan.regions or any(barrier.region is not None for barrier in plan.barriers):
@@ -35,7 +35,7 @@ def derive_lifetimes(plan: Columns) -> None:
         _report_lifetimes(plan)
 
 
-def _derive_base(plan: Columns) -> list[int]:
+def _derive_base(plan: Skeleton) -> list[int]:
     """Fill `start` and `end` from accesses and kinds; return the buffers that are read before they are written."""
     num_ops, kind = len(plan.op_name), plan.kind
     first, last = [-1] * len(kind), [-1] * len(kind)
@@ -72,7 +72,7 @@ def _derive_base(plan: Columns) -> list[int]:
     return read_first
 
 
-def _settle_untouched(plan: Columns, first: Sequence[int]) -> None:
+def _settle_untouched(plan: Skeleton, first: Sequence[int]) -> None:
     """Settle the lifetimes of buffers that no op touches."""
     roots = {*plan.alias_of}
     for b, at in enumerate(first):
@@ -88,7 +88,7 @@ def _settle_untouched(plan: Columns, first: Sequence[int]) -> None:
             plan.fail("unused", f"{plan.say(b)} is touched by no op", (b,))
 
 
-def _hold(plan: Columns, b: int, start: int, end: int) -> None:
+def _hold(plan: Skeleton, b: int, start: int, end: int) -> None:
     """Stretch a buffer's lifetime over an interval in which it may have no gap either."""
     plan.start[b] = min(plan.start[b], start)
     plan.end[b] = max(plan.end[b], end)
@@ -98,7 +98,7 @@ def _hold(plan: Columns, b: int, start: int, end: int) -> None:
 # Regions.
 
 
-def _stretch_regions(plan: Columns, read_first: Sequence[int]) -> None:
+def _stretch_regions(plan: Skeleton, read_first: Sequence[int]) -> None:
     """Stretch lifetimes over loops and compare what crosses each loop's border with its barrier."""
     start, end = plan.start, plan.end
     inside: dict[str, set[int]] = {name: set() for name in plan.regions}  # region -> buffers at home in it or deeper
@@ -132,7 +132,7 @@ def _stretch_regions(plan: Columns, read_first: Sequence[int]) -> None:
     _check_barriers(plan, expected)
 
 
-def _check_barriers(plan: Columns, expected: Mapping[str, Sequence[set[int]]]) -> None:
+def _check_barriers(plan: Skeleton, expected: Mapping[str, Sequence[set[int]]]) -> None:
     """Check that each region has one barrier and that it lists what the region holds."""
     seen: set[str] = set()
     for barrier in plan.barriers:
@@ -160,7 +160,7 @@ def _check_barriers(plan: Columns, expected: Mapping[str, Sequence[set[int]]]) -
 # Streams.
 
 
-def _stretch_streams(plan: Columns) -> None:
+def _stretch_streams(plan: Skeleton) -> None:
     """Hold what side ops touch: over the loop around them, else from their fork to their join."""
     num_ops = len(plan.op_name)
     forked: dict[int, int] = {}
@@ -181,7 +181,7 @@ def _stretch_streams(plan: Columns) -> None:
             _hold_side_op(plan, i, fork + 1, wait)
 
 
-def _hold_side_op(plan: Columns, i: int, start: int, end: int) -> None:
+def _hold_side_op(plan: Skeleton, i: int, start: int, end: int) -> None:
     name = plan.op_region[i]
     if name is not None:  # its streams are forked where the loop begins and joined where it ends
         start, end = plan.regions[name].start, plan.regions[name].end
@@ -195,7 +195,7 @@ def _hold_side_op(plan: Columns, i: int, start: int, end: int) -> None:
             plan.fail("stream-race", text, loose, (i,))
 
 
-def _report_lifetimes(plan: Columns) -> None:
+def _report_lifetimes(plan: Skeleton) -> None:
     rows = zip(plan.claimed_start, plan.claimed_end, plan.start, plan.end, strict=True)
     for b, (start, end, first, last) in enumerate(rows):
         text = f"{plan.say(b)} claims [{start}, {end}), the ops, regions, barriers and streams give [{first}, {last})"

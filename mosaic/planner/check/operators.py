@@ -7,9 +7,11 @@ from typing import Final, NamedTuple
 
 from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, TEXT, Types
 
-__all__ = ["IMPLEMENTATIONS", "OPERATORS", "Known", "Operand", "Product", "Rule", "product_of"]
+__all__ = ["IMPLEMENTATIONS", "OPERATORS", "SCRATCH", "Known", "Operand", "Product", "Rule", "product_of"]
 
 IMPLEMENTATIONS: Final = {"attention": frozenset({"cudnn", "triton"})}  # of kernels that a CUDA plan chooses for
+
+SCRATCH: Final = "scratch"  # an operand that any kernel may have, and writes
 
 Rule = tuple[str, str, str]  # (relation, product, product)
 
@@ -33,6 +35,7 @@ class _Operator(NamedTuple):
     moved: str = ""
     host: str = ""  # operands that may lie in host memory, one of them at a time
     rules: tuple[Rule, ...] = ()
+    inplace: str = ""  # `written/read`: what the kernel may write over an operand that it still reads
 
 
 def _kv_row(width: str) -> tuple[Rule, ...]:
@@ -48,6 +51,7 @@ _NOTATION: Final = {
     "attention": _Operator(
         "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B y:a=*T,Q", "q k v cu_seqlens", "y", "head_size:n scale:x span?:n block?:n",
         "4*span*T*Q", "S", rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")),
+        inplace="y/q",
     ),
     "confidence": _Operator("maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M"),
     "copy": _Operator("x:a=*T y:a=*T", "x", "y", host="x y"),
@@ -68,6 +72,7 @@ _NOTATION: Final = {
         "layer:n kv_heads:n head_size:n scale:x span?:n block?:n", "4*span*T*Q", "R X K B Q",
         "q key_slots cu_seqlens cu_keys positions y kv=K,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
+        inplace="y/q",
     ),
     "kv_store": _Operator(
         "k:a=T,W v:a=T,W slots:int64=T kv:a=R,X", "k v slots kv", "kv", "layer:n", whole="R X W", moved="slots k v k v",
@@ -88,7 +93,7 @@ _NOTATION: Final = {
     "perturb_score": _Operator(
         "score:float32=M keys:int64=M temperature:float32=1", "score keys temperature", "score", flops="4*M"
     ),
-    "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D"),
+    "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D", inplace="y/x"),
     "rotary": _Operator(
         "x=T,W positions=T inv_freq=R", "x positions inv_freq", "x", "head_size:n", "6*T*W",
         rules=(("divides", "head_size", "W"), ("at most", "2*R", "head_size")),
@@ -146,6 +151,9 @@ class Known(NamedTuple):
     moved: tuple[tuple[str, tuple[Product, ...]], ...]  # the axes that count; none: all
     host: frozenset[str]
     rules: tuple[Rule, ...]
+    inplace: tuple[tuple[str, str], ...]  # (written, read)
+    fills: tuple[str, ...]  # what it writes, scratch included
+    names: frozenset[str]  # all operands that it may have
 
 
 def product_of(text: str) -> Product:
@@ -172,8 +180,14 @@ def _parse(operator: _Operator) -> Known:
         operands=tuple(map(_parse_operand, operator.shapes.split())), reads=reads, writes=writes, attrs=attrs,
         optional=frozenset(optional), flops=tuple(operator.flops.split("*")), whole=tuple(operator.whole.split()),
         moved=tuple(map(_parse_moved, operator.moved.split() or (*reads, *writes))), host=frozenset(operator.host.split()),
-        rules=operator.rules,
+        rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
+        fills=(*writes, SCRATCH), names=frozenset({*reads, *writes, SCRATCH}),
     )  # fmt: skip
+
+
+def _parse_pair(entry: str) -> tuple[str, str]:
+    written, _, read = entry.partition("/")
+    return written, read
 
 
 def _parse_moved(entry: str) -> tuple[str, tuple[Product, ...]]:

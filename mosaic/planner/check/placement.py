@@ -1,4 +1,4 @@
-"""Check sizes, alignment, pools and that buffers that live at the same time share no address.
+"""Check sizes, slices, alignment, pools and that buffers that live at the same time share no address.
 
 Addresses are swept upwards with one bit set of op indices per buffer, where packers sweep time with sets of addresses:
 O(n log n) in buffers, times N / 64 words for the bit sets of N ops.
@@ -12,20 +12,90 @@ from math import prod
 from operator import add, mod, mul
 from typing import Final
 
-from mosaic.planner.check.columns import HOST, ITEM_BYTES, PLACED, Columns, Ids, round_up
+from mosaic.planner.check.columns import HOST, ITEM_BYTES, PLACED, Columns, Cut, Ids, Marks, Skeleton, round_up
 
-__all__ = ["Gaps", "check_addresses", "check_placement", "check_sizes", "live_bytes", "sweep"]
+__all__ = [
+    "check_addresses",
+    "check_placement",
+    "check_pools",
+    "check_sizes",
+    "check_slices",
+    "live_bytes",
+    "mark_live",
+    "name_slices",
+    "sweep",
+]
 
 UNIT_BYTES: Final = 512  # every root of a placed pool starts and ends on it
 
-Gaps = Mapping[int, Sequence[Sequence[int]]]  # root -> intervals in which it holds no value, in order
-Marks = Mapping[int, int]  # buffer -> bit set of op indices
+
+# What no dim changes.
+
+
+def check_pools(plan: Skeleton) -> None:
+    """Check alignments and kinds of pools; fill `item_bytes`, `located` and `roots`."""
+    plan.item_bytes = list(map(mul, map(ITEM_BYTES.__getitem__, plan.dtype), plan.rotate))
+    for unit in sorted({*plan.alignment}):
+        if unit & (unit - 1):
+            plan.fail("alignment", f"alignment {unit} is not a power of two")
+    for pool in dict.fromkeys(plan.pool):
+        ids = [b for b, at in enumerate(plan.pool) if at == pool]
+        plan.located[pool] = ids
+        plan.roots[pool] = [b for b in ids if plan.alias_of[b] is None]
+    for pool, ids in plan.roots.items():
+        for b in ids:
+            if not _may_live_in(plan.kind[b], pool):
+                plan.fail("pool", f"{plan.say(b)}: kind '{plan.kind[b]}' does not belong in pool '{pool}'", (b,))
+            if plan.alignment[b] < UNIT_BYTES and pool in PLACED:
+                text = f"{plan.say(b)}: alignment {plan.alignment[b]}, in pool '{pool}' at least {UNIT_BYTES}"
+                plan.fail("alignment", text, (b,))
+
+
+def _may_live_in(kind: str, pool: str) -> bool:
+    """Whether a pool suits a kind: other plans share the workspace, so what outlives a step may not be in it."""
+    if kind == "weight":
+        return pool not in ("workspace", "state")
+    if kind == "state":
+        return pool not in ("workspace", "weights")
+    return pool != "weights" and (pool == kind or kind not in ("host", "external"))
+
+
+def name_slices(plan: Skeleton) -> None:
+    """Check that slices are of operands and loops around their ops, each axis once; fill `cuts` and `odd_cuts`."""
+    for i, slices in enumerate(plan.slices):
+        if not slices:
+            continue
+        operands, around = plan.operands[i], plan.around(i)
+        for operand, axis, name, factor in slices:
+            if name in around and operand in operands:
+                b = operands[operand]
+                plan.cuts.append(Cut(i, b, axis, name, factor, plan.is_within(plan.home[b], name)))
+                continue
+            what = "no such operand" if name in around else "no region around it"
+            plan.fail("slice", f"{plan.say_op(i)} slices {operand}[{axis}] by '{name}': {what}", (), (i,))
+            plan.odd_cuts.add(i)
+        if len({(operand, axis) for operand, axis, _, _ in slices}) < len(slices):
+            plan.fail("slice", f"{plan.say_op(i)} slices one axis of an operand twice", (), (i,))
+            plan.odd_cuts.add(i)
+
+
+def mark_live(plan: Skeleton) -> None:
+    """Fill `live`: the ops at which each root of a pool whose values come and go is live."""
+    marks: dict[int, int] = {}
+    for b in (*plan.roots.get("workspace", ()), *plan.roots.get(HOST, ())):
+        mask = (1 << plan.end[b]) - (1 << plan.start[b])
+        for start, end in plan.holes.get(b, ()):
+            mask ^= (1 << end) - (1 << start)
+        marks[b] = mask
+    plan.live = marks
+
+
+# The numbers of one plan.
 
 
 def check_sizes(plan: Columns) -> None:
-    """Check each size against shape and dtype, and a root's against its aliases."""
-    item_bytes = map(ITEM_BYTES.__getitem__, plan.dtype)
-    plan.raw_bytes = list(map(mul, map(mul, map(prod, plan.shape), item_bytes), plan.rotate))
+    """Check each size against shape and dtype, and a root's against its aliases; fill `raw_bytes`."""
+    plan.raw_bytes = list(map(mul, map(prod, plan.shape), plan.item_bytes))
     rounded = [-(-raw // unit) * unit for raw, unit in zip(plan.raw_bytes, plan.alignment, strict=True)]
     odd = set() if rounded == list(plan.size) else {b for b, size in enumerate(rounded) if size != plan.size[b]}
     for b in sorted(odd.union(plan.members)):
@@ -41,35 +111,36 @@ def check_sizes(plan: Columns) -> None:
         plan.fail("size", f"{plan.say(b)}: size {size}, expected {expected}: {shape} in {slots} slots{aliases}", (b,))
 
 
+def check_slices(plan: Columns) -> None:
+    """Check that each sliced axis has the length that the loop's chunks cover; fill `uncut`."""
+    inside = {name: loop.full for name, loop in plan.loops.items()}
+    outside = {name: loop.extent for name, loop in plan.loops.items()}
+    shapes = plan.shape
+    for cut in plan.cuts:
+        _, b, axis, name, factor, within = cut
+        shape = shapes[b]
+        if axis >= len(shape) or shape[axis] != factor * (inside if within else outside)[name]:
+            _report_slice(plan, cut)
+
+
+def _report_slice(plan: Columns, cut: Cut) -> None:
+    plan.uncut.add(cut.op)
+    shape, loop = plan.shape[cut.b], plan.loops[cut.region]
+    length = str(shape[cut.axis]) if cut.axis < len(shape) else "no axis"
+    sliced = f"{plan.say_op(cut.op)} slices {plan.say(cut.b)} axis {cut.axis} of {length} by '{cut.region}'"
+    span = loop.full if cut.inside else loop.extent
+    plan.fail("slice", f"{sliced}: {cut.factor} x {span} expected", (cut.b,), (cut.op,))
+
+
 def check_placement(plan: Columns) -> None:
-    """Check alignment, kinds of pools and pool bounds; fill `top`, `reach` and `roots`."""
+    """Check alignment and pool bounds; fill `top` and `reach`."""
     if any(map(mod, plan.offset, plan.alignment)):
         for b, (offset, unit, pool) in enumerate(zip(plan.offset, plan.alignment, plan.pool, strict=True)):
             if offset % unit and pool != "external":
                 plan.fail("alignment", f"{plan.say(b)}: offset {offset} is not a multiple of {unit}", (b,))
-    for unit in sorted({*plan.alignment}):
-        if unit & (unit - 1):
-            plan.fail("alignment", f"alignment {unit} is not a power of two")
-    if min(plan.alignment, default=UNIT_BYTES) < UNIT_BYTES:
-        for b, (unit, pool, root) in enumerate(zip(plan.alignment, plan.pool, plan.alias_of, strict=True)):
-            if unit < UNIT_BYTES and pool in PLACED and root is None:
-                text = f"{plan.say(b)}: alignment {unit}, in pool '{pool}' at least {UNIT_BYTES}"
-                plan.fail("alignment", text, (b,))
-    for odd in sorted({*zip(plan.kind, plan.pool, strict=True)}):
-        if not _may_live_in(*odd):
-            for b, at in enumerate(zip(plan.kind, plan.pool, strict=True)):
-                if at == odd and plan.alias_of[b] is None:
-                    plan.fail("pool", f"{plan.say(b)}: kind '{odd[0]}' does not belong in pool '{odd[1]}'", (b,))
     plan.top = list(map(add, plan.offset, plan.size))
-    for pool in dict.fromkeys(plan.pool):
-        ids = [b for b, at in enumerate(plan.pool) if at == pool]
-        plan.reach[pool] = max(map(plan.top.__getitem__, ids))
-        plan.roots[pool] = [b for b in ids if plan.alias_of[b] is None]
-    _check_bounds(plan)
-
-
-def _check_bounds(plan: Columns) -> None:
-    page = plan.document["page_bytes"]
+    plan.reach = {pool: max(map(plan.top.__getitem__, ids)) for pool, ids in plan.located.items()}
+    page = plan.header["page_bytes"]
     for pool, capacity in plan.pools.items():
         if pool in PLACED and capacity % page:
             plan.fail("pool-bounds", f"pool '{pool}': capacity {capacity} is not a multiple of the page, {page}")
@@ -78,24 +149,17 @@ def _check_bounds(plan: Columns) -> None:
         if limit is None and pool in PLACED:
             plan.fail("pool-bounds", f"pool '{pool}' is used but not listed", plan.roots[pool])
         elif limit is not None and reach > limit:
-            for b, top in enumerate(plan.top):
-                if plan.pool[b] == pool and top > limit:
-                    plan.fail("pool-bounds", f"{plan.say(b)} ends at {top}, pool '{pool}' has {limit} bytes", (b,))
-
-
-def _may_live_in(kind: str, pool: str) -> bool:
-    """Whether a pool suits a kind: other plans share the workspace, so what outlives a step may not be in it."""
-    if kind == "weight":
-        return pool not in ("workspace", "state")
-    if kind == "state":
-        return pool not in ("workspace", "weights")
-    return pool != "weights" and (pool == kind or kind not in ("host", "external"))
+            for b in plan.located[pool]:
+                if plan.top[b] > limit:
+                    plan.fail(
+                        "pool-bounds", f"{plan.say(b)} ends at {plan.top[b]}, pool '{pool}' has {limit} bytes", (b,)
+                    )
 
 
 # Addresses.
 
 
-def check_addresses(plan: Columns, gaps: Gaps) -> Mapping[str, Ids]:
+def check_addresses(plan: Columns) -> Mapping[str, Ids]:
     """Check that no two roots that are live at the same time share an address.
 
     Returns
@@ -106,16 +170,10 @@ def check_addresses(plan: Columns, gaps: Gaps) -> Mapping[str, Ids]:
     roots = plan.roots if 0 not in plan.size else {p: [b for b in ids if plan.size[b]] for p, ids in plan.roots.items()}
     for pool in ("weights", "state"):
         _check_constants(plan, roots.get(pool, ()))
-    live: dict[int, int] = {}
     sound: dict[str, Ids] = {}
     for pool in ("workspace", HOST):
         ids = roots.get(pool, ())
-        for b in ids:
-            mask = (1 << plan.end[b]) - (1 << plan.start[b])
-            for start, end in gaps.get(b, ()):
-                mask ^= (1 << end) - (1 << start)
-            live[b] = mask
-        if sweep(plan, ids, live, live, "overlap", "live at the same time"):
+        if sweep(plan, ids, plan.live, plan.live, "overlap", "live at the same time"):
             sound[pool] = ids
     return sound
 
@@ -165,23 +223,14 @@ def _report_clashes(plan: Columns, ids: Ids, mark: Marks, clash: Marks, code: st
                 plan.fail(code, text, (c, b), (common,) if common < len(plan.op_name) else ())
 
 
-def live_bytes(plan: Columns, gaps: Gaps) -> tuple[list[int], list[int]]:
-    """Bytes of the live workspace roots at each op, and by how many of them a formula of unrounded sizes may be lower.
-
-    A formula gives an alias group the size of any one of its members.
-    """
-    change, loose = [0] * (len(plan.op_name) + 1), [0] * (len(plan.op_name) + 1)
-    for b in plan.roots["workspace"]:
-        size, first, last = plan.size[b], plan.start[b], plan.end[b]
-        change[first] += size
-        change[last] -= size
-        spare = size - (min(map(plan.raw_bytes.__getitem__, plan.group(b))) if b in plan.members else plan.raw_bytes[b])
-        if spare:
-            loose[first] += spare
-            loose[last] -= spare
-        for start, end in gaps.get(b, ()):
+def live_bytes(plan: Columns, sizes: Sequence[int]) -> list[int]:
+    """Sum some bytes of each buffer, by id, over the live workspace roots at each op."""
+    change = [0] * (len(plan.op_name) + 1)
+    for b in plan.roots.get("workspace", ()):
+        size = sizes[b]
+        change[plan.start[b]] += size
+        change[plan.end[b]] -= size
+        for start, end in plan.holes.get(b, ()):
             change[start] -= size
             change[end] += size
-            loose[start] -= spare
-            loose[end] += spare
-    return list(accumulate(change)), list(accumulate(loose))
+    return list(accumulate(change))

@@ -1,17 +1,47 @@
-"""Read a plan document into columns: fields and types, and nothing that one field says about another."""
+"""Read a plan into columns: fields and types, and nothing that one field says about another.
+
+From a document, or from a planner's `Records` and `Numbers`, which a document is written from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain
 from math import inf
 from operator import itemgetter
 from types import NoneType
 from typing import Any, Final, NamedTuple
 
-from mosaic.planner.check.columns import COMPONENTS, ITEM_BYTES, KINDS, POOLS, Barrier, Columns, Region, Violation
+from mosaic.planner.check.columns import (
+    COMPONENTS,
+    ITEM_BYTES,
+    KINDS,
+    POOLS,
+    Barrier,
+    Columns,
+    Loop,
+    Region,
+    Skeleton,
+    Violation,
+)
 
-__all__ = ["BOOLEAN", "INTEGER", "NUMBER", "TEXT", "Types", "read", "type_names"]
+__all__ = [
+    "BOOLEAN",
+    "INTEGER",
+    "NUMBER",
+    "TEXT",
+    "Numbers",
+    "Records",
+    "Types",
+    "Work",
+    "read_columns",
+    "read_document",
+    "read_header",
+    "read_skeleton",
+    "read_statements",
+    "type_names",
+]
 
 _BACKENDS: Final = frozenset({"cuda", "cpu"})
 
@@ -48,6 +78,7 @@ def _are_integers(values: Sequence[Any]) -> bool:
 _QUICK: Final[Mapping[Types, Callable[[Sequence[Any]], bool]]] = {TEXT: _are_strings, INTEGER: _are_integers}
 
 _Found = list[Violation]
+_Named = Mapping[str, tuple[Any, ...]]  # field -> column
 
 
 class _Table(NamedTuple):
@@ -56,7 +87,11 @@ class _Table(NamedTuple):
     label: str
     fields: Mapping[str, Types]
 
-    def columns(self, rows: Sequence[Any], found: _Found) -> tuple[tuple[Any, ...], ...]:
+    def named(self, document: Mapping[str, Any], found: _Found) -> _Named:
+        """The columns of a document's list by field; empty if some row is malformed."""
+        return dict(zip(self.fields, self._columns(document[self.label], found), strict=False))
+
+    def _columns(self, rows: Sequence[Any], found: _Found) -> tuple[tuple[Any, ...], ...]:
         """Transpose rows into one tuple per field; empty tuple if some row is malformed."""
         if not _MAP.issuperset(map(type, rows)):
             _fail(found, f"{self.label}: every entry must be an object")
@@ -88,22 +123,22 @@ class _Table(NamedTuple):
                 _fail(found, f"{self.label}[{i}].{name}: expected {type_names(allowed)}, got {value!r}")
 
 
-_DOCUMENT: Final[Mapping[str, Types]] = {
+_HEADER: Final[Mapping[str, Types]] = {
     "mosaic_version": TEXT, "model": TEXT, "phase": TEXT, "dtype": TEXT, "dims": _MAP, "device": TEXT,
     "backend": TEXT, "estimated": BOOLEAN, "device_memory_bytes": INTEGER, "page_bytes": INTEGER, "mesh": _MAP,
-    "implementations": _MAP, "pools": _LIST, "regions": _LIST, "barriers": _LIST, "edges": _LIST,
-    "budget_bytes": INTEGER, "host_budget_bytes": INTEGER, "config": _MAP, "fits": BOOLEAN, "components": _MAP,
-    "total_bytes": INTEGER, "host_bytes": INTEGER, "peak_bytes": INTEGER, "lower_bound_bytes": INTEGER,
-    "optimal": BOOLEAN, "max_ctx_tokens": INTEGER, "predicted_step_ms": NUMBER, "formula": _LIST, "trace": _LIST,
-    "solver": TEXT, "ops": _LIST, "buffers": _LIST,
+    "implementations": _MAP, "pools": _LIST, "budget_bytes": INTEGER, "host_budget_bytes": INTEGER, "config": _MAP,
+    "fits": BOOLEAN, "components": _MAP, "total_bytes": INTEGER, "host_bytes": INTEGER, "peak_bytes": INTEGER,
+    "lower_bound_bytes": INTEGER, "optimal": BOOLEAN, "max_ctx_tokens": INTEGER, "predicted_step_ms": NUMBER,
+    "solver": TEXT,
 }  # fmt: skip
+_LISTS: Final = ("regions", "barriers", "edges", "ops", "buffers")
+_STATEMENTS: Final = ("formula", "trace")
 _TOTALS: Final = (
     "budget_bytes", "host_budget_bytes", "total_bytes", "host_bytes", "peak_bytes", "lower_bound_bytes",
 )  # fmt: skip
 _POOL: Final = _Table("pools", {"name": TEXT, "device": TEXT, "capacity": INTEGER})
 _REGION: Final = _Table("regions", {
-    "name": TEXT, "knob": TEXT, "dim": TEXT, "extent": INTEGER, "rows": INTEGER, "count": INTEGER, "start": INTEGER,
-    "end": INTEGER, "parent": _STR_OR_NULL,
+    "name": TEXT, "knob": TEXT, "dim": TEXT, "start": INTEGER, "end": INTEGER, "parent": _STR_OR_NULL,
 })  # fmt: skip
 _BARRIER: Final = _Table("barriers", {
     "name": TEXT, "region": _STR_OR_NULL, "start": INTEGER, "end": INTEGER, "inputs": _LIST, "outputs": _LIST,
@@ -117,70 +152,174 @@ _STEP: Final = _Table("trace", {
 _EDGE: Final = _Table("edges", {"kind": TEXT, "from": INTEGER, "to": INTEGER})
 _OP: Final = _Table("ops", {
     "index": INTEGER, "name": TEXT, "kernel": TEXT, "stream": TEXT, "region": _STR_OR_NULL, "reads": _LIST,
-    "writes": _LIST, "flops": INTEGER, "bytes": INTEGER, "operands": _MAP, "attrs": _MAP, "inplace": _LIST,
-    "slices": _LIST,
+    "writes": _LIST, "operands": _MAP, "attrs": _MAP, "inplace": _LIST, "slices": _LIST,
 })  # fmt: skip
 _BUFFER: Final = _Table("buffers", {
-    "id": INTEGER, "name": TEXT, "kind": TEXT, "pool": TEXT, "offset": INTEGER, "size": INTEGER, "start": INTEGER,
-    "end": INTEGER, "gaps": _LIST, "alias_of": _INT_OR_NULL, "alias_offset": INTEGER, "dtype": TEXT, "shape": _LIST,
-    "alignment": INTEGER, "region": _STR_OR_NULL, "tensor": _STR_OR_NULL, "rotate": INTEGER,
+    "id": INTEGER, "name": TEXT, "kind": TEXT, "pool": TEXT, "start": INTEGER, "end": INTEGER, "gaps": _LIST,
+    "alias_of": _INT_OR_NULL, "dtype": TEXT, "alignment": INTEGER, "region": _STR_OR_NULL, "tensor": _STR_OR_NULL,
+    "rotate": INTEGER,
 })  # fmt: skip
+# The numbers, by the list that has them in a document.
+_WORK: Final = _Table("ops", {"flops": INTEGER, "bytes": INTEGER})
+_PLACE: Final = _Table("buffers", {"offset": INTEGER, "size": INTEGER, "alias_offset": INTEGER, "shape": _LIST})
+_LOOP: Final = _Table("regions", {"extent": INTEGER, "rows": INTEGER, "count": INTEGER})
 
-_Named = Mapping[str, tuple[Any, ...]]  # field -> column
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Records:
+    """The rows of a document without their numbers: what a planner keeps for all plans that differ in sizes alone.
+
+    Rows may have fields beyond those that are named here. Whoever hands them over does not change them any more.
+
+    Parameters
+    ----------
+    ops
+        Without `flops` and `bytes`.
+    buffers
+        Without `offset`, `size`, `alias_offset` and `shape`.
+    regions
+        Without `extent`, `rows` and `count`.
+    barriers, edges
+        As in a document.
+    """
+
+    ops: Sequence[Mapping[str, Any]]
+    buffers: Sequence[Mapping[str, Any]]
+    regions: Sequence[Mapping[str, Any]]
+    barriers: Sequence[Mapping[str, Any]]
+    edges: Sequence[Mapping[str, Any]]
 
 
-def read(document: Mapping[str, Any], found: list[Violation]) -> Columns | None:
-    """Transpose a document into columns; None if a field is missing or of a wrong type."""
-    for key, allowed in _DOCUMENT.items():
+class Numbers(NamedTuple):
+    """The numbers of a plan's buffers and regions, by columns."""
+
+    offset: Sequence[int]
+    size: Sequence[int]
+    alias_offset: Sequence[int]
+    shape: Sequence[Sequence[int]]
+    extent: Sequence[int]
+    rows: Sequence[int]
+    num_chunks: Sequence[int]
+
+
+class Work(NamedTuple):
+    """What a plan says of each op's work, all iterations together: no matter of memory."""
+
+    flops: Sequence[int]
+    moved: Sequence[int]
+
+
+# Documents.
+
+
+def read_document(document: Mapping[str, Any], found: _Found) -> tuple[Records, Numbers] | None:
+    """Check the header and take a document apart; None if a field is missing or of a wrong type."""
+    read_header(document, found)
+    if not _read_fields(document, dict.fromkeys(_LISTS, _LIST), found):
+        return None
+    place, loop = _PLACE.named(document, found), _LOOP.named(document, found)
+    if found:
+        return None
+    return Records(**{key: document[key] for key in _LISTS}), Numbers(*place.values(), *loop.values())
+
+
+def read_header(header: Mapping[str, Any], found: _Found) -> bool:
+    """Check what a document holds besides its lists of rows; False if a field is missing or of a wrong type."""
+    if _read_fields(header, _HEADER, found):
+        pool = _POOL.named(header, found)
+        if not found:
+            _read_settings(header, pool, found)
+            _report_repeated("pools", pool["name"], found)
+    return not found
+
+
+def read_statements(document: Mapping[str, Any], found: _Found) -> Work | None:
+    """Check the fields of formula and trace; return each op's FLOPs and bytes."""
+    if not _read_fields(document, dict.fromkeys(_STATEMENTS, _LIST), found):
+        return None
+    _FORM.named(document, found)
+    step, work = _STEP.named(document, found), _WORK.named(document, found)
+    if found:
+        return None
+    _read_configs(step["config"], found)
+    _read_times("trace.predicted_ms", step["predicted_ms"], found)
+    bounded = [(f"trace.{key}", step[key], None) for key in ("peak_bytes", "total_bytes")]
+    _read_bounded([*bounded, *((f"ops.{key}", work[key], None) for key in work)], found)
+    return None if found else Work(*work.values())
+
+
+def _read_fields(document: Mapping[str, Any], fields: Mapping[str, Types], found: _Found) -> bool:
+    before = len(found)
+    for key, allowed in fields.items():
         if key not in document:
             _fail(found, f"missing {key}")
         elif type(document[key]) not in allowed:
             _fail(found, f"{key}: expected {type_names(allowed)}, got {type(document[key]).__name__}")
-    if found:
-        return None
-    pool, region, barrier, edge, op, buffer, _, step = (
-        dict(zip(table.fields, table.columns(document[table.label], found), strict=False))
-        for table in (_POOL, _REGION, _BARRIER, _EDGE, _OP, _BUFFER, _FORM, _STEP)
+    return len(found) == before
+
+
+# Rows.
+
+
+def read_skeleton(records: Records, found: _Found) -> Skeleton | None:
+    """Transpose rows into columns; None if a field is missing or of a wrong type."""
+    lists = {key: getattr(records, key) for key in _LISTS}
+    region, barrier, edge, op, buffer = (
+        table.named(lists, found) for table in (_REGION, _BARRIER, _EDGE, _OP, _BUFFER)
     )
     if found:
         return None
-    _read_settings(document, pool, step, found)
-    _read_attributes(op["attrs"], found)
+    if not _PLAIN.issuperset(map(type, chain.from_iterable(map(dict.values, op["attrs"])))):
+        _fail(found, "ops.attrs: expected numbers, strings and booleans")
     for label, numbers in (("ops[i].index must be i", op["index"]), ("buffers[i].id must be i", buffer["id"])):
         if numbers != tuple(range(len(numbers))):
             _fail(found, label, "id")
-    _read_nested(document, op, buffer, barrier, edge, found)
+    _read_nested(op, buffer, barrier, edge, found)
+    for label, names in (("ops", op), ("buffers", buffer), ("regions", region)):
+        _report_repeated(label, names["name"], found)
     if found:
         return None
-    for label, names in (("ops", op), ("buffers", buffer), ("pools", pool), ("regions", region)):
-        _report_repeated(label, names["name"], found)
-    return _columns(document, pool, region, barrier, edge, op, buffer, found)
-
-
-def _columns(
-    document: Mapping[str, Any], pool: _Named, region: _Named, barrier: _Named, edge: _Named, op: _Named,
-    buffer: _Named, found: _Found,
-) -> Columns:  # fmt: skip
-    loops = map(Region._make, zip(*region.values(), strict=True))
-    return Columns(
-        document=document, found=found, pools=dict(zip(pool["name"], pool["capacity"], strict=True)),
-        regions=dict(zip(region["name"], loops, strict=True)),
+    return Skeleton(
+        found=found, regions=dict(zip(region["name"], map(Region._make, zip(*region.values(), strict=True)), strict=True)),
         barriers=list(map(Barrier._make, zip(*barrier.values(), strict=True))),
         edges=list(zip(*edge.values(), strict=True)),
         op_name=op["name"], kernel=op["kernel"], stream=op["stream"], op_region=op["region"], reads=op["reads"],
-        writes=op["writes"], flops=op["flops"], moved=op["bytes"], operands=op["operands"], attrs=op["attrs"],
-        inplace=op["inplace"], slices=op["slices"],
-        name=buffer["name"], kind=buffer["kind"], pool=buffer["pool"], offset=buffer["offset"], size=buffer["size"],
-        claimed_start=buffer["start"], claimed_end=buffer["end"], gaps=buffer["gaps"], alias_of=buffer["alias_of"],
-        alias_offset=buffer["alias_offset"], dtype=buffer["dtype"], shape=buffer["shape"],
+        writes=op["writes"], operands=op["operands"], attrs=op["attrs"], inplace=op["inplace"], slices=op["slices"],
+        name=buffer["name"], kind=buffer["kind"], pool=buffer["pool"], claimed_start=buffer["start"],
+        claimed_end=buffer["end"], gaps=buffer["gaps"], alias_of=buffer["alias_of"], dtype=buffer["dtype"],
         alignment=buffer["alignment"], home=buffer["region"], tensor=buffer["tensor"], rotate=buffer["rotate"],
     )  # fmt: skip
 
 
-def _read_nested(
-    document: Mapping[str, Any], op: _Named, buffer: _Named, barrier: _Named, edge: _Named, found: _Found
-) -> None:
-    """Check the types and ranges of what lies inside the fields: id lists, operands, slices, gaps, shapes."""
+def read_columns(skeleton: Skeleton, header: Mapping[str, Any], numbers: Numbers, found: _Found) -> Columns | None:
+    """Join a skeleton with the numbers of one plan; None if they are no such numbers."""
+    _read_bounded(
+        (
+            ("buffers.shape", list(chain.from_iterable(numbers.shape)), None),
+            ("buffers.offset", numbers.offset, None),
+            ("buffers.size", numbers.size, None),
+            ("buffers.alias_offset", numbers.alias_offset, None),
+            ("regions", [*numbers.extent, *numbers.rows, *numbers.num_chunks], None),
+        ),
+        found,
+    )
+    lengths, expected = [*map(len, numbers)], [len(skeleton.name)] * 4 + [len(skeleton.regions)] * 3
+    if lengths != expected:
+        _fail(found, f"numbers of {lengths} buffers and regions, {expected} expected")
+    if found:
+        return None
+    kept = {entry.name: getattr(skeleton, entry.name) for entry in fields(Skeleton)}
+    loops = map(Loop, numbers.extent, numbers.rows, numbers.num_chunks)
+    return Columns(
+        **{**kept, "found": [*skeleton.found]}, header=header,
+        pools={pool["name"]: pool["capacity"] for pool in header["pools"]},
+        loops=dict(zip(skeleton.regions, loops, strict=True)), offset=numbers.offset, size=numbers.size,
+        alias_offset=numbers.alias_offset, shape=numbers.shape,
+    )  # fmt: skip
+
+
+def _read_nested(op: _Named, buffer: _Named, barrier: _Named, edge: _Named, found: _Found) -> None:
+    """Check the types and ranges of what lies inside the fields: id lists, operands, slices, gaps."""
     each = chain.from_iterable
     inplace, gaps, slices = list(each(op["inplace"])), list(each(buffer["gaps"])), list(each(op["slices"]))
     for label, entries, length, form in (
@@ -201,18 +340,11 @@ def _read_nested(
             ("barriers", list(listed), ids),
             ("edges", [*edge["from"], *edge["to"]], num_ops),
             ("buffers.gaps", list(each(gaps)), num_ops + 1),
-            ("buffers.shape", list(each(buffer["shape"])), None),
-            ("buffers.offset", buffer["offset"], None),
-            ("buffers.size", buffer["size"], None),
-            ("ops.flops", op["flops"], None),
-            ("ops.bytes", op["bytes"], None),
-            ("components", list(document["components"].values()), None),
-            ("totals", [document[key] for key in _TOTALS], None),
         ),
         found,
     )
     _read_slices(slices, found)
-    _read_vocabulary(document, buffer, found)
+    _read_vocabulary(buffer, found)
 
 
 def _read_bounded(bounded: Iterable[tuple[str, Sequence[Any], int | None]], found: _Found) -> None:
@@ -233,59 +365,62 @@ def _read_slices(slices: Sequence[Sequence[Any]], found: _Found) -> None:
         _fail(found, "ops.slices: expected [operand, axis from 0, region, factor from 1]")
 
 
-def _read_vocabulary(document: Mapping[str, Any], buffer: _Named, found: _Found) -> None:
+def _read_vocabulary(buffer: _Named, found: _Found) -> None:
     known: tuple[tuple[str, Collection[str]], ...] = (("kind", KINDS), ("pool", POOLS), ("dtype", ITEM_BYTES))
     for label, words in known:
         for value in sorted(set(buffer[label]).difference(words)):
             _fail(found, f"buffers.{label}: unknown {value!r}; known: {', '.join(sorted(words))}")
-    for label, values in (
-        ("alignment", buffer["alignment"]), ("rotate", buffer["rotate"]), ("page_bytes", (document["page_bytes"],)),
-    ):  # fmt: skip
-        if values and min(values) < 1:
-            _fail(found, f"{label}: expected 1 or more, got {min(values)}")
-    components = document["components"]
-    if components.keys() != set(COMPONENTS):
-        _fail(found, f"components: expected {', '.join(COMPONENTS)}, got {', '.join(components)}")
+    for label in ("alignment", "rotate"):
+        if min(buffer[label], default=1) < 1:
+            _fail(found, f"{label}: expected 1 or more, got {min(buffer[label])}")
 
 
-def _read_attributes(attrs: Sequence[dict[str, Any]], found: _Found) -> None:
-    if not _PLAIN.issuperset(map(type, chain.from_iterable(map(dict.values, attrs)))):
-        _fail(found, "ops.attrs: expected numbers, strings and booleans")
-
-
-def _read_settings(document: Mapping[str, Any], pool: _Named, step: _Named, found: _Found) -> None:
-    """Check the types and ranges of what no table holds: dims, mesh, configurations, implementations, times."""
+def _read_settings(header: Mapping[str, Any], pool: _Named, found: _Found) -> None:
+    """Check the types and ranges of what no table holds: dims, mesh, configuration, implementations, totals."""
 
     def require(holds: bool, message: str) -> None:
         if not holds:
             _fail(found, message)
 
-    for key, value in document["dims"].items():
+    for key, value in header["dims"].items():
         require(type(value) is int and value >= 1, f"dims.{key}: expected an integer from 1, got {value!r}")
-    mesh = document["mesh"]
+    mesh = header["mesh"]
     axes = mesh.get("axes")
     sizes = [mesh.get("size"), *(axes.values() if type(axes) is dict else [None])]
     mesh_holds = all(type(size) is int and size >= 1 for size in sizes)
     require(mesh_holds, f"mesh: expected a size and axes from 1, got {mesh!r}")
-    for config in (document["config"], *step["config"]):
-        if not _SETTING.issuperset(map(type, config.values())):
-            require(False, f"config: expected rows, null or an option, got {config!r}")
-        elif min((rows for rows in config.values() if type(rows) is int), default=1) < 1:
-            require(False, f"config: expected rows from 1, got {config!r}")
-    for name in document["implementations"].values():
+    _read_configs((header["config"],), found)
+    for name in header["implementations"].values():
         require(type(name) is str, f"implementations: expected names, got {name!r}")
-    for label, times in (
-        ("predicted_step_ms", (document["predicted_step_ms"],)), ("trace.predicted_ms", step["predicted_ms"]),
-    ):  # fmt: skip
-        for value in times:
-            require(0 <= value < inf, f"{label}: expected a finite time from 0, got {value!r}")
-    for label, counts in (
-        ("pools.capacity", pool["capacity"]), ("trace.peak_bytes", step["peak_bytes"]),
-        ("trace.total_bytes", step["total_bytes"]), ("max_ctx_tokens", (document["max_ctx_tokens"],)),
-        ("device_memory_bytes", (document["device_memory_bytes"],)),
-    ):  # fmt: skip
-        require(min(counts, default=0) >= 0, f"{label}: expected 0 or more, got {min(counts, default=0)}")
-    require(document["backend"] in _BACKENDS, f"backend: unknown {document['backend']!r}")
+    _read_times("predicted_step_ms", (header["predicted_step_ms"],), found)
+    components = header["components"]
+    _read_bounded(
+        (
+            ("pools.capacity", pool["capacity"], None), ("components", list(components.values()), None),
+            *((key, (header[key],), None) for key in (*_TOTALS, "max_ctx_tokens", "device_memory_bytes")),
+        ),
+        found,
+    )  # fmt: skip
+    require(
+        components.keys() == set(COMPONENTS),
+        f"components: expected {', '.join(COMPONENTS)}, got {', '.join(components)}",
+    )
+    require(header["page_bytes"] >= 1, f"page_bytes: expected 1 or more, got {header['page_bytes']}")
+    require(header["backend"] in _BACKENDS, f"backend: unknown {header['backend']!r}")
+
+
+def _read_configs(configs: Iterable[Mapping[str, Any]], found: _Found) -> None:
+    for config in configs:
+        if not _SETTING.issuperset(map(type, config.values())):
+            _fail(found, f"config: expected rows, null or an option, got {config!r}")
+        elif min((rows for rows in config.values() if type(rows) is int), default=1) < 1:
+            _fail(found, f"config: expected rows from 1, got {config!r}")
+
+
+def _read_times(label: str, times: Iterable[Any], found: _Found) -> None:
+    for value in times:
+        if not 0 <= value < inf:
+            _fail(found, f"{label}: expected a finite time from 0, got {value!r}")
 
 
 def _report_repeated(label: str, names: Sequence[str], found: _Found) -> None:

@@ -1,11 +1,11 @@
-"""Check configuration, dims, implementations, mesh and pools against each other and against the graph."""
+"""Check configuration, dims, implementations and mesh against each other and against the graph."""
 
 from __future__ import annotations
 
 from math import prod
 from typing import Final
 
-from mosaic.planner.check.columns import DEVICE_POOLS, FULL_STEP, HOST, POOLS, Columns
+from mosaic.planner.check.columns import FULL_STEP, Columns
 from mosaic.planner.check.operators import IMPLEMENTATIONS
 
 __all__ = ["check_settings"]
@@ -26,14 +26,15 @@ def check_settings(plan: Columns) -> None:
 
 def _check_config(plan: Columns) -> None:
     """Check regions against configuration and dims."""
-    config, dims = plan.document["config"], plan.document["dims"]
-    for region in plan.regions.values():
-        if config.get(region.knob) != region.rows:
+    config, dims = plan.header["config"], plan.header["dims"]
+    for name, region in plan.regions.items():
+        loop = plan.loops[name]
+        if config.get(region.knob) != loop.rows:
             rows = config.get(region.knob, "nothing")
-            plan.fail("config", f"region '{region.name}' has {region.rows} rows, config says {region.knob}={rows!r}")
-        if dims.get(region.dim) != region.extent:
+            plan.fail("config", f"region '{name}' has {loop.rows} rows, config says {region.knob}={rows!r}")
+        if dims.get(region.dim) != loop.extent:
             known = dims.get(region.dim, "nothing")
-            plan.fail("dims", f"region '{region.name}' runs over {region.extent} {region.dim}, dims say {known!r}")
+            plan.fail("dims", f"region '{name}' runs over {loop.extent} {region.dim}, dims say {known!r}")
     on = {knob for knob, rows in config.items() if type(rows) is int}
     idle = on.difference(region.knob for region in plan.regions.values())
     if idle:
@@ -42,7 +43,7 @@ def _check_config(plan: Columns) -> None:
 
 def _check_dims(plan: Columns) -> None:
     """Check dims against each other and the inputs."""
-    document, dims = plan.document, plan.document["dims"]
+    document, dims = plan.header, plan.header["dims"]
     missing = [dim for dim in _STEP_DIMS if dim not in dims]
     if missing and document["phase"] == FULL_STEP:
         plan.fail("dims", f"a {FULL_STEP} has {', '.join(_STEP_DIMS)}; missing {', '.join(missing)}")
@@ -66,7 +67,7 @@ def _check_dims(plan: Columns) -> None:
 
 def _check_implementations(plan: Columns) -> None:
     """Check that a CUDA plan chooses an implementation for each kernel that has several, and a legal one."""
-    chosen, backend = plan.document["implementations"], plan.document["backend"]
+    chosen, backend = plan.header["implementations"], plan.header["backend"]
     wanted = IMPLEMENTATIONS.keys() & {*plan.kernel} if backend == "cuda" else set()
     if chosen.keys() != wanted:
         text = f"chosen for {', '.join(sorted(chosen)) or 'nothing'}, on {backend} the graph needs"
@@ -98,22 +99,11 @@ def _is_legal_cudnn(plan: Columns, i: int) -> bool:
 
 
 def _check_profile(plan: Columns) -> None:
-    """Check mesh, pools and the device's memory against each other."""
-    document = plan.document
-    components, mesh = document["components"], document["mesh"]
+    """Check the mesh and the device's memory."""
+    header = plan.header
+    components, mesh = header["components"], header["mesh"]
     if mesh["size"] != prod(mesh["axes"].values()):
         plan.fail("mesh", f"{mesh['size']} devices in axes {mesh['axes']}")
-    stated = {name: components[name] for name in DEVICE_POOLS} | {HOST: document["host_bytes"]}
-    for name, size in stated.items():
-        if plan.pools.get(name, 0) != size:
-            plan.fail("pool", f"pool '{name}' has {plan.pools.get(name)} bytes, the totals say {size}")
-    for pool in document["pools"]:
-        name, device = pool["name"], pool["device"]
-        on_cpu = name == HOST or document["backend"] == "cpu"
-        if name not in POOLS:
-            plan.fail("pool", f"unknown pool {name!r}; known: {', '.join(sorted(POOLS))}")
-        elif name != "external" and (device == "cpu") != on_cpu:
-            plan.fail("pool", f"pool '{name}' is on {device!r}, the backend is {document['backend']!r}")
     fixed = components["context"] + components["library"]
-    if document["device_memory_bytes"] <= fixed:
-        plan.fail("device", f"{document['device_memory_bytes']} bytes of memory, context and libraries take {fixed}")
+    if header["device_memory_bytes"] <= fixed:
+        plan.fail("device", f"{header['device_memory_bytes']} bytes of memory, context and libraries take {fixed}")

@@ -10,12 +10,33 @@ rotate, or if each iteration touches rows of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
-from mosaic.planner.check.columns import MAIN, Columns, Ids, Region
+from mosaic.planner.check.columns import MAIN, Columns, Ids, Region, Skeleton
 from mosaic.planner.check.placement import sweep
 
-__all__ = ["check_streams"]
+__all__ = ["check_streams", "order_streams"]
+
+
+def order_streams(plan: Skeleton) -> None:
+    """Fill what no dim changes: `beside`, `rivals`, `touched` and `clash`."""
+    if not plan.has_side_streams:
+        return
+    before = _ops_before(plan)
+    unordered = _unordered_ops(before)
+    plan.beside = list(_beside(plan, before))
+    touched, clash = [0] * len(plan.name), [0] * len(plan.name)
+    for i, others in enumerate(unordered):
+        for b in (*plan.reads[i], *plan.writes[i]):
+            touched[b] |= 1 << i
+            clash[b] |= others
+    plan.rivals = list(_rivals(plan, unordered, touched))
+    for marks in (touched, clash):
+        for root, aliases in plan.members.items():
+            for b in aliases:
+                marks[root] |= marks[b]
+    plan.touched, plan.clash = dict(enumerate(touched)), dict(enumerate(clash))
 
 
 def check_streams(plan: Columns, roots: Mapping[str, Ids]) -> None:
@@ -30,12 +51,11 @@ def check_streams(plan: Columns, roots: Mapping[str, Ids]) -> None:
     """
     if not plan.has_side_streams:
         return
-    before = _ops_before(plan)
-    _check_iterations(plan, before)
-    _check_order(plan, _unordered_ops(before), roots)
+    _check_iterations(plan)
+    _check_order(plan, roots)
 
 
-def _ops_before(plan: Columns) -> list[int]:
+def _ops_before(plan: Skeleton) -> list[int]:
     """For each op, the bit set of the ops that have ended when it starts, all of one iteration of the loops around.
 
     By program order on a stream, by edges, and by the borders of loops with side ops. An edge out of a loop goes on from
@@ -60,7 +80,7 @@ def _ops_before(plan: Columns) -> list[int]:
     return before
 
 
-def _borders(plan: Columns) -> tuple[Mapping[int, Sequence[str]], Mapping[int, Sequence[str]]]:
+def _borders(plan: Skeleton) -> tuple[Mapping[int, Sequence[str]], Mapping[int, Sequence[str]]]:
     """Which side streams fork from main where a loop starts, and which join it where one ends, by op index."""
     opening: dict[int, list[str]] = defaultdict(list)
     closing: dict[int, list[str]] = defaultdict(list)
@@ -75,24 +95,29 @@ def _borders(plan: Columns) -> tuple[Mapping[int, Sequence[str]], Mapping[int, S
 # Iterations of one loop.
 
 
-def _check_iterations(plan: Columns, before: Sequence[int]) -> None:
-    """Check that what a side op of a loop touches is safe from other iterations."""
+def _beside(plan: Skeleton, before: Sequence[int]) -> Iterator[tuple[int, str, int]]:
+    """Yield side ops beside which other iterations of their loop run, if it runs more than once, with all they touch."""
     main = sum(1 << i for i, stream in enumerate(plan.stream) if stream == MAIN)
-    writes: dict[str, set[int]] = {}
     for i, stream in enumerate(plan.stream):
         name = plan.op_region[i]
-        if stream == MAIN or name is None or plan.regions[name].num_chunks == 1:
+        if stream != MAIN and name is not None and not _is_within_main(plan.regions[name], i, before, main):
+            for b in sorted({*plan.reads[i], *plan.writes[i]}):
+                yield i, name, b
+
+
+def _check_iterations(plan: Columns) -> None:
+    """Check that what a side op of a loop touches is safe from other iterations."""
+    written: dict[str, set[int]] = {}
+    for i, name, b in plan.beside:
+        if plan.loops[name].num_chunks == 1:
             continue
         loop = plan.regions[name]
-        if _is_within_main(loop, i, before, main):
-            continue
-        if name not in writes:
-            writes[name] = {b for ids in plan.writes[loop.start : loop.end] for b in ids}
-        for b in sorted({*plan.reads[i], *plan.writes[i]}):
-            reason = _iterations_clash(plan, loop, b, writes[name])
-            if reason:
-                text = f"{plan.say_op(i)} runs beside other iterations of loop '{name}': {plan.say(b)} {reason}"
-                plan.fail("stream-race", text, (b,), (i,))
+        if name not in written:
+            written[name] = {*chain.from_iterable(plan.writes[loop.start : loop.end])}
+        reason = _iterations_clash(plan, loop, b, written[name])
+        if reason:
+            text = f"{plan.say_op(i)} runs beside other iterations of loop '{name}': {plan.say(b)} {reason}"
+            plan.fail("stream-race", text, (b,), (i,))
 
 
 def _is_within_main(loop: Region, i: int, before: Sequence[int], main: int) -> bool:
@@ -119,7 +144,7 @@ def _iterations_clash(plan: Columns, loop: Region, b: int, written: set[int]) ->
     return "" if _is_cut(plan, loop, b) else "is written in the loop, and not all its ops see the same rows of it"
 
 
-def _is_cut(plan: Columns, loop: Region, b: int) -> bool:
+def _is_cut(plan: Skeleton, loop: Region, b: int) -> bool:
     """Whether each iteration touches rows of its own: all ops of a loop slice a buffer on one axis, by one factor."""
     cuts: set[tuple[int, int] | None] = set()
     for i in range(loop.start, loop.end):
@@ -134,31 +159,24 @@ def _is_cut(plan: Columns, loop: Region, b: int) -> bool:
 # Ops of one iteration, or outside of loops.
 
 
-def _check_order(plan: Columns, unordered: Sequence[int], roots: Mapping[str, Ids]) -> None:
-    """Check that unordered ops touch no common value of which one is written, nor buffers at common addresses."""
-    touched = [0] * len(plan.name)
-    for i, (reads, writes) in enumerate(zip(plan.reads, plan.writes, strict=True)):
-        for b in (*reads, *writes):
-            touched[b] |= 1 << i
+def _rivals(plan: Skeleton, unordered: Sequence[int], touched: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each op that writes a buffer while another may touch one of its group: op, buffer, the other's, the other."""
     for i, others in enumerate(unordered):
         for b in plan.writes[i] if others else ():
             for m in plan.group_of(b):
                 racing = touched[m] & others
-                if racing and plan.share_bytes(b, m):
-                    other = racing.bit_length() - 1
-                    text = f"{plan.say_op(i)} writes {plan.say(b)}, {plan.say_op(other)} touches {plan.say(m)}"
-                    plan.fail("stream-race", f"{text}, in no order", sorted({b, m}), sorted((i, other)))
-    clash = [0] * len(plan.name)
-    for i, others in enumerate(unordered):
-        for b in (*plan.reads[i], *plan.writes[i]) if others else ():
-            clash[b] |= others
-    for marks in (touched, clash):
-        for root, aliases in plan.members.items():
-            for b in aliases:
-                marks[root] |= marks[b]
+                if racing:
+                    yield i, b, m, racing.bit_length() - 1
+
+
+def _check_order(plan: Columns, roots: Mapping[str, Ids]) -> None:
+    """Check that unordered ops touch no common value of which one is written, nor buffers at common addresses."""
+    for i, b, m, other in plan.rivals:
+        if plan.share_bytes(b, m):
+            text = f"{plan.say_op(i)} writes {plan.say(b)}, {plan.say_op(other)} touches {plan.say(m)}"
+            plan.fail("stream-race", f"{text}, in no order", sorted({b, m}), sorted((i, other)))
     for ids in roots.values():
-        mark, clashes = ({b: marks[b] for b in ids} for marks in (touched, clash))
-        sweep(plan, ids, mark, clashes, "stream-race", "ops of two streams touch them in no order")
+        sweep(plan, ids, plan.touched, plan.clash, "stream-race", "ops of two streams touch them in no order")
 
 
 def _unordered_ops(before: Sequence[int]) -> list[int]:

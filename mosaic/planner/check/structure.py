@@ -1,16 +1,17 @@
-"""Regions, each op's and buffer's place in them, in-place pairs and edges: what all later checks rely on."""
+"""Regions, each op's and buffer's place in them, in-place pairs, operands and edges: what all later checks rely on."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from itertools import chain, pairwise
 
-from mosaic.planner.check.columns import MAIN, Columns, Region
+from mosaic.planner.check.columns import MAIN, Columns, Ids, Region, Skeleton
+from mosaic.planner.check.operators import OPERATORS
 
-__all__ = ["check_ops", "check_structure"]
+__all__ = ["check_loops", "check_ops", "check_structure"]
 
 
-def check_structure(plan: Columns) -> bool:
+def check_structure(plan: Skeleton) -> bool:
     """Check the region tree and each op's and buffer's place in it; False if later checks could not rely on it."""
     if not _link_regions(plan):
         return False
@@ -26,7 +27,7 @@ def check_structure(plan: Columns) -> bool:
     return sound
 
 
-def _link_regions(plan: Columns) -> bool:
+def _link_regions(plan: Skeleton) -> bool:
     """Check each region alone and the nesting of all; fill `enclosing`."""
     before = len(plan.found)
     siblings: dict[str | None, list[Region]] = defaultdict(list)
@@ -51,13 +52,10 @@ def _link_regions(plan: Columns) -> bool:
     return len(plan.found) == before
 
 
-def _check_region(plan: Columns, region: Region) -> None:
-    where, rows, extent = f"region '{region.name}'", region.rows, region.extent
+def _check_region(plan: Skeleton, region: Region) -> None:
+    where = f"region '{region.name}'"
     if not 0 <= region.start < region.end <= len(plan.op_name):
         plan.fail("region", f"{where} covers no op: [{region.start}, {region.end}) of {len(plan.op_name)}")
-    if rows < 1 or extent < 1 or region.num_chunks != -(-extent // rows):
-        text = f"{where}: {region.num_chunks} chunks of {rows} rows do not cover {extent} exactly"
-        plan.fail("region", text)
     if region.parent is None:
         return
     parent = plan.regions.get(region.parent)
@@ -65,7 +63,18 @@ def _check_region(plan: Columns, region: Region) -> None:
         plan.fail("region", f"{where} does not lie inside its parent {region.parent!r}")
 
 
-def _check_places(plan: Columns) -> bool:
+def check_loops(plan: Columns) -> bool:
+    """Check that each region's chunks cover its extent; False if later checks could not rely on it."""
+    sound = True
+    for name, (extent, rows, num_chunks) in plan.loops.items():
+        if rows < 1 or extent < 1 or num_chunks != -(-extent // rows):
+            text = f"region '{name}': {num_chunks} chunks of {rows} rows do not cover {extent} exactly"
+            plan.fail("region", text)
+            sound = False
+    return sound
+
+
+def _check_places(plan: Skeleton) -> bool:
     """Check that each op claims the innermost region around it."""
     expected: list[str | None] = [None] * len(plan.op_name)
     for region in sorted(plan.regions.values(), key=lambda r: len(plan.enclosing[r.name])):
@@ -78,20 +87,51 @@ def _check_places(plan: Columns) -> bool:
     return False
 
 
-def check_ops(plan: Columns) -> None:
-    """Check in-place pairs, edges and that no op writes a constant; keep the edges that are sound."""
-    for i, pairs in enumerate(plan.inplace):
-        for written, read in pairs:
-            if written == read or written not in plan.writes[i] or read not in plan.reads[i]:
-                text = f"{plan.say_op(i)} in place: {written} is not written or {read} not read"
-                plan.fail("operands", text, (written, read), (i,))
+# Ops.
+
+
+def check_ops(plan: Skeleton) -> None:
+    """Check operands, in-place pairs, edges and that no op writes a constant; keep the edges that are sound."""
+    for i in range(len(plan.op_name)):
+        _check_operands(plan, i)
+        for written, read in plan.inplace[i]:
+            _check_inplace(plan, i, written, read)
     plan.edges = [edge for edge in plan.edges if _is_edge(plan, *edge)]
     for b in sorted({*chain.from_iterable(plan.writes)}):
         if plan.kind[b] == "weight" or (plan.kind[b] == "host" and plan.tensor[b] is not None):
             plan.fail("read-only", f"{plan.say(b)} holds a tensor of the checkpoint and is written", (b,))
 
 
-def _is_edge(plan: Columns, kind: str, a: int, b: int) -> bool:
+def _check_operands(plan: Skeleton, i: int) -> None:
+    """Check that an op reads and writes its operands: each side those that the operator does, where it is known."""
+    operands, known = plan.operands[i], OPERATORS.get(plan.kernel[i])
+    reads, writes = plan.reads[i], plan.writes[i]
+    if known is None or not known.names.issuperset(operands):
+        _check_side(plan, i, "touches", [*reads, *writes], [*operands.values()])
+        return
+    _check_side(plan, i, "reads", reads, [operands[name] for name in known.reads if name in operands])
+    _check_side(plan, i, "writes", writes, [operands[name] for name in known.fills if name in operands])
+
+
+def _check_side(plan: Skeleton, i: int, side: str, touched: Ids, named: Ids) -> None:
+    if touched != named and {*touched} != {*named}:
+        text = f"{plan.say_op(i)} {side} {sorted(touched)}, its operands are {sorted(named)}"
+        plan.fail("operands", text, sorted({*touched} ^ {*named}), (i,))
+
+
+def _check_inplace(plan: Skeleton, i: int, written: int, read: int) -> None:
+    """Check that an in-place pair is of a write and a read, and one that the operator allows, where it is known."""
+    if written == read or written not in plan.writes[i] or read not in plan.reads[i]:
+        text = f"{plan.say_op(i)} in place: {written} is not written or {read} not read"
+        plan.fail("operands", text, (written, read), (i,))
+        return
+    known, operands = OPERATORS.get(plan.kernel[i]), plan.operands[i]
+    if known is not None and not any(operands.get(a) == written and operands.get(b) == read for a, b in known.inplace):
+        text = f"{plan.say_op(i)}: {plan.kernel[i]} does not write {plan.say(written)} over {plan.say(read)} in place"
+        plan.fail("operands", text, (written, read), (i,))
+
+
+def _is_edge(plan: Skeleton, kind: str, a: int, b: int) -> bool:
     sides = (plan.stream[a] != MAIN, plan.stream[b] != MAIN)
     if kind in ("fork", "wait") and a < b and sides == ((False, True) if kind == "fork" else (True, False)):
         return True

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
-from mosaic.planner.check.columns import FROM_START, ITEM_BYTES, TO_END, Columns, Ids
-from mosaic.planner.check.placement import Gaps
+from mosaic.planner.check.columns import FROM_START, TO_END, Columns, Gaps, Ids, Skeleton
 
-__all__ = ["check_aliases", "checked_gaps"]
+__all__ = ["check_aliases", "check_roots", "checked_gaps"]
 
 _Slicing = tuple[Any, ...]  # where a loop's iterations cut a buffer; equal ones cut the same bytes
 _Passes = Mapping[str, int]  # loop -> which of the two replayed iterations
 _Held = tuple[_Slicing | None, set[tuple[int, ...]]]  # what of a value other members overwrote: how cut, which cuts
+
+
+def check_roots(plan: Skeleton) -> None:
+    """Check that each alias is of a root in its own pool, and that no slots rotate in what is shared."""
+    for root, b in sorted((root, b) for root, aliases in plan.members.items() for b in aliases):
+        if root == b or plan.alias_of[root] is not None:
+            plan.fail("alias", f"{plan.say(b)} is an alias of {plan.say(root)}, which is not a root", (b, root))
+        if plan.pool[b] != plan.pool[root]:
+            text = f"{plan.say(b)} in pool '{plan.pool[b]}' is an alias in pool '{plan.pool[root]}'"
+            plan.fail("alias", text, (b, root))
+    for root in plan.members:
+        group = plan.group(root)
+        if any(plan.rotate[b] > 1 for b in group):
+            names = ", ".join(map(plan.say, group))
+            plan.fail("alias", f"slots that rotate have no fixed address to share: {names}", group)
 
 
 def check_aliases(plan: Columns) -> None:
@@ -21,68 +36,96 @@ def check_aliases(plan: Columns) -> None:
         for b, at in enumerate(plan.alias_offset):
             if at and plan.alias_of[b] is None:
                 plan.fail("alias", f"{plan.say(b)} is no alias but has alias_offset {at}", (b,))
-    for root, b in sorted((root, b) for root, aliases in plan.members.items() for b in aliases):
-        _check_alias(plan, root, b)
-    for root in plan.members:
-        group = plan.group(root)
-        if any(plan.rotate[b] > 1 for b in group):
-            names = ", ".join(map(plan.say, group))
-            plan.fail("alias", f"slots that rotate have no fixed address to share: {names}", group)
-        if not _is_plainly_legal(plan, group):
-            _Walk(plan, group).report()
+    repeats = frozenset(name for name, loop in plan.loops.items() if loop.num_chunks > 1)
+    for root, aliases in plan.members.items():
+        for b in aliases:
+            _check_alias(plan, root, b)
+        lie = _Lie.of(plan, plan.group(root), repeats)
+        if lie in plan.legal[root]:
+            continue
+        before = len(plan.found)
+        if not _is_plainly_legal(plan, lie):
+            _Walk(plan, lie).report(plan)
+        if len(plan.found) == before:
+            plan.legal[root].add(lie)
 
 
 def _check_alias(plan: Columns, root: int, b: int) -> None:
     """Check that an alias lies inside its root."""
-    if root == b or plan.alias_of[root] is not None:
-        plan.fail("alias", f"{plan.say(b)} is an alias of {plan.say(root)}, which is not a root", (b, root))
-        return
     at, size = plan.alias_offset[b], plan.size[root]
-    if plan.pool[b] != plan.pool[root]:
-        text = f"{plan.say(b)} in pool '{plan.pool[b]}' is an alias in pool '{plan.pool[root]}'"
-        plan.fail("alias", text, (b, root))
     if plan.offset[b] != plan.offset[root] + at:
         text = f"{plan.say(b)} is at {plan.offset[b]}, its root {plan.say(root)} at {plan.offset[root]} + {at}"
         plan.fail("alias", text, (b, root))
-    if at < 0 or at + plan.size[b] > size:
+    if at + plan.size[b] > size:
         text = f"{plan.say(b)}: [{at}, {at + plan.size[b]}) is not inside the {size} bytes of {plan.say(root)}"
         plan.fail("alias", text, (b, root))
 
 
-def _is_plainly_legal(plan: Columns, group: Sequence[int]) -> bool:
+class _Lie(NamedTuple):
+    """How the members of an alias group lie to each other: all that its values' fate takes from a plan's numbers.
+
+    So a group that is found sound is sound in every plan of its skeleton in which it lies as it does.
+    """
+
+    group: tuple[int, ...]
+    shared: frozenset[tuple[int, int]]  # (lower, higher id) that overlap in bytes
+    alike: frozenset[tuple[int, int]]  # those of them that begin at one address and have as many bytes
+    views: tuple[int, ...]  # per member the first one of its alias offset and shape
+    repeats: frozenset[str]  # loops that run more than once
+
+    @classmethod
+    def of(cls, plan: Columns, group: Sequence[int], repeats: frozenset[str]) -> _Lie:
+        """Compare the members pair by pair."""
+        pairs = [pair for pair in combinations(sorted(group), 2) if plan.share_bytes(*pair)]
+        at, raw = plan.alias_offset, plan.raw_bytes
+        views: dict[Any, int] = {}
+        return cls(
+            group=tuple(group),
+            shared=frozenset(pairs),
+            alike=frozenset((a, b) for a, b in pairs if at[a] == at[b] and raw[a] == raw[b]),
+            views=tuple(views.setdefault((at[b], *plan.shape[b]), b) for b in group),
+            repeats=repeats,
+        )
+
+    def share_bytes(self, a: int, b: int) -> bool:
+        """Whether two members overlap in bytes."""
+        return (a, b) in self.shared or (b, a) in self.shared
+
+    def are_alike(self, a: int, b: int) -> bool:
+        """Whether two members begin at one address and have as many bytes."""
+        return (a, b) in self.alike or (b, a) in self.alike
+
+
+def _is_plainly_legal(plan: Skeleton, lie: _Lie) -> bool:
     """Whether members that share bytes never hold values at the same time, but for plain in-place ops."""
-    own = {b: plan.own.get(b, (plan.start[b], plan.end[b])) for b in group}
-    ordered = sorted(group, key=lambda b: own[b])
+    own = {b: plan.own.get(b, (plan.start[b], plan.end[b])) for b in lie.group}
+    ordered = sorted(lie.group, key=lambda b: own[b])
     for k, later in enumerate(ordered):
         t = own[later][0]
         for earlier in ordered[:k]:
             end = own[earlier][1]
             if (
                 end > t
-                and plan.share_bytes(earlier, later)
-                and not (end == t + 1 and _is_plain_inplace(plan, t, earlier, later))
+                and lie.share_bytes(earlier, later)
+                and not (end == t + 1 and _is_plain_inplace(plan, lie, t, earlier, later))
             ):
                 return False
     return True
 
 
-def _is_plain_inplace(plan: Columns, t: int, old: int, new: int) -> bool:
+def _is_plain_inplace(plan: Skeleton, lie: _Lie, t: int, old: int, new: int) -> bool:
     """Whether op t reads `old` last and writes `new` over it, in one and the same loop body, as it says it may."""
     return (
         plan.op_region[t] == plan.home[old] == plan.home[new]
         and old in plan.reads[t]
         and old not in plan.writes[t]
         and new not in plan.reads[t]
-        and _may_overwrite(plan, t, old, new)
+        and _may_overwrite(plan, lie, t, old, new)
     )
 
 
-def _may_overwrite(plan: Columns, t: int, old: int, new: int) -> bool:
-    return (
-        any(written == new and read == old for written, read in plan.inplace[t])
-        and plan.alias_offset[old] == plan.alias_offset[new]
-        and plan.raw_bytes[old] == plan.raw_bytes[new]
-    )
+def _may_overwrite(plan: Skeleton, lie: _Lie, t: int, old: int, new: int) -> bool:
+    return any(written == new and read == old for written, read in plan.inplace[t]) and lie.are_alike(old, new)
 
 
 class _Walk:
@@ -91,24 +134,25 @@ class _Walk:
     Parameters
     ----------
     plan
-        The plan.
-    group
-        A root and its aliases.
+        What no dim changes.
+    lie
+        A root and its aliases, and how they lie to each other.
     """
 
-    def __init__(self, plan: Columns, group: Sequence[int]) -> None:
-        self._plan, self._group = plan, group
+    def __init__(self, plan: Skeleton, lie: _Lie) -> None:
+        self._plan, self._lie, self._group = plan, lie, lie.group
+        self._view = dict(zip(lie.group, lie.views, strict=True))
         self._held: dict[int, _Held] = {
-            b: (None, set()) for b in group if plan.kind[b] in FROM_START or plan.kind[b] in ("carry", "host")
+            b: (None, set()) for b in lie.group if plan.kind[b] in FROM_START or plan.kind[b] in ("carry", "host")
         }
         self._lost: dict[int, int] = {}  # member -> op that overwrote it
         self._stale: dict[tuple[int, int], str] = {}
 
-    def report(self) -> None:
+    def report(self, to: Columns) -> None:
         """Walk, and report what was found."""
         plan = self._plan
         events = sorted({i for ops in _accesses(plan, self._group).values() for i in ops})
-        for i, passes in _replay(plan, events, 0, {}):
+        for i, passes in _replay(plan, self._lie.repeats, events, 0, {}):
             self._read(i, passes)
             self._write(i, passes)
         for b, i in self._lost.items():
@@ -116,7 +160,7 @@ class _Walk:
                 text = f"{plan.say_op(i)} overwrites {plan.say(b)}, which the step hands on"
                 self._stale.setdefault((i, b), text)
         for (i, b), text in self._stale.items():
-            plan.fail("alias-stale-read", text, (b,), (i,))
+            to.fail("alias-stale-read", text, (b,), (i,))
 
     def _read(self, i: int, passes: _Passes) -> None:
         plan = self._plan
@@ -127,7 +171,7 @@ class _Walk:
 
     def _still_holds(self, i: int, b: int, passes: _Passes) -> bool:
         """Whether the slice that op i reads is one that no other member has overwritten yet."""
-        slicing, held = _slicing(self._plan, i, b), self._held.get(b)
+        slicing, held = self._slicing(i, b), self._held.get(b)
         return (
             held is not None
             and slicing is not None
@@ -140,9 +184,9 @@ class _Walk:
         for new in self._group:
             if new not in plan.writes[i]:
                 continue
-            slicing = _slicing(plan, i, new)
+            slicing = self._slicing(i, new)
             for old in self._group:
-                if old != new and plan.share_bytes(old, new):
+                if old != new and self._lie.share_bytes(old, new):
                     self._check_overwrite(i, old, new, slicing)
                     self._lose(i, old, slicing, passes)
             if new not in plan.reads[i]:
@@ -153,7 +197,7 @@ class _Walk:
         """Check that op i may write `new` over `old`: not over its own operand, nor over what is held."""
         plan = self._plan
         reads = old in plan.reads[i]
-        in_place = _may_overwrite(plan, i, old, new) and slicing == _slicing(plan, i, old)
+        in_place = _may_overwrite(plan, self._lie, i, old, new) and slicing == self._slicing(i, old)
         if old in plan.writes[i] or (reads and not in_place):
             text = f"{plan.say_op(i)} writes {plan.say(new)} over its own operand {plan.say(old)}"
             self._stale.setdefault((i, old), text)
@@ -172,8 +216,13 @@ class _Walk:
         else:
             self._held[old] = (slicing, {*cut, _iteration(slicing, passes)})
 
+    def _slicing(self, i: int, b: int) -> _Slicing | None:
+        """How loops outside which a member lives cut it at op i; None if op i sees the same bytes in each iteration."""
+        cuts = _cuts(self._plan, i, b)
+        return (self._view[b], self._plan.dtype[b], *cuts) if cuts else None
 
-def _accesses(plan: Columns, ids: Collection[int]) -> dict[int, list[int]]:
+
+def _accesses(plan: Skeleton, ids: Collection[int]) -> dict[int, list[int]]:
     """Each buffer's ops, in order."""
     wanted = frozenset(ids)
     accesses: dict[int, list[int]] = {b: [] for b in ids}
@@ -184,7 +233,9 @@ def _accesses(plan: Columns, ids: Collection[int]) -> dict[int, list[int]]:
     return accesses
 
 
-def _replay(plan: Columns, events: Sequence[int], depth: int, passes: _Passes) -> Iterator[tuple[int, _Passes]]:
+def _replay(
+    plan: Skeleton, repeats: Collection[str], events: Sequence[int], depth: int, passes: _Passes
+) -> Iterator[tuple[int, _Passes]]:
     """Yield ops in execution order, the bodies of loops twice, with the iteration of each loop around."""
     k = 0
     while k < len(events):
@@ -195,29 +246,29 @@ def _replay(plan: Columns, events: Sequence[int], depth: int, passes: _Passes) -
             continue
         loop = plan.regions[around[depth]]
         body = [i for i in events[k:] if i < loop.end]
-        for iteration in range(min(loop.num_chunks, 2)):
-            yield from _replay(plan, body, depth + 1, {**passes, loop.name: iteration})
+        for iteration in range(2 if loop.name in repeats else 1):
+            yield from _replay(plan, repeats, body, depth + 1, {**passes, loop.name: iteration})
         k += len(body)
 
 
-def _slicing(plan: Columns, i: int, b: int) -> _Slicing | None:
-    """How loops outside which a buffer lives cut it at op i; None if op i sees the same bytes in each iteration."""
+def _cuts(plan: Skeleton, i: int, b: int) -> Sequence[tuple[int, str, int]]:
+    """Axis, loop and factor of each slice of a buffer at op i, by loops outside which it lives; none if it is several
+    operands of the op."""
     names = {operand for operand, at in plan.operands[i].items() if at == b}
+    if len(names) != 1:
+        return ()
     cuts = [(axis, name, factor) for operand, axis, name, factor in plan.slices[i] if operand in names]
-    cuts = [cut for cut in cuts if not plan.is_within(plan.home[b], cut[1])]
-    if not cuts or len(names) != 1:
-        return None
-    return (plan.alias_offset[b], tuple(plan.shape[b]), ITEM_BYTES[plan.dtype[b]], *sorted(cuts))
+    return sorted(cut for cut in cuts if not plan.is_within(plan.home[b], cut[1]))
 
 
 def _iteration(slicing: _Slicing | None, passes: _Passes) -> tuple[int, ...]:
-    return () if slicing is None else tuple(passes[name] for _, name, _ in slicing[3:])
+    return () if slicing is None else tuple(passes[name] for _, name, _ in slicing[2:])
 
 
 # Gaps.
 
 
-def checked_gaps(plan: Columns) -> Gaps:
+def checked_gaps(plan: Skeleton) -> Gaps:
     """Check that each gap holds no value; return those of roots that hold none, in order."""
     owners = [b for b, gaps in enumerate(plan.gaps) if gaps]
     if not owners:
@@ -242,7 +293,7 @@ def checked_gaps(plan: Columns) -> Gaps:
     return sound
 
 
-def _values_in_gap(plan: Columns, b: int, touched: Ids, start: int, end: int) -> Iterator[str]:
+def _values_in_gap(plan: Skeleton, b: int, touched: Ids, start: int, end: int) -> Iterator[str]:
     """Say why a buffer holds a value somewhere in [start, end)."""
     for i in touched:
         if start <= i < end:
@@ -263,5 +314,5 @@ def _values_in_gap(plan: Columns, b: int, touched: Ids, start: int, end: int) ->
             yield f"{plan.say_op(i)} does not overwrite the whole of {plan.say(b)} after it"
 
 
-def _overwrites_whole(plan: Columns, i: int, b: int) -> bool:
-    return b in plan.writes[i] and b not in plan.reads[i] and _slicing(plan, i, b) is None
+def _overwrites_whole(plan: Skeleton, i: int, b: int) -> bool:
+    return b in plan.writes[i] and b not in plan.reads[i] and not _cuts(plan, i, b)

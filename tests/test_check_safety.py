@@ -1,0 +1,172 @@
+"""The safety part: the same verdict from a document as from the records and numbers that a document is written from."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from plan_examples import EXAMPLES, Document, decoder
+from plan_mutations import MUTATIONS
+
+from mosaic.errors import CheckFailed
+from mosaic.planner.check import Numbers, Records, Violation, check_plan, check_safety, prove_safe, require_safe
+
+LISTS = ("ops", "buffers", "regions", "barriers", "edges")
+NUMBERS = {
+    "ops": ("flops", "bytes"), "buffers": ("offset", "size", "alias_offset", "shape"),
+    "regions": ("extent", "rows", "count"), "barriers": (), "edges": (),
+}  # fmt: skip
+NOT_OF_MEMORY = frozenset(
+    {"operator", "flops", "bytes", "formula", "trace", "config", "dims", "context", "implementation", "mesh", "device"}
+)
+
+
+def records_of(document: Document) -> Records:
+    rows = {
+        key: [{name: row[name] for name in row if name not in NUMBERS[key]} for row in document[key]] for key in LISTS
+    }
+    return Records(**copy.deepcopy(rows))
+
+
+def numbers_of(document: Document) -> Numbers:
+    columns = [[row[name] for row in document[key]] for key in ("buffers", "regions") for name in NUMBERS[key]]
+    return Numbers(*columns)
+
+
+def header_of(document: Document) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key not in (*LISTS, "formula", "trace")}
+
+
+def from_parts(document: Document) -> list[Violation]:
+    return prove_safe(records_of(document), header_of(document), numbers_of(document))
+
+
+def examples() -> list[Document]:
+    return [*(build() for build in EXAMPLES.values()), decoder(2)]
+
+
+def test_valid_plans_are_safe_either_way() -> None:
+    for document in examples():
+        assert check_safety(document) == from_parts(document) == []
+        require_safe(document)
+
+
+def mutants(document: Document, seeds: int) -> list[tuple[str, Document]]:
+    """Each mutation of a document a few times; those that no parts can be taken from are of no use here."""
+    found = []
+    for name, mutate in MUTATIONS.items():
+        for seed in range(seeds):
+            broken = mutate(document, random.Random(seed).choice)
+            if broken is not None and broken[0] != document and name != "drop_field":
+                found.append((name, broken[0]))
+    return found
+
+
+def test_mutants_get_one_verdict_either_way() -> None:
+    """And it is what the whole check finds, but for statements that memory does not depend on."""
+    seen: Counter[str] = Counter()
+    for build in EXAMPLES.values():
+        for name, mutant in mutants(build(), 1):
+            verdict = check_safety(mutant)
+            assert from_parts(mutant) == verdict, name
+            if all(violation.code != "format" for violation in check_plan(mutant)):
+                whole = [violation for violation in check_plan(mutant) if violation.code not in NOT_OF_MEMORY]
+                assert whole == verdict, name
+            seen.update(name for _ in verdict)
+    assert len(seen) > 40
+
+
+def corrupt(document: Document, rng: random.Random) -> None:
+    """Change one number of memory: an address, a size, a shape, a loop, a total, a lifetime, an id."""
+    key = rng.choice(("buffers", "buffers", "regions", "header", "ops", "barriers", "pools"))
+    if key == "header":
+        name = rng.choice(
+            ("peak_bytes", "lower_bound_bytes", "total_bytes", "host_bytes", "page_bytes", "optimal", "fits")
+        )
+        document[name] = not document[name] if type(document[name]) is bool else document[name] + rng.choice((-1, 512))
+        return
+    if not document[key]:
+        return
+    row = rng.choice(document[key])
+    name = rng.choice(
+        [name for name, value in row.items() if type(value) in (int, list) and name not in ("id", "index")]
+    )
+    if type(row[name]) is int:
+        row[name] += rng.choice((-1024, -512, -1, 1, 512, 2048))
+    elif row[name] and type(row[name][0]) is int:
+        at = rng.randrange(len(row[name]))
+        row[name][at] += rng.choice((-1, 1))
+
+
+def test_random_corruptions_get_one_verdict_either_way() -> None:
+    refused = 0
+    documents = examples()
+    for seed in range(600):
+        rng = random.Random(seed)
+        document = copy.deepcopy(rng.choice(documents))
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            corrupt(document, rng)
+        verdict = check_safety(document)
+        assert from_parts(document) == verdict, seed
+        refused += bool(verdict)
+    assert 400 < refused < 600
+
+
+def test_what_is_kept_of_records_serves_every_number() -> None:
+    """One `Records`, sound and broken numbers in turn: each gets what a fresh look at its document gives."""
+    for build in EXAMPLES.values():
+        sound = build()
+        records = records_of(sound)
+        for seed in range(12):
+            rng = random.Random(seed)
+            document = copy.deepcopy(sound)
+            for row in rng.sample(document["buffers"], 2) + document["regions"][:1]:
+                name = rng.choice([name for name in NUMBERS["buffers"][:3] if name in row] or ["rows"])
+                row[name] += rng.choice((512, 1024, 4096))
+            assert prove_safe(records, header_of(document), numbers_of(document)) == check_safety(document)
+            assert prove_safe(records, header_of(sound), numbers_of(sound)) == []
+
+
+def test_broken_records_are_refused_every_time() -> None:
+    document = EXAMPLES["chunked"]()
+    document["buffers"][1]["end"] -= 1
+    records = records_of(document)
+    first = prove_safe(records, header_of(document), numbers_of(document))
+    assert "lifetime-short" in {violation.code for violation in first}
+    assert prove_safe(records, header_of(document), numbers_of(document)) == first
+    document = EXAMPLES["chunked"]()
+    document["regions"][0]["start"] = document["regions"][0]["end"]
+    records = records_of(document)
+    first = prove_safe(records, header_of(document), numbers_of(document))
+    assert {violation.code for violation in first} == {"region"}
+    assert prove_safe(records, header_of(document), numbers_of(document)) == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda numbers: numbers._replace(offset=numbers.offset[:-1]),
+        lambda numbers: numbers._replace(shape=[*numbers.shape, [1]]),
+        lambda numbers: numbers._replace(rows=[*numbers.rows, 1]),
+        lambda numbers: numbers._replace(size=[str(size) for size in numbers.size]),
+        lambda numbers: numbers._replace(offset=[-512, *numbers.offset[1:]]),
+    ],
+)
+def test_numbers_of_other_records_are_no_plan(change: Callable[[Numbers], Numbers]) -> None:
+    document = EXAMPLES["chunked"]()
+    found = prove_safe(records_of(document), header_of(document), change(numbers_of(document)))
+    assert {violation.code for violation in found} == {"format"}
+
+
+def test_require_safe_says_what_is_unsafe_and_lets_statements_be() -> None:
+    document = EXAMPLES["step"]()
+    document["formula"][0]["expr"] = "1"
+    document["max_ctx_tokens"] = 1
+    require_safe(document)
+    document["buffers"][10]["offset"] = document["buffers"][11]["offset"]
+    with pytest.raises(CheckFailed, match="overlap"):
+        require_safe(document)
