@@ -13,6 +13,7 @@ from collections.abc import Iterable
 __all__ = [
     "CheckFailed",
     "CheckpointError",
+    "ConfigWarning",
     "DeviceLost",
     "DoesNotFit",
     "GraphError",
@@ -67,6 +68,10 @@ class DoesNotFit(MosaicError):
 
 class GraphError(MosaicError):
     """A graph that cannot be: mismatching shapes, a read before any write, an illegal alias."""
+
+
+class ConfigWarning(UserWarning):
+    """A key of a config.json that Mosaic does not know, and does not use."""
 
 
 class UnsupportedModel(UsageError):

@@ -297,7 +297,7 @@ class Transformer(nn.Module):
 
     def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [S, R] of the R dims of a head that turn, computed in float32."""
-        size, device = self.arch.rotary_size or self.arch.head_size, self.embedding.device
+        size, device = self.arch.rotary_size, self.embedding.device
         exponent = torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size
         inv_freq = 1.0 / (self.arch.rope_theta**exponent)
         angles = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), inv_freq)

@@ -17,7 +17,7 @@ from mosaic.models import dream, fast_dllm_v2, llada, llada2, llada_moe, sdar
 from mosaic.models.architecture import Architecture
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.shipped import SHIPPED, shipped
-from mosaic.registrar.dtypes import ITEMSIZE
+from mosaic.models.values import FLOATS, dtype_of
 
 if TYPE_CHECKING:
     from mosaic.registrar.graph import Graph
@@ -59,8 +59,8 @@ class Model:
 
     def with_dtype(self, dtype: str) -> Model:
         """The same model with weights and activations in another dtype."""
-        if dtype not in ("bfloat16", "float16", "float32", "float64"):
-            raise UnknownName("dtype", dtype, ("bfloat16", "float16", "float32", "float64"))
+        if dtype not in FLOATS:
+            raise UnknownName("dtype", dtype, FLOATS)
         return replace(self, architecture=replace(self.architecture, dtype=dtype))
 
     def graph(
@@ -124,8 +124,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    architectures = " ".join(map(str, config.get("architectures") or [])).lower()
-    if "lladamoe" in architectures:
+    if "lladamoe" in str(config.get("architectures")).lower():
         return llada_moe.FAMILY
     kind = str(config.get("model_type", "")).lower()
     for family, module in FAMILIES.items():
@@ -141,13 +140,7 @@ def _from_config(config: dict[str, Any], name: str, path: Path | None) -> Model:
 
 
 def _architecture(family: str, config: Mapping[str, Any]) -> Architecture:
-    try:
-        arch: Architecture = FAMILIES[family].architecture(config)
-    except (TypeError, ValueError, IndexError) as error:
-        if isinstance(error, UnsupportedModel):
-            raise
-        raise UnsupportedModel(f"config.json of the family '{family}' cannot be read: {error}.") from None
-    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
-    if dtype not in ITEMSIZE:
-        raise UnsupportedModel(f"config.json: unknown dtype '{dtype}'.")
-    return replace(arch, dtype=dtype)
+    module = FAMILIES[family]
+    module.KEYS.check(config, module.LABEL)
+    arch: Architecture = module.architecture(config)
+    return replace(arch, dtype=dtype_of(config))

@@ -6,13 +6,17 @@ turns an `Architecture` into a graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 from mosaic.errors import UnsupportedModel
+from mosaic.models.rotary import Rotary
 
-__all__ = ["Architecture", "TensorNames", "number", "positive", "token_ids"]
+__all__ = ["Architecture", "TensorNames"]
+
+MOST_LAYERS: Final = 4096
+MOST_PARAMETERS: Final = 1 << 48
+"""More are not a model's: a config with them is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +55,12 @@ class Architecture:
     ----------
     hidden, layers, heads, kv_heads, head_size, ffn, vocabulary
         The transformer's sizes; `ffn` is one expert's where `experts` > 0.
-    rope_theta, norm_eps
-        Rotary base and RMSNorm epsilon.
-    rotary_size
-        The first dims of a head, which turn; 0: all.
+    norm_eps
+        RMSNorm's epsilon.
+    rotary, rotary_scale
+        How fast the dims of a head turn, the first ones where not all do; what cosines and sines are multiplied by.
+    max_positions
+        Positions that the model is made for.
     block
         Attention is causal by blocks of so many positions: a query sees its own block and those before; 0:
         everything.
@@ -89,7 +95,7 @@ class Architecture:
     head_size: int
     ffn: int
     vocabulary: int
-    rope_theta: float
+    rotary: Rotary
     norm_eps: float
     mask_token_id: int
     names: TensorNames
@@ -104,7 +110,7 @@ class Architecture:
     max_positions: int = 0
     block: int = 0
     decode_block: int = 0
-    rotary_size: int = 0
+    rotary_scale: float = 1.0
     dense_layers: int = 0
     dense_ffn: int = 0
     shared_ffn: int = 0
@@ -116,6 +122,7 @@ class Architecture:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         if self.heads % self.kv_heads:
             raise UnsupportedModel(
                 f"config.json: {self.heads} heads do not divide into {self.kv_heads} key-value heads."
@@ -124,8 +131,21 @@ class Architecture:
             raise UnsupportedModel(f"config.json: {self.experts_per_token} experts per token of {self.experts}.")
         if self.router_groups:
             self._check_groups()
-        if self.rotary_size % 2 or self.rotary_size > self.head_size:
-            raise UnsupportedModel(f"config.json: {self.rotary_size} of the {self.head_size} dims of a head turn.")
+        if self.rotary.dim % 2 or not 0 < self.rotary.dim <= self.head_size:
+            raise UnsupportedModel(f"config.json: {self.rotary.dim} of the {self.head_size} dims of a head turn.")
+
+    def _check_sizes(self) -> None:
+        if not 0 <= self.mask_token_id < self.vocabulary:
+            raise UnsupportedModel(
+                f"config.json: 'mask_token_id' is {self.mask_token_id}, outside the vocabulary of {self.vocabulary} tokens; "
+                "give the id of the model's mask token."
+            )
+        if self.layers > MOST_LAYERS or self.parameters > MOST_PARAMETERS:
+            raise UnsupportedModel(
+                f"config.json: {self.layers} layers with {self.parameters} parameters are no model's; check its sizes."
+            )
+        if self.dense_layers > self.layers:
+            raise UnsupportedModel(f"config.json: {self.dense_layers} dense layers of {self.layers}.")
 
     def _check_groups(self) -> None:
         groups, chosen, experts = self.router_groups, self.router_top_groups, self.experts
@@ -136,39 +156,25 @@ class Architecture:
                 f"config.json: {chosen} of {groups} groups do not hold {self.experts_per_token} of {experts} experts."
             )
 
+    @property
+    def parameters(self) -> int:
+        """Elements of the large matrices: those of layers, embedding and head."""
+        heads = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+        routed = 3 * self.hidden * (self.ffn * max(self.experts, 1) + self.shared_ffn)
+        dense = min(self.dense_layers, self.layers)
+        layers = self.layers * heads + (self.layers - dense) * routed + dense * 3 * self.hidden * self.dense_ffn
+        return layers + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def rope_theta(self) -> float:
+        """The rotary base."""
+        return self.rotary.theta
+
+    @property
+    def rotary_size(self) -> int:
+        """Dims of a head that turn."""
+        return self.rotary.dim
+
     def is_dense(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a dense one."""
         return not self.experts or layer < self.dense_layers
-
-
-def positive(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """The first of several config keys that is there, as a positive integer."""
-    for key in keys:
-        value = config.get(key)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise UnsupportedModel(f"config.json: '{key}' must be a positive integer, got {value!r}.")
-        return value
-    if default is None:
-        raise UnsupportedModel(f"config.json has no '{keys[0]}'; Mosaic needs it to plan this family.")
-    return default
-
-
-def number(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A config key that may be missing or null, as a float."""
-    value = config.get(key)
-    return default if value is None else float(value)
-
-
-def token_ids(config: Mapping[str, Any], key: str, default: tuple[int, ...], *also: int) -> tuple[int, ...]:
-    """Token ids of a config key, one or a list; a list says all of them, one comes with what the family knows `also`.
-
-    >>> token_ids({"eos_token_id": 5}, "eos_token_id", (1,), 7), token_ids({"eos_token_id": [2, 3]}, "eos_token_id", (1,), 7)
-    ((5, 7), (2, 3))
-    """
-    value = config.get(key)
-    found = value if isinstance(value, list) else [*(default if value is None else (value,)), *also]
-    if not all(type(token) is int and token >= 0 for token in found):
-        raise UnsupportedModel(f"config.json: '{key}' must be a token id or a list of them, got {value!r}.")
-    return tuple(dict.fromkeys(found))

@@ -5,34 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mosaic.models.architecture import Architecture, TensorNames, positive, token_ids
+from mosaic.models.architecture import Architecture
+from mosaic.models.huggingface import HUGGINGFACE, huggingface_names, sizes, special_tokens
+from mosaic.models.values import positive
 
-__all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture", "huggingface_names"]
+__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
 
 FAMILY: Final = "dream"
+LABEL: Final = "Dream"
 MODEL_TYPES: Final = ("dream",)
-
-
-def huggingface_names(feed_forward: str = "mlp.") -> TensorNames:
-    """Names in the manner of Qwen2; `feed_forward` is where gate, up and down projections live in a layer."""
-    layer = "model.layers.{layer}."
-    return TensorNames(
-        embedding="model.embed_tokens.weight",
-        final_norm="model.norm.weight",
-        head="lm_head.weight",
-        attention_norm=layer + "input_layernorm.weight",
-        ffn_norm=layer + "post_attention_layernorm.weight",
-        query=layer + "self_attn.q_proj.weight",
-        key=layer + "self_attn.k_proj.weight",
-        value=layer + "self_attn.v_proj.weight",
-        output=layer + "self_attn.o_proj.weight",
-        gate=layer + feed_forward + "gate_proj.weight",
-        up=layer + feed_forward + "up_proj.weight",
-        down=layer + feed_forward + "down_proj.weight",
-        query_norm=layer + "self_attn.q_norm.weight",
-        key_norm=layer + "self_attn.k_norm.weight",
-        router=layer + "mlp.gate.weight",
-    )
 
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -55,28 +36,23 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
+KEYS: Final = HUGGINGFACE.extended(
+    "intermediate_size",
+    # the model has biases on q, k and v whatever this says
+    harmless="attention_bias",
+)
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a Dream or Dream-Coder config.json.
 
     >>> architecture(PRESETS["dream-7b"]).kv_heads
     4
     """
-    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     return Architecture(
-        hidden=hidden,
-        layers=positive(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=positive(config, "num_key_value_heads", default=heads),
-        head_size=positive(config, "head_dim", default=hidden // heads),
+        **sizes(config, theta=1000000.0, eps=1e-6, positions=32768),
+        **special_tokens(config, mask=151666, eos=151643, pad=151643, turn=(151645,)),
         ffn=positive(config, "intermediate_size"),
-        vocabulary=positive(config, "vocab_size"),
-        rope_theta=float(config.get("rope_theta", 1000000.0)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        mask_token_id=token_ids(config, "mask_token_id", (151666,))[0],
-        eos_token_ids=token_ids(config, "eos_token_id", (151643,), 151645),
-        pad_token_id=token_ids(config, "pad_token_id", (151643,))[0],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=positive(config, "max_position_embeddings", default=32768),
         qkv_bias=True,
         shifted=True,
         names=huggingface_names(),

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from mosaic.errors import UnsupportedModel
 from mosaic.models import dream
-from mosaic.models.architecture import Architecture, positive, token_ids
+from mosaic.models.architecture import Architecture
+from mosaic.models.huggingface import special_tokens
+from mosaic.models.values import positive
 
-__all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture"]
+__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
 
 FAMILY: Final = "fast-dllm-v2"
+LABEL: Final = "Fast-dLLM v2"
 MODEL_TYPES: Final = ("fast_dllm_qwen",)
 
 _END_OF_TURN: Final = 151645
@@ -45,19 +47,14 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
+KEYS: Final = dream.KEYS.extended("bd_size block_size")
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a Fast-dLLM v2 config.json; the mask id is 151665 where the config does not say.
 
     >>> architecture(PRESETS["fast-dllm-v2-7b"]).block
     32
     """
-    for key in ("rope_scaling", "use_sliding_window"):
-        if config.get(key):
-            raise UnsupportedModel(f"config.json: Fast-dLLM v2 with '{key}' is not supported; register it as a graph.")
-    return replace(
-        dream.architecture(config),
-        block=positive(config, "bd_size", "block_size", default=32),
-        mask_token_id=token_ids(config, "mask_token_id", (151665,))[0],
-        eos_token_ids=token_ids(config, "eos_token_id", (_END_OF_TURN,)),
-        pad_token_id=token_ids(config, "pad_token_id", (151643,))[0],
-    )
+    tokens = special_tokens(config, mask=151665, eos=_END_OF_TURN, pad=151643)
+    return replace(dream.architecture(config), **tokens, block=positive(config, "bd_size", "block_size", default=32))

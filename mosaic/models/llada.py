@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
-from mosaic.models.architecture import Architecture, TensorNames, positive, token_ids
+from mosaic.models.architecture import Architecture, TensorNames
+from mosaic.models.keys import COMMON, Fixed
+from mosaic.models.rotary import read_rotary
+from mosaic.models.values import count, flag, number, positive, share, token_id, token_ids
 
-__all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture"]
+__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
 
 FAMILY: Final = "llada"
+LABEL: Final = "LLaDA"
 MODEL_TYPES: Final = ("llada",)
 
 _BLOCK: Final = "model.transformer.blocks.{layer}."
@@ -52,30 +56,77 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
+_RMS: Final = "norms are RMSNorm with a weight and no bias"
+KEYS: Final = COMMON.extended(
+    "d_model n_layers n_heads n_kv_heads multi_query_attention mlp_hidden_size mlp_ratio vocab_size embedding_size rope_theta "
+    "rope_scaling rope_parameters original_max_position_embeddings rms_norm_eps max_sequence_length block_length "
+    "include_qkv_bias weight_tying tie_word_embeddings mask_token_id eos_token_id pad_token_id",
+    fixed={
+        "alibi": Fixed(allowed=(False,), why="positions are rotary"),
+        "rope": Fixed(allowed=(True,), why="positions are rotary"),
+        "activation_type": Fixed(allowed=("silu",), why="the feed-forward is silu(gate) * up"),
+        "block_type": Fixed(allowed=("llama",), why="q, k, v, gate and up are tensors of their own"),
+        "block_group_size": Fixed(allowed=(1,), why="tensors are named by block, not by group"),
+        "layer_norm_type": Fixed(allowed=("rms",), why=_RMS),
+        "layer_norm_with_affine": Fixed(allowed=(True,), why=_RMS),
+        "bias_for_layer_norm": Fixed(allowed=(False,), why=_RMS),
+        "norm_after": Fixed(allowed=(False,), why="norms come before attention and feed-forward"),
+        "attention_layer_norm": Fixed(allowed=(False,), why="queries and keys are not normed"),
+        "input_emb_norm": Fixed(allowed=(False,), why="embeddings are not scaled"),
+        "embedding_layer_norm": Fixed(allowed=(False,), why="embeddings are not normed"),
+        "include_bias": Fixed(allowed=(False,), why="only q, k and v may have a bias, by 'include_qkv_bias'"),
+        "scale_logits": Fixed(allowed=(False,), why="logits are not scaled"),
+    },
+    # angles, cosines and sines are float32 here always; norms of q and k, and ALiBi, are off
+    harmless="rope_full_precision flash_attention attention_layer_norm_with_affine alibi_bias_max layer_norm_eps precision "
+    "init_device init_fn init_std init_cutoff_factor",
+)
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a LLaDA config.json.
 
     >>> architecture(PRESETS["llada-8b"]).head_size
     128
     """
-    if config.get("include_bias") or config.get("include_qkv_bias"):
-        raise UnsupportedModel("config.json: LLaDA with biases is not supported; register it as a graph of your own.")
     hidden, heads = positive(config, "d_model"), positive(config, "n_heads")
+    head_size = share(hidden, heads, "d_model", "n_heads")
+    positions = positive(config, "max_sequence_length", default=4096)
+    rotary, scale = read_rotary(config, head_size, positions, theta=10000.0)
+    rows = positive(config, "embedding_size", default=positive(config, "vocab_size", default=0))
+    vocabulary = positive(config, "vocab_size", default=rows)
+    if vocabulary > rows or not rows:
+        raise UnsupportedModel(f"config.json: 'embedding_size' is {rows} for a 'vocab_size' of {vocabulary}.")
     return Architecture(
         hidden=hidden,
         layers=positive(config, "n_layers"),
         heads=heads,
-        kv_heads=positive(config, "n_kv_heads", default=heads),
-        head_size=hidden // heads,
-        ffn=positive(config, "mlp_hidden_size"),
-        vocabulary=positive(config, "embedding_size", "vocab_size"),
-        rope_theta=float(config.get("rope_theta", 10000.0)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-        mask_token_id=token_ids(config, "mask_token_id", (126336,))[0],
-        eos_token_ids=token_ids(config, "eos_token_id", (126081,), 126348),
-        pad_token_id=token_ids(config, "pad_token_id", (126081,))[0],
-        tied=bool(config.get("weight_tying", False)),
-        max_positions=positive(config, "max_sequence_length", default=4096),
-        decode_block=positive(config, "block_length") if "block_length" in config else 0,
+        kv_heads=_kv_heads(config, heads),
+        head_size=head_size,
+        ffn=positive(config, "mlp_hidden_size", default=hidden * positive(config, "mlp_ratio", default=4)),
+        vocabulary=rows,
+        rotary=rotary,
+        rotary_scale=scale,
+        norm_eps=number(config, "rms_norm_eps", 1e-5, above=0, most=1),
+        mask_token_id=token_id(config, "mask_token_id", 126336, rows),
+        eos_token_ids=token_ids(config, "eos_token_id", (126081,), rows, 126348),
+        pad_token_id=token_id(config, "pad_token_id", 126081, rows),
+        tied=_tied(config),
+        max_positions=positions,
+        decode_block=count(config, "block_length"),
+        qkv_bias=flag(config, "include_qkv_bias", default=False),
         names=NAMES,
     )
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    """The heads of keys and values: one with `multi_query_attention`, which has to agree with `n_kv_heads`."""
+    given = {"n_kv_heads": config.get("n_kv_heads")}
+    if config.get("multi_query_attention") is not None:
+        given["multi_query_attention"] = 1 if flag(config, "multi_query_attention", default=False) else heads
+    return positive(given, "n_kv_heads", "multi_query_attention", default=heads)
+
+
+def _tied(config: Mapping[str, Any]) -> bool:
+    """Whether the head is the embedding: LLaDA's own key, or Hugging Face's where it is not there."""
+    return flag(config, "weight_tying", default=flag(config, "tie_word_embeddings", default=False))

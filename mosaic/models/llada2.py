@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
-from mosaic.models.architecture import Architecture, TensorNames, number, positive, token_ids
+from mosaic.models.architecture import Architecture, TensorNames
+from mosaic.models.huggingface import HUGGINGFACE, sizes, special_tokens
+from mosaic.models.keys import Fixed
+from mosaic.models.values import count, flag, number, positive
 
-__all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture"]
+__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
 
 FAMILY: Final = "llada2"
+LABEL: Final = "LLaDA2"
 MODEL_TYPES: Final = ("llada2_moe",)
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -51,7 +55,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def _names(query_rows: int, kv_rows: int, *, router_bias: bool) -> TensorNames:
+def _names(query_rows: int, kv_rows: int) -> TensorNames:
     """Names of its own; q, k and v are one tensor, all rows of q first."""
     layer = "model.layers.{layer}."
     fused, key, value = f"{layer}attention.query_key_value.weight", query_rows + kv_rows, query_rows + 2 * kv_rows
@@ -71,66 +75,76 @@ def _names(query_rows: int, kv_rows: int, *, router_bias: bool) -> TensorNames:
         query_norm=layer + "attention.query_layernorm.weight",
         key_norm=layer + "attention.key_layernorm.weight",
         router=layer + "mlp.gate.weight",
-        router_bias=layer + "mlp.gate.expert_bias" if router_bias else "",
+        router_bias=layer + "mlp.gate.expert_bias",
         dense=layer + "mlp.{part}_proj.weight",
         shared=layer + "mlp.shared_experts.{part}_proj.weight",
     )
 
 
+_GATE: Final = "the model's own router scores by sigmoid, adds its bias, and divides by the sum, whatever this says"
+KEYS: Final = HUGGINGFACE.extended(
+    "intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size num_experts num_experts_per_tok "
+    "num_shared_experts first_k_dense_replace n_group topk_group routed_scaling_factor partial_rotary_factor rotary_dim "
+    "use_qk_norm use_qkv_bias block_size",
+    fixed={
+        "score_function": Fixed(allowed=("sigmoid",), why=_GATE),
+        "norm_topk_prob": Fixed(allowed=(True,), why=_GATE, unless=("num_experts_per_tok", 1)),
+        "moe_router_enable_expert_bias": Fixed(allowed=(True,), why=_GATE),
+        "router_dtype": Fixed(allowed=("fp32", "float32"), why="the router computes in float32"),
+        "use_bias": Fixed(allowed=(False,), why="the output projection has no bias"),
+        "use_rmsnorm": Fixed(allowed=(True,), why="norms are RMSNorm"),
+        "norm_head": Fixed(allowed=(False,), why="the head's rows are used as they are"),
+        "num_nextn_predict_layers": Fixed(allowed=(0,), why="there are no layers that predict further tokens"),
+        "use_linear_attention": Fixed(allowed=(False,), why="attention is softmax attention in every layer"),
+        "linear_attention_layers": Fixed(allowed=([],), why="attention is softmax attention in every layer"),
+    },
+    harmless="mtp_loss_scaling_factor norm_softmax",
+)
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
-    """Read a LLaDA2.0 config.json; the mask id is 156895 and the block 32 where the config does not say.
+    """Read the config.json of a LLaDA2; the mask id is 156895 and the block 32 where the config does not say.
 
     >>> architecture(PRESETS["llada2-mini"]).rotary_size
     64
     """
-    for key in ("use_bias", "norm_head", "rope_scaling", "use_sliding_window"):
-        if config.get(key):
-            raise UnsupportedModel(f"config.json: LLaDA2.0 with '{key}' is not supported; register it as a graph.")
-    scoring = config.get("score_function") or "sigmoid"
-    if scoring not in ("sigmoid", "softmax"):
-        raise UnsupportedModel(f"config.json: 'score_function' must be sigmoid or softmax, got {scoring!r}.")
-    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
-    kv_heads = positive(config, "num_key_value_heads", default=heads)
-    head_size = positive(config, "head_dim", default=hidden // heads)
-    ffn = positive(config, "moe_intermediate_size")
-    groups = _count(config, "n_group")
+    found = sizes(config, theta=600000.0, eps=1e-6, positions=32768, turning=0.5)
+    head_size, groups = found["head_size"], count(config, "n_group")
+    if positive(config, "rotary_dim", default=found["rotary"].dim) != found["rotary"].dim:
+        raise UnsupportedModel(
+            f"config.json: 'rotary_dim' is {config['rotary_dim']}, but 'partial_rotary_factor' of {head_size} dims are "
+            f"{found['rotary'].dim}; keep one of them."
+        )
+    chosen = positive(config, "num_experts_per_tok")
     return Architecture(
-        hidden=hidden,
-        layers=positive(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        rotary_size=int(head_size * number(config, "partial_rotary_factor", 0.5)),
-        ffn=ffn,
-        dense_layers=_count(config, "first_k_dense_replace"),
+        **found,
+        **special_tokens(config, mask=156895, eos=156892, pad=156892),
+        ffn=positive(config, "moe_intermediate_size"),
+        dense_layers=count(config, "first_k_dense_replace"),
         dense_ffn=positive(config, "intermediate_size"),
-        shared_ffn=ffn * _count(config, "num_shared_experts"),
-        vocabulary=positive(config, "vocab_size"),
-        rope_theta=number(config, "rope_theta", 600000.0),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        mask_token_id=token_ids(config, "mask_token_id", (156895,))[0],
-        eos_token_ids=token_ids(config, "eos_token_id", (156892,)),
-        pad_token_id=token_ids(config, "pad_token_id", (156892,))[0],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=positive(config, "max_position_embeddings", default=32768),
+        shared_ffn=_shared(config),
         block=positive(config, "block_size", default=32),
         experts=positive(config, "num_experts"),
-        experts_per_token=positive(config, "num_experts_per_tok"),
-        normalize_experts=bool(config.get("norm_topk_prob", True)),
-        router_scoring=scoring,
+        experts_per_token=chosen,
+        # the model's own router leaves the weight of a single expert as it is
+        normalize_experts=chosen > 1,
+        router_scoring="sigmoid",
         router_groups=groups if groups > 1 else 0,
-        router_top_groups=_count(config, "topk_group") if groups > 1 else 0,
-        router_scale=number(config, "routed_scaling_factor", 1.0),
-        head_norms=bool(config.get("use_qk_norm", True)),
-        qkv_bias=bool(config.get("use_qkv_bias", False)),
-        names=_names(
-            heads * head_size,
-            kv_heads * head_size,
-            router_bias=bool(config.get("moe_router_enable_expert_bias", True)),
-        ),
+        router_top_groups=count(config, "topk_group") if groups > 1 else 0,
+        router_scale=number(config, "routed_scaling_factor", 1.0, above=0, most=1e6),
+        head_norms=flag(config, "use_qk_norm", default=True),
+        qkv_bias=flag(config, "use_qkv_bias", default=False),
+        names=_names(found["heads"] * head_size, found["kv_heads"] * head_size),
     )
 
 
-def _count(config: Mapping[str, Any], key: str) -> int:
-    """A config key that may be 0, null or missing."""
-    return positive(config, key) if config.get(key) else 0
+def _shared(config: Mapping[str, Any]) -> int:
+    """The size of all shared experts together; where it is said apart, it has to be the product."""
+    size = positive(config, "moe_intermediate_size") * count(config, "num_shared_experts")
+    said = config.get("moe_shared_expert_intermediate_size")
+    if size and said is not None and said not in (size, positive(config, "moe_intermediate_size")):
+        raise UnsupportedModel(
+            f"config.json: 'moe_shared_expert_intermediate_size' is {said!r}, but the shared experts of the model have "
+            f"{size} columns together; make the two agree."
+        )
+    return size

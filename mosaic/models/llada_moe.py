@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mosaic.errors import UnsupportedModel
-from mosaic.models.architecture import Architecture, positive, token_ids
-from mosaic.models.dream import huggingface_names
+from mosaic.models.architecture import Architecture
+from mosaic.models.huggingface import HUGGINGFACE, huggingface_names, sizes, special_tokens
+from mosaic.models.keys import Fixed
+from mosaic.models.values import flag, positive
 
-__all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture"]
+__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
 
 FAMILY: Final = "llada-moe"
+LABEL: Final = "LLaDA-MoE"
 MODEL_TYPES: Final = ("lladamoe", "llada_moe")
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -36,39 +38,43 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
+_ROUTER: Final = "a token's experts are the best of all by softmax, weighed by it as it is"
+_EXPERTS: Final = "every layer's feed-forward is its routed experts alone"
+KEYS: Final = HUGGINGFACE.extended(
+    "expert_intermediate_size moe_intermediate_size num_experts num_experts_per_tok qk_layernorm qkv_bias",
+    fixed={
+        "moe_layer_freq": Fixed(allowed=(1,), each=True, why=_EXPERTS),
+        "decoder_sparse_step": Fixed(allowed=(1,), why=_EXPERTS),
+        "mlp_only_layers": Fixed(allowed=([],), each=True, why=_EXPERTS),
+        "num_shared_experts": Fixed(allowed=(0,), why=_EXPERTS),
+        "shared_expert_intermediate_size": Fixed(allowed=(0,), why=_EXPERTS),
+        "moe_router_score_function": Fixed(allowed=("softmax",), why=_ROUTER),
+        "moe_router_enable_expert_bias": Fixed(allowed=(False,), why=_ROUTER),
+        "norm_topk_prob": Fixed(allowed=(False,), why=_ROUTER),
+        "routed_scaling_factor": Fixed(allowed=(1,), why=_ROUTER),
+        "router_num_group": Fixed(allowed=(0, 1, -2), why=_ROUTER),
+        "router_topk_group": Fixed(allowed=(0, 1, -2), why=_ROUTER),
+    },
+    # of dense layers, which there are none of
+    harmless="dense_intermediate_size intermediate_size",
+)
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a LLaDA-MoE config.json; the mask id is 156895 where the config does not say.
 
     >>> architecture(PRESETS["llada-moe"]).experts
     64
     """
-    frequency = config.get("moe_layer_freq", 1)
-    dense_layers = any(value != 1 for value in frequency) if isinstance(frequency, list) else frequency != 1
-    if dense_layers or config.get("num_shared_experts") or config.get("shared_expert_intermediate_size"):
-        raise UnsupportedModel("config.json: LLaDA-MoE with dense layers or shared experts is not supported.")
-    if config.get("moe_router_enable_expert_bias"):
-        raise UnsupportedModel("config.json: LLaDA-MoE with expert biases is not supported.")
-    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     return Architecture(
-        hidden=hidden,
-        layers=positive(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=positive(config, "num_key_value_heads", default=heads),
-        head_size=positive(config, "head_dim", default=hidden // heads),
+        **sizes(config, theta=50000.0, eps=1e-5, positions=8192),
+        **special_tokens(config, mask=156895, eos=156892, pad=156892),
         ffn=positive(config, "expert_intermediate_size", "moe_intermediate_size"),
-        vocabulary=positive(config, "vocab_size"),
-        rope_theta=float(config.get("rope_theta", 50000.0)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-        mask_token_id=token_ids(config, "mask_token_id", (156895,))[0],
-        eos_token_ids=token_ids(config, "eos_token_id", (156892,)),
-        pad_token_id=token_ids(config, "pad_token_id", (156892,))[0],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=positive(config, "max_position_embeddings", default=8192),
         experts=positive(config, "num_experts"),
         experts_per_token=positive(config, "num_experts_per_tok"),
-        # The reference never renormalises the chosen experts' weights, whatever the config says.
+        # the reference never renormalises the chosen experts' weights
         normalize_experts=False,
-        head_norms=bool(config.get("qk_layernorm", True)),
-        qkv_bias=bool(config.get("qkv_bias", False)),
+        head_norms=flag(config, "qk_layernorm", default=True),
+        qkv_bias=flag(config, "qkv_bias", default=False),
         names=huggingface_names("mlp.experts.{experts}."),
     )

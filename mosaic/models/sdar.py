@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mosaic.errors import UnsupportedModel
-from mosaic.models.architecture import Architecture, number, positive, token_ids
-from mosaic.models.dream import huggingface_names
+from mosaic.models.architecture import Architecture
+from mosaic.models.huggingface import HUGGINGFACE, huggingface_names, sizes, special_tokens
+from mosaic.models.keys import Fixed
+from mosaic.models.values import positive
 
-__all__ = ["FAMILY", "MODEL_TYPES", "PRESETS", "architecture"]
+__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
 
 FAMILY: Final = "sdar"
+LABEL: Final = "SDAR"
 MODEL_TYPES: Final = ("sdar",)
 
 _END_OF_TEXT, _END_OF_TURN = 151643, 151645
@@ -47,31 +49,23 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
+KEYS: Final = HUGGINGFACE.extended(
+    "intermediate_size block_size",
+    fixed={"num_experts": Fixed(allowed=(0,), why="the feed-forward is dense")},
+    harmless="fuse_cross_entropy debug ep_size micro_forward skip_checkpoint",
+)
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read an SDAR config.json.
 
     >>> architecture(PRESETS["sdar-8b"]).block
     4
     """
-    for key in ("attention_bias", "rope_scaling", "use_sliding_window"):
-        if config.get(key):
-            raise UnsupportedModel(f"config.json: SDAR with '{key}' is not supported; register it as a graph.")
-    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     return Architecture(
-        hidden=hidden,
-        layers=positive(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=positive(config, "num_key_value_heads", default=heads),
-        head_size=positive(config, "head_dim", default=128),
+        **sizes(config, theta=1000000.0, eps=1e-6, positions=32768, head_size=128),
+        **special_tokens(config, mask=151669, eos=_END_OF_TEXT, pad=_END_OF_TEXT, turn=(_END_OF_TURN,)),
         ffn=positive(config, "intermediate_size"),
-        vocabulary=positive(config, "vocab_size"),
-        rope_theta=number(config, "rope_theta", 1000000.0),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        mask_token_id=token_ids(config, "mask_token_id", (151669,))[0],
-        eos_token_ids=token_ids(config, "eos_token_id", (_END_OF_TEXT,), _END_OF_TURN),
-        pad_token_id=token_ids(config, "pad_token_id", (_END_OF_TEXT,))[0],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=positive(config, "max_position_embeddings", default=32768),
         block=positive(config, "block_size", default=4),
         head_norms=True,
         names=huggingface_names(),

@@ -71,10 +71,8 @@ class _Step:
         ids = g.input("token_ids", (self.tokens,), "int64")
         self.positions = g.input("positions", (self.tokens,), "int32")
         self.cu_seqlens = g.input("cu_seqlens", (self.seqs + 1,), "int32")
-        rotary = arch.rotary_size or arch.head_size
-        self.inv_freq = g.weight(
-            "inv_freq", (rotary // 2,), "float32", tensor=f"=inv_freq:theta={arch.rope_theta},dim={rotary}"
-        )
+        rotary = arch.rotary
+        self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
         if phase.cached:
             self.declare_state()
         self.hidden = Hidden(g, arch, on_host=self.on_host)

@@ -1,0 +1,169 @@
+"""Which keys of a config.json a family reads, which have to have a given value, and which do not matter.
+
+Nothing is ignored in silence: a key whose value would change the mathematics is refused by name, and one that no table
+knows is named in a `ConfigWarning`. Where a checkpoint's own code computes the same whatever a key says, a value that
+says otherwise is refused too: the config contradicts the code, and one of the two is wrong.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from mosaic.errors import ConfigWarning, UnsupportedModel
+
+__all__ = ["COMMON", "Fixed", "Keys"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What a key has to be where it is there: null always does.
+
+    Parameters
+    ----------
+    why
+        What Mosaic computes instead, or what the key would need: a sentence's end.
+    allowed
+        The values that are computed.
+    each
+        Of a list, every entry has to be one of them.
+    unless
+        Another key and the value of it with which this one has no effect.
+    """
+
+    why: str
+    allowed: tuple[Any, ...] = ()
+    each: bool = False
+    unless: tuple[str, Any] | None = None
+
+    def holds(self, value: Any, config: Mapping[str, Any]) -> bool:
+        """Whether the value is computed as it says."""
+        if value is None or (self.unless is not None and config.get(self.unless[0]) == self.unless[1]):
+            return True
+        values = value if self.each and isinstance(value, list) else [value]
+        return all(any(_same(entry, right) for right in self.allowed) for entry in values)
+
+
+def _same(value: Any, right: Any) -> bool:
+    """Equality that tells true from 1, but not 1 from 1.0."""
+    return isinstance(value, bool) == isinstance(right, bool) and bool(value == right)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """The table of a family, or a part of one.
+
+    Parameters
+    ----------
+    used
+        Keys that the family's file reads.
+    fixed
+        Keys that have to be absent, null, or at a given value.
+    harmless
+        Keys that change nothing that Mosaic computes: training, generation, bookkeeping.
+    """
+
+    used: frozenset[str] = frozenset()
+    fixed: Mapping[str, Fixed] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+
+    def extended(self, used: str, *, fixed: Mapping[str, Fixed] | None = None, harmless: str = "") -> Keys:
+        """This table with more keys, names given apart by spaces; the later word on a key counts.
+
+        >>> "hidden_size" in COMMON.extended("hidden_size").used
+        True
+        """
+        read, inert = frozenset(used.split()), frozenset(harmless.split())
+        more = dict(fixed or {})
+        kept = {key: rule for key, rule in self.fixed.items() if key not in read | inert}
+        return Keys(
+            used=(self.used - inert - set(more)) | read,
+            fixed={**kept, **more},
+            harmless=(self.harmless - read - set(more)) | inert,
+        )
+
+    def check(self, config: Mapping[str, Any], family: str) -> None:
+        """Refuse what would change the mathematics, and warn of what nobody knows.
+
+        Raises
+        ------
+        UnsupportedModel
+            Naming the key, its value, and why.
+        """
+        for key, rule in self.fixed.items():
+            if key in config and not rule.holds(config[key], config):
+                raise UnsupportedModel(_refusal(key, config[key], rule, family))
+        unknown = sorted(str(key) for key in config.keys() - self.used - self.fixed.keys() - self.harmless)
+        if unknown:
+            names = ", ".join(f"'{key}'" for key in unknown)
+            warnings.warn(
+                f"config.json: {names} {'is' if len(unknown) == 1 else 'are'} unknown to Mosaic's family '{family}' and "
+                f"not used; make sure that the model computes the same without {'it' if len(unknown) == 1 else 'them'}.",
+                ConfigWarning,
+                stacklevel=2,
+            )
+
+
+def _refusal(key: str, value: Any, rule: Fixed, family: str) -> str:
+    allowed = " or ".join(_shown(right) for right in rule.allowed)
+    expected = f"{allowed} or absent" if allowed else "absent or null"
+    if rule.unless is not None:
+        expected += f", or '{rule.unless[0]}' {_shown(rule.unless[1])}"
+    return f"config.json: {family} with '{key}' {_shown(value)} is not supported, it must be {expected}: {rule.why}."
+
+
+def _shown(value: Any) -> str:
+    """The value as JSON has it, shortened."""
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_SLIDING: Final = "every layer sees the whole context"
+
+COMMON: Final = Keys().extended(
+    "torch_dtype dtype",
+    fixed={
+        "hidden_act": Fixed(allowed=("silu", "swish"), why="the feed-forward is silu(gate) * up"),
+        "quantization_config": Fixed(allowed=({},), why="weights are read as plain floating-point tensors"),
+        "compression_config": Fixed(allowed=({},), why="weights are read as plain floating-point tensors"),
+        "use_sliding_window": Fixed(allowed=(False,), why=_SLIDING),
+        "sliding_window": Fixed(unless=("use_sliding_window", False), why=_SLIDING),
+        "layer_types": Fixed(allowed=("full_attention",), each=True, why=_SLIDING),
+        "attention_chunk_size": Fixed(why=_SLIDING),
+        "attention_bias": Fixed(allowed=(False,), why="the attention's projections have no bias"),
+        "mlp_bias": Fixed(allowed=(False,), why="the feed-forward has no bias"),
+        "partial_rotary_factor": Fixed(allowed=(1,), why="all dims of a head turn"),
+        "use_mrope": Fixed(allowed=(False,), why="positions have one axis"),
+        "clip_qkv": Fixed(why="queries, keys and values are not clamped"),
+        "attn_logit_softcapping": Fixed(why="attention scores are not capped"),
+        "final_logit_softcapping": Fixed(why="logits are not capped"),
+        "logit_scale": Fixed(allowed=(1,), why="logits are not scaled"),
+        "logits_scaling": Fixed(allowed=(1,), why="logits are not scaled"),
+        "embedding_multiplier": Fixed(allowed=(1,), why="embeddings are not scaled"),
+        "residual_multiplier": Fixed(allowed=(1,), why="residuals are not scaled"),
+        "attention_multiplier": Fixed(why="attention scores are scaled by 1 / sqrt(head size)"),
+        "query_pre_attn_scalar": Fixed(why="attention scores are scaled by 1 / sqrt(head size)"),
+        "pruned_heads": Fixed(allowed=({},), why="every head is computed"),
+        "add_cross_attention": Fixed(allowed=(False,), why="there is no encoder"),
+        "is_encoder_decoder": Fixed(allowed=(False,), why="there is no encoder"),
+    },
+    # what wrote the file, and for whom
+    harmless="architectures model_type auto_map transformers_version _name_or_path _commit_hash tokenizer_class torchscript "
+    "_attn_implementation attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+    # training
+    "initializer_range attention_dropout hidden_dropout embedding_dropout output_dropout resid_dropout "
+    "residual_dropout gradient_checkpointing pretraining_tp use_bfloat16 tf_legacy_loss finetuning_task "
+    "task_specific_params problem_type num_labels id2label label2id output_router_logits router_aux_loss_coef "
+    # what a call returns or keeps
+    "use_cache return_dict return_dict_in_generate output_hidden_states output_attentions output_scores "
+    "chunk_size_feed_forward is_decoder cross_attention_hidden_size tie_encoder_decoder max_window_layers "
+    # autoregressive generation, which no decoding algorithm reads
+    "bos_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id prefix max_length "
+    "min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens",
+)
+"""What every family shares: the standard keys of Hugging Face configs, and those of models that look alike."""
