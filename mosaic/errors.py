@@ -25,6 +25,7 @@ __all__ = [
     "UnknownName",
     "UnsupportedModel",
     "UsageError",
+    "WeightsMisplaced",
 ]
 
 
@@ -101,6 +102,14 @@ class CheckpointError(MosaicError):
 
 class RuntimeMemoryError(MosaicError):
     """The operating system or the driver refused memory that the plan needs."""
+
+
+class WeightsMisplaced(MosaicError):
+    """A plan that has weights elsewhere than they were loaded; `tensors` lists which."""
+
+    def __init__(self, message: str, tensors: Iterable[str]) -> None:
+        self.tensors = tuple(tensors)
+        super().__init__(message)
 
 
 class DeviceLost(MosaicError):

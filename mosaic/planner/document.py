@@ -6,6 +6,8 @@ needs to run, is in it: plain integers and strings, in a fixed order.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -202,27 +204,42 @@ def _buffers(
     variant: Variant, polynomials: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
 ) -> list[dict[str, Any]]:
     place = dict(zip(variant.formula.roots.tolist(), zip(map(int, offsets), sizes, strict=True), strict=True))
-    tops = dict.fromkeys(("weights", "state", "host", "external", "hidden"), 0)
-    # streamed weights first: they stay where they are, whatever the hidden states take
-    hosts = [record for record in variant.body.buffers if record.pool == "host" and record.tensor is not None]
-    tops["hidden"] = sum(_size(record, polynomials) for record in hosts)
+    tops: Counter[str] = Counter()
+    for b in _outside_order(variant):
+        record = variant.body.buffers[b]
+        size = _size(record, polynomials)
+        place[b] = tops[record.pool], size
+        tops[record.pool] += size
     found: list[dict[str, Any]] = []
     for b, (record, static) in enumerate(zip(variant.body.buffers, _buffer_statics(variant), strict=True)):
         at = 0
-        if b in place:
+        if record.alias_of is None:
             offset, size = place[b]
         else:
-            size = _size(record, polynomials)
-            if record.alias_of is not None:
-                at = polynomials[record.alias_offset]
-                offset = place[record.alias_of][0] + at
-            else:
-                pool = "hidden" if record.pool == "host" and record.tensor is None else record.pool
-                offset = tops[pool]
-                tops[pool] += size
+            size, at = _size(record, polynomials), polynomials[record.alias_offset]
+            offset = place[record.alias_of][0] + at
         shape = [polynomials[row] for row in record.shape]
         found.append({**static, "offset": offset, "size": size, "alias_offset": at, "shape": shape})
     return found
+
+
+def _outside_order(variant: Variant) -> list[int]:
+    """The buffers that no solver places, in the order in which they lie in their pools.
+
+    Weights come first, by name and not as they were registered, which choices and phases change: a weight has one address
+    wherever the same weights are in its pool. Host memory holds them before the hidden states for the same reason.
+    """
+    if not variant.outside_order:
+        roots = set(variant.formula.roots.tolist())
+        outside = [b for b, x in enumerate(variant.body.buffers) if b not in roots and x.alias_of is None]
+        variant.outside_order = sorted(outside, key=lambda b: _rank(variant.body.buffers[b]))
+    return variant.outside_order
+
+
+def _rank(record: BufferRecord) -> tuple[bool, list[str | int]]:
+    """What buffers of a pool are sorted by: weights by name, layer 2 before layer 10, then the rest as it comes."""
+    name = record.tensor or (record.name if record.kind == "weight" else "")
+    return not name, [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def _size(record: BufferRecord, polynomials: Sequence[int]) -> int:

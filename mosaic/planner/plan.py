@@ -7,13 +7,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mosaic.errors import PlanFormatError
 from mosaic.files import write_atomic
 from mosaic.planner.document import SCHEMA
 
-__all__ = ["Plan"]
+__all__ = ["Place", "Plan"]
+
+Place: TypeAlias = tuple[str, int, int]
+"""Pool, offset there, and size in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -49,6 +52,15 @@ class Plan:
     def config(self) -> Mapping[str, int | str | None]:
         """Rows per chunk of every knob (None: off) and the option of every choice."""
         return dict(self.document["config"])
+
+    @property
+    def weights(self) -> Mapping[str, Place]:
+        """Where each weight lies, by tensor name: one address for all plans of a model with the same residency."""
+        return {
+            record["tensor"]: (record["pool"], record["offset"], record["size"])
+            for record in self.document["buffers"]
+            if record["kind"] in ("weight", "host") and record["tensor"] is not None
+        }
 
     @property
     def fits(self) -> bool:

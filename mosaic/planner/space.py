@@ -45,7 +45,7 @@ class Variant:
     """A body with some of its regions on.
 
     `orders` are packings found at reference sizes, with what checks their answers and the solver that found them; they
-    are replayed for new sizes. The last three fields keep what plans say of this variant whatever the dims; the document
+    are replayed for new sizes. The last four fields keep what plans say of this variant whatever the dims; the document
     module fills them.
     """
 
@@ -56,6 +56,7 @@ class Variant:
     op_statics: list[dict[str, Any]] = field(default_factory=list)
     buffer_statics: list[dict[str, Any]] = field(default_factory=list)
     formula_lines: list[dict[str, str]] = field(default_factory=list)
+    outside_order: list[int] = field(default_factory=list)
 
 
 class Space:

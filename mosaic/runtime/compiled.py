@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.models import Model
     from mosaic.models.architecture import Architecture
-    from mosaic.planner.plan import Plan
+    from mosaic.planner.plan import Place, Plan
     from mosaic.planner.planner import Planner, Request
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput", "compile"]
@@ -87,6 +87,8 @@ class StepOutput:
         float32 [M]: the two largest logits, log-sum-exp and entropy (natural logarithm) of the row.
     logits
         [R, V] in the model's dtype for the rows of `logits_for`, or None.
+    plan
+        The plan that was in force; `plan.config` is the configuration.
     """
 
     rows: Tensor
@@ -97,16 +99,20 @@ class StepOutput:
     logsumexp: Tensor
     entropy: Tensor
     logits: Tensor | None = None
+    plan: Plan = field(repr=False)
 
     def clone(self) -> StepOutput:
         """Copy everything out of planned memory."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return replace(self, **{name: value.clone() for name, value in values.items() if value is not None})
+        copies: dict[str, Any] = {name: value.clone() for name, value in self._views().items()}
+        return replace(self, **copies)
 
     def tensors(self) -> list[Tensor]:
         """The views of planned memory."""
-        values = (getattr(self, entry.name) for entry in fields(self) if entry.name != "rows")
-        return [value for value in values if value is not None]
+        return list(self._views().values())
+
+    def _views(self) -> dict[str, Tensor]:
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor) and name != "rows"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,6 +377,7 @@ class CompiledModel:
             self.workspace.ledger.charge(fixed, self._current.components[fixed])
         self._adopted_bytes = 0
         self._adopted: dict[str, Tensor] = {}
+        self._loaded: Mapping[str, Place] | None = None
         self._handed: list[weakref.ref[Tensor]] = []
         try:
             self._weights = self._load() if state is None else self._adopt(state)
@@ -392,7 +399,7 @@ class CompiledModel:
         # loading touches every page itself; faulting them in before would clear them for nothing
         sizes = {"weights": self._current.components["weights"], **({"host": streamed} if streamed else {})}
         workspace.resize_all(sizes, populate=False)
-        views = weight_views(document, workspace)
+        views, self._loaded = weight_views(document, workspace), self._current.weights
         if self.model.path is None:
             staging = self._staging() if self._on_cuda and streamed else None
             fill_randomly(views, seed=self._seed, staging=staging)
@@ -513,7 +520,7 @@ class CompiledModel:
         if len(chosen):
             fill_rows(inputs["logit_rows"], chosen)
         executor.run()
-        output = _output(executor.outputs, rows, len(chosen))
+        output = _output(executor.outputs, rows, len(chosen), self._current)
         if self._on_cuda:
             self._handed = [weakref.ref(t) for t in output.tensors()]
         return output
@@ -628,7 +635,7 @@ class CompiledModel:
             self._bound.move_to_end(key)
             return found[1]
         executor = Executor(
-            plan, self.workspace, tensors=self._adopted, debug=self.debug, streams=self._streams,
+            plan, self.workspace, tensors=self._adopted, weights=self._loaded, debug=self.debug, streams=self._streams,
             capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
         )  # fmt: skip
         rounded = step.rounded().request().dims(self.architecture.block)
@@ -716,12 +723,13 @@ class CompiledModel:
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def _output(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int) -> StepOutput:
+def _output(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int, plan: Plan) -> StepOutput:
     names: Iterable[str] = ("confidence", "maximum", "second", "logsumexp", "entropy")
     return StepOutput(
         rows=rows,
         token_ids=outputs["token"][: len(rows)],
         logits=outputs["logits"][:chosen] if chosen else None,
+        plan=plan,
         **{name: outputs[name][: len(rows)] for name in names},
     )
 

@@ -16,12 +16,14 @@ from typing import Any, Final, Literal
 from torch import Tensor
 
 from mosaic.errors import PlanFormatError, UsageError
+from mosaic.planner.plan import Place
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.segments import Segment
 from mosaic.runtime.streams import CudaStreams, Replay, Streams, device_lost
 from mosaic.runtime.unroll import unroll
 from mosaic.runtime.views import Views
+from mosaic.runtime.weights import require_in_place
 from mosaic.runtime.workspace import Workspace
 
 __all__ = ["Call", "Debug", "Executor"]
@@ -58,6 +60,9 @@ class Executor:
     tensors
         Tensors to use for weight, state and external buffers instead of the plan's offsets, by the buffers' `tensor`
         names: parameters adopted from a module.
+    weights
+        Where the weights were loaded, as `Plan.weights` says it: a plan that has them elsewhere is refused. Not given,
+        nothing is compared.
     debug
         "poison": fill every buffer with NaN (integers with their least value) before its lifetime and after it.
     streams
@@ -81,6 +86,7 @@ class Executor:
         workspace: Workspace,
         *,
         tensors: Mapping[str, Tensor] | None = None,
+        weights: Mapping[str, Place] | None = None,
         debug: Debug = None,
         streams: Streams | None = None,
         capture: bool = False,
@@ -92,6 +98,8 @@ class Executor:
             )
         if debug not in (None, "poison"):
             raise UsageError(f"debug is None or 'poison', got {debug!r}.")
+        if weights is not None:
+            require_in_place(self.document, weights)
         self.workspace, self.debug = workspace, debug
         self._tensors = dict(tensors or {})
         self._streams = CudaStreams() if streams is None and self.document.get("backend") == "cuda" else streams

@@ -17,14 +17,23 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import CheckpointError, RuntimeMemoryError
+from mosaic.errors import CheckpointError, RuntimeMemoryError, WeightsMisplaced
 from mosaic.files import write_atomic
 from mosaic.models.safetensors import is_stack, members, tensor_rows
+from mosaic.planner.plan import Place
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import format_bytes
 
-__all__ = ["adopt_tensors", "fill_randomly", "load_weights", "save_checkpoint", "streamed_bytes", "weight_views"]
+__all__ = [
+    "adopt_tensors",
+    "fill_randomly",
+    "load_weights",
+    "require_in_place",
+    "save_checkpoint",
+    "streamed_bytes",
+    "weight_views",
+]
 
 _CONSTANT = re.compile(r"=inv_freq:theta=([0-9.eE+-]+),dim=(\d+)")
 INIT_STD: Final = 0.02
@@ -46,6 +55,36 @@ def weight_views(document: Mapping[str, Any], workspace: Workspace) -> dict[str,
         record["tensor"]: workspace.view(record["pool"], record["offset"], record["shape"], record["dtype"])
         for record in _stored(document)
     }
+
+
+def require_in_place(document: Mapping[str, Any], loaded: Mapping[str, Place]) -> None:
+    """Make sure that a plan has its weights where they were loaded.
+
+    Parameters
+    ----------
+    loaded
+        Pool, offset and bytes of each weight in memory, by its `tensor` name: `weights` of the plan that it was loaded for.
+
+    Raises
+    ------
+    WeightsMisplaced
+        Naming the tensors that are not loaded, or lie elsewhere or in another size.
+    """
+    planned = {b["tensor"]: (b["pool"], b["offset"], b["size"]) for b in _stored(document)}
+    wrong = [tensor for tensor, place in planned.items() if loaded.get(tensor) != place]
+    if wrong:
+        first = wrong[0]
+        found = f"at {_place_text(loaded[first])}" if first in loaded else "nowhere: it is not loaded"
+        raise WeightsMisplaced(
+            f"{len(wrong)} of the plan's {len(planned)} weights are not where the plan has them: '{first}' is expected at "
+            f"{_place_text(planned[first])} and lies {found}; load the weights for this plan.",
+            wrong,
+        )
+
+
+def _place_text(place: Place) -> str:
+    pool, offset, size = place
+    return f"{pool} + {offset:,} ({size:,} B)"
 
 
 def streamed_bytes(document: Mapping[str, Any]) -> int:
