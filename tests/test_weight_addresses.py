@@ -16,6 +16,7 @@ import mosaic
 from mosaic.errors import WeightsMisplaced
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Planner, Request
+from mosaic.planner.check import weight_map
 from mosaic.planner.custom import plan_graph
 from mosaic.planner.plan import Plan
 from mosaic.registrar.graph import Graph
@@ -74,11 +75,12 @@ def plans_of(planner: Planner) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_phase_and_configuration_has_the_weights_at_the_same_addresses(family: str) -> None:
-    planner = Planner(mosaic.models.load(CONFIGS[family]), device="cpu", host_budget_bytes=HOST_BYTES)
+    planner = Planner(mosaic.models.load(CONFIGS[family]), device="cpu", host_budget=HOST_BYTES)
     maps: dict[str, Mapping[str, Any]] = {}
     for plan in plans_of(planner):
         first = maps.setdefault(str(plan.config["stream"]), plan.weights)
         assert plan.weights == first and len(first) > 10
+        assert weight_map(plan.document) == first
     assert len(maps) == 3 and len({frozenset(found.items()) for found in maps.values()}) == 3
 
 
@@ -113,7 +115,7 @@ def budgets_by_attention(planner: Planner, request: Request) -> dict[str, int]:
     found: dict[str, int] = {}
     pages = planner.device.page_bytes
     for budget in range(planner.plan(request).total_bytes, planner.needed(request) - 1, -pages):
-        tight = Planner(planner.model, device=planner.device, budget_bytes=budget, host_budget_bytes=0)
+        tight = Planner(planner.model, device=planner.device, budget=budget, host_budget=0)
         found.setdefault(str(tight.plan(request, limit=False).config["attention"]), budget)
     return found
 
@@ -123,7 +125,7 @@ def test_whatever_attention_a_budget_asks_for_the_step_is_the_same() -> None:
     config = {**CONFIGS["dream"], "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
     ids, rows = sequences_of((257,), config)[0], torch.arange(257)
     request = Request(seq_lens=(257,), masked=257, logit_rows=257)
-    planner = Planner(mosaic.models.load(config), device="cpu", host_budget_bytes=0)
+    planner = Planner(mosaic.models.load(config), device="cpu", host_budget=0)
     budgets = budgets_by_attention(planner, request)
     assert set(budgets) == {"together", "queries", "heads"}
     expected: torch.Tensor | None = None

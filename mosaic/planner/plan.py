@@ -55,11 +55,12 @@ class Plan:
 
     @property
     def weights(self) -> Mapping[str, Place]:
-        """Where each weight lies, by tensor name: one address for all plans of a model with the same residency."""
+        """Where each weight lies, by its tensor's name (the buffer's, where it has none): one address for all plans of a
+        model with the same weights streamed."""
         return {
-            record["tensor"]: (record["pool"], record["offset"], record["size"])
+            record["tensor"] or record["name"]: (record["pool"], record["offset"], record["size"])
             for record in self.document["buffers"]
-            if record["kind"] in ("weight", "host") and record["tensor"] is not None
+            if record["kind"] == "weight" or (record["kind"] == "host" and record["tensor"] is not None)
         }
 
     @property

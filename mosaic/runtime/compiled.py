@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.models import Model
     from mosaic.models.architecture import Architecture
-    from mosaic.planner.plan import Place, Plan
+    from mosaic.planner.check import WeightMap
+    from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner, Request
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput", "compile"]
@@ -377,7 +378,7 @@ class CompiledModel:
             self.workspace.ledger.charge(fixed, self._current.components[fixed])
         self._adopted_bytes = 0
         self._adopted: dict[str, Tensor] = {}
-        self._loaded: Mapping[str, Place] | None = None
+        self._loaded: WeightMap | None = None
         self._handed: list[weakref.ref[Tensor]] = []
         try:
             self._weights = self._load() if state is None else self._adopt(state)

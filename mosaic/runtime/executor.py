@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from torch import Tensor
 
 from mosaic.errors import PlanFormatError, UsageError
-from mosaic.planner.plan import Place
+from mosaic.planner.check import WeightMap
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.segments import Segment
@@ -86,7 +86,7 @@ class Executor:
         workspace: Workspace,
         *,
         tensors: Mapping[str, Tensor] | None = None,
-        weights: Mapping[str, Place] | None = None,
+        weights: WeightMap | None = None,
         debug: Debug = None,
         streams: Streams | None = None,
         capture: bool = False,

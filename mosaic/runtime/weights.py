@@ -20,7 +20,7 @@ from torch import Tensor
 from mosaic.errors import CheckpointError, RuntimeMemoryError, WeightsMisplaced
 from mosaic.files import write_atomic
 from mosaic.models.safetensors import is_stack, members, tensor_rows
-from mosaic.planner.plan import Place
+from mosaic.planner.check import WeightMap, weight_map
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import format_bytes
@@ -57,7 +57,7 @@ def weight_views(document: Mapping[str, Any], workspace: Workspace) -> dict[str,
     }
 
 
-def require_in_place(document: Mapping[str, Any], loaded: Mapping[str, Place]) -> None:
+def require_in_place(document: Mapping[str, Any], loaded: WeightMap) -> None:
     """Make sure that a plan has its weights where they were loaded.
 
     Parameters
@@ -70,7 +70,7 @@ def require_in_place(document: Mapping[str, Any], loaded: Mapping[str, Place]) -
     WeightsMisplaced
         Naming the tensors that are not loaded, or lie elsewhere or in another size.
     """
-    planned = {b["tensor"]: (b["pool"], b["offset"], b["size"]) for b in _stored(document)}
+    planned = weight_map(document)
     wrong = [tensor for tensor, place in planned.items() if loaded.get(tensor) != place]
     if wrong:
         first = wrong[0]
@@ -82,7 +82,7 @@ def require_in_place(document: Mapping[str, Any], loaded: Mapping[str, Place]) -
         )
 
 
-def _place_text(place: Place) -> str:
+def _place_text(place: tuple[str, int, int]) -> str:
     pool, offset, size = place
     return f"{pool} + {offset:,} ({size:,} B)"
 
