@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from mosaic.errors import GraphError, PlanFormatError, UsageError
 from mosaic.models import PRESETS, load
-from mosaic.planner import Plan, Planner, Request, plan
+from mosaic.planner import Plan, Planner, Request, plan, plan_graph
 from mosaic.planner.check import check_plan
 from mosaic.planner.limits import smallest_total
 from mosaic.planner.search import TOLERANCE, brute_force, search
+from mosaic.registrar.graph import Graph
 from mosaic.units import GIB, MIB, round_up
 
 S, M = 131072, 65536
@@ -345,3 +346,14 @@ def test_dims_are_checked_against_their_bounds(llada: Planner) -> None:
         llada.space().at({"tokens": 10, "masked": 20, "seqs": 1, "span": 10})
     with pytest.raises(GraphError, match="needs a value for the dim 'span'"):
         llada.space().at({"tokens": 10, "masked": 5, "seqs": 1})
+
+
+def test_a_graph_without_escalating_choices_ignores_the_host() -> None:
+    """Where nothing fits, a host budget has no rungs to climb."""
+
+    def build(g: Graph) -> None:
+        x = g.input("x", (g.dim("tokens"), 64), "float32")
+        g.add_op("copy", x, out=g.output("y", x.shape, "float32"))
+
+    plan = plan_graph(build, dims={"tokens": 100}, device="cpu", budget=100, host_budget=1 << 20)
+    assert not plan.fits and plan.total_bytes > 100

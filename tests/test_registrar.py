@@ -172,6 +172,10 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         y := g.add_op(COPY, x), z := g.add_op(COPY, y), g.add_alias(z, y), g.add_alias(y, x))),
     "an alias of a weight": (r"a transient cannot alias a weight", lambda g, t, x: g.add_alias(
         g.add_op(COPY, x), g.weight("w", (4,), "float32"))),
+    "an alias of a state": (r"a transient cannot alias a state", lambda g, t, x: g.add_alias(
+        g.add_op(COPY, x), g.state("s", (t, WIDE), "float32"))),
+    "an alias that may be misaligned": (r"lies 256\*tokens bytes into y, .* no multiple of 512 for all dims", lambda g, t, x: (
+        y := g.add_op(COPY, x, name="y"), g.add_alias(g.add_op(COPY, x), y, offset=y.bytes))),
     "a barrier before any op": (r"nothing has been registered yet", lambda g, t, x: g.add_barrier(x)),
     "a barrier for nothing": (r"name the buffers", lambda g, t, x: (g.add_op(COPY, x), g.add_barrier())),
     "a barrier since the future": (r"since=7 is no earlier mark", lambda g, t, x: (
@@ -297,6 +301,15 @@ def _stale_in_the_next_iteration(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     g.add_alias(z, y)
 
 
+def _slices_overwritten_by_the_next_iteration(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    """What iteration 1 wrote of an output, iteration 2 overwrites before it writes its own slice."""
+    y = g.output("y", (t, WIDE), "float32")
+    with g.chunk("a", over=t):
+        z = g.add_op(COPY, x, name="z")
+        g.add_op(COPY, x, out=y, name="slice")
+    g.add_alias(y, z)
+
+
 def _whole_read_written_by_slices(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     """In place holds only where the loop cuts both alike."""
     y = g.add_op(COPY, x, name="y")
@@ -355,6 +368,10 @@ INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = 
         r"alias of z and y: all_of_y \(LINE\) reads y after z \(LINE\)",
         _stale_in_the_next_iteration,
     ),
+    "slices lost in the next iteration": (
+        r"alias of z and y: z \(LINE\) overwrites the output y",
+        _slices_overwritten_by_the_next_iteration,
+    ),
     "whole read, slices written": (r"alias of z and y: mix \(LINE\) reads y", _whole_read_written_by_slices),
     "wait without an op after it": (r"wait\(\) with no op after it", _wait_for_nobody),
     "a stream never joined": (r"side \(LINE\): stream 's' is never joined, yet it touches x", _never_joined),
@@ -395,7 +412,7 @@ def test_legal_aliases() -> None:
     z = g.add_op(OVER, y, name="z")
     g.add_alias(z, y)
     high = g.buffer("high", (tokens, WIDE), "float32")
-    g.add_alias(high, z, offset=z.bytes)
+    g.add_alias(high, z, offset=2 * z.bytes)
     w = g.buffer("w", (tokens, WIDE), "float32")
     g.add_alias(w, z)
     with g.chunk("a", over=tokens):
@@ -404,7 +421,7 @@ def test_legal_aliases() -> None:
     finish(g, w)
     validate(g)
     assert g.root(w) is g.root(high) is y
-    assert g.aliases[high.id] == (y, y.bytes)
+    assert g.aliases[high.id] == (y, 2 * y.bytes)
 
 
 def test_a_double_buffer_may_be_read_before_its_body_writes_it() -> None:

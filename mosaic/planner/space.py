@@ -268,7 +268,7 @@ class Point:
 
     def affordable(self, ladder: Sequence[tuple[str, ...]], host_budget_bytes: int) -> Sequence[tuple[str, ...]]:
         """The lower rungs of a ladder, those that the host has room for; higher ones need more of it."""
-        if self.host_bytes(ladder[-1]) <= host_budget_bytes:
+        if not ladder or self.host_bytes(ladder[-1]) <= host_budget_bytes:
             return ladder
         return ladder[: bisect_right(ladder, host_budget_bytes, key=self.host_bytes)]
 

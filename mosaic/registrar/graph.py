@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeGuard
 import sympy
 
 from mosaic.errors import GraphError, MissingExtra
-from mosaic.registrar.contract import Contract, Dim, Rate, Spec, require
+from mosaic.registrar.contract import Contract, Dim, Rate, Spec, divides, require
 from mosaic.registrar.contracts import contract as shipped_contract
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.implementations import scratch_bytes
@@ -28,6 +28,8 @@ __all__ = ["Barrier", "Buffer", "Choice", "DimInfo", "Edge", "Graph", "Kind", "O
 Kind: TypeAlias = Literal["weight", "state", "carry", "transient", "scratch", "input", "output", "host", "external"]
 
 MAIN: Final = "main"
+ALIGNMENT: Final = 512
+"""Bytes that every offset is a multiple of."""
 SHARED: Final = frozenset({"weight", "state", "carry"})
 POOL: Final[Mapping[str, str]] = {"weight": "weights", "state": "state", "host": "host", "external": "external"}
 
@@ -612,12 +614,22 @@ class Graph:
             )
 
     def add_alias(self, a: Buffer, b: Buffer, *, offset: Dim = 0) -> None:
-        """Let `a` occupy `b`'s storage from byte `offset` on; legality is proved by `validate`."""
+        """Let `a` occupy `b`'s storage from byte `offset` on, a multiple of 512; legality is proved by `validate`.
+
+        Raises
+        ------
+        GraphError
+            An alias of itself, a second alias, one of what is not in the workspace, or an offset that may be misaligned.
+        """
         source = _caller()
         if a is b or a.id in self.aliases:
             raise GraphError(f"{a.name} ({source}): " + ("aliases itself" if a is b else "is an alias already"))
-        if a.pool != "workspace" or b.pool not in ("workspace", "state"):
+        if a.pool != "workspace" or b.pool != "workspace":
             raise GraphError(f"{a.name} ({source}): a {a.kind} cannot alias a {b.kind}")
+        if not divides(ALIGNMENT, offset):
+            raise GraphError(
+                f"{a.name} ({source}): lies {offset} bytes into {b.name}, which is no multiple of {ALIGNMENT} for all dims"
+            )
         if any(root is a for root, _ in self.aliases.values()):
             raise GraphError(f"{a.name} ({source}): others alias it already; alias the root first")
         root, at = self.aliases.get(b.id, (b, 0))

@@ -105,7 +105,7 @@ def _no_stale_read(ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
             )
         if new in step.writes:
             lost, advanced = step, []
-        if old in step.writes and old not in step.reads:
+        if old in step.writes and old not in step.reads and not _restores_a_slice(step, old, lost, new):
             lost = None
     if lost is not None and old.kind in _HANDED_ON:
         raise GraphError(
@@ -140,6 +140,14 @@ def _reads_another_slice(op: Op, old: Buffer, lost: Op, new: Buffer, advanced: S
         and old.spec == new.spec
         and any(r.name in {c[1] for c in cuts} for r in advanced)
     )
+
+
+def _restores_a_slice(op: Op, old: Buffer, lost: Op | None, new: Buffer) -> bool:
+    """Whether loops that cut what is written here go on to overwrite it: slices of earlier iterations stay lost."""
+    cuts = _cuts(op, old)
+    if lost is None or lost.region is None or (cuts == _cuts(lost, new) and old.spec == new.spec):
+        return False
+    return any(region.name == name for region in lost.region.chain for _, name, _ in cuts)
 
 
 def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
