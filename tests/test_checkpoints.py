@@ -17,10 +17,14 @@ import torch
 from fake_cuda import FakeDriver
 from runtime_helpers import allocated_bytes
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+import mosaic
+from mosaic.devices import load_device
 from mosaic.errors import CheckpointError, RuntimeMemoryError
-from mosaic.models.safetensors import Layout, members
+from mosaic.models import load
+from mosaic.models.safetensors import Layout, members, tensor_rows
+from mosaic.planner.planner import Planner
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, SafetensorsFile
 from mosaic.runtime.cuda_pool import CudaPool
 from mosaic.runtime.host_pool import HostPool
@@ -32,6 +36,12 @@ from mosaic.runtime.weights import (
     save_checkpoint,
 )
 from mosaic.runtime.workspace import Workspace
+
+TINY: dict[str, Any] = {
+    "model_type": "Dream", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 24, "vocab_size": 32, "mask_token_id": 31, "torch_dtype": "float32",
+}  # fmt: skip
+ARCHITECTURE = load(TINY).architecture
 
 
 def tensors() -> dict[str, Tensor]:
@@ -388,10 +398,14 @@ def test_a_staging_that_is_too_small_is_refused() -> None:
         fill_randomly({}, staging=torch.empty(1 << 20, dtype=torch.uint8))
 
 
-def test_a_tensor_that_the_model_needs_is_missed_by_name_and_shape(folder: Path) -> None:
+def test_a_tensor_that_the_model_needs_is_missed_by_name(folder: Path) -> None:
     with Checkpoint(folder) as checkpoint:
-        with pytest.raises(CheckpointError, match=r"tensor 'lm_head.weight': expected shape \[9, 2\], found 6 others"):
+        with pytest.raises(
+            CheckpointError, match=r"tensor 'lm_head.weight' is missing: .* shape \[9, 2\], .* 6 others;"
+        ):
             load_weights({"lm_head.weight": torch.empty(9, 2)}, checkpoint)
+        with pytest.raises(CheckpointError, match=r"tensor 'a.weights' is missing: .*; 'a.weight' is called alike"):
+            load_weights({"a.weights": torch.empty(5, 7)}, checkpoint)
         with pytest.raises(CheckpointError, match=r"tensor 'a.weight': expected shape \[7, 5\], found \[5, 7\]"):
             load_weights({"a.weight": torch.empty(7, 5)}, checkpoint)
 
@@ -432,7 +446,7 @@ def test_rows_of_a_fused_tensor_are_loaded_and_written_back(
 def test_a_fused_tensor_of_another_size_is_refused(tmp_path: Path, shape: tuple[int, int], message: str) -> None:
     save_file({"qkv.weight": torch.zeros(shape)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        Layout(tmp_path).verify((name, tuple(view.shape)) for name, view in fused_views().items())
+        Layout(tmp_path).verify(((name, tuple(view.shape)) for name, view in fused_views().items()), ARCHITECTURE)
 
 
 def test_rows_of_a_parameter_are_adopted() -> None:
@@ -440,7 +454,7 @@ def test_rows_of_a_parameter_are_adopted() -> None:
     record = document(tensor="qkv.weight[4:6]", shape=[2, 3])
     adopted = adopt_tensors(record, {"qkv.weight": parameter})["qkv.weight[4:6]"]
     assert adopted.data_ptr() == parameter[4].data_ptr() and adopted.shape == (2, 3)
-    with pytest.raises(CheckpointError, match=r"'qkv.weight\[4:6\]': expected float32 \[2, 3\], found 0 others"):
+    with pytest.raises(CheckpointError, match=r"the module: tensor 'qkv.weight\[4:6\]' is missing: .* shape \[2, 3\]"):
         adopt_tensors(record, {})
 
 
@@ -463,7 +477,7 @@ def document(**fields: Any) -> Mapping[str, Any]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, "found 0 others"),
+        ({}, "tensor 'w' is missing"),
         ({"w": torch.ones(3, 2)}, r"found float32 \[3, 2\]"),
         ({"w": torch.ones(2, 3).double()}, r"found float64"),
         ({"w": torch.ones(3, 2).t()}, "non-contiguous"),
@@ -483,7 +497,7 @@ def test_adoption_shares_memory_and_leaves_stacks_alone() -> None:
     assert adopt_tensors(document(), {"w": elsewhere}, device="meta")["w"].device.type == "meta"
     with pytest.raises(CheckpointError, match=r"expected float32 \[2, 3\] on meta, found float32 \[2, 3\] on cpu"):
         adopt_tensors(document(), {"w": parameter}, device="meta")
-    with pytest.raises(CheckpointError, match="members of a stack lie apart"):
+    with pytest.raises(CheckpointError, match="members of a stack, which lie apart"):
         adopt_tensors(document(tensor="e.{0:2}.w"), {"e.0.w": parameter})
 
 
@@ -498,3 +512,147 @@ def test_saving_writes_a_checkpoint_that_others_read(tmp_path: Path) -> None:
     assert list(stored) == ["e.0.w", "e.1.w", "x"]
     assert torch.equal(stored["e.1.w"], views["e.{0:2}.w"][1]) and torch.equal(stored["x"], views["x"])
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["config.json", "model.safetensors"]
+
+
+# --- checkpoints of a model, whole ------------------------------------------------------------------------------------
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "torch_dtype": "float32",
+        "vocab_size": 32,
+        "mask_token_id": 31,
+    }
+    known = {
+        "dream": TINY,
+        "llada": {
+            "model_type": "llada", "d_model": 16, "n_layers": 2, "n_heads": 2, "mlp_hidden_size": 24, "vocab_size": 32,
+            "mask_token_id": 31, "torch_dtype": "float32",
+        },
+        "llada2": {
+            **TINY, "model_type": "llada2_moe", "num_hidden_layers": 2, "head_dim": 8, "moe_intermediate_size": 8,
+            "num_shared_experts": 1, "first_k_dense_replace": 1, **experts,
+        },
+    }  # fmt: skip
+    return {**known[family], **changes}
+
+
+def saved(tmp_path: Path, config: Mapping[str, Any], **more: Tensor) -> dict[str, Tensor]:
+    """Write a random checkpoint of a model with further tensors, and return its tensors."""
+    with mosaic.compile(config) as model:
+        model.save(tmp_path)
+    whole = {**load_file(tmp_path / "model.safetensors"), **more}
+    save_file(whole, tmp_path / "model.safetensors")
+    return whole
+
+
+def refusal(path: Path) -> str:
+    """What both planning by headers and loading say."""
+    with pytest.raises(CheckpointError) as loading, mosaic.compile(path):
+        pass
+    with pytest.raises(CheckpointError) as planning:
+        Planner(load(path), device=load_device("cpu")).verify_checkpoint()
+    assert str(loading.value) == str(planning.value)
+    return str(loading.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llada", {"n_layers": 1}),
+        ("llada2", {"num_hidden_layers": 1}),
+        ("llada2", {"num_experts": 3}),
+        ("llada2", {"num_shared_experts": 0}),
+        ("llada2", {"use_qk_norm": False}),
+    ],
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tensors_that_nothing_uses_are_refused_by_name(
+    tmp_path: Path, family: str, change: dict[str, Any], sharded: bool
+) -> None:
+    config = config_of(family)
+    whole = saved(tmp_path, config)
+    if sharded:
+        (tmp_path / "model.safetensors").unlink()
+        names = sorted(whole)
+        where = {name: f"{i % 3}.safetensors" for i, name in enumerate(names)}
+        for file in set(where.values()):
+            save_file({name: whole[name] for name in names if where[name] == file}, tmp_path / file)
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    mosaic.compile(tmp_path).close()
+    smaller = {**config, **change}
+    with mosaic.compile(smaller) as model:
+        needed = {whole for name in model.weights() for member in members(name) for whole in (tensor_rows(member)[0],)}
+    more = set(whole) - needed
+    (tmp_path / "config.json").write_text(json.dumps(smaller))
+    if family == "llada2" and change == {"num_experts": 3}:  # the router's rows come first
+        assert "mlp.gate" in refusal(tmp_path)
+        return
+    text = refusal(tmp_path)
+    assert f": {len(more)} tensors that the model does not use: " in text
+    assert sum(f"'{name}'" in text for name in more) == min(3, len(more))
+
+
+def test_harmless_tensors_are_left_alone_and_others_are_not(tmp_path: Path) -> None:
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    saved(tmp_path, TINY, **frequencies)
+    mosaic.compile(tmp_path).close()
+    saved(tmp_path, TINY, **frequencies, **{"model.layers.0.self_attn.o_proj.bias": torch.ones(16)})
+    assert "1 tensor that the model does not use: 'model.layers.0.self_attn.o_proj.bias'; check" in refusal(tmp_path)
+
+
+def test_a_tied_head_may_be_in_the_checkpoint_if_it_is_the_embedding(tmp_path: Path) -> None:
+    config = {**TINY, "tie_word_embeddings": True}
+    whole = saved(tmp_path, config)
+    assert "lm_head.weight" not in whole
+    table = whole["model.embed_tokens.weight"]
+    saved(tmp_path, config, **{"lm_head.weight": table.clone()})
+    mosaic.compile(tmp_path).close()
+    changed = table.clone()
+    changed[7, 3] += 1.0
+    saved(tmp_path, config, **{"lm_head.weight": changed})
+    with pytest.raises(
+        CheckpointError, match=r"'lm_head.weight' is not equal to 'model.embed_tokens.weight', but config"
+    ):
+        mosaic.compile(tmp_path)
+    saved(tmp_path, config, **{"lm_head.weight": table[:5].clone()})
+    assert "tensor 'lm_head.weight': expected shape [32, 16], found [5, 16]" in refusal(tmp_path)
+
+
+def test_a_head_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    whole = saved(tmp_path, TINY)
+    save_file(
+        {name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
+    )
+    assert "tensor 'lm_head.weight' is missing: the model needs it with shape [32, 16]" in refusal(tmp_path)
+
+
+class Module(nn.Module):
+    """A module with given parameters and a config, as Hugging Face's have."""
+
+    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.config, self._weights = dict(config), {name: nn.Parameter(tensor) for name, tensor in weights.items()}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return dict(self._weights)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(self._weights.values())
+
+
+def test_a_module_with_parameters_that_nothing_uses_is_refused(tmp_path: Path) -> None:
+    whole = saved(tmp_path, TINY)
+    mosaic.compile(Module(TINY, whole)).close()
+    spare = {**whole, "model.layers.1.mlp.up_proj.weight": torch.ones(24, 16)}
+    for state in (spare, {name.removeprefix("model."): tensor for name, tensor in spare.items()}):
+        with pytest.raises(CheckpointError, match=r"the module: 1 tensor .* not use: '.*layers.1.mlp.up_proj.weight'"):
+            mosaic.compile(Module(TINY, state))
+    tied = {**TINY, "tie_word_embeddings": True}
+    mosaic.compile(Module(tied, {**whole, "lm_head.weight": whole["model.embed_tokens.weight"]})).close()
+    with pytest.raises(CheckpointError, match=r"the module: tensor 'lm_head.weight' is not equal to"):
+        mosaic.compile(Module(tied, whole))
+    with pytest.raises(CheckpointError, match=r"the module: tensor 'lm_head.weight' is missing"):
+        mosaic.compile(Module(TINY, {name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}))

@@ -39,7 +39,7 @@ def fill(tensors: Mapping[str, Tensor], model: Model, seed: int) -> None:
         fill_randomly(tensors, seed=seed)
         return
     with Checkpoint(model.path) as checkpoint:
-        load_weights(tensors, checkpoint)
+        load_weights(tensors, checkpoint, model.architecture)
 
 
 class TorchEngine:

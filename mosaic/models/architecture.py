@@ -6,7 +6,9 @@ turns an `Architecture` into a graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Final
 
 from mosaic.errors import UnsupportedModel
@@ -24,7 +26,8 @@ class TensorNames:
     """Checkpoint names; `{layer}` stands for the layer's number, the mixture-of-experts names also stack experts.
 
     `name[a:b]` is rows [a, b) of a tensor that the checkpoint keeps fused. Of `dense` and `shared`, feed-forwards beside
-    the experts, `{part}` is gate, up or down.
+    the experts, `{part}` is gate, up or down. `harmless` are patterns of tensors that a checkpoint may hold and nobody
+    reads: rotary frequencies, which follow from the config.
     """
 
     embedding: str
@@ -45,6 +48,7 @@ class TensorNames:
     router_bias: str = ""
     dense: str = ""
     shared: str = ""
+    harmless: tuple[str, ...] = ("*rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,20 @@ class Architecture:
     def rotary_size(self) -> int:
         """Dims of a head that turn."""
         return self.rotary.dim
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Tensors that a checkpoint may hold beside an equal one: a head that is the embedding."""
+        return {self.names.head: self.names.embedding} if self.tied else {}
+
+    def unused(self, names: Iterable[str], used: Iterable[str]) -> list[str]:
+        """List the tensors among `names` that are neither used, nor harmless, nor copies of one that is."""
+        known = {*used, *self.copies}
+        return [
+            name
+            for name in names
+            if name not in known and not any(fnmatchcase(name, pattern) for pattern in self.names.harmless)
+        ]
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a dense one."""

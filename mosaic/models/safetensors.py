@@ -5,17 +5,21 @@ So that `mosaic plan` refuses a checkpoint that could not be loaded, and loading
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.errors import CheckpointError
 from mosaic.registrar.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
 
 __all__ = [
     "AGAIN",
@@ -27,7 +31,9 @@ __all__ = [
     "find_entry",
     "is_stack",
     "members",
+    "missing",
     "read_header",
+    "refuse_unused",
     "tensor_rows",
     "wrong",
 ]
@@ -145,8 +151,7 @@ class Layout:
         """The file and entry of a tensor, or of some rows of one, that the model needs with this shape."""
         name, rows = tensor_rows(name)
         if name not in self.where:
-            close = f"{len(self.where)} others"
-            raise wrong(self.path, f"tensor '{name}'", f"shape {list(shape)}", close, "the model needs it")
+            raise missing(self.path, name, shape, self.where)
         file = self.path / self.where[name]
         entry = self.files[file.name][name]
         if rows is not None:
@@ -155,18 +160,25 @@ class Layout:
             raise wrong(file, f"tensor '{name}'", f"shape {list(shape)}", list(entry.shape), CONFIG)
         return file, entry
 
-    def verify(self, weights: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Make sure that every weight is there with its shape; stacks member by member, constants (`=…`) aside.
+    def verify(self, weights: Iterable[tuple[str, tuple[int, ...]]], architecture: Architecture) -> None:
+        """Make sure that every weight is there with its shape, and nothing else; constants (`=…`) aside.
 
-        Of a tensor that is taken by rows, all rows have to be.
+        Stacks are verified member by member. Of a tensor that is taken by rows, all rows have to be.
+
+        Raises
+        ------
+        CheckpointError
+            Naming the tensor that is missing, of another shape, or used by nothing.
         """
         taken: dict[str, int] = {}
+        used: set[str] = set()
         for tensor, shape in weights:
             if tensor.startswith("="):
                 continue
             for name in members(tensor):
                 self.find(name, shape[1:] if is_stack(tensor) else shape)
                 whole, rows = tensor_rows(name)
+                used.add(whole)
                 if rows is not None:
                     taken[whole] = taken.get(whole, 0) + rows[1] - rows[0]
         for name, count in taken.items():
@@ -174,6 +186,40 @@ class Layout:
             found = self.files[file.name][name].shape
             if count != found[0]:
                 raise wrong(file, f"tensor '{name}'", f"shape {[count, *found[1:]]}", list(found), CONFIG)
+        refuse_unused(self.path, architecture.unused(self.where, used))
+        for copy, original in architecture.copies.items():
+            if copy in self.where:
+                _, entry = self.find(original, self.files[self.where[original]][original].shape)
+                self.find(copy, entry.shape)
+
+
+def missing(path: Path | str, name: str, shape: Sequence[int], others: Iterable[str]) -> CheckpointError:
+    """Say that a tensor is not there, and which one of the same layer is called alike."""
+    names = list(others)
+    numbers = re.findall(r"\d+", name)
+    close = difflib.get_close_matches(name, (n for n in names if re.findall(r"\d+", n) == numbers), n=1, cutoff=0.8)
+    guess = f"; '{close[0]}' is called alike" if close else ""
+    return CheckpointError(
+        f"{path}: tensor '{name}' is missing: the model needs it with shape {list(shape)}, there are {len(names)} others"
+        f"{guess}; {CONFIG}."
+    )
+
+
+def refuse_unused(path: Path | str, unused: Sequence[str]) -> None:
+    """Refuse tensors that nothing uses: the model that they belong to is another than the config describes.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the first of them.
+    """
+    if not unused:
+        return
+    shown, more = ", ".join(f"'{name}'" for name in unused[:3]), len(unused) - 3
+    raise CheckpointError(
+        f"{path}: {len(unused)} tensor{'s' if len(unused) > 1 else ''} that the model does not use: {shown}"
+        f"{f' and {more} more' if more > 0 else ''}; check config.json: it describes a model without them."
+    )
 
 
 def _narrow(file: Path, name: str, entry: TensorEntry, rows: tuple[int, int], shape: tuple[int, ...]) -> TensorEntry:

@@ -246,7 +246,7 @@ class Planner:
             for b in body.buffers
             if b.kind == "weight" and b.tensor is not None
         ]
-        Layout(self.model.path).verify(weights)
+        Layout(self.model.path).verify(weights, self.model.architecture)
 
     def plan(
         self,

@@ -152,6 +152,21 @@ class Checkpoint:
                 found = self._converted[: piece.numel() * out.element_size()].view(out.dtype).copy_(found)
             piece.copy_(found)
 
+    def equal(self, name: str, other: str) -> bool:
+        """Tell whether two tensors are the same to the bit, of one dtype and shape."""
+        places = [(self._files[self.layout.where[tensor]], tensor) for tensor in (name, other)]
+        entries = [file.entry(tensor) for file, tensor in places]
+        if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
+            return False
+        size = entries[0].end - entries[0].start
+        for start in range(0, size, PIECE_BYTES):
+            pieces = [buffer[: min(PIECE_BYTES, size - start)] for buffer in (self._raw, self._converted)]
+            for (file, tensor), piece in zip(places, pieces, strict=True):
+                file.read_into(tensor, piece, start)
+            if not torch.equal(*pieces):
+                return False
+        return True
+
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():

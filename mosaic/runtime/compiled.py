@@ -406,7 +406,7 @@ class CompiledModel:
             fill_randomly(views, seed=self._seed, staging=staging)
         else:
             with Checkpoint(self.model.path) as checkpoint:
-                load_weights(views, checkpoint)
+                load_weights(views, checkpoint, self.model.architecture)
         return views
 
     def _staging(self) -> Tensor:
@@ -434,9 +434,10 @@ class CompiledModel:
     def _adopt(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         document = self._current.document
         names = {tensor_rows(record["tensor"])[0] for record in document["buffers"] if record["tensor"] is not None}
-        prefixed = {f"model.{name}": tensor for name, tensor in state.items() if f"model.{name}" in names}
+        bare = {name for name in state if f"model.{name}" in names - state.keys()}
+        named = {f"model.{name}" if name in bare else name: tensor for name, tensor in state.items()}
         where = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
-        adopted = adopt_tensors(document, {**prefixed, **state}, device=where)
+        adopted = adopt_tensors(document, named, device=where, architecture=self.architecture)
         constants = {
             record["tensor"]: torch.empty(record["shape"], device=where)
             for record in document["buffers"]

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mosaic.errors import CheckpointError, RuntimeMemoryError, WeightsMisplaced
 from mosaic.files import write_atomic
-from mosaic.models.safetensors import is_stack, members, tensor_rows
+from mosaic.models.architecture import Architecture
+from mosaic.models.safetensors import is_stack, members, missing, refuse_unused, tensor_rows
 from mosaic.planner.check import WeightMap, weight_map
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.workspace import Workspace
@@ -92,14 +93,24 @@ def streamed_bytes(document: Mapping[str, Any]) -> int:
     return max((b["offset"] + b["size"] for b in _stored(document) if b["pool"] == "host"), default=0)
 
 
-def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint, architecture: Architecture | None = None) -> None:
     """Fill the views from a checkpoint, wherever they are, and compute the constants.
+
+    Parameters
+    ----------
+    architecture
+        Of the model whose weights these are, all of them: what the checkpoint holds besides is refused.
 
     Raises
     ------
     CheckpointError
-        If a tensor is missing, or of another shape, or not convertible, or the file ends before it.
+        If a tensor is missing, used by nothing, of another shape, or not convertible, or the file ends before it.
     """
+    if architecture is not None:
+        checkpoint.layout.verify(((name, tuple(view.shape)) for name, view in views.items()), architecture)
+        for copy, original in architecture.copies.items():
+            if copy in checkpoint and not checkpoint.equal(copy, original):
+                raise _differs(str(checkpoint.path), copy, original)
     for tensor, view in views.items():
         if tensor.startswith("="):
             _fill_constant(tensor, view)
@@ -108,6 +119,13 @@ def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
         else:
             for part, name in zip(_parts(tensor, view), members(tensor), strict=True):
                 checkpoint.copy_into(name, part)
+
+
+def _differs(where: str, copy: str, original: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: tensor '{copy}' is not equal to '{original}', but config.json says that they are one (tied); "
+        "check config.json against it."
+    )
 
 
 def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor | None = None) -> None:
@@ -179,7 +197,11 @@ def _fill_constant(tensor: str, out: Tensor) -> None:
 
 
 def adopt_tensors(
-    document: Mapping[str, Any], state: Mapping[str, Tensor], *, device: torch.device | str = "cpu"
+    document: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    *,
+    device: torch.device | str = "cpu",
+    architecture: Architecture | None = None,
 ) -> dict[str, Tensor]:
     """Take a module's own parameters for the weights of a plan, without a copy.
 
@@ -191,6 +213,8 @@ def adopt_tensors(
         rows, the rows are taken.
     device
         Where the plan runs, and all parameters must be: "cpu", or a CUDA device with its index.
+    architecture
+        Of the model: what the module holds besides is refused.
 
     Returns
     -------
@@ -200,7 +224,7 @@ def adopt_tensors(
     Raises
     ------
     CheckpointError
-        If a parameter is missing, of another shape or dtype, not contiguous, or elsewhere.
+        If a parameter is missing, of another shape or dtype, not contiguous, elsewhere, or used by nothing.
     """
     found: dict[str, Tensor] = {}
     for record in document["buffers"]:
@@ -209,14 +233,29 @@ def adopt_tensors(
             continue
         whole, rows = tensor_rows(name)
         if whole not in state:
-            detail = "members of a stack lie apart" if is_stack(name) else f"{len(state)} others"
-            raise CheckpointError(
-                f"the module: parameter '{name}': expected {record['dtype']} {record['shape']}, found {detail}; "
-                f"save the model and compile the checkpoint directory instead."
-            )
+            raise _not_adoptable(name, record, state)
         tensor = state[whole] if rows is None else state[whole][rows[0] : rows[1]]
         found[name] = _adopt(name, record, tensor, torch.device(device))
+    if architecture is not None:
+        _refuse_more(state, [tensor_rows(name)[0] for name in found], architecture)
     return found
+
+
+def _not_adoptable(name: str, record: Mapping[str, Any], state: Mapping[str, Tensor]) -> CheckpointError:
+    if not any(member in state for member in members(name)):
+        return missing("the module", name, tuple(record["shape"]), state)
+    return CheckpointError(
+        f"the module: parameter '{name}': expected {record['dtype']} {record['shape']}, found members of a stack, which lie "
+        f"apart; save the model and compile the checkpoint directory instead."
+    )
+
+
+def _refuse_more(state: Mapping[str, Tensor], used: Iterable[str], architecture: Architecture) -> None:
+    """Refuse what a module has and the plan does not use, and copies that are none."""
+    refuse_unused("the module", architecture.unused(state, used))
+    for copy, original in architecture.copies.items():
+        if copy in state and not torch.equal(state[copy], state[original]):
+            raise _differs("the module", copy, original)
 
 
 def _adopt(name: str, record: Mapping[str, Any], tensor: Tensor, device: torch.device) -> Tensor:
