@@ -36,7 +36,7 @@ def test_weights_are_those_of_the_checkpoint(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("choices", [{"head": "logits"}, {"head": "fused"}])
+@pytest.mark.parametrize("choices", [{"head": "logits"}, {"head": "fused", "attention": "heads"}])
 @pytest.mark.parametrize("backend", ["cuda", "cpu"])
 @pytest.mark.parametrize("logits", [False, True])
 def test_every_variant_validates(name: str, choices: dict[str, str], backend: str, logits: bool) -> None:

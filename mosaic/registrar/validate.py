@@ -143,11 +143,15 @@ def _reads_another_slice(op: Op, old: Buffer, lost: Op, new: Buffer, advanced: S
 
 
 def _restores_a_slice(op: Op, old: Buffer, lost: Op | None, new: Buffer) -> bool:
-    """Whether loops that cut what is written here go on to overwrite it: slices of earlier iterations stay lost."""
-    cuts = _cuts(op, old)
-    if lost is None or lost.region is None or (cuts == _cuts(lost, new) and old.spec == new.spec):
+    """Whether loops that cut what is written here go on to overwrite it: slices of earlier iterations stay lost.
+
+    Loops around one of the two ops alone have gone through all their slices when the other op's turn comes.
+    """
+    if lost is None or lost.region is None or op.region is None:
         return False
-    return any(region.name == name for region in lost.region.chain for _, name, _ in cuts)
+    shared = {region.name for region in lost.region.chain} & {region.name for region in op.region.chain}
+    written, overwritten = ({cut for cut in cuts if cut[1] in shared} for cuts in (_cuts(op, old), _cuts(lost, new)))
+    return bool(written) and (written != overwritten or old.spec != new.spec)
 
 
 def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
