@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -254,19 +254,49 @@ class Template:
         return values
 
 
+_Terms: TypeAlias = Mapping[tuple[tuple[str, int], ...], Fraction]
+"""A polynomial: monomials, as pairs (variable, power) in order of name, with their coefficients."""
+
+
+@lru_cache(maxsize=4096)
+def _terms(expr: Any) -> _Terms:
+    """An expression as a polynomial; kept, as a model's other bodies have most of them too.
+
+    Raises
+    ------
+    GraphError
+        An expression that is none.
+    """
+    if isinstance(expr, int):
+        return {(): Fraction(expr)}
+    import sympy
+
+    symbols = sorted(expr.free_symbols, key=str)
+    try:
+        terms = sympy.Poly(expr, *symbols or [sympy.Dummy()], domain="QQ").terms()
+    except sympy.polys.polyerrors.BasePolynomialError:
+        raise GraphError(f"'{expr}' is not a polynomial in {', '.join(map(str, symbols)) or 'the dims'}") from None
+    names = [str(symbol) for symbol in symbols]
+    return {
+        tuple((name, power) for name, power in zip(names, powers, strict=False) if power): Fraction(int(c.p), int(c.q))
+        for powers, c in terms
+    }
+
+
 class _Polynomials:
     """Interns expressions as rows of a coefficient table."""
 
-    def __init__(self, variables: Sequence[Any]) -> None:
+    def __init__(self, variables: Sequence[str]) -> None:
         self.variables = tuple(variables)
         self.rows: list[dict[tuple[int, ...], Fraction]] = []
         self._by_expr: dict[Any, int] = {}
         self._by_terms: dict[tuple[tuple[tuple[int, ...], Fraction], ...], int] = {}
+        self._by_spec: dict[Any, tuple[list[int], int]] = {}
 
     def row(self, expr: Any) -> int:
         found = self._by_expr.get(expr)
         if found is None:
-            terms = self._terms(expr)
+            terms = {self._powers(monomial): c for monomial, c in _terms(expr).items()}
             key = tuple(sorted(terms.items()))
             found = self._by_terms.setdefault(key, len(self.rows))
             if found == len(self.rows):
@@ -274,17 +304,19 @@ class _Polynomials:
             self._by_expr[expr] = found
         return found
 
-    def _terms(self, expr: Any) -> dict[tuple[int, ...], Fraction]:
-        constant = (0,) * len(self.variables)
-        if isinstance(expr, int):
-            return {constant: Fraction(expr)}
-        import sympy
+    def rows_of(self, spec: Any) -> tuple[list[int], int]:
+        """Rows of an operand's dims, and of its bytes."""
+        if spec not in self._by_spec:
+            self._by_spec[spec] = [self.row(d) for d in spec.shape], self.row(spec.bytes)
+        return self._by_spec[spec]
 
-        try:
-            poly = sympy.Poly(expr, *self.variables, domain="QQ")
-        except sympy.PolynomialError:
-            raise GraphError(f"'{expr}' is not a polynomial in {', '.join(map(str, self.variables))}") from None
-        return {powers: Fraction(int(c.p), int(c.q)) for powers, c in poly.terms()}
+    def _powers(self, monomial: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+        powers = [0] * len(self.variables)
+        for name, power in monomial:
+            if name not in self.variables:
+                raise GraphError(f"'{name}' is no dim and no knob's rows; those are {', '.join(self.variables)}")
+            powers[self.variables.index(name)] = power
+        return tuple(powers)
 
     def tables(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         powers = sorted({power for row in self.rows for power in row})
@@ -357,18 +389,15 @@ def compile_choices(register: Register, choices: Sequence[ChoiceRecord], options
 
 def compile_body(graph: Any) -> Body:
     """Turn one registered graph into coefficient tables and records."""
-    import sympy
-
-    symbols = [info.symbol for info in graph.dims.values()]
-    symbols += [sympy.Symbol(f"{knob}_rows", positive=True, integer=True) for knob in graph.tiles]
-    polynomials = _Polynomials(symbols)
+    polynomials = _Polynomials([*graph.dims, *(f"{knob}_rows" for knob in graph.tiles)])
     region_index = {region.name: i for i, region in enumerate(graph.regions)}
     at = region_index.get
 
     def buffer_record(b: Any) -> BufferRecord:
         root, offset = graph.aliases.get(b.id, (None, 0))
+        shape, size = polynomials.rows_of(b.spec)
         return BufferRecord(
-            b.name, b.kind, b.pool, b.dtype, [polynomials.row(d) for d in b.shape], polynomials.row(b.spec.bytes),
+            b.name, b.kind, b.pool, b.dtype, shape, size,
             at(b.home.name) if b.home else None, b.tensor, b.rotate, root.id if root else None, polynomials.row(offset),
         )  # fmt: skip
 
@@ -396,7 +425,7 @@ def compile_body(graph: Any) -> Body:
     )
     exponents, coefficients, denominators = polynomials.tables()
     return Body(
-        variables=tuple(map(str, symbols)), exponents=exponents, coefficients=coefficients, denominators=denominators,
+        variables=polynomials.variables, exponents=exponents, coefficients=coefficients, denominators=denominators,
         ops=ops, buffers=buffers, regions=regions,
         barriers=tuple((b.name, [x.id for x in b.buffers], b.start, b.end) for b in graph.barriers),
         edges=tuple((e.kind, e.source, e.target) for e in graph.edges), factors=factor_columns(exponents),

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import sympy
@@ -32,6 +32,8 @@ ALIGNMENT: Final = 512
 """Bytes that every offset is a multiple of."""
 SHARED: Final = frozenset({"weight", "state", "carry"})
 POOL: Final[Mapping[str, str]] = {"weight": "weights", "state": "state", "host": "host", "external": "external"}
+_KEPT: Final = 4096
+"""Results that each symbolic computation keeps, for the layers and graphs that repeat it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,11 +231,11 @@ class Graph:
         self._last_main = -1
         self._scope: list[str] = []
         self._part = ""
-        self._region: Region | None = None
+        self._enter(None)
         self._stream: _SideStream | None = None
         self._side: dict[str, _SideStream] = {}
         self._waits: list[int] = []
-        self._works: dict[Any, _Work] = {}
+        self._sizes: set[sympy.Expr] = set()
 
     # -- dims, knobs, names -------------------------------------------------------------------------------------
 
@@ -253,7 +255,7 @@ class Graph:
                 f"dim '{name}' ({_caller()}): the rows of the chunk knob '{name.removesuffix('_rows')}' are called so"
             )
         if known is None:
-            symbol = sympy.Symbol(name, positive=True, integer=True)
+            symbol = _symbol(name)
         else:
             symbol = known.symbol
             for what, old, new in (("at_most", known.at_most, at_most), ("value", known.value, value)):
@@ -350,8 +352,12 @@ class Graph:
 
     def _is_size(self, dim: object) -> bool:
         if isinstance(dim, sympy.Expr):
-            names = (str(symbol) for symbol in dim.free_symbols)
-            return all(name in self.dims or name.removesuffix("_rows") in self.tiles for name in names)
+            if dim not in self._sizes:
+                names = [symbol.name for symbol in dim.free_symbols]
+                if not all(name in self.dims or name.removesuffix("_rows") in self.tiles for name in names):
+                    return False
+                self._sizes.add(dim)
+            return True
         return isinstance(dim, int) and not isinstance(dim, bool) and dim > 0
 
     def input(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
@@ -432,10 +438,12 @@ class Graph:
         self._op_names.add(full)
         _plain_attributes(attrs, full, source)
         operands = self._operands(rule, reads, full, source)
-        sliced = self._sliced(rule, operands, full, source)
-        specs = {key: self._seen(rule, key, buffer) for key, buffer in operands.items()}
+        views = {key: self._view(rule, key, buffer) for key, buffer in operands.items()}
+        sliced = self._sliced(views, operands, full, source)
+        specs = {key: view.seen for key, view in views.items()}
+        given = tuple(attrs.items())
         try:
-            work = self._work_of(rule, specs, attrs)
+            work = _work(rule, tuple(specs.items()), given)
         except (GraphError, TypeError, IndexError) as error:
             shown = ", ".join(f"{key} {spec}" for key, spec in specs.items())
             raise GraphError(f"{full} ({source}): {rule.name}({shown}): {error}") from None
@@ -446,16 +454,16 @@ class Graph:
                     f"{full} ({source}): out= gives {buffer}, which it also reads; write a buffer that aliases it, "
                     f"or use a contract that updates it"
                 )
-        for key, buffer in created.items():
-            operands[key] = buffer
-            specs[key] = self._seen(rule, key, buffer)
-        sliced += self._sliced(rule, created, full, source)
-        scratch = scratch_bytes(self.backend, rule.name, specs, attrs)
+        views = {key: self._view(rule, key, buffer) for key, buffer in created.items()}
+        operands.update(created)
+        specs.update((key, view.seen) for key, view in views.items())
+        scratch = _scratch(self.backend, rule.name, tuple(specs.items()), given)
         if scratch != 0:
             operands["scratch"] = self.buffer(
                 f"{name or rule.name}:scratch@{len(self.ops)}", (scratch,), "uint8", kind="scratch"
             )
-            sliced += self._sliced(rule, {"scratch": operands["scratch"]}, full, source)
+            views["scratch"] = self._view(rule, "scratch", operands["scratch"])
+        sliced += self._sliced(views, operands, full, source)
         updated = [operands[key] for key in rule.updates if key in operands]
         for buffer in (*created.values(), *updated):
             if buffer.kind == "weight":
@@ -474,18 +482,6 @@ class Graph:
         results = tuple(created.values()) or tuple(updated)
         return results[0] if len(results) == 1 else results
 
-    def _work_of(self, rule: Contract, specs: Mapping[str, Spec], attrs: Mapping[str, Any]) -> _Work:
-        """What a contract says of one launch; layers repeat theirs, and symbolic arithmetic is slow."""
-        key = (rule, tuple(specs.items()), tuple(attrs.items()))
-        if key not in self._works:
-            outputs = tuple(rule.infer(**specs, **attrs))
-            moved = rule.moved({**specs, **dict(zip(rule.writes, outputs, strict=False))}, attrs)
-            self._works[key] = _Work(
-                outputs=outputs, flops=rule.flops(**specs, **attrs), bytes=moved,
-                rate_rows=rule.rate_rows(**specs, **attrs), rate_columns=rule.rate_columns(**specs, **attrs),
-            )  # fmt: skip
-        return self._works[key]
-
     def _operands(self, rule: Contract, reads: Sequence[Buffer | None], full: str, source: str) -> dict[str, Buffer]:
         required = sum(not name.endswith("?") for name in rule.reads)
         if not required <= len(reads) <= len(rule.reads):
@@ -502,39 +498,22 @@ class Graph:
     def _owns(self, buffer: object) -> TypeGuard[Buffer]:
         return isinstance(buffer, Buffer) and buffer.id < len(self.buffers) and self.buffers[buffer.id] is buffer
 
-    def _enclosing(self) -> tuple[Region, ...]:
-        """The open regions, outermost first."""
-        return self._region.chain if self._region is not None else ()
+    def _view(self, rule: Contract, key: str, buffer: Buffer) -> _View:
+        """The operand as the open regions see it."""
+        inside = sum(region.encloses(buffer.home) for region in self._open) if buffer.home is not None else 0
+        return _view(buffer.spec, self._loops, inside, key in rule.whole)
 
-    def _seen(self, rule: Contract, key: str, buffer: Buffer) -> Spec:
-        """The operand as one iteration of the open regions sees it."""
-        shape = buffer.shape
-        if key not in rule.whole:
-            for region in self._enclosing():
-                if not region.encloses(buffer.home):
-                    shape = tuple(_swap(dim, region.over, region.rows) for dim in shape)
-        return Spec(shape, buffer.dtype)
-
-    def _sliced(self, rule: Contract, operands: Mapping[str, Buffer], full: str, source: str) -> list[Slice]:
-        found = []
-        for key, buffer in operands.items():
-            shape = buffer.shape
-            for region in self._enclosing():
-                inside = region.encloses(buffer.home)
-                if key in rule.whole and not inside:
-                    continue
-                symbol = region.rows if inside else region.over
-                for axis, dim in enumerate(shape):
-                    factor = _factor(dim, symbol)
-                    if factor is not None:
-                        found.append(Slice(key, axis, region.name, factor))
-                    elif not inside and not isinstance(dim, int) and dim.has(symbol):
-                        raise GraphError(
-                            f"{full} ({source}): region {region.name} cannot slice axis {axis} of {key} {buffer}: {dim} is no "
-                            f"multiple of {symbol}; let the contract take '{key}' whole, or define the buffer inside the region"
-                        )
-                if not inside:
-                    shape = tuple(_swap(dim, region.over, region.rows) for dim in shape)
+    def _sliced(self, views: Mapping[str, _View], operands: Mapping[str, Buffer], full: str, source: str) -> list[Slice]:
+        regions, found = self._open, []
+        for key, view in views.items():
+            for axis, index, factor, dim in view.cuts:
+                if factor is None:
+                    raise GraphError(
+                        f"{full} ({source}): region {regions[index].name} cannot slice axis {axis} of {key} {operands[key]}: "
+                        f"{dim} is no multiple of {regions[index].over}; let the contract take '{key}' whole, or define the "
+                        "buffer inside the region"
+                    )
+                found.append(Slice(key, axis, regions[index].name, factor))
         return found
 
     def _outputs(
@@ -556,7 +535,7 @@ class Graph:
         if len(given) != len(inferred):
             raise GraphError(f"{full} ({source}): {rule.name} writes {', '.join(rule.writes)}, out= gives {len(given)}")
         for key, spec, buffer in zip(rule.writes, inferred, given, strict=True):
-            if self._seen(rule, key, buffer) != spec:
+            if self._view(rule, key, buffer).seen != spec:
                 raise GraphError(f"{full} ({source}): writes {key} {spec}, but out= is {buffer} ({buffer.source})")
         return dict(zip(rule.writes, given, strict=True))
 
@@ -579,23 +558,30 @@ class Graph:
         """
         region = Region(
             name=self._full(name or knob), knob=knob, over=over, parent=self._region, start=len(self.ops),
-            rows=sympy.Symbol(f"{knob}_rows", positive=True, integer=True),
+            rows=_symbol(f"{knob}_rows"),
         )  # fmt: skip
         if region.name in self._region_names:
             raise GraphError(f"region {region.name} ({_caller()}): the name is taken")
-        if any(outer.over == over for outer in self._enclosing()):
+        if any(outer.over == over for outer in self._open):
             raise GraphError(f"chunk '{knob}' ({_caller()}): a region over {over} is open already")
         self.knob(knob, over=over, tile=tile)
         self.regions.append(region)
         self._region_names.add(region.name)
-        outer, self._region = self._region, region
+        outer = self._region
+        self._enter(region)
         try:
             yield region.rows
         finally:
-            self._region = outer
+            self._enter(outer)
             region.end = len(self.ops)
         if region.end == region.start:
             raise GraphError(f"region {region.name} ({_caller()}) has no ops")
+
+    def _enter(self, region: Region | None) -> None:
+        """Let ops be registered in a region from now on."""
+        self._region = region
+        self._open = region.chain if region is not None else ()
+        self._loops = tuple((r.over, r.rows) for r in self._open)
 
     def _check_knob(self, knob: str, over: sympy.Symbol, tile: int, source: str) -> None:
         """One knob is one number of rows: one dim, one tile, and never nested in itself."""
@@ -710,7 +696,67 @@ class Graph:
         return self.aliases[buffer.id][0] if buffer.id in self.aliases else buffer
 
 
-@lru_cache(maxsize=4096)
+# What follows is a function of symbolic sizes alone. Layers repeat theirs, and so do the graphs of a model's other choices;
+# symbolic arithmetic is slow. Equal results are one object, so that looking them up again compares identities.
+
+
+@cache
+def _symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, positive=True, integer=True)
+
+
+@lru_cache(maxsize=_KEPT)
+def _work(rule: Contract, specs: tuple[tuple[str, Spec], ...], attrs: tuple[tuple[str, Any], ...]) -> _Work:
+    """What a contract says of one launch."""
+    operands, given = dict(specs), dict(attrs)
+    outputs = tuple(rule.infer(**operands, **given))
+    return _Work(
+        outputs=outputs,
+        flops=rule.flops(**operands, **given),
+        bytes=rule.moved({**operands, **dict(zip(rule.writes, outputs, strict=False))}, given),
+        rate_rows=rule.rate_rows(**operands, **given),
+        rate_columns=rule.rate_columns(**operands, **given),
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def _scratch(
+    backend: str, operator: str, specs: tuple[tuple[str, Spec], ...], attrs: tuple[tuple[str, Any], ...]
+) -> Dim:
+    return scratch_bytes(backend, operator, dict(specs), dict(attrs))
+
+
+_Loops: TypeAlias = tuple[tuple[sympy.Symbol, sympy.Symbol], ...]
+"""Of nested regions, outermost first: the dim that each runs over, and the rows of one iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """An operand as one iteration of some nested loops sees it, and the slices that make it so: axis, loop, factor (none:
+    the axis cannot be sliced) and the dim that is sliced."""
+
+    seen: Spec
+    cuts: tuple[tuple[int, int, int | None, Dim], ...]
+
+
+@lru_cache(maxsize=_KEPT)
+def _view(spec: Spec, loops: _Loops, inside: int, whole: bool) -> _View:
+    """The outermost `inside` loops hold the operand's home; the others slice it, unless the contract takes it whole."""
+    cuts: list[tuple[int, int, int | None, Dim]] = []
+    shape = spec.shape
+    for index, (over, rows) in enumerate(loops):
+        outside = index >= inside
+        if whole and outside:
+            break
+        for axis, dim in enumerate(shape):
+            factor = _factor(dim, over if outside else rows)
+            if factor is not None or (outside and not isinstance(dim, int) and dim.has(over)):
+                cuts.append((axis, index, factor, dim))
+        if outside:
+            shape = tuple(_swap(dim, over, rows) for dim in shape)
+    return _View(Spec(shape, spec.dtype), tuple(cuts))
+
+
 def _swap(dim: Dim, old: sympy.Symbol, new: sympy.Symbol) -> Dim:
     if isinstance(dim, int):
         return dim
@@ -718,7 +764,6 @@ def _swap(dim: Dim, old: sympy.Symbol, new: sympy.Symbol) -> Dim:
     return swapped
 
 
-@lru_cache(maxsize=4096)
 def _factor(dim: Dim, symbol: sympy.Symbol) -> int | None:
     """The integer f with dim == f * symbol, if there is one."""
     if isinstance(dim, int) or not dim.has(symbol):
