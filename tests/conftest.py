@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -24,10 +25,23 @@ os.environ["MOSAIC_CACHE"] = _CACHE
 
 
 @pytest.fixture
-def no_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile templates anew."""
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forget the templates of this process when called; those on disk stay."""
     from mosaic.planner import cache
 
+    return lambda: monkeypatch.setattr(cache, "_loaded", {})
+
+
+@pytest.fixture
+def no_cache(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
+    """Compile templates anew, and keep none on disk."""
     monkeypatch.setenv("MOSAIC_CACHE", "")
-    monkeypatch.setattr(cache, "_loaded", {})
-    yield
+    new_process()
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None], tmp_path: Path) -> Path:
+    """Compile templates anew, and keep them in an empty folder."""
+    monkeypatch.setenv("MOSAIC_CACHE", str(tmp_path))
+    new_process()
+    return tmp_path

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -37,11 +37,14 @@ from mosaic.planner.template import (
 )
 from mosaic.version import __version__
 
-__all__ = ["cache_directory", "template_of"]
+__all__ = ["Watcher", "cache_directory", "template_of"]
 
 FORMAT: Final = 2
 Kept = TypeVar("Kept")
-_loaded: dict[str, Template] = {}
+Watcher: TypeAlias = Callable[[str], None]
+"""Told the name of a body before it is compiled."""
+_loaded: dict[str, tuple[Template, dict[tuple[str, ...], Body]]] = {}
+"""The templates of this process, and those of their bodies that it has asked for."""
 
 
 def cache_directory() -> Path | None:
@@ -52,21 +55,27 @@ def cache_directory() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mosaic"
 
 
-def template_of(model: Model, *, backend: str = "cuda", phase: Phase = FULL_STEP) -> Template:
+def template_of(
+    model: Model, *, backend: str = "cuda", phase: Phase = FULL_STEP, watcher: Watcher | None = None
+) -> Template:
     """The template of a model's phase: from memory, from disk, or compiled now; its bodies likewise, one by one."""
     key = _key(model, backend, phase)
+    register = partial(_register, model, backend, phase)
     if key not in _loaded:
-        register = partial(_register, model, backend, phase)
         shell = _through_disk(f"template-{key}", lambda: compile_template(register), _encode, _decode)
+        _loaded[key] = shell, {}
+    shell, known = _loaded[key]
 
-        def body(options: tuple[str, ...]) -> Body:
-            name = "-".join([key, *options]).replace("%", "")
-            return _through_disk(
-                f"body-{name}", lambda: compile_choices(register, shell.choices, options), _encode_body, _decode_body
-            )
+    def compile_now(options: tuple[str, ...]) -> Body:
+        if watcher is not None:
+            watcher(f"{phase.name} ({', '.join(options)})")
+        return compile_choices(register, shell.choices, options)
 
-        _loaded[key] = replace(shell, bodies=Bodies(shell.choices, body))
-    return _loaded[key]
+    def body(options: tuple[str, ...]) -> Body:
+        name = "-".join([key, *options]).replace("%", "")
+        return _through_disk(f"body-{name}", lambda: compile_now(options), _encode_body, _decode_body)
+
+    return replace(shell, bodies=Bodies(shell.choices, body, known=known))
 
 
 def _register(model: Model, backend: str, phase: Phase, choices: Mapping[str, str] | None) -> Any:

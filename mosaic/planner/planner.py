@@ -6,15 +6,16 @@ requests cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import count
 from math import ceil
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from mosaic.devices import Device, load_device
 from mosaic.errors import UsageError
@@ -31,9 +32,11 @@ from mosaic.planner.space import Config, Point, Space
 from mosaic.units import Size, parse_bytes, parse_lengths, parse_tokens
 from mosaic.version import __version__
 
-__all__ = ["DEFAULT_MASK_RATIO", "Planner", "Request", "plan", "plan_point", "read_budgets"]
+__all__ = ["DEFAULT_MASK_RATIO", "Planner", "Progress", "Request", "plan", "plan_point", "read_budgets"]
 
 DEFAULT_MASK_RATIO: Final = 0.5
+Progress: TypeAlias = Callable[[int, str], None]
+"""Told (how many bodies have been compiled, the name of the next) before each."""
 MAX_TOKENS: Final = 2**31 - 1
 """Positions and sequence bounds are int32."""
 
@@ -178,6 +181,9 @@ class Planner:
         Pinned host memory that weights and hidden states may take, 0 for none; what the device's profile says by default.
     pinned
         Choices that are not free, such as {"stream": "all"}.
+    progress
+        Called before something is compiled, which takes seconds where the cache is empty: how many bodies the planner has
+        compiled so far, and the name of the next.
 
     Examples
     --------
@@ -194,12 +200,14 @@ class Planner:
         budget: Size | None = None,
         host_budget: Size | None = None,
         pinned: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.model = model if isinstance(model, Model) else load(model)
         self.device = load_device(device)
         self.budget_bytes, self.host_budget_bytes = read_budgets(self.device, budget, host_budget)
         self.pinned = dict(pinned or {})
         self._spaces: dict[Phase, Space] = {}
+        self._progress, self._compiled = progress, count()
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
         """The same planner with more choices pinned; what it has compiled is shared."""
@@ -216,9 +224,13 @@ class Planner:
     def space(self, phase: Phase = FULL_STEP) -> Space:
         """The configurations of one kind of step."""
         if phase not in self._spaces:
-            template = template_of(self.model, backend=self.device.backend, phase=phase)
+            template = template_of(self.model, backend=self.device.backend, phase=phase, watcher=self._report)
             self._spaces[phase] = Space(template, self.device)
         return self._spaces[phase]
+
+    def _report(self, name: str) -> None:
+        if self._progress is not None:
+            self._progress(next(self._compiled), name)
 
     def at(self, request: Request) -> Point:
         """The space at a request's dims."""

@@ -7,7 +7,7 @@ choices; a body's ops and buffers refer to rows of its polynomial table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
@@ -340,11 +340,19 @@ class Bodies(Mapping[tuple[str, ...], Body]):
         The choices, in order.
     compile_now
         Gives the body of one combination.
+    known
+        Where bodies are kept; those in it are not compiled.
     """
 
-    def __init__(self, choices: Sequence[ChoiceRecord], compile_now: Callable[[tuple[str, ...]], Body]) -> None:
+    def __init__(
+        self,
+        choices: Sequence[ChoiceRecord],
+        compile_now: Callable[[tuple[str, ...]], Body],
+        *,
+        known: MutableMapping[tuple[str, ...], Body] | None = None,
+    ) -> None:
         self._keys = tuple(product(*(choice.options for choice in choices)))
-        self._compile, self._known = compile_now, dict[tuple[str, ...], Body]()
+        self._compile, self._known = compile_now, {} if known is None else known
 
     def __getitem__(self, key: tuple[str, ...]) -> Body:
         if key not in self._known:

@@ -503,7 +503,9 @@ class Graph:
         inside = sum(region.encloses(buffer.home) for region in self._open) if buffer.home is not None else 0
         return _view(buffer.spec, self._loops, inside, key in rule.whole)
 
-    def _sliced(self, views: Mapping[str, _View], operands: Mapping[str, Buffer], full: str, source: str) -> list[Slice]:
+    def _sliced(
+        self, views: Mapping[str, _View], operands: Mapping[str, Buffer], full: str, source: str
+    ) -> list[Slice]:
         regions, found = self._open, []
         for key, view in views.items():
             for axis, index, factor, dim in view.cuts:

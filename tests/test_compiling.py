@@ -1,0 +1,46 @@
+"""Bodies are compiled when they are needed, one by one, and whoever asks is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mosaic.models import load
+from mosaic.models.phase import FULL_STEP
+from mosaic.planner import Planner, Request
+from mosaic.planner.cache import template_of
+
+REQUEST = Request(seq_lens=(300,))
+
+
+def test_progress_is_told_before_each_body_and_only_where_the_cache_has_none(
+    empty_cache: Path, new_process: Callable[[], None]
+) -> None:
+    told: list[tuple[int, str]] = []
+
+    def progress(done: int, name: str) -> None:
+        assert len(list(empty_cache.glob("body-*.json"))) == done  # called before the body is there
+        told.append((done, name))
+
+    planner = Planner("small", device="cpu", host_budget="1GiB", progress=progress)
+    made = planner.plan(REQUEST)
+    choices = [choice.options for choice in planner.space().template.choices]
+    assert [done for done, _ in told] == list(range(len(told)))
+    assert len({name for _, name in told}) == len(told) == len(list(empty_cache.glob("body-*.json")))
+    assert (0, f"full_step ({', '.join(options[0] for options in choices)})") == told[0]
+    again: list[tuple[int, str]] = []
+    assert Planner("small", device="cpu", host_budget="1GiB", progress=lambda *what: again.append(what)).plan(
+        REQUEST
+    ) == made  # fmt: skip
+    new_process()
+    Planner("small", device="cpu", host_budget="1GiB", progress=lambda *what: again.append(what)).plan(REQUEST)
+    assert again == []
+
+
+def test_planners_of_one_process_share_what_they_compile(empty_cache: Path) -> None:
+    model = load("small")
+    options = tuple(choice.options[0] for choice in template_of(model, backend="cpu").choices)
+    told: list[str] = []
+    first = template_of(model, backend="cpu", phase=FULL_STEP, watcher=told.append).bodies[options]
+    assert template_of(model, backend="cpu", phase=FULL_STEP, watcher=told.append).bodies[options] is first
+    assert len(told) == 1
