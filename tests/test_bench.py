@@ -284,6 +284,18 @@ def test_predicted_op_times_add_up_to_about_the_plans_prediction(family: str) ->
         assert total == pytest.approx(plan.predicted_step_ms / 1e3, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("preset", "device"),
+    [("llada-8b", "cpu"), ("dream-7b", "cpu"), ("llada-moe", "cpu"), ("sdar-1.7b", "cpu"), ("llada-8b", "h200")],
+)
+def test_every_op_of_every_family_has_a_predicted_time(preset: str, device: str) -> None:
+    """Private scratch is an operand of the launch, not of what the contract counts."""
+    document = mosaic.plan(preset, tokens=700, device=device, budget="1TiB").document
+    seconds = op_seconds(document, load_device(device))
+    assert any("scratch" in op["operands"] for op in document["ops"])
+    assert [s > 0 for s in seconds] == [op["stream"] == "main" for op in document["ops"]]
+
+
 def test_a_plans_peak_is_the_largest_live_set() -> None:
     plan = mosaic.plan("llada-8b", tokens=131072, device="h200", budget=20 << 30)
     peak, average = alive_by_plan(plan.document, load_device("h200"))

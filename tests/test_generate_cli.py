@@ -389,7 +389,20 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_a_terminal_stdout_is_the_text(fake: FakeModel, run: Any, checkpoint: Path) -> None:
-    ran = run("--model", str(checkpoint), "--prompt", "hi", "--gen-length", "32", "--seed", "7", "--budget", "1GiB")
+    ran = run(
+        "--model",
+        str(checkpoint),
+        "--prompt",
+        "hi",
+        "--gen-length",
+        "32",
+        "--seed",
+        "7",
+        "--budget",
+        "1GiB",
+        "--threads",
+        "1",
+    )
     assert ran.code == 0 and ran.out == "Grüße, 東京!\n\n" and fake.closed
     assert re.fullmatch(
         r"mosaic: 17 tokens in \d+\.\d\d s, 9 steps, [\d,.]+ tokens/s; planned peak 20.00 MiB of 80.00 MiB\n", ran.err
@@ -401,6 +414,7 @@ def test_without_a_terminal_stdout_is_the_text(fake: FakeModel, run: Any, checkp
         "budget": "1GiB",
         "host_budget": None,
         "dtype": None,
+        "threads": 1,
         "seed": 7,
     }
     assert generated["prompt"] == list(b"hi") and generated["runner"] is fake

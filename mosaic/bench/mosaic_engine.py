@@ -36,6 +36,7 @@ class MosaicEngine:
             budget=settings.budget,
             host_budget=settings.host_budget,
             config=settings.config,
+            threads=None if self.cuda else torch.get_num_threads(),  # as many as the other engines
             seed=settings.seed,
         )
         self.model = self.compiled.model

@@ -54,9 +54,8 @@ def op_seconds(document: Mapping[str, Any], device: Device) -> list[float]:
         rule = contract(op["kernel"])
         work = 0.0
         if op["stream"] == "main" and rule.rate in grids:
-            shapes = launch_shapes(document, op)
-            specs = {name: Spec(shapes[name], _dtype(document, op, name)) for name in op["operands"]}
-            reads = {name: spec for name, spec in specs.items() if name not in rule.writes}
+            shapes, named = launch_shapes(document, op), {name.rstrip("?") for name in rule.reads}
+            reads = {name: Spec(shapes[name], _dtype(document, op, name)) for name in op["operands"] if name in named}
             rows, columns = (count(**reads, **op["attrs"]) for count in (rule.rate_rows, rule.rate_columns))
             work = op["flops"] / float(grids[rule.rate](np.array([float(rows)]), np.array([float(columns)]))[0])
         seconds.append(max(work, op["bytes"] / device.bandwidth) if op["stream"] == "main" else 0.0)

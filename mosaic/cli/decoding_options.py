@@ -9,7 +9,7 @@ import typer
 
 __all__ = [
     "Alg", "AlgTemp", "Algorithm", "BlockLength", "Budget", "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Factor",
-    "MaxPostSteps", "MinimalTopK", "Remasking", "SmallBlockLength", "Steps", "Temperature", "Threshold", "TopK", "TopP",
+    "MaxPostSteps", "MinimalTopK", "Remasking", "SmallBlockLength", "Steps", "Temperature", "Threads", "Threshold", "TopK", "TopP",
     "Where", "given",
 ]  # fmt: skip
 
@@ -48,6 +48,10 @@ Budget: TypeAlias = Annotated[str | None, typer.Option(help="Bytes that may be u
 DType: TypeAlias = Annotated[
     str | None,
     typer.Option(help="Of weights and activations; the checkpoint's, and float32 for the small models on a CPU."),
+]
+Threads: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="On a CPU, threads of an operation; by the model's size, at most as many as PyTorch uses."),
 ]
 Where: TypeAlias = Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")]
 

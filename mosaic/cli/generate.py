@@ -68,6 +68,7 @@ def generate(
     host_budget: Annotated[str | None, typer.Option(help="Pinned host memory for weights and hidden states.")] = None,
     device: o.Where = "cpu",
     dtype: o.DType = None,
+    threads: o.Threads = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Write text as it is committed, no canvas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
@@ -92,7 +93,7 @@ def generate(
     job = _Job(
         model=described, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
         config=resolve(config, described.architecture), chat=chat, device=device, budget=budget, host_budget=host_budget,
-        dtype=dtype or own_dtype(model, device),
+        dtype=dtype or own_dtype(model, device), threads=threads,
     )  # fmt: skip
     if as_json:
         print_json(_document(job, *_decode(job)))
@@ -159,6 +160,7 @@ class _Job:
     budget: str | None
     host_budget: str | None
     dtype: str | None
+    threads: int | None
 
 
 def _decode(
@@ -175,7 +177,7 @@ def _decode(
     try:
         opened = compile(
             job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
-            seed=job.config.seed,
+            threads=job.threads, seed=job.config.seed,
         )  # fmt: skip
     except DoesNotFit as misfit:
         raise DoesNotFit(

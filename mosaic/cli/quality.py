@@ -58,6 +58,7 @@ def quality(
     budget: o.Budget = None,
     device: o.Where = "cpu",
     dtype: o.DType = None,
+    threads: o.Threads = None,
     out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture, PNG; needs the extra 'viz'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
@@ -92,7 +93,8 @@ def quality(
     from mosaic.runtime.compiled import compile
 
     where = card(load_device(device).backend == "cuda")
-    with compile(described, device=device, budget=budget, dtype=dtype or own_dtype(model, device)) as compiled:
+    dtype = dtype or own_dtype(model, device)
+    with compile(described, device=device, budget=budget, dtype=dtype, threads=threads) as compiled:
         source = environment(shlex.join(["mosaic", *sys.argv[1:]]))
         result = {
             "model": described.name, "device": device, "card": where, "environment": source,

@@ -32,6 +32,7 @@ from mosaic.runtime.packing import PackedStep, pack_step
 from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.steps import StepRequest, StepResult, StepShape
 from mosaic.runtime.streams import shared_streams
+from mosaic.runtime.threads import StepThreads
 from mosaic.runtime.weights import (
     adopt_tensors,
     fill_randomly,
@@ -149,6 +150,7 @@ def compile(
     max_tokens: Size | None = None,
     config: Mapping[str, int | str | None] | None = None,
     capture: bool = True,
+    threads: int | None = None,
     debug: Debug = None,
     seed: int = 0,
 ) -> CompiledModel:
@@ -174,6 +176,9 @@ def compile(
         Take these settings in every plan instead of searching, such as {"attention": "heads", "heads": 4}.
     capture
         Replay short steps from CUDA graphs.
+    threads
+        On a CPU, the threads that operations of a step may use: PyTorch is set to them for its time only. By the model's
+        size if not given (`StepThreads`), at most as many as PyTorch is set to.
     debug
         "poison" fills every buffer with NaN before and after its lifetime.
     seed
@@ -202,8 +207,9 @@ def compile(
     planner = _planner(source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module))
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
     return CompiledModel(
-        planner, state=state, config=config, max_tokens=longest, capture=capture, debug=debug, seed=seed
-    )
+        planner, state=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug,
+        seed=seed,
+    )  # fmt: skip
 
 
 def _config_of(module: nn.Module) -> Mapping[str, Any]:
@@ -362,12 +368,16 @@ class CompiledModel:
         config: Settings = None,
         max_tokens: int | None = None,
         capture: bool = True,
+        threads: int | None = None,
         debug: Debug = None,
         seed: int = 0,
     ) -> None:
         self._asked, self.debug, self._seed, self._capture = planner, debug, seed, capture
         self.model, self._config = planner.model, config
         self._bound: OrderedDict[tuple[Hashable, ...], tuple[Plan, Executor]] = OrderedDict()
+        if threads is not None and planner.device.backend != "cpu":
+            raise UsageError("threads are those of a CPU's operations: leave them out, or use device='cpu'.")
+        self._threads = StepThreads(self.model.architecture.parameters, threads)
         longest = max_tokens or 1
         self._kv = KVMemory()
         self._settle_on(_plan(planner, _Step(FULL_STEP, (longest,), (), 0, longest, 0), config))
@@ -521,7 +531,8 @@ class CompiledModel:
         fill_rows(inputs["rows"], rows)
         if len(chosen):
             fill_rows(inputs["logit_rows"], chosen)
-        executor.run()
+        with self._threads.in_force():
+            executor.run()
         output = _output(executor.outputs, rows, len(chosen), self._current)
         if self._on_cuda:
             self._handed = [weakref.ref(t) for t in output.tensors()]
@@ -564,7 +575,8 @@ class CompiledModel:
         inputs = executor.inputs
         for name, value in packed.inputs.items():
             fill_rows(inputs[name], value)
-        executor.run()
+        with self._threads.in_force():
+            executor.run()
         return self._results(executor, packed, started)
 
     def _results(self, executor: Executor, packed: PackedStep, started: float) -> list[StepResult]:
