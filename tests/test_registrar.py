@@ -174,6 +174,8 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         g.add_op(COPY, x), g.weight("w", (4,), "float32"))),
     "an alias of a state": (r"a transient cannot alias a state", lambda g, t, x: g.add_alias(
         g.add_op(COPY, x), g.state("s", (t, WIDE), "float32"))),
+    "an alias of a double buffer": (r"the slots of a double buffer are shared with no alias", lambda g, t, x: (
+        y := g.add_op(COPY, x), g.add_alias(y, g.buffer("b", (t, WIDE), "float32", rotate=2)))),
     "an alias that may be misaligned": (r"lies 256\*tokens bytes into y, .* no multiple of 512 for all dims", lambda g, t, x: (
         y := g.add_op(COPY, x, name="y"), g.add_alias(g.add_op(COPY, x), y, offset=y.bytes))),
     "a barrier before any op": (r"nothing has been registered yet", lambda g, t, x: g.add_barrier(x)),
@@ -310,6 +312,24 @@ def _slices_overwritten_by_the_next_iteration(g: Graph, t: sympy.Symbol, x: Buff
     g.add_alias(y, z)
 
 
+def _both_written_at_once(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    two = Contract(name="two", reads=("x",), writes=("y", "z"), infer=lambda x: (x, x))
+    y, z = g.add_op(two, x, name="two")
+    g.add_alias(z, y)
+    finish(g, z)
+
+
+def _written_beside_a_side_op(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    """The copy is on its way while the main stream overwrites what it reads."""
+    y = g.add_op(COPY, x, name="y")
+    with g.stream("s"):
+        kept = g.add_op(COPY, y, name="side")
+    z = g.add_op(COPY, x, name="z")
+    g.wait("s")
+    g.add_op(PAIR, kept, z)
+    g.add_alias(z, y)
+
+
 def _whole_read_written_by_slices(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     """In place holds only where the loop cuts both alike."""
     y = g.add_op(COPY, x, name="y")
@@ -371,6 +391,11 @@ INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = 
     "slices lost in the next iteration": (
         r"alias of z and y: z \(LINE\) overwrites the output y",
         _slices_overwritten_by_the_next_iteration,
+    ),
+    "both written at once": (r"alias of two.z and two.y: two \(LINE\) writes both", _both_written_at_once),
+    "written beside a side op": (
+        r"z \(LINE\) touches z while side \(LINE\) may be at y on stream 's'",
+        _written_beside_a_side_op,
     ),
     "whole read, slices written": (r"alias of z and y: mix \(LINE\) reads y", _whole_read_written_by_slices),
     "wait without an op after it": (r"wait\(\) with no op after it", _wait_for_nobody),

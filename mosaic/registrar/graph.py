@@ -607,13 +607,17 @@ class Graph:
         Raises
         ------
         GraphError
-            An alias of itself, a second alias, one of what is not in the workspace, or an offset that may be misaligned.
+            An alias of itself, a second alias, one of a double buffer or outside the workspace, an offset that may be misaligned.
         """
         source = _caller()
         if a is b or a.id in self.aliases:
             raise GraphError(f"{a.name} ({source}): " + ("aliases itself" if a is b else "is an alias already"))
         if a.pool != "workspace" or b.pool != "workspace":
             raise GraphError(f"{a.name} ({source}): a {a.kind} cannot alias a {b.kind}")
+        if max(a.rotate, b.rotate) > 1:
+            raise GraphError(
+                f"{a.name} ({source}): the slots of a double buffer are shared with no alias, not with {b.name}"
+            )
         if not divides(ALIGNMENT, offset):
             raise GraphError(
                 f"{a.name} ({source}): lies {offset} bytes into {b.name}, which is no multiple of {ALIGNMENT} for all dims"

@@ -83,6 +83,7 @@ def _aliases_are_legal(graph: Graph) -> None:
         for old, new in permutations(members, 2):
             if _overlap(graph, old, new):
                 _no_stale_read(ops, old, new)
+                _no_write_beside(graph, old, new)
 
 
 def _no_stale_read(ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
@@ -93,6 +94,8 @@ def _no_stale_read(ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
         if isinstance(step, Region):
             advanced.append(step)
             continue
+        if new in step.writes and old in step.writes:
+            raise GraphError(f"alias of {new.name} and {old.name}: {step.name} ({step.source}) writes both")
         in_place = _works_in_place(step, new, old)
         overwrites = new in step.writes and not in_place
         if old in step.reads and (
@@ -112,6 +115,43 @@ def _no_stale_read(ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
             f"alias of {new.name} and {old.name}: {lost.name} ({lost.source}) overwrites the {old.kind} {old.name}, "
             "which must hold its value when the step ends"
         )
+
+
+def _no_write_beside(graph: Graph, old: Buffer, new: Buffer) -> None:
+    """What a side op touches stays as it is until it is joined."""
+    for side in graph.ops:
+        if side.stream == MAIN or old not in (*side.reads, *side.writes):
+            continue
+        start, end = _window(graph, side)
+        for op in graph.ops[start:end]:
+            meets = new in op.writes or (new in op.reads and old in side.writes)
+            if meets and op.stream != side.stream:
+                raise GraphError(
+                    f"alias of {new.name} and {old.name}: {op.name} ({op.source}) touches {new.name} "
+                    f"while {side.name} ({side.source}) may be at {old.name} on stream '{side.stream}'"
+                )
+
+
+def _window(graph: Graph, side: Op) -> tuple[int, int]:
+    """The ops beside which a side op may run: from after its fork to its join; all of a loop that holds only one of them."""
+    forks, joins = _forks(graph, side), _joins(graph, side)
+    start, end = (forks[-1] + 1 if forks else 0), min(joins, default=len(graph.ops))
+    loop = side.region
+    if loop is not None and not (loop.start <= start - 1 and end < loop.end):
+        return loop.start, loop.end
+    return start, end
+
+
+def _joins(graph: Graph, op: Op) -> list[int]:
+    """Main ops that wait for a side op."""
+    edges = [e for e in graph.edges if e.kind == "wait" and e.source >= op.index]
+    return [e.target for e in edges if graph.ops[e.source].stream == op.stream]
+
+
+def _forks(graph: Graph, op: Op) -> list[int]:
+    """Main ops that a side op waits for."""
+    edges = [e for e in graph.edges if e.kind == "fork" and e.target <= op.index]
+    return [e.source for e in edges if graph.ops[e.target].stream == op.stream]
 
 
 def _replayed(ops: Sequence[Op], depth: int = 0) -> Iterator[Op | Region]:
@@ -201,11 +241,7 @@ def _rotates(op: Op, region: Region) -> bool:
 
 
 def _is_forked_and_joined(graph: Graph, op: Op) -> None:
-    joins = [
-        e.target
-        for e in graph.edges
-        if e.kind == "wait" and e.source >= op.index and graph.ops[e.source].stream == op.stream
-    ]
+    joins = _joins(graph, op)
     workspace = next((b for b in (*op.reads, *op.writes) if b.pool == "workspace"), None)
     if not joins and workspace is not None:
         raise GraphError(
@@ -214,11 +250,7 @@ def _is_forked_and_joined(graph: Graph, op: Op) -> None:
     region = op.region
     if region is None:
         return
-    forks = [
-        e.source
-        for e in graph.edges
-        if e.kind == "fork" and e.target <= op.index and graph.ops[e.target].stream == op.stream
-    ]
+    forks = _forks(graph, op)
     if not forks or not joins or not region.start <= forks[-1] or min(joins) >= region.end:
         raise GraphError(
             f"{op.name} ({op.source}): stream '{op.stream}' must fork and join inside region {region.name}, whose "

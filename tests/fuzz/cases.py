@@ -1,0 +1,64 @@
+"""One case of each kind: by its seed it is made, examined, and explained where it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from mosaic.runtime.workspace import Workspace
+
+from .examining import examine
+from .findings import Finding, Tally
+from .language import Program, text_of
+from .packing import examine_instance
+from .programs import random_program
+from .shrinking import shrink
+
+__all__ = ["KINDS", "explain", "run_case"]
+
+
+def _program(seed: int, tally: Tally) -> None:
+    with Workspace() as workspace:
+        examine(random_program(seed), seed, workspace, tally)
+
+
+KINDS: Final[Mapping[str, Callable[[int, Tally], None]]] = {"programs": _program, "packing": examine_instance}
+"""What can be fuzzed, and how one case is run."""
+
+
+def run_case(kind: str, seed: int, tally: Tally) -> None:
+    """Run one case.
+
+    Raises
+    ------
+    Finding
+        If something is not as it must be.
+    """
+    tally.add(kind)
+    KINDS[kind](seed, tally)
+
+
+def explain(kind: str, seed: int, finding: Finding, *, seconds: float = 60.0) -> str:
+    """How to see a finding again: the command, and the smallest program that shows it."""
+    text = f"{finding.kind}\n{finding.details}\npython -m tests.fuzz --kind {kind} --replay {seed}"
+    if kind != "programs":
+        return text
+    small = shrink(random_program(seed), lambda program: _same(program, seed, finding), seconds=seconds)
+    return f"{text}\n\n{text_of(small)}\n\n{_found(small, seed)}"
+
+
+def _found(program: Program, seed: int) -> Finding | None:
+    try:
+        with Workspace() as workspace:
+            examine(program, seed, workspace, Tally())
+    except Finding as finding:
+        return finding
+    return None
+
+
+def _same(program: Program, seed: int, finding: Finding) -> bool:
+    try:
+        found = _found(program, seed)
+    except Exception:  # a program that makes no sense any more
+        return False
+    return found is not None and found.kind == finding.kind

@@ -1,0 +1,76 @@
+"""Random values of inputs, weights, state and constants, drawn by what a declaration says of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .language import Declare, Program, declarations
+from .naive import INTEGERS
+
+__all__ = ["GIVEN", "values_of"]
+
+GIVEN = ("input", "weight", "state", "external")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, **INTEGERS}
+
+
+def values_of(program: Program, seed: int, kinds: tuple[str, ...] = (*GIVEN, "host")) -> dict[str, Tensor]:
+    """Values by buffer, in the declared dtypes; each depends on the seed and its own name alone."""
+    return {
+        name: _draw(program, declared, random.Random(f"{seed}/{name}"))
+        for name, declared in declarations(program.body).items()
+        if declared.kind in kinds and declared.fill
+    }
+
+
+def _draw(program: Program, s: Declare, rng: random.Random) -> Tensor:
+    shape = [program.value(size) for size in s.shape]
+    what, *arguments = s.fill.split(":")
+    integers = _INTEGERS.get(what)
+    if integers is not None:
+        return torch.tensor(integers(program, shape[0], arguments, rng), dtype=DTYPES[s.dtype]).reshape(shape)
+    generator = torch.Generator().manual_seed(rng.getrandbits(62))
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if what == "matrix":
+        drawn *= shape[-1] ** -0.5
+    elif what == "around one":
+        drawn = 1 + 0.3 * drawn
+    elif what == "frequencies":
+        drawn = drawn.abs() + 0.01
+    return drawn.to(DTYPES[s.dtype])
+
+
+def _positions(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[int]:
+    return [rng.randrange(64) for _ in range(count)]
+
+
+def _rows(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[int]:
+    """Row numbers of a dim, or below a number."""
+    below = program.dims[arguments[0]].value if arguments[0] in program.dims else int(arguments[0])
+    return [rng.randrange(below) for _ in range(count)]
+
+
+def _bounds(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[int]:
+    """Bounds of sequences that share out the rows of a dim, none empty as far as there are rows."""
+    total = program.dims[arguments[0]].value
+    cuts = rng.sample(range(1, total), min(count - 2, total - 1))
+    return sorted([0, *cuts, *[total] * (count - 1 - len(cuts))])
+
+
+def _slots(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[int]:
+    """Distinct rows of a dim."""
+    return rng.sample(range(program.dims[arguments[0]].value), count)
+
+
+_INTEGERS = {"positions": _positions, "rows": _rows, "bounds": _bounds, "slots": _slots}
+
+
+def doubled(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies with floats in float64, for the interpreter to work on."""
+    return {
+        name: value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
+        for name, value in values.items()
+    }
