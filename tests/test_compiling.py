@@ -9,6 +9,7 @@ from mosaic.models import load
 from mosaic.models.phase import FULL_STEP
 from mosaic.planner import Planner, Request
 from mosaic.planner.cache import template_of
+from mosaic.planner.search import search
 
 REQUEST = Request(seq_lens=(300,))
 
@@ -44,3 +45,14 @@ def test_planners_of_one_process_share_what_they_compile(empty_cache: Path) -> N
     first = template_of(model, backend="cpu", phase=FULL_STEP, watcher=told.append).bodies[options]
     assert template_of(model, backend="cpu", phase=FULL_STEP, watcher=told.append).bodies[options] is first
     assert len(told) == 1
+
+
+def test_where_nothing_fits_the_search_asks_for_the_two_ends_of_its_ladders(empty_cache: Path) -> None:
+    told: list[str] = []
+    planner = Planner("small", device="cpu", progress=lambda _, name: told.append(name))
+    point = planner.at(REQUEST)
+    groups = [(base, ladders) for base, ladders in point.groups()]
+    ends = {base for base, _ in groups} | {ladder[-1] for _, ladders in groups for ladder in ladders}
+    found = search(point, budget_bytes=1, host_budget_bytes=1 << 30)
+    assert not found.fits and set(told) == {f"full_step ({', '.join(choices)})" for choices in ends}
+    assert len(ends) < len(point.choice_combinations) / 2

@@ -7,6 +7,8 @@ number of accesses. Regions are applied from the inside out (Mosaic, section
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -118,7 +120,9 @@ def _apply_streams(body: Body, active: Set[str], starts: list[int], ends: list[i
     """What a side op touches lives from its fork to its join; inside a loop, through the loop, whose end joins it."""
     forks: dict[str, int] = {}
     fork_at = {target: source for kind, source, target in body.edges if kind == "fork"}
-    joins = sorted((source, target) for kind, source, target in body.edges if kind == "wait")
+    joins = defaultdict[str, list[tuple[int, int]]](list)
+    for source, target in sorted((source, target) for kind, source, target in body.edges if kind == "wait"):
+        joins[body.ops[source].stream].append((source, target))
     for index, op in enumerate(body.ops):
         if op.stream == "main":
             continue
@@ -128,9 +132,8 @@ def _apply_streams(body: Body, active: Set[str], starts: list[int], ends: list[i
             start, end = body.regions[loop].start, body.regions[loop].end
         else:
             start = forks[op.stream] + 1
-            end = next(
-                (to for source, to in joins if source >= index and body.ops[source].stream == op.stream), len(body.ops)
-            )
+            following = bisect_left(joins[op.stream], (index,))
+            end = joins[op.stream][following][1] if following < len(joins[op.stream]) else len(body.ops)
         for b in {*op.reads, *op.writes}:
             starts[b] = min(starts[b], start)
             ends[b] = max(ends[b], end)

@@ -10,9 +10,10 @@ is taken from the start, and lazy chunking is what is left where chunks cost).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from mosaic.planner.space import Config, Point
@@ -51,7 +52,7 @@ def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> Searc
     that could still win."""
     before = point.evaluations
     runs: list[_Run] = []
-    limit = float("inf")
+    limit = inf
     groups = [(_fastest(point, base), ladders) for base, ladders in point.groups()]
     for start, ladders in sorted(groups, key=lambda group: point.seconds(group[0])):
         if point.seconds(start) > limit:
@@ -121,28 +122,38 @@ def _climb(
     point: Point, start: Config, ladders: list[list[tuple[str, ...]]], budget_bytes: int,
     host_budget_bytes: int, limit: float,
 ) -> Iterator[_Run]:  # fmt: skip
-    """Descend with nothing escalated; where that does not fit, from the lowest rung of each ladder that does.
-
-    Higher rungs need less of the device and take no less time, so the first that fits is found by bisection.
-    """
+    """Descend with nothing escalated; where that does not fit, from the lowest rung of each ladder that does."""
     run = _descend(point, start, budget_bytes)
     yield run
     if run.fits or not host_budget_bytes:
         return
     for ladder in ladders:
-        rungs = point.affordable(ladder, host_budget_bytes)
-        if not rungs or point.seconds(_fastest(point, rungs[0])) > limit:
-            continue
-        low, high, found = 0, len(rungs) - 1, None
-        while low <= high:
-            middle = (low + high) // 2
-            run = _descend(point, _fastest(point, rungs[middle]), budget_bytes)
-            if run.fits:
-                found, high = run, middle - 1
-            else:
-                low = middle + 1
+        found = _lowest_rung(point, point.affordable(ladder, host_budget_bytes), budget_bytes, limit)
         if found is not None:
             yield found
+            limit = min(limit, point.seconds(found.config) * (1 + TOLERANCE))
+
+
+def _lowest_rung(point: Point, rungs: Sequence[tuple[str, ...]], budget_bytes: int, limit: float) -> _Run | None:
+    """The descent from the lowest rung that fits within the time limit, if any does, asking few rungs: a body each.
+
+    Higher rungs need less of the device and take no less time, so that the highest says whether any fits, the lowest
+    whether any is fast enough, and the first that fits is found by bisection.
+    """
+    if not rungs:
+        return None
+    found = _descend(point, _fastest(point, rungs[-1]), budget_bytes)
+    if not found.fits or (limit < inf and point.seconds(_fastest(point, rungs[0])) > limit):
+        return None
+    low, high = 0, len(rungs) - 1
+    while low < high:
+        middle = (low + high) // 2
+        run = _descend(point, _fastest(point, rungs[middle]), budget_bytes)
+        if run.fits:
+            found, high = run, middle
+        else:
+            low = middle + 1
+    return found
 
 
 def _descend(point: Point, config: Config, budget_bytes: int) -> _Run:

@@ -77,9 +77,14 @@ def _aliases_are_legal(graph: Graph) -> None:
     by_root: dict[int, list[Buffer]] = {}
     for buffer_id, (root, _) in graph.aliases.items():
         by_root.setdefault(root.id, [root]).append(graph.buffers[buffer_id])
-    for members in by_root.values():
-        group = set(members)
-        ops = [op for op in graph.ops if not group.isdisjoint((*op.reads, *op.writes))]
+    touching: dict[int, dict[int, Op]] = {root_id: {} for root_id in by_root}
+    for op in graph.ops:
+        for buffer in (*op.reads, *op.writes):
+            group = touching.get(graph.root(buffer).id)
+            if group is not None:
+                group[op.index] = op
+    for root_id, members in by_root.items():
+        ops = list(touching[root_id].values())
         for old, new in permutations(members, 2):
             if _overlap(graph, old, new):
                 _no_stale_read(ops, old, new)
