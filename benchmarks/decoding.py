@@ -140,7 +140,7 @@ class _Mosaic:
         seconds = timed(generate, repeats, cuda=self.cuda)
         dims = [step.plan.document["dims"] for step in steps]
         decided = [n for n, step in zip(dims, steps, strict=True) if len(step.positions)]
-        executors = [executor for _, executor in self.compiled._bound.values()]
+        executors = self.compiled.executors
         return {
             "seconds": min(seconds), "all_seconds": seconds, "first_s": first_s, "passes": len(steps),
             "tokens": sum(n["tokens"] for n in dims), "rows": sum(n["masked"] for n in decided),

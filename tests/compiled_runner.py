@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -64,6 +65,9 @@ class CompiledRunner:
         results = self.model.step(requests)
         self.peak_bytes = max(self.peak_bytes, results[0].plan.total_bytes)
         return results
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return self.model.exclusive()
 
     def open_sequence(self) -> KVSequence:
         return self.model.open_sequence()

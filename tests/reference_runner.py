@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,9 @@ class ReferenceRunner:
         self.sequences: list[PlainSequence] = []
         self.packed: list[list[StepRequest]] = []
         self.checked: list[StepShape] = []
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def open_sequence(self) -> PlainSequence:
         self.sequences.append(PlainSequence(self.network))

@@ -76,7 +76,7 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[
     assert runner.checked is not None
     peak, predicted = max(committed), runner.checked.total_bytes
     assert peak == predicted if len(lengths) == 1 else peak <= predicted  # several need not meet their largest at once
-    assert runner.model._kv.rows == 0
+    assert runner.model.kv_rows == 0
     runner.close()
 
 

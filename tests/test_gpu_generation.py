@@ -127,7 +127,7 @@ def test_steps_are_replayed_and_ask_pytorch_for_nothing(way: str, opened: Any) -
     model = opened(family, DEVICE)
     first = generated(model, family, options, LENGTHS[:1])
     generated(model, family, options, LENGTHS[:1])
-    executors = [executor for _, executor in model._bound.values()]
+    executors = list(model.executors)
     assert executors and all(executor.captured for executor in executors), [e.not_captured for e in executors]
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_reserved()
@@ -162,7 +162,7 @@ def test_pages_are_the_plans_at_every_step(opened: Any) -> None:
         peaks.append(step.peak_bytes)
 
     generated(model, family, options, on_step=measure)
-    assert max(peaks) == highest and model._kv.rows == 0
+    assert max(peaks) == highest and model.kv_rows == 0
 
 
 def test_the_state_grows_where_it_is(opened: Any) -> None:

@@ -23,10 +23,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, CompiledModel, C
     config, _ = FAMILIES[request.param]
     generator = torch.Generator().manual_seed(7)
     with mosaic.compile(config) as cpu, mosaic.compile(config, device="h200", debug="poison") as card:
-        for name, view in cpu._weights.items():
+        for name, view in cpu.weights().items():
             if not name.startswith("="):
                 view.normal_(1.0 if "norm" in name or "ln_f" in name else 0.0, 0.12, generator=generator)
-            card._weights[name].copy_(view)
+            card.weights()[name].copy_(view)
         yield request.param, cpu, card
 
 

@@ -40,7 +40,7 @@ def weights_of(model: CompiledModel) -> dict[str, Tensor]:
 
     return {
         name: (view if len(members(tensor)) == 1 else view[i])
-        for tensor, view in model._weights.items()
+        for tensor, view in model.weights().items()
         if not tensor.startswith("=")
         for i, name in enumerate(members(tensor))
     }
@@ -179,11 +179,11 @@ def test_a_chunked_step_in_a_small_budget_equals_the_reference_model(family: str
     config = {**config, wide: 1501}  # so that the feed-forward holds the peak, and has to be chunked
     sequences, masked = sequences_of((411, 301), config), torch.arange(0, 712, 2)
     with mosaic.compile(config) as model:
-        floor = model._planner.needed(Request(seq_lens=(411, 301), masked=len(masked)))
+        floor = model.planner.needed(Request(seq_lens=(411, 301), masked=len(masked)))
         unchunked = model.plan((411, 301), masked=len(masked))
     with mosaic.compile(config, budget=floor + 4096, debug="poison") as model:
         step = model(sequences, masked=masked)
-        document = model._current.document
+        document = step.plan.document
         assert any(region["extent"] % region["rows"] for region in document["regions"]), "wants a short last chunk"
         assert document["peak_bytes"] < unchunked.peak_bytes / 2
         assert_step(step, reference_logits(reference(model), sequences, shifted=family == "dream"))
@@ -285,7 +285,7 @@ def test_the_step_itself_allocates_nothing(family: str) -> None:
     with mosaic.compile(config) as model:
         inputs = {"token_ids": torch.full((200,), int(config["mask_token_id"])), "rows": torch.arange(200)}
         model(inputs["token_ids"])
-        ((_, executor),) = model._bound.values()
+        (executor,) = model.executors
         inputs |= {"positions": torch.arange(200, dtype=torch.int32), "cu_seqlens": torch.tensor([0, 200])}
 
         def step() -> None:
@@ -315,7 +315,7 @@ def test_plans_are_reused_while_rows_get_fewer() -> None:
         ids = torch.full((256,), 256)
         for masked in range(256, 224, -1):
             model(ids, masked=torch.arange(masked))
-        assert len(model._bound) <= 4
+        assert len(model.executors) <= 4
 
 
 def test_an_exact_plan_is_made_where_rounded_rows_do_not_fit() -> None:
@@ -325,7 +325,7 @@ def test_an_exact_plan_is_made_where_rounded_rows_do_not_fit() -> None:
     with mosaic.compile(config) as model:
         expected = model(ids, masked=rows, logits_for=rows).clone()
         requests = (Request(seq_lens=(300,), masked=count, logit_rows=count) for count in (257, 288))
-        exact, rounded = (model._planner.needed(request) for request in requests)
+        exact, rounded = (model.planner.needed(request) for request in requests)
     assert exact < rounded
     with mosaic.compile(config, budget=exact) as model:
         for _ in range(2):

@@ -161,23 +161,24 @@ def generate(
     if len(numbers) != len(lengths):
         raise UsageError(f"{len(numbers)} request_ids for {len(lengths)} prompts; give one a prompt.")
     streamers = streamers_of(streamer, len(lengths))
-    runner.check(shapes(config, lengths, arch, numbers))
-    canvases = [
-        Canvas(
-            prompt=prompt.to("cpu", torch.int64),
-            config=found,
-            architecture=arch,
-            request=number,
-            length=canvas_length(found, arch, prompt.numel()),
-            open_sequence=runner.open_sequence,
-        )
-        for prompt, number in zip(prompts, numbers, strict=True)
-    ]
-    try:
-        return _run(runner, canvases, streamers, on_step)
-    finally:
-        for canvas in canvases:
-            canvas.close()
+    with runner.exclusive():
+        runner.check(shapes(config, lengths, arch, numbers))
+        canvases = [
+            Canvas(
+                prompt=prompt.to("cpu", torch.int64),
+                config=found,
+                architecture=arch,
+                request=number,
+                length=canvas_length(found, arch, prompt.numel()),
+                open_sequence=runner.open_sequence,
+            )
+            for prompt, number in zip(prompts, numbers, strict=True)
+        ]
+        try:
+            return _run(runner, canvases, streamers, on_step)
+        finally:
+            for canvas in canvases:
+                canvas.close()
 
 
 def _checked(prompts: Sequence[Tensor], config: GenerationConfig, arch: Architecture) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from numbers import Integral
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,22 +13,38 @@ from mosaic.errors import UsageError
 
 __all__ = ["Rows", "TokenIds", "bucket", "fill_rows", "pack", "rows_of"]
 
-TokenIds: TypeAlias = Tensor | Sequence[Tensor]
-Rows: TypeAlias = Tensor | Sequence[Tensor] | None
+TokenIds: TypeAlias = Tensor | Sequence[Tensor] | Sequence[int] | Sequence[Sequence[int]]
+"""Besides tensors and lists of them: whatever `torch.as_tensor` reads, of one sequence or of each."""
+Rows: TypeAlias = TokenIds | None
 
 
 def _sequences(what: str, values: TokenIds) -> list[Tensor]:
     """Split a tensor or a list into one 1-D tensor per sequence."""
+    values = _as_tensors(what, values)
     if isinstance(values, Tensor) and values.dim() == 1:
         return [values]
     if isinstance(values, Tensor) and values.dim() == 2:
         return list(values)
     if isinstance(values, Tensor):
         raise UsageError(f"{what}: expected [S], [B, S] or a list of [S], got a tensor of shape {list(values.shape)}.")
-    parts = list(values)
-    if not parts or not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):
+    parts = values
+    if not parts or not all(part.dim() == 1 for part in parts):
         raise UsageError(f"{what}: expected [S], [B, S] or a list of [S]; each sequence a 1-D tensor, at least one.")
     return parts
+
+
+def _as_tensors(what: str, values: Any) -> Tensor | list[Tensor]:
+    """Read lists and arrays of numbers; a list of numbers is one sequence, any other list has a sequence an entry."""
+    if isinstance(values, Tensor):
+        return values
+    try:
+        several = isinstance(values, Sequence) and not (values and all(isinstance(v, Integral) for v in values))
+        return [torch.as_tensor(part) for part in values] if several else torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        found = "None" if values is None else f"a {type(values).__name__}"
+        raise UsageError(
+            f"{what}: expected [S], [B, S] or a list of [S], as tensors or lists of numbers; got {found} instead."
+        ) from None
 
 
 def pack(token_ids: TokenIds, vocabulary: int) -> tuple[Tensor, tuple[int, ...]]:
@@ -47,7 +64,7 @@ def pack(token_ids: TokenIds, vocabulary: int) -> tuple[Tensor, tuple[int, ...]]
 
 def rows_of(what: str, rows: TokenIds, lengths: tuple[int, ...]) -> Tensor:
     """Turn a mask or row numbers into int64 rows of the packed batch."""
-    tokens = sum(lengths)
+    rows, tokens = _as_tensors(what, rows), sum(lengths)
     if isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype != torch.bool:
         found = rows.to(torch.int64)
         if found.numel() > tokens:

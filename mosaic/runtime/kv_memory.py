@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from threading import RLock
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +20,11 @@ class KVMemory:
 
     The state ends with the last row in use: it grows at its end, and shrinks when the sequences there are closed.
 
+    Parameters
+    ----------
+    turns
+        Held while rows change hands: a re-entrant lock, of whoever runs steps beside that.
+
     Examples
     --------
     >>> memory = KVMemory()
@@ -29,7 +36,8 @@ class KVMemory:
     5
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: AbstractContextManager[object] | None = None) -> None:
+        self.turns = turns if turns is not None else RLock()
         self._free: list[range] = []
         self.rows = 0
         """Rows that the state has to have."""
@@ -79,11 +87,12 @@ class Sequence:
 
     def reserve(self, tokens: int) -> None:
         """Have rows for so many tokens; what is there stays where it is."""
-        if tokens <= self.length:
-            return
-        more = self._memory.take(tokens - self.length)
-        self._rows += more
-        self._slots = torch.cat([self._slots, *(torch.arange(part.start, part.stop) for part in more)])
+        with self._memory.turns:
+            if tokens <= self.length:
+                return
+            more = self._memory.take(tokens - self.length)
+            self._rows += more
+            self._slots = torch.cat([self._slots, *(torch.arange(part.start, part.stop) for part in more)])
 
     def slots(self, start: int = 0, end: int | None = None) -> Tensor:
         """int64: the rows of the positions [start, end).
@@ -102,8 +111,9 @@ class Sequence:
 
     def close(self) -> None:
         """Give the rows back. Closing twice is fine."""
-        self._memory.give(self._rows)
-        self._rows, self._slots = [], self._slots[:0]
+        with self._memory.turns:
+            self._memory.give(self._rows)
+            self._rows, self._slots = [], self._slots[:0]
 
     def __enter__(self) -> Self:
         return self

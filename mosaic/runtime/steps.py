@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -143,6 +144,9 @@ class StepRunner(Protocol):
 
     def open_sequence(self) -> KVSequence:
         """Start a sequence of keys and values."""
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Keep other threads out until the block is left, so that what was checked stays true."""
 
     def check(self, shapes: Sequence[StepShape]) -> Plan:
         """Plan all of these steps and give the plan that takes the most memory.

@@ -1,0 +1,50 @@
+"""Turns: one thread at a time has a model, and what the last one launched is done before the next one's work begins."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+import torch
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """A re-entrant lock. On a CUDA device, each turn's stream waits for the work of the turn before, whatever its stream.
+
+    Examples
+    --------
+    >>> turns = Turns()
+    >>> with turns, turns:
+    ...     turns.is_alone
+    True
+    """
+
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        self._lock, self._on_cuda, self._depth = threading.RLock(), on_cuda, 0
+        self._done: torch.cuda.Event | None = None
+
+    def __enter__(self) -> Self:
+        self._lock.acquire()
+        self._depth += 1
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._on_cuda and kind is None:
+                self._done = torch.cuda.current_stream().record_event()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other thread can have a turn before the caller asks for the next: there is none, or this turn is
+        within another one of the same thread."""
+        return self._depth > 1 or threading.active_count() == 1

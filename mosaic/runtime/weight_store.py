@@ -1,0 +1,119 @@
+"""The weights of one model: loaded to where a plan has them, moved to where another has them, or adopted from a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import UsageError
+from mosaic.models.safetensors import tensor_rows
+from mosaic.planner.check import WeightMap
+from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint
+from mosaic.runtime.weights import adopt_tensors, fill_randomly, load_weights, streamed_bytes, weight_views
+from mosaic.runtime.workspace import Workspace
+
+if TYPE_CHECKING:
+    from mosaic.models import Model
+    from mosaic.planner.plan import Plan
+
+__all__ = ["WeightStore"]
+
+NO_WEIGHTS: Final[Mapping[str, Tensor]] = {}
+
+
+class WeightStore:
+    """Where a model's weights are.
+
+    Parameters
+    ----------
+    model
+        Whose weights: those of its directory, or random ones of `seed` where it has none.
+    workspace
+        Whose ranges `weights` and `host` they lie in.
+    device
+        That the steps run on.
+
+    Attributes
+    ----------
+    views
+        Every weight by its tensor name; empty while nothing is loaded.
+    places
+        Where they were loaded, for binding to compare plans with; None for adopted ones.
+    adopted
+        Tensors to take instead of the plan's offsets, by tensor name: a module's own, and constants.
+    adopted_bytes
+        Their bytes, which the ledger counts.
+    """
+
+    def __init__(self, model: Model, workspace: Workspace, device: torch.device, *, seed: int) -> None:
+        self._model, self._workspace, self._device, self._seed = model, workspace, device, seed
+        self._streamed = ""
+        self.views = NO_WEIGHTS
+        self.places: WeightMap | None = None
+        self.adopted = NO_WEIGHTS
+        self.adopted_bytes = 0
+
+    def load(self, plan: Plan) -> None:
+        """Fill the weights where a plan has them, the device's and those that are streamed."""
+        document, workspace = plan.document, self._workspace
+        streamed = streamed_bytes(document)
+        # loading touches every page itself; faulting them in before would clear them for nothing
+        sizes = {"weights": plan.components["weights"], **({"host": streamed} if streamed else {})}
+        workspace.resize_all(sizes, populate=False)
+        views = weight_views(document, workspace)
+        if self._model.path is None:
+            staging = self._staging(plan) if self._device.type == "cuda" and streamed else None
+            fill_randomly(views, seed=self._seed, staging=staging)
+        else:
+            with Checkpoint(self._model.path) as checkpoint:
+                load_weights(views, checkpoint, self._model.architecture)
+        self.views, self.places, self._streamed = views, plan.weights, str(plan.config["stream"])
+
+    def _staging(self, plan: Plan) -> Tensor:
+        """Memory to draw in for the host: where the device's weights come later, if there is room, for a budget may leave
+        none beside them; else where the first step's workspace comes."""
+        pool = "weights" if plan.components["weights"] >= PIECE_BYTES else "workspace"
+        if pool == "workspace":
+            self._workspace.resize(pool, PIECE_BYTES)
+        return self._workspace.view(pool, 0, (PIECE_BYTES,), "uint8")
+
+    def adopt(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
+        """Take a module's own parameters, without a copy, and make the constants."""
+        records = plan.document["buffers"]
+        names = {tensor_rows(record["tensor"])[0] for record in records if record["tensor"] is not None}
+        bare = {name for name in state if f"model.{name}" in names - state.keys()}
+        named = {f"model.{name}" if name in bare else name: tensor for name, tensor in state.items()}
+        adopted = adopt_tensors(plan.document, named, device=self._device, architecture=self._model.architecture)
+        constants = {
+            record["tensor"]: torch.empty(record["shape"], device=self._device)
+            for record in records
+            if (record["tensor"] or "").startswith("=")
+        }
+        fill_randomly(constants)
+        self.adopted_bytes = plan.components["weights"]
+        self._workspace.ledger.charge("weights", self.adopted_bytes)
+        self.views = self.adopted = {**adopted, **constants}
+        self._streamed = str(plan.config["stream"])
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether the weights are where a plan has them.
+
+        Raises
+        ------
+        UsageError
+            If they are not, and cannot be: a module's parameters stay where they are.
+        """
+        wanted = str(plan.config["stream"])
+        if wanted != self._streamed and self.adopted:
+            raise UsageError(
+                f"'stream' is '{wanted}', and the module's own parameters stay on the device: leave 'stream' out, or save "
+                f"the model and compile the checkpoint directory."
+            )
+        return wanted == self._streamed
+
+    def forget(self) -> None:
+        """Let go of all views; the memory is the workspace's to give back."""
+        self.views, self.places = NO_WEIGHTS, None
