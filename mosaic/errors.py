@@ -23,6 +23,7 @@ __all__ = [
     "PlanFormatError",
     "RuntimeMemoryError",
     "UnknownName",
+    "UnsafePlan",
     "UnsupportedModel",
     "UsageError",
     "WeightsMisplaced",
@@ -94,6 +95,18 @@ class CheckFailed(MosaicError):
         self.violations = tuple(violations)
         more = f" (and {len(self.violations) - 1} more)" if len(self.violations) > 1 else ""
         super().__init__(f"the plan is not valid: {self.violations[0]}{more}")
+
+
+class UnsafePlan(CheckFailed):
+    """A plan that Mosaic made and did not hand out: its own checker refused it; `solver` placed its buffers."""
+
+    def __init__(self, violations: Iterable[str], *, what: str, solver: str) -> None:
+        super().__init__(violations)
+        self.solver = solver
+        self.args = (
+            f"Mosaic planned {what} wrongly and does not hand it out: {self.args[0]}. Solver '{solver}' placed its buffers. "
+            "This is a defect of Mosaic: please report it with this message; another solver may do meanwhile.",
+        )
 
 
 class CheckpointError(MosaicError):

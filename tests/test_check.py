@@ -132,6 +132,20 @@ def test_malformed_documents(path: tuple[str | int, ...], value: object) -> None
     assert codes(document) == {"format"}
 
 
+@pytest.mark.parametrize("name", ["step", "offloaded"])
+def test_every_missing_field_is_malformed(name: str) -> None:
+    document = EXAMPLES[name]()
+    rows = {
+        key: document[key][0] for key in ("ops", "buffers", "regions", "barriers", "edges", "pools") if document[key]
+    }
+    for row in (document, *rows.values()):
+        for key in [key for key in row if key != "schema"]:
+            value = row.pop(key)
+            assert codes(document) == {"format"}, key
+            row[key] = value
+    assert codes(document) == set()
+
+
 def test_messages_carry_names_and_numbers() -> None:
     document = EXAMPLES["chain"]()
     document["buffers"][2]["offset"] = 2048

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from mosaic.errors import PlanFormatError
 from mosaic.files import write_atomic
-from mosaic.planner.document import SCHEMA
+from mosaic.planner.check import WeightMap, require_safe, require_valid, require_well_formed
+from mosaic.planner.document import SCHEMA, Draft
 
 __all__ = ["Place", "Plan"]
 
@@ -19,9 +19,13 @@ Place: TypeAlias = tuple[str, int, int]
 """Pool, offset there, and size in bytes."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Plan:
     """A plan, read-only. `document` is its JSON form; the properties are what people ask of it first.
+
+    Parameters
+    ----------
+    document
+        The JSON form, or a planner's draft, whose document is written when it is first asked for.
 
     Examples
     --------
@@ -31,27 +35,48 @@ class Plan:
     (True, True)
     """
 
-    document: Mapping[str, Any]
+    __slots__ = ("_document", "_draft")
+
+    def __init__(self, document: Mapping[str, Any] | Draft) -> None:
+        self._draft: Draft | None = None
+        self._document: Mapping[str, Any] | None = None
+        if isinstance(document, Draft):
+            self._draft = document
+        else:
+            self._document = document
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """The plan as its JSON reads."""
+        if self._document is None:
+            assert self._draft is not None
+            self._document = self._draft.document()
+        return self._document
+
+    @property
+    def _header(self) -> Mapping[str, Any]:
+        """The document's fields but formula, trace and the lists of rows."""
+        return self.document if self._draft is None else self._draft.header
 
     @property
     def model(self) -> str:
         """Name of the model."""
-        return str(self.document["model"])
+        return str(self._header["model"])
 
     @property
     def device(self) -> str:
         """Name of the device profile."""
-        return str(self.document["device"])
+        return str(self._header["device"])
 
     @property
     def dims(self) -> Mapping[str, int]:
         """Values of the symbolic dims."""
-        return dict(self.document["dims"])
+        return dict(self._header["dims"])
 
     @property
     def config(self) -> Mapping[str, int | str | None]:
         """Rows per chunk of every knob (None: off) and the option of every choice."""
-        return dict(self.document["config"])
+        return dict(self._header["config"])
 
     @property
     def weights(self) -> Mapping[str, Place]:
@@ -66,47 +91,47 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the total is within the budget."""
-        return bool(self.document["fits"])
+        return bool(self._header["fits"])
 
     @property
     def components(self) -> Mapping[str, int]:
         """Bytes of context, library, weights, state and workspace, in whole pages."""
-        return dict(self.document["components"])
+        return dict(self._header["components"])
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole request on the device."""
-        return int(self.document["total_bytes"])
+        return int(self._header["total_bytes"])
 
     @property
     def budget_bytes(self) -> int:
         """Bytes that the request may take."""
-        return int(self.document["budget_bytes"])
+        return int(self._header["budget_bytes"])
 
     @property
     def peak_bytes(self) -> int:
         """Highest address in use in the workspace."""
-        return int(self.document["peak_bytes"])
+        return int(self._header["peak_bytes"])
 
     @property
     def lower_bound_bytes(self) -> int:
         """Bytes of the largest live set: no assignment can be below it."""
-        return int(self.document["lower_bound_bytes"])
+        return int(self._header["lower_bound_bytes"])
 
     @property
     def optimal(self) -> bool:
         """Whether the peak equals the lower bound."""
-        return bool(self.document["optimal"])
+        return bool(self._header["optimal"])
 
     @property
     def max_ctx_tokens(self) -> int:
         """Largest context that fits the same device, budget and mask ratio."""
-        return int(self.document["max_ctx_tokens"])
+        return int(self._header["max_ctx_tokens"])
 
     @property
     def predicted_step_ms(self) -> float:
         """Predicted time of the step, milliseconds."""
-        return float(self.document["predicted_step_ms"])
+        return float(self._header["predicted_step_ms"])
 
     @property
     def digest(self) -> str:
@@ -172,29 +197,38 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file and make sure that it has a plan's structure; `check` proves the rest."""
-        from mosaic.planner.check import check_plan
-
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanFormatError(f"cannot read the plan {path}: {error}.") from None
         try:
             plan = cls.from_json(text)
-            malformed = [v for v in check_plan(plan.document) if v.code in ("format", "id")]
+            require_well_formed(plan.document)
         except PlanFormatError as error:
             raise PlanFormatError(f"{path}: {error}") from None
-        if malformed:
-            raise PlanFormatError(f"{path}: not a readable plan: {malformed[0].message}; plan again.")
         return plan
 
-    def check(self) -> None:
+    def check(self, *, weights: WeightMap | None = None) -> None:
         """Prove the plan with the independent checker.
+
+        Parameters
+        ----------
+        weights
+            Where weights were loaded, as `weights` of another plan says it: this one must read them there.
 
         Raises
         ------
         CheckFailed
             Listing every violation.
         """
-        from mosaic.planner.check import require_valid
+        require_valid(self.document, weights=weights)
 
-        require_valid(self.document)
+    def prove(self, *, weights: WeightMap | None = None) -> None:
+        """Prove what memory depends on, which is quicker than `check`; a planner's plan has been proved when it is got.
+
+        Raises
+        ------
+        CheckFailed
+            Listing every violation.
+        """
+        require_safe(self.document, weights=weights)

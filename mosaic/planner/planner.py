@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from mosaic.devices import Device, load_device
-from mosaic.errors import UsageError
+from mosaic.errors import UnsafePlan, UsageError
 from mosaic.models import Model, load
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.safetensors import Layout
 from mosaic.planner.cache import template_of
-from mosaic.planner.document import assemble
+from mosaic.planner.check import prove_safe
+from mosaic.planner.document import Draft, assemble
 from mosaic.planner.limits import DimsAt, max_context, smallest_total
 from mosaic.planner.placement import place
 from mosaic.planner.plan import Plan
@@ -317,7 +318,7 @@ def plan_point(
     config: Config | None = None,
     pinned: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Search, place and assemble at fixed dims.
+    """Search, place, assemble and prove at fixed dims.
 
     Parameters
     ----------
@@ -325,6 +326,11 @@ def plan_point(
         Dims at another context, to solve `max_ctx_tokens`; without it that is the context itself, or 0.
     config
         A configuration to take instead of searching.
+
+    Raises
+    ------
+    UnsafePlan
+        If the checker refuses what was planned: nothing is handed out.
     """
     if config is None:
         result, offsets, peak, used = _search_and_place(point, budget_bytes, host_budget_bytes, solver)
@@ -341,12 +347,21 @@ def plan_point(
         )
     else:
         longest = point.dims.get("keys", point.dims.get("tokens", 0)) if fits else 0
-    return Plan(
-        assemble(
-            point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,
-            host_budget_bytes=host_budget_bytes, max_ctx_tokens=longest, solver=used,
-        )
+    draft = assemble(
+        point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,
+        host_budget_bytes=host_budget_bytes, max_ctx_tokens=longest, solver=used,
     )  # fmt: skip
+    _require_safe(draft)
+    return Plan(draft)
+
+
+def _require_safe(draft: Draft) -> None:
+    """Prove a plan before anybody gets it: whatever searched and packed, the checker shares no code with it."""
+    violations = prove_safe(draft.records, draft.header, draft.numbers)
+    if violations:
+        dims = ", ".join(f"{name}={value:,}" for name, value in draft.header["dims"].items())
+        what = f"{draft.header['model']} ({dims})"
+        raise UnsafePlan(map(str, violations), what=what, solver=draft.header["solver"])
 
 
 def _search_and_place(

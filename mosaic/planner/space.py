@@ -13,19 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import Device
 from mosaic.errors import UnknownName, UsageError
+from mosaic.planner.check import Records
 from mosaic.planner.cost import OpTimes
 from mosaic.planner.lifetimes import Lifetimes, derive
 from mosaic.planner.offsets import Guard, Order
 from mosaic.planner.peaks import ALIGNMENT, PeakFormula, peak_formula
 from mosaic.planner.template import Body, Template
 from mosaic.units import round_up
+
+if TYPE_CHECKING:
+    from mosaic.planner.records import Tables
 
 _Tables = tuple[float, list[dict[int | None, float]], list[tuple[str, ...]]]
 """Seconds that no knob changes, seconds by setting of each knob, and the groups of nested knobs."""
@@ -45,7 +49,7 @@ class Variant:
     """A body with some of its regions on.
 
     `orders` are packings found at reference sizes, with what checks their answers and the solver that found them; they
-    are replayed for new sizes. The last four fields keep what plans say of this variant whatever the dims; the document
+    are replayed for new sizes. The last three fields keep what plans say of this variant whatever the dims; the document
     module fills them.
     """
 
@@ -53,10 +57,9 @@ class Variant:
     life: Lifetimes
     formula: PeakFormula
     orders: list[tuple[Order, Guard, str]] = field(default_factory=list)
-    op_statics: list[dict[str, Any]] = field(default_factory=list)
-    buffer_statics: list[dict[str, Any]] = field(default_factory=list)
+    records: Records | None = None
+    tables: Tables | None = None
     formula_lines: list[dict[str, str]] = field(default_factory=list)
-    outside_order: list[int] = field(default_factory=list)
 
 
 class Space:

@@ -235,7 +235,7 @@ def read_header(header: Mapping[str, Any], found: _Found) -> bool:
 
 def read_statements(document: Mapping[str, Any], found: _Found) -> Work | None:
     """Check the fields of formula and trace; return each op's FLOPs and bytes."""
-    if not _read_fields(document, dict.fromkeys(_STATEMENTS, _LIST), found):
+    if not _read_fields(document, dict.fromkeys(_STATEMENTS, _LIST), found) or type(document.get("ops")) not in _LIST:
         return None
     _FORM.named(document, found)
     step, work = _STEP.named(document, found), _WORK.named(document, found)
