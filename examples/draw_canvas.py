@@ -1,7 +1,7 @@
 """Stop a generation half-way and draw its canvas as a picture: `python examples/draw_canvas.py docs/images/generate.svg`.
 
 Every step reports the tokens it committed and the plan that it ran by; `CanvasTracker` keeps them, and its canvas is what
-`mosaic generate` shows in a terminal. Takes seconds on a CPU; `pip install 'mosaic-dllm[torch]'`.
+`mosaic generate` shows in a terminal. Takes seconds on a CPU; needs the extra `torch`.
 """
 
 from __future__ import annotations

@@ -69,7 +69,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'mosaic' has no attribute '{name}'")
-    value = getattr(import_module(_PUBLIC[name]), name)
+    try:
+        value = getattr(import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from mosaic.errors import MissingExtra
+
+        raise MissingExtra("torch", "torch", f"mosaic.{name}") from None
     globals()[name] = value
     return value
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import sys
 from pathlib import Path
 
 from mosaic.errors import UsageError
 
-__all__ = ["write_atomic"]
+__all__ = ["is_replaceable", "write_atomic"]
+
+_STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -17,8 +22,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     Parameters
     ----------
     path
-        Where to write. A symbolic link is followed; what is no regular file (a pipe, `/dev/stdout`) is written
-        directly.
+        Where to write. A symbolic link is followed. What is no regular file (a pipe, a device) is written directly, and
+        so is an open descriptor (`/dev/stdout`, `/dev/fd/3`), wherever it leads.
     data
         The content; text is written as UTF-8 with `\\n` line ends.
 
@@ -26,6 +31,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     ------
     UsageError
         If the folder does not exist, may not be written to, or `path` is a folder.
+    OSError
+        With the file's name, if the disk is full or fails.
 
     Examples
     --------
@@ -36,17 +43,41 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     'planned'
     """
     content = data.encode() if isinstance(data, str) else data
-    target = Path(os.path.realpath(path))
     try:
-        if target.exists() and not target.is_file() and not target.is_dir():
-            target.write_bytes(content)
+        if (descriptor := _descriptor(path)) is not None:
+            _write_through(descriptor, content)
+        elif is_replaceable(path):
+            _replace(Path(os.path.realpath(path)), content)
         else:
-            _replace(target, content)
+            Path(path).write_bytes(content)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         reason = error.strerror or str(error)
         raise UsageError(
             f"cannot write '{os.fspath(path)}': {reason}. Give a path in an existing, writable folder."
         ) from error
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def is_replaceable(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a regular file or could become one; a pipe, a device or an open descriptor is neither."""
+    target = Path(path)
+    return _descriptor(path) is None and (target.is_file() or target.is_dir() or not target.exists())
+
+
+def _descriptor(path: str | os.PathLike[str]) -> int | None:
+    """The open descriptor that a path stands for."""
+    name = os.fspath(path)
+    match = _DESCRIPTOR.fullmatch(name)
+    return int(match[1]) if match else _STREAMS.get(name)
+
+
+def _write_through(descriptor: int, content: bytes) -> None:
+    """Write where a descriptor stands, after what has been printed: reopening a redirected file would begin at its start."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with os.fdopen(os.dup(descriptor), "wb") as copy:
+        copy.write(content)
 
 
 def _replace(target: Path, content: bytes) -> None:

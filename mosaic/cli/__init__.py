@@ -6,12 +6,15 @@ Exit codes: 0 fits, 3 a valid question whose answer is "does not fit", 2 usage,
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from contextlib import suppress
 
 import typer
 
 from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, quality, show
+from mosaic.cli.output import degrade_output, note
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
 
@@ -59,17 +62,27 @@ app.add_typer(measure, name="bench")
 
 def main() -> None:
     """Run the command line; errors of ours end as one line and their exit code."""
+    degrade_output()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except MosaicError as error:
-        print(f"mosaic: {error}", file=sys.stderr)
+        note(str(error))
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
-        # The reader (head, less) has gone; keep the interpreter from complaining when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()  # the reader (head, less) has gone
         raise SystemExit(1) from None
     except OSError as error:
-        print(f"mosaic: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+        _abandon_stdout()
+        note(f"{error.filename or 'standard output'}: {error.strerror or error}")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _abandon_stdout() -> None:
+    """Keep the interpreter from complaining when it flushes stdout at exit."""
+    with suppress(io.UnsupportedOperation):  # no descriptor where a caller captures what is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

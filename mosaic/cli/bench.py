@@ -51,7 +51,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from mosaic.bench import Settings, run
-    from mosaic.cli.exports import check_targets
+    from mosaic.cli.exports import check_targets, say_written
     from mosaic.files import write_atomic
     from mosaic.units import parse_bytes, parse_lengths
 
@@ -85,6 +85,7 @@ def bench(
         import json
 
         write_atomic(out, json.dumps(result, indent=1) + "\n")
+        say_written([out])
     if as_json:
         print_json(result)
     else:

@@ -7,19 +7,25 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mosaic.cli.output import note
 from mosaic.errors import UsageError
-from mosaic.files import write_atomic
+from mosaic.files import is_replaceable, write_atomic
 
-__all__ = ["check_targets", "export"]
+__all__ = ["check_targets", "export", "say_written"]
 
 Document = Mapping[str, Any]
 
 
 def check_targets(targets: Iterable[Path | None]) -> None:
-    """Refuse files that could not be written, before any work is done for them."""
+    """Refuse files that could not be written, before any work is done for them, and one that is named twice."""
+    seen: set[str] = set()
     for path in targets:
         if path is None:
             continue
+        where = os.path.realpath(path)
+        if where in seen:
+            raise UsageError(f"cannot write {path} twice: give every output a file of its own.")
+        seen.add(where)
         if not path.parent.is_dir():
             raise UsageError(f"cannot write {path}: the directory {path.parent} does not exist.")
         if path.is_dir():
@@ -29,7 +35,7 @@ def check_targets(targets: Iterable[Path | None]) -> None:
 
 
 def export(document: Document, targets: Mapping[str, Path | None]) -> None:
-    """Render `document` for every target that is given, then write the files whole; if one fails, none is left."""
+    """Render `document` for every target that is given, then write the files whole and say so; if one fails, none is left."""
     rendered = [(path, _RENDERERS[kind](document)) for kind, path in targets.items() if path is not None]
     written: list[Path] = []
     try:
@@ -37,9 +43,17 @@ def export(document: Document, targets: Mapping[str, Path | None]) -> None:
             write_atomic(path, data)
             written.append(path)
     except BaseException:
-        for path in written:
+        for path in filter(is_replaceable, written):
             path.unlink(missing_ok=True)
         raise
+    say_written(written)
+
+
+def say_written(paths: Iterable[Path | None]) -> None:
+    """Name the files on stderr."""
+    names = [str(path) for path in paths if path is not None]
+    if names:
+        note(f"wrote {', '.join(names)}")
 
 
 def _json(document: Document) -> str:

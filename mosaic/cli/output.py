@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import sys
+import unicodedata
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["new_table", "note", "print_json", "report_plan", "results"]
+__all__ = ["degrade_output", "is_unicode", "new_table", "note", "print_json", "report_plan", "results"]
+
+
+_PLAIN: Final[Mapping[str, str]] = {
+    "\N{MULTIPLICATION SIGN}": "x", "\N{EN DASH}": "-", "\N{EM DASH}": "-", "\N{BLACK UP-POINTING TRIANGLE}": "^",
+    "\N{LEFT SINGLE QUOTATION MARK}": "'", "\N{RIGHT SINGLE QUOTATION MARK}": "'", "\N{LEFT DOUBLE QUOTATION MARK}": '"',
+    "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+}  # fmt: skip
+_LINES: Final = range(0x2500, 0x2580)
+_BLOCKS: Final = range(0x2580, 0x25A0)
+
+
+def degrade_output() -> None:
+    """Let stdout and stderr print what is nearest where their encoding lacks a character, instead of failing."""
+    codecs.register_error("mosaic", _nearest)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="mosaic")
+
+
+def _nearest(error: UnicodeError) -> tuple[str, int]:
+    """ASCII for the characters that an encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_plain, error.object[error.start : error.end])), error.end
+
+
+def _plain(character: str) -> str:
+    if ord(character) in _LINES:
+        return {"│": "|", "─": "-"}.get(character, "+")
+    if ord(character) in _BLOCKS:
+        return "#"
+    return _PLAIN.get(character) or unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode() or "?"
+
+
+def is_unicode() -> bool:
+    """Whether stdout can print any character."""
+    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 @cache
@@ -53,4 +93,4 @@ def report_plan(document: Mapping[str, Any], as_json: bool, explain: bool) -> No
 
 def print_json(value: Any) -> None:
     """The only thing on stdout under `--json`."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+    sys.stdout.write(json.dumps(value, ensure_ascii=not is_unicode(), indent=1) + "\n")

@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 
 from mosaic.cli.output import note, print_json, results
-from mosaic.errors import UsageError
+from mosaic.errors import MosaicError, UsageError
 
 __all__ = ["pack"]
 
 
 def pack(
     file: Annotated[
-        Path, typer.Argument(help="id,lower,upper,size[,offset] with half-open lifetimes.", metavar="INSTANCE.CSV")
-    ],
+        Path | None, typer.Argument(help="id,lower,upper,size[,offset], half-open lifetimes.", metavar="INSTANCE.CSV")
+    ] = None,
     solver: Annotated[
         str, typer.Option(help="auto (the portfolio) or one solver; `--solver help` lists them.")
     ] = "auto",
@@ -32,7 +32,7 @@ def pack(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Give every buffer an address. Exit code 3 when a capacity is given and not reached."""
-    from mosaic.cli.exports import check_targets
+    from mosaic.cli.exports import check_targets, say_written
     from mosaic.planner.offsets import SOLVERS, names_end, read_csv, solve, validate, write_csv
     from mosaic.units import format_bytes, parse_bytes
 
@@ -40,6 +40,8 @@ def pack(
         for name, text in SOLVERS.items():
             results().print(f"{name:20} {text}", markup=False)
         return
+    if file is None:
+        raise UsageError("give an instance: mosaic pack instance.csv (`mosaic pack --solver help` lists the solvers).")
     if not 0 < timeout < float("inf"):
         raise UsageError(f"--timeout must be positive, got {timeout}.")
     check_targets([out])
@@ -49,9 +51,13 @@ def pack(
     solution = solve(problem, solver=solver, timeout_s=timeout)
     violations = validate(problem, solution)
     if violations:
-        raise AssertionError(f"solver {solution.solver} returned an invalid packing: {violations[0]}")
+        raise MosaicError(
+            f"{file}: the solver {solution.solver} gave a packing that does not hold: {violations[0]}; nothing is written. "
+            "Try another --solver, and please report the instance."
+        )
     if out is not None:
         write_csv(out, problem, solution)
+        say_written([out])
     answer = {
         "peak_bytes": solution.peak_bytes, "lower_bound_bytes": solution.lower_bound_bytes, "capacity": problem.capacity,
         "solver": solution.solver, "optimal": solution.optimal, "seconds": round(solution.seconds, 6),

@@ -108,9 +108,9 @@ def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> Non
 
 
 def _compare(files: tuple[Path, Path], as_json: bool) -> None:
-    from mosaic.planner.plan import Plan
+    from mosaic.cli.request import read_plan
 
-    plans = [Plan.load(file) for file in files]
+    plans = [read_plan(file) for file in files]
     if as_json:
         keys = ("model", "device", "dims", "config", "components", "total_bytes", "budget_bytes", "host_bytes",
                 "host_budget_bytes", "peak_bytes", "lower_bound_bytes", "predicted_step_ms", "max_ctx_tokens", "fits")  # fmt: skip

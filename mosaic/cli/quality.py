@@ -65,7 +65,7 @@ def quality(
 ) -> None:
     """Ask a model what it must know: facts at any depth of a document, arithmetic, sorting, stories."""
     from mosaic.bench.quality.run import QualitySettings, check_vocabulary, run
-    from mosaic.cli.exports import check_targets
+    from mosaic.cli.exports import check_targets, say_written
     from mosaic.files import write_atomic
     from mosaic.models import load
     from mosaic.units import parse_lengths
@@ -108,6 +108,7 @@ def quality(
         from mosaic.bench.quality.plot import png
 
         write_atomic(plot, png(result, f"{described.name}, {_named(settings.options)}"))
+    say_written([out, plot])
     if as_json:
         print_json(result)
         return

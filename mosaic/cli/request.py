@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mosaic.errors import MissingExtra, UsageError
+from mosaic.errors import MissingExtra, PlanFormatError, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mosaic.models import Model
+    from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner, Request
 
-__all__ = ["own_dtype", "read_model", "read_request", "require_torch"]
+__all__ = ["own_dtype", "read_model", "read_plan", "read_request", "require_torch"]
 
 
 def read_model(model: str | None, dtype: str | None) -> Model:
@@ -21,6 +24,28 @@ def read_model(model: str | None, dtype: str | None) -> Model:
         raise UsageError("give a model: --model llada-8b (see `mosaic models`).")
     loaded = load(model)
     return loaded if dtype is None else loaded.with_dtype(dtype)
+
+
+def read_plan(file: Path) -> Plan:
+    """A plan file whose claims hold: of one that is damaged, no figure is shown.
+
+    Raises
+    ------
+    PlanFormatError
+        Naming the file and the first claim that does not hold.
+    """
+    from mosaic.planner.check import check_plan
+    from mosaic.planner.plan import Plan
+
+    plan = Plan.load(file)
+    violations = check_plan(plan.document)
+    if violations:
+        more = f" (and {len(violations) - 1:,} more)" if len(violations) > 1 else ""
+        what = " ".join(violations[0].message.split())
+        raise PlanFormatError(
+            f"{file}: not a valid plan: {what}{more}; `mosaic check` lists everything, or plan again."
+        )
+    return plan
 
 
 def own_dtype(model: str, device: str) -> str | None:

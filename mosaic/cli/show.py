@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mosaic.cli.output import report_plan
+from mosaic.cli.request import read_plan
 
 __all__ = ["show"]
 
@@ -23,10 +24,9 @@ def show(
 ) -> None:
     """Show a plan."""
     from mosaic.cli.exports import check_targets, export
-    from mosaic.planner.plan import Plan
 
     targets = {"html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
-    plan = Plan.load(file)
+    plan = read_plan(file)
     export(plan.document, targets)
     report_plan(plan.document, as_json, explain)

@@ -27,7 +27,9 @@ def print_plan(console: Console, document: Mapping[str, Any]) -> None:
     """Print the summary of one plan."""
     for part in (_headline(document), _components(document), _facts(document), _at_peak(document)):
         console.print(part)
-    console.print(Text(text_timeline(document, width=min(console.width, 100)), style="dim"))
+    console.print(
+        Text(text_timeline(document, width=min(console.width, 100), ascii_only=console.options.ascii_only), style="dim")
+    )
 
 
 def _headline(document: Mapping[str, Any]) -> RenderableType:
