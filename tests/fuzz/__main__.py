@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
 import os
 import random
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # what tests share is imp
 
 from .cases import KINDS, explain, run_case
 from .findings import Finding, Tally
+from .working import work
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"fuzzing {', '.join(kinds)} for {seconds:g} s on {options.workers} processes, seed {seed}", flush=True)
     jobs = [(kinds, seed + worker, options.workers, time.time() + seconds) for worker in range(options.workers)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        results = pool.starmap(_work, jobs)
+        results = pool.starmap(work, jobs)
     tally, found = Tally(), [text for _, texts in results for text in texts]
     for counts, _ in results:
         tally.update(counts)
@@ -50,23 +50,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one case again and make it small")
     return parser.parse_args(arguments)
-
-
-def _work(kinds: Sequence[str], first: int, stride: int, deadline: float) -> tuple[dict[str, int], list[str]]:
-    """One process: cases in turn, up to the deadline or the first finding."""
-    import torch
-
-    torch.set_num_threads(1)
-    tally = Tally()
-    for seed in itertools.count(first, stride):
-        for kind in kinds:
-            if time.time() > deadline:
-                return dict(tally), []
-            try:
-                run_case(kind, seed, tally)
-            except Finding as finding:
-                return dict(tally), [explain(kind, seed, finding)]
-    raise AssertionError
 
 
 def _replay(kind: str, seed: int) -> int:
