@@ -414,6 +414,70 @@ def test_loop_reads_slice_before_next_op_overwrites_it() -> None:
     assert codes(after) == {"alias-stale-read"}
 
 
+def filled(*, sink_kib: int = 0, late: bool = True) -> Document:
+    """A loop makes t, then fills y slice by slice; y lies in t's storage, from `sink_kib` KiB on."""
+    ops = [
+        op("embed", [0], [1]),
+        op("make", [1], [2], region="rows", slices=[(1, "rows")]),
+        op("use", [2], [3], region="rows", slices=[(3, "rows")]),
+        op("fill", [1, 3], [4], region="rows", slices=[(1, "rows"), (3, "rows"), (4, "rows")]),
+    ]
+    buffers = [
+        buffer("ids", (0, 1), 5, 4, kind="input"),
+        buffer("x", (0, 4), 0, 4),
+        buffer("t", (1, 4), 4, 1, covers_kib=sink_kib + 4),
+        buffer("u", (2, 4), 10, 1, region="rows"),
+        buffer("y", (1, 4), 4 + sink_kib, 4, kind="output", alias_of=2, alias_kib=sink_kib),
+    ]
+    return plan(
+        ops, buffers, peak_at="use", peak_kib=11, lower_bound_kib=9 + sink_kib, workspace_kib=12, total_kib=20,
+        regions=[region("rows", (1, 4), 4, 1, 4)],
+        barriers=[barrier("rows", (1, 4), of="rows", inputs=[1], outputs=[2, 4])],
+    )  # fmt: skip
+
+
+def test_a_slice_does_not_restore_what_the_next_iteration_overwrites() -> None:
+    """y's first slice is lost when the second iteration makes t; that y is written again does not bring it back."""
+    document = filled()
+    assert codes(document) == {"alias-stale-read"}
+    once = copy.deepcopy(document)
+    once["regions"][0].update(rows=4, count=1)
+    once["config"]["rows"] = 4
+    assert "alias-stale-read" not in codes(once)
+
+
+def test_a_root_has_its_own_bytes_not_those_of_its_aliases() -> None:
+    """t is 1 KiB of a storage that its alias makes 5; y behind it shares nothing with it."""
+    assert "alias-stale-read" not in codes(filled(sink_kib=1))
+
+
+def test_a_loop_may_fill_after_a_gap_what_had_no_value_before() -> None:
+    """t dies, its bytes are free for a while, then a loop fills y in them slice by slice; y must be new then."""
+    cut = [(1, "rows"), (4, "rows")]
+    ops = [
+        op("embed", [0], [1]),
+        op("make", [1], [2]),
+        op("rest", [1], [3]),
+        op("fill", [1], [4], region="rows", slices=cut),
+    ]
+    buffers = [
+        buffer("ids", (0, 1), 4, 4, kind="input"),
+        buffer("x", (0, 4), 0, 4),
+        buffer("t", (1, 4), 4, 4, gaps=[(2, 3)]),
+        buffer("u", (2, 3), 4, 4),
+        buffer("y", (3, 4), 4, 4, kind="output", alias_of=2),
+    ]
+    document = plan(
+        ops, buffers, peak_at="embed", peak_kib=8, lower_bound_kib=8, workspace_kib=8, total_kib=16,
+        regions=[region("rows", (3, 4), 4, 1, 4)], barriers=[barrier("rows", (3, 4), of="rows", inputs=[1], outputs=[4])],
+    )  # fmt: skip
+    assert codes(document) == set()
+    filled_before = copy.deepcopy(document)
+    filled_before["ops"][1]["writes"], filled_before["ops"][1]["operands"]["w0"] = [4], 4
+    filled_before["buffers"][4]["start"] = 1
+    assert "gap" in codes(filled_before)
+
+
 def test_barrier_protects_an_alias() -> None:
     document = EXAMPLES["inplace"]()
     document["barriers"].append(barrier("keep q", (0, 4), inputs=[1]))

@@ -249,10 +249,10 @@ class Columns(Skeleton):
     uncut: set[int] = field(default_factory=set)
 
     def share_bytes(self, a: int, b: int) -> bool:
-        """Whether two members of one alias group overlap in bytes."""
+        """Whether two members of one alias group overlap in bytes of their own; a root's size covers its aliases as well."""
         return (
-            self.alias_offset[a] < self.alias_offset[b] + self.size[b]
-            and self.alias_offset[b] < self.alias_offset[a] + self.size[a]
+            self.alias_offset[a] < self.alias_offset[b] + self.raw_bytes[b]
+            and self.alias_offset[b] < self.alias_offset[a] + self.raw_bytes[a]
         )
 
 

@@ -189,9 +189,25 @@ class _Walk:
                 if old != new and self._lie.share_bytes(old, new):
                     self._check_overwrite(i, old, new, slicing)
                     self._lose(i, old, slicing, passes)
-            if new not in plan.reads[i]:
+            if new not in plan.reads[i] and self._restores(i, new):
                 self._held[new] = (None, set())
                 self._lost.pop(new, None)
+
+    def _restores(self, i: int, new: int) -> bool:
+        """Whether a write leaves nothing of a lost value lost: not where it is of one slice, and a loop that both ops share
+        overwrites all slices in each iteration. Loops around one of the two alone are through when the other begins."""
+        plan, lost = self._plan, self._lost.get(new)
+        if lost is None:
+            return True
+        shared = self._lie.repeats.intersection(plan.around(i), plan.around(lost))
+        written = [cut for cut in _cuts(plan, i, new) if cut[1] in shared]
+        others = [m for m in self._group if m in plan.writes[lost] and self._lie.share_bytes(m, new)]
+        return not written or all(
+            self._view[m] == self._view[new]
+            and plan.dtype[m] == plan.dtype[new]
+            and [cut for cut in _cuts(plan, lost, m) if cut[1] in shared] == written
+            for m in others
+        )
 
     def _check_overwrite(self, i: int, old: int, new: int, slicing: _Slicing | None) -> None:
         """Check that op i may write `new` over `old`: not over its own operand, nor over what is held."""
@@ -310,8 +326,16 @@ def _values_in_gap(plan: Skeleton, b: int, touched: Ids, start: int, end: int) -
         if region.start < start < region.end and following >= region.end:
             firsts += [i for i in touched if region.start <= i < start][:1]
     for i in firsts:
-        if not _overwrites_whole(plan, i, b):
+        if not _overwrites_whole(plan, i, b) and not _begins(plan, i, b, touched, end):
             yield f"{plan.say_op(i)} does not overwrite the whole of {plan.say(b)} after it"
+
+
+def _begins(plan: Skeleton, i: int, b: int, touched: Ids, end: int) -> bool:
+    """Whether op i is the first of all that touch a buffer, in loops that begin after a gap: then there is no value to
+    lose, and loops may fill the buffer slice by slice."""
+    holds_before = plan.kind[b] in FROM_START or plan.kind[b] in ("carry", "host")
+    begins = all(plan.regions[name].start >= end for name in plan.around(i) if not plan.is_within(plan.home[b], name))
+    return begins and not holds_before and touched[0] == i and b in plan.writes[i] and b not in plan.reads[i]
 
 
 def _overwrites_whole(plan: Skeleton, i: int, b: int) -> bool:
