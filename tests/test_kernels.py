@@ -163,6 +163,14 @@ def test_attention_infers_heads_from_widths(heads: Any) -> None:
         ("attention", ((5, 192), (7, 128)), {"head_size": 64}, "3 query heads do not divide into 2 groups"),
         ("attention", ((5, 64 * HEADS), (7, 128)), {"head_size": 64}, "h query heads do not divide into 2 groups"),
         ("rotary", ((5, 96),), {"head_size": 64}, "x must have heads of 64, it has 96 columns"),
+        ("rotary", ((5, 32),), {"head_size": 32}, "inv_freq rotates 64 dims of 32"),
+        ("rotary", ((5, 64),), {"head_size": 64, "factor": 0.0}, "factor must be positive, got 0.0"),
+        (
+            "rotary own",
+            ((5, 64),),
+            {"head_size": 64},
+            "inv_freq has 0 axes of sequences; give sequences with one, else none",
+        ),
         ("head_norm", ((5, 96),), {"eps": 1e-5}, "x must have heads of 64, it has 96 columns"),
     ],
 )
@@ -171,11 +179,12 @@ def test_widths_that_are_no_heads_are_refused(name: str, specs: Any, attrs: dict
     others = {
         "attention": lambda: (rest[0], rest[0], BOUNDS),
         "rotary": lambda: (Spec((5,), "int32"), Spec((32,), "float32")),
+        "rotary own": lambda: (Spec((5,), "int32"), Spec((32,), "float32"), Spec((5,), "int32")),
         "head_norm": lambda: (Spec((64,), "bfloat16"),),
     }[name]()
     more = {"scale": 1.0, "span": SPAN} if name == "attention" else {}
     with pytest.raises(GraphError, match=message):
-        contract(name).infer(x, *others, **attrs, **more)
+        contract(name.split()[0]).infer(x, *others, **attrs, **more)
 
 
 def test_products_tell_their_columns_and_a_copy_its_bytes() -> None:
@@ -340,19 +349,30 @@ def test_head_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", [(1, 1, 2, 2), (37, 4, 16, 16), (530, 3, 128, 64)], ids=str)
-def test_rotary(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("bases", "factor"), [((500000.0,), 1.0), ((500000.0,), 1.2), ((1e4, 5e5, 3e6), 0.7)], ids=str)
+def test_rotary(shape: tuple[int, int, int, int], bases: tuple[float, ...], factor: float, dtype: torch.dtype) -> None:
+    """One base for all tokens, or a row of frequencies for each of several sequences."""
     tokens, heads, size, rotated = shape
     x = strided(randn(tokens, heads * size, dtype=dtype))
     positions = torch.arange(tokens, dtype=torch.int32) * 241
-    inv_freq = (500000.0 ** (-torch.arange(0, rotated, 2, dtype=F64) / rotated)).to(F32)
-    case = Case("rotary", {"x": x, "positions": positions, "inv_freq": inv_freq}, attrs={"head_size": size})
-    expected = case.reference()
-    angle = (positions.double()[:, None] * inv_freq.double()).repeat(1, 2)
-    pair = x.double().view(tokens, heads, size)[..., :rotated].abs()
-    pair = pair + pair.roll(rotated // 2, dims=2)
+    inv_freq = torch.stack([b ** (-torch.arange(0, rotated, 2, dtype=F64) / rotated) for b in bases]).to(F32)
+    operands = {"x": x, "positions": positions, "inv_freq": inv_freq if len(bases) > 1 else inv_freq[0]}
+    number = torch.arange(tokens) * len(bases) // tokens
+    if len(bases) > 1:
+        operands["sequences"] = number.to(torch.int32)
+    case = Case("rotary", operands, attrs={"head_size": size, "factor": factor})
+    angle = (positions.double()[:, None] * inv_freq[number].double()).repeat(1, 2)[:, None, :]
+    turning = x.double().view(tokens, heads, size)[..., :rotated].clone()
+    first, second = turning.chunk(2, dim=2)
+    turned = turning * angle.cos() + torch.cat([-second, first], dim=2) * angle.sin()
+    expected = x.double().view(tokens, heads, size).clone()
+    expected[..., :rotated] = factor * turned
+    expected = expected.view(tokens, -1)
+    torch.testing.assert_close(case.reference(), expected, rtol=1e-9, atol=1e-9)
+    pair = turning.abs() + turning.abs().roll(rotated // 2, dims=2)
     bound = torch.zeros(tokens, heads, size, dtype=F64)
-    # the angle is rounded once in float32, cosine and sine to 2 ulp, then two products and a sum
-    bound[..., :rotated] = pair * (unit(F32) * (angle[:, None, :] + 8))
+    # the angle is rounded once in float32, cosine and sine to 2 ulp, then three products and a sum
+    bound[..., :rotated] = factor * pair * (unit(F32) * (angle + 9))
     case.launch()
     assert_within(x, expected, bound.view(tokens, -1) + rounding(expected, dtype))
 
@@ -731,6 +751,11 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
             "rotary",
             {"x": x.clone(), "positions": positions, "inv_freq": inv_freq},
             attrs={"head_size": 16},
+        ),
+        Case(
+            "rotary",
+            {"x": x.clone(), "positions": positions, "inv_freq": inv_freq.repeat(2, 1), "sequences": positions // 150},
+            attrs={"head_size": 16, "factor": 1.5},
         ),
         Case("row_stats", {"logits": randn(300, 1500, dtype=dtype)}, statistics_outputs(300)),
         Case(

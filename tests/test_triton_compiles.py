@@ -52,6 +52,8 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "head_norm", {"x": x, "weight": empty(size), "eps": 1e-6}
     angles = {"positions": empty(rows, dtype=torch.int32), "inv_freq": empty(size // 2, dtype=wide)}
     yield "rotary", {"x": x, **angles, "head_size": size}
+    own = {"inv_freq": empty(3, size // 2, dtype=wide), "sequences": empty(rows, dtype=torch.int32)}
+    yield "rotary", {"x": x, **angles, **own, "head_size": size, "factor": 1.2}
     yield "silu_mul", {"gate": empty(rows, feed), "up": empty(rows, feed)}
     yield "embedding", {"ids": some, "table": empty(vocabulary, hidden), "y": x}
     yield "row_stats", {"logits": empty(rows, vocabulary), **stats}

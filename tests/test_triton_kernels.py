@@ -163,19 +163,22 @@ def head_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> Built:
     return case, within("x", expected, gamma(size // 2 + 14, dtype) * expected.abs() + rounding(expected, dtype))
 
 
-def rotary(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Built:
+def rotary(shape: tuple[int, int, int, int], dtype: torch.dtype, bases: tuple[float, ...] = (500000.0,)) -> Built:
     tokens, heads, size, rotated = shape
     x = strided(randn(tokens, heads * size, dtype=dtype))
     positions = torch.arange(tokens, dtype=torch.int32) * 24103
-    inv_freq = (500000.0 ** (-torch.arange(0, rotated, 2, dtype=F64) / rotated)).to(F32)
-    operands = {"x": x, "positions": positions, "inv_freq": inv_freq}
-    case = Case("rotary", operands, attrs={"head_size": size})
+    inv_freq = torch.stack([b ** (-torch.arange(0, rotated, 2, dtype=F64) / rotated) for b in bases]).to(F32)
+    operands = {"x": x, "positions": positions, "inv_freq": inv_freq if len(bases) > 1 else inv_freq[0]}
+    number = torch.arange(tokens) * len(bases) // tokens
+    more = {"sequences": number.to(torch.int32)} if len(bases) > 1 else {}
+    factor = {"factor": 1.3} if more else {}
+    case = Case("rotary", operands | more, attrs={"head_size": size, **factor})
     expected = case.reference()
-    angle = (positions.double()[:, None] * inv_freq.double()).repeat(1, 2)
-    pair = x.double().view(tokens, heads, size)[..., :rotated].abs()
+    angle = (positions.double()[:, None] * inv_freq[number].double()).repeat(1, 2)
+    pair = x.double().view(tokens, heads, size)[..., :rotated].abs() * 1.3
     bound = torch.zeros(tokens, heads, size, dtype=F64)
-    # the angle is rounded once in float32, cosine and sine to 2 ulp, then two products and a sum
-    bound[..., :rotated] = (pair + pair.roll(rotated // 2, dims=2)) * (unit(F32) * (angle[:, None, :] + 8))
+    # the angle is rounded once in float32, cosine and sine to 2 ulp, then three products and a sum
+    bound[..., :rotated] = (pair + pair.roll(rotated // 2, dims=2)) * (unit(F32) * (angle[:, None, :] + 9))
     return case, within("x", expected, bound.view(tokens, -1) + rounding(expected, dtype))
 
 
@@ -375,6 +378,7 @@ def cases() -> Iterator[tuple[str, Callable[[torch.dtype], Built]]]:
         ("rms_norm", rms_norm, [(1, 1), (5, 7), (13, 96), (3, 9001)]),
         ("head_norm", head_norm, [(1, 1, 2), (7, 5, 16), (11, 33, 128)]),
         ("rotary", rotary, [(1, 1, 2, 2), (37, 4, 16, 16), (7, 3, 128, 64), (3, 33, 128, 128)]),
+        ("rotary, own", lambda s, d: rotary(s, d, (1e4, 5e5, 3e6)), [(37, 4, 16, 16), (7, 3, 128, 64)]),
         ("silu_mul", silu_mul, [(1, 1), (17, 41), (3, 4099)]),
         ("copy", copy, [(1, 1), (31, 4099)]),
         ("embedding", lambda s, d: rows_of("embedding", s, d), [(1, 1, 1), (31, 13, 5), (7, 4099, 3)]),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mosaic.models.architecture import Architecture
+from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.workspace import torch_dtype
 
 __all__ = ["Experts", "Transformer", "grouped_products"]
@@ -296,14 +297,13 @@ class Transformer(nn.Module):
         self.tensors: Mapping[str, Tensor] = weights.tensors
 
     def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [S, R] of the R dims of a head that turn, computed in float32."""
-        size, device = self.arch.rotary_size, self.embedding.device
-        exponent = torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size
-        inv_freq = 1.0 / (self.arch.rope_theta**exponent)
+        """Cosines and sines [S, R] of the R dims of a head that turn, computed in float32 and scaled as the model asks."""
+        device, scale = self.embedding.device, self.arch.rotary_scale
+        inv_freq = inverse_frequencies(self.arch.rotary, tokens).to(device)
         angles = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), inv_freq)
         angles = torch.cat((angles, angles), dim=-1)
         kept = torch.promote_types(self.dtype, torch.float32) if self.wide_rotary else self.dtype
-        return angles.cos().to(kept), angles.sin().to(kept)
+        return (angles.cos() * scale).to(kept), (angles.sin() * scale).to(kept)
 
     def mask(self, tokens: int) -> Tensor | None:
         """Which keys a query sees [S, S], None where all: those of its block and of the blocks before."""

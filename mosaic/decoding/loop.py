@@ -208,12 +208,12 @@ def _checked(prompts: Sequence[Tensor], config: GenerationConfig, arch: Architec
                 "overwritten; remove it."
             )
         length = canvas_length(config, arch, prompt.numel())
-        if arch.max_positions and length > arch.max_positions:
-            room = arch.max_positions - (length - prompt.numel())
+        if arch.max_context and length > arch.max_context:
+            room = arch.max_context - (length - prompt.numel())
             shorter = f"shorten the prompt to {room:,} tokens or lower gen_length" if room > 0 else "lower gen_length"
             raise UsageError(
                 f"{which} of {prompt.numel():,} tokens and gen_length {config.gen_length:,} take {length:,} positions, the "
-                f"model has {arch.max_positions:,}; {shorter}."
+                f"model has {arch.max_context:,}; {shorter}."
             )
     return [prompt.numel() for prompt in prompts]
 

@@ -170,6 +170,12 @@ class Architecture:
         return layers + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
+    def max_context(self) -> int:
+        """Positions that the model is made for, or that its rotary scaling reaches; 0 where nothing is known."""
+        stretched = self.rotary.factor * (self.rotary.original or self.max_positions)
+        return max(self.max_positions, int(stretched)) if self.max_positions else 0
+
+    @property
     def rope_theta(self) -> float:
         """The rotary base."""
         return self.rotary.theta

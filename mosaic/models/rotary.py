@@ -155,7 +155,6 @@ def read_rotary(
     trained = positive(config, "original_max_position_embeddings", default=0)
     if kind == "default":
         return Rotary(theta=base, dim=dim), 1.0
-    raise UnsupportedModel(f"config.json: '{where}' of type '{kind}' is not supported yet.")
     return _scaled(kind, merged, base, dim, positions, trained)
 
 

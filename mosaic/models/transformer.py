@@ -73,6 +73,10 @@ class _Step:
         self.cu_seqlens = g.input("cu_seqlens", (self.seqs + 1,), "int32")
         rotary = arch.rotary
         self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
+        self.sequences: Buffer | None = None
+        if rotary.kind == "dynamic" and not phase.cached:  # kept keys are rotated once, by the constant ones
+            self.inv_freq = g.input("frequencies", (self.seqs, rotary.dim // 2), "float32")
+            self.sequences = g.input("sequences", (self.tokens,), "int32")
         if phase.cached:
             self.declare_state()
         self.hidden = Hidden(g, arch, on_host=self.on_host)
@@ -192,7 +196,11 @@ class _Step:
             scale = self.norm_weight(f"{name}_norm", head_norm.format(layer=layer), arch.head_size)
             g.add_op("head_norm", y, scale, name=f"{name}_head_norm", eps=arch.norm_eps)
         if name != "v":
-            g.add_op("rotary", y, self.positions, self.inv_freq, name=f"{name}_rotary", head_size=arch.head_size)
+            factor: dict[str, Any] = {"factor": arch.rotary_scale} if arch.rotary_scale != 1.0 else {}
+            g.add_op(
+                "rotary", y, self.positions, self.inv_freq, self.sequences, name=f"{name}_rotary",
+                head_size=arch.head_size, **factor,
+            )  # fmt: skip
         return y
 
     def attend_to(self, q: Buffer, k: Buffer, v: Buffer, out: Buffer | None = None) -> Buffer:

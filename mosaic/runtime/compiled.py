@@ -24,6 +24,7 @@ from mosaic.errors import RuntimeMemoryError, UsageError
 from mosaic.models.phase import FULL_STEP
 from mosaic.runtime.batch import Rows, TokenIds, fill_rows, pack, rows_of
 from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.frequencies import check_cached, sequence_frequencies
 from mosaic.runtime.kv_memory import KVMemory
 from mosaic.runtime.kv_memory import Sequence as KVSequence
 from mosaic.runtime.ledger import DeviceLedger
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.models import Model
     from mosaic.models.architecture import Architecture
+    from mosaic.models.rotary import Rotary
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
 
@@ -375,7 +377,7 @@ class CompiledModel:
             self._warn_beyond(max(lengths))
             size = StepSize(FULL_STEP, lengths, (), self._kv.rows, max(len(rows), 1), len(chosen))
             executor = self._executor(size, config)
-            _fill_step(executor.inputs, packed, lengths, rows, chosen)
+            _fill_step(executor.inputs, packed, lengths, rows, chosen, self.architecture.rotary)
             with self._threads.in_force():
                 executor.run()
             return self._handed_out(output_of(executor.outputs, rows, len(chosen), self._current))
@@ -390,7 +392,7 @@ class CompiledModel:
 
     def _warn_beyond(self, positions: int) -> None:
         """Say once that a step goes beyond the positions that the model was made for."""
-        most = self.architecture.max_positions
+        most = self.architecture.max_context
         if most and positions > most and not self._warned:
             self._warned = True
             _log.warning(
@@ -432,7 +434,7 @@ class CompiledModel:
         """
         with self._turn():
             started = perf_counter()
-            packed = pack_step(requests, shifted=self.architecture.shifted)
+            packed = pack_step(requests, shifted=self.architecture.shifted, rotary=self.architecture.rotary)
             self._warn_beyond(max(request.start + request.token_ids.numel() for request in requests))
             # planned for all keys that the sequences own: one plan, and one captured graph, while the window moves on
             size = StepSize(packed.phase, packed.lengths, packed.owned, self._kv.rows, sum(packed.counts), 0)
@@ -470,6 +472,7 @@ class CompiledModel:
             If one of them does not fit.
         """
         with self._turn():
+            check_cached(self.architecture.rotary, [length for shape in shapes for length in shape.key_lens])
             owned = [shape.owned or shape.key_lens for shape in shapes]
             rows = self._kv.rows + max(map(sum, owned), default=0)
             sizes = [
@@ -617,7 +620,12 @@ class CompiledModel:
 
 
 def _fill_step(
-    inputs: Mapping[str, Tensor], packed: Tensor, lengths: Sequence[int], rows: Tensor, chosen: Tensor
+    inputs: Mapping[str, Tensor],
+    packed: Tensor,
+    lengths: Sequence[int],
+    rows: Tensor,
+    chosen: Tensor,
+    rotary: Rotary,
 ) -> None:
     """Write the inputs of a full step: whole sequences, and the rows to unembed and to return."""
     inputs["token_ids"].copy_(packed)
@@ -625,6 +633,8 @@ def _fill_step(
     inputs["cu_seqlens"].copy_(torch.tensor(bounds, dtype=torch.int32))
     for start, end in pairwise(bounds):
         torch.arange(end - start, out=inputs["positions"][start:end])
+    for name, value in sequence_frequencies(rotary, lengths).items():
+        inputs[name].copy_(value)
     fill_rows(inputs["rows"], rows)
     if len(chosen):
         fill_rows(inputs["logit_rows"], chosen)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from mosaic.errors import UsageError
 from mosaic.models.phase import Phase
+from mosaic.models.rotary import Rotary
 from mosaic.runtime import kv_memory
+from mosaic.runtime.frequencies import check_cached, sequence_frequencies
 from mosaic.runtime.steps import StepRequest
 
 __all__ = ["PackedStep", "pack_step"]
@@ -45,13 +47,15 @@ class PackedStep:
     inputs: _Inputs
 
 
-def pack_step(requests: Sequence[StepRequest], *, shifted: bool) -> PackedStep:
+def pack_step(requests: Sequence[StepRequest], *, shifted: bool, rotary: Rotary | None = None) -> PackedStep:
     """Lay the requests one after another; of a guided phase, all of them, then all of them without their prompts.
 
     Parameters
     ----------
     shifted
         Row i - 1 of the model predicts position i; the first row of a window then predicts itself.
+    rotary
+        The model's, where frequencies may depend on each sequence's length.
 
     Raises
     ------
@@ -66,6 +70,8 @@ def pack_step(requests: Sequence[StepRequest], *, shifted: bool) -> PackedStep:
     inputs = _windows(phase, requests, lengths)
     if phase.cached:
         inputs |= _keys(requests)
+    if rotary is not None:
+        inputs |= _frequencies(rotary, phase, requests, lengths)
     if phase.head != "none":
         inputs |= _rows(phase, requests, lengths, counts, shifted)
     owned = tuple(request.sequence.length for request in requests if request.sequence is not None)
@@ -104,6 +110,15 @@ def _windows(phase: Phase, requests: Sequence[StepRequest], lengths: tuple[int, 
         "positions": torch.cat(positions),
         "cu_seqlens": _offsets([part.numel() for part in tokens]),
     }
+
+
+def _frequencies(rotary: Rotary, phase: Phase, requests: Sequence[StepRequest], lengths: tuple[int, ...]) -> _Inputs:
+    if phase.cached:
+        check_cached(rotary, [request.key_len for request in requests])
+        return {}
+    ends = [request.start + length for request, length in zip(requests, lengths, strict=True)]
+    copies = 2 if phase.guided else 1
+    return sequence_frequencies(rotary, list(lengths) * copies, ends * copies)
 
 
 def _keys(requests: Sequence[StepRequest]) -> _Inputs:

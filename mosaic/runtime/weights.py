@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
@@ -20,9 +19,11 @@ from torch import Tensor
 from mosaic.errors import CheckpointError, RuntimeMemoryError, WeightsMisplaced
 from mosaic.files import write_atomic
 from mosaic.models.architecture import Architecture
+from mosaic.models.rotary import Rotary
 from mosaic.models.safetensors import is_stack, members, missing, refuse_unused, tensor_rows
 from mosaic.planner.check import WeightMap, weight_map
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
+from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import format_bytes
 
@@ -36,7 +37,6 @@ __all__ = [
     "weight_views",
 ]
 
-_CONSTANT = re.compile(r"=inv_freq:theta=([0-9.eE+-]+),dim=(\d+)")
 INIT_STD: Final = 0.02
 
 
@@ -185,15 +185,12 @@ def _parts(tensor: str, view: Tensor) -> list[Tensor]:
 
 
 def _fill_constant(tensor: str, out: Tensor) -> None:
-    match = _CONSTANT.fullmatch(tensor)
-    if match is None or out.shape != (int(match[2]) // 2,):
+    rotary = Rotary.parse(tensor)
+    if rotary is None or out.shape != (rotary.dim // 2,):
         raise CheckpointError(
             f"the plan's constant '{tensor}' {list(out.shape)} is unknown; plan again with this version."
         )
-    theta, dim = float(match[1]), int(match[2])
-    # in float32, operation for operation as the reference models compute it
-    exponent = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
-    out.copy_(1.0 / (theta**exponent))
+    out.copy_(inverse_frequencies(rotary))
 
 
 def adopt_tensors(

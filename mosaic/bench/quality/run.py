@@ -122,10 +122,10 @@ def run(
         prompts = [torch.tensor(table.encode(item.prompt), dtype=torch.int64) for item in part]
         lengths = [prompt.numel() for prompt in prompts]
         taken = canvas_length(resolve(config, arch), arch, max(lengths))
-        if arch.max_positions and taken > arch.max_positions:
+        if arch.max_context and taken > arch.max_context:
             raise UsageError(
                 f"a context of {part[0].length:,} tokens and its answer take {taken:,} positions, the model has "
-                f"{arch.max_positions:,}; leave the length out."
+                f"{arch.max_context:,}; leave the length out."
             )
         model.check(shapes(config, lengths, arch))
         asked.append((part, prompts, config))

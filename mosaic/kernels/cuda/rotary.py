@@ -1,9 +1,9 @@
 """rotary on CUDA: rotary position embedding, rotate-half, on the first R columns of each head, in place.
 
 Formula: with a = position * inv_freq, (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a), x1 and x2 the two halves
-of R. Contract: rotary(updates x[T, N*H], positions[T] int32, inv_freq[R/2] float32; head_size); angles, cosines
-and sines in float32, in the kernel, so no table exists. Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads,
-H head size, R rotated columns of a head.
+of R, cosines and sines times `factor`. Contract: rotary(updates x[T, N*H], positions[T] int32, inv_freq[R/2] or [S, R/2]
+float32, sequences[T] int32?; head_size, factor); angles, cosines and sines in float32, in the kernel, so no table of them
+exists. Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rotated columns of a head, S sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def rotary_kernel(
     x,
     positions,
     inv_freq,
+    sequences,
+    factor,
     stride,
+    OWN: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
@@ -39,8 +42,10 @@ def rotary_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_R)
+    if OWN:  # a row of frequencies for each sequence
+        inv_freq += tl.load(sequences + row).to(tl.int64) * HALF
     angle = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + column, mask=column < HALF, other=0.0)
-    cosine, sine = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    cosine, sine = (tl.cos(angle) * factor)[None, :], (tl.sin(angle) * factor)[None, :]
     mask = (head < HEADS)[:, None] & (column < HALF)[None, :]
     place = x + row * stride + head[:, None] * SIZE + column[None, :]
     first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
@@ -49,15 +54,25 @@ def rotary_kernel(
     tl.store(place + HALF, (second * cosine + first * sine).to(x.dtype.element_ty), mask=mask)
 
 
-def launch(*, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, scratch: Tensor | None = None) -> None:
-    """Rotate the heads of x [T, N*H] in place by their rows' positions."""
-    rows, half = x.shape[0], inv_freq.shape[0]
+def launch(
+    *,
+    x: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    head_size: int,
+    sequences: Tensor | None = None,
+    factor: float = 1.0,
+    scratch: Tensor | None = None,
+) -> None:
+    """Rotate the heads of x [T, N*H] in place by their rows' positions, and their sequences' frequencies."""
+    rows, half = x.shape[0], inv_freq.shape[-1]
     heads = heads_of("rotary", "x", x, head_size)
     check_shapes(
         "rotary",
         x=(x, (rows, heads * head_size), None),
         positions=(positions, (rows,), torch.int32),
-        inv_freq=(inv_freq, (half,), torch.float32),
+        inv_freq=(inv_freq, (half,) if sequences is None else (inv_freq.shape[0], half), torch.float32),
+        sequences=(sequences, (rows,), torch.int32),
     )
     block_r = power_of_two(half, 1 << 16)
     block_n = power_of_two(heads, max(1, ELEMENTS // block_r))
@@ -65,7 +80,10 @@ def launch(*, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, sc
         x,
         positions,
         inv_freq,
+        positions if sequences is None else sequences,
+        float(factor),
         x.stride(0),
+        OWN=sequences is not None,
         HEADS=heads,
         SIZE=head_size,
         HALF=half,

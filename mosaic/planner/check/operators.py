@@ -95,7 +95,8 @@ _NOTATION: Final = {
     ),
     "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D", inplace="y/x"),
     "rotary": _Operator(
-        "x=T,W positions=T inv_freq=R", "x positions inv_freq", "x", "head_size:n", "6*T*W",
+        "x=T,W positions=T inv_freq=*S,R sequences?:int32=T", "x positions inv_freq sequences?", "x", "head_size:n factor?:x",
+        "6*T*W",
         rules=(("divides", "head_size", "W"), ("at most", "2*R", "head_size")),
     ),
     "row_nucleus": _Operator(

@@ -136,7 +136,7 @@ def _head_norm(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]
 
 
 def _rotary(shapes: Shapes, dtypes: Dtypes, attrs: Attrs) -> tuple[Tile, ...]:
-    heads, half = shapes["x"][1] // attrs["head_size"], shapes["inv_freq"][0]
+    heads, half = shapes["x"][1] // attrs["head_size"], shapes["inv_freq"][-1]
     rows, compute = ROTARY_ROWS, compute_dtype(dtypes["x"])
     angles = Tile((rows, half), "float32")
     halves = () if compute == dtypes["x"] else (Tile((rows, heads, 2 * half), compute),)

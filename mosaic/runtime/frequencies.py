@@ -1,0 +1,127 @@
+"""Rotary frequencies in float32, operation for operation as the reference models compute them.
+
+Formulas: `mosaic.models.rotary`. All on the CPU: a step's are a few numbers a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import UsageError
+from mosaic.models.rotary import Rotary
+
+__all__ = ["check_cached", "inverse_frequencies", "sequence_frequencies"]
+
+
+def inverse_frequencies(rotary: Rotary, length: int = 0) -> Tensor:
+    """Compute the angle that each pair of dims turns per position.
+
+    Parameters
+    ----------
+    length
+        Of the sequence, for frequencies that depend on it (`dynamic`); up to the trained positions they do not.
+
+    Returns
+    -------
+    Tensor
+        float32 [dim / 2].
+
+    Examples
+    --------
+    >>> inverse_frequencies(Rotary(theta=100.0, dim=4)).tolist()
+    [1.0, 0.10000000149011612]
+    """
+    plain = 1.0 / (_base(rotary, length) ** _exponents(rotary.dim))
+    if rotary.kind == "linear":
+        return plain / rotary.factor
+    if rotary.kind == "yarn":
+        kept = _kept(rotary)
+        stretched = 1.0 / (rotary.factor * rotary.theta ** _exponents(rotary.dim))
+        return stretched * (1 - kept) + plain * kept
+    if rotary.kind == "llama3":
+        return _by_wavelength(rotary, plain)
+    return plain
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
+
+
+def _base(rotary: Rotary, length: int) -> Tensor | float:
+    """The base, raised for a sequence that is longer than the trained ones (dynamic NTK)."""
+    if rotary.kind != "dynamic" or length <= rotary.original:
+        return rotary.theta
+    stretch = torch.tensor(rotary.factor * length / rotary.original, dtype=torch.float32) - (rotary.factor - 1)
+    return rotary.theta * stretch ** (rotary.dim / (rotary.dim - 2))
+
+
+def _kept(rotary: Rotary) -> Tensor:
+    """The share of each pair's own frequency that YaRN keeps: 1 where it turns often, 0 where it hardly does."""
+    low, high = (_pair_that_turns(rotary, turns) for turns in (rotary.fast, rotary.slow))
+    if rotary.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.dim - 1)
+    width = high - low or 0.001
+    return 1 - ((torch.arange(rotary.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+
+
+def _pair_that_turns(rotary: Rotary, turns: float) -> float:
+    """Which pair of dims, as a real number, turns so many times in the trained positions."""
+    return rotary.dim * math.log(rotary.original / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+
+def _by_wavelength(rotary: Rotary, plain: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths stretched, short ones kept, those between in part."""
+    wavelength = 2 * math.pi / plain
+    share = (rotary.original / wavelength - rotary.slow) / (rotary.fast - rotary.slow)
+    between = (1 - share) * plain / rotary.factor + share * plain
+    outside = torch.where(wavelength > rotary.original / rotary.slow, plain / rotary.factor, plain)
+    inside = (wavelength <= rotary.original / rotary.slow) & (wavelength >= rotary.original / rotary.fast)
+    return torch.where(inside, between, outside)
+
+
+def sequence_frequencies(
+    rotary: Rotary, lengths: Sequence[int], ends: Sequence[int] | None = None
+) -> dict[str, Tensor]:
+    """Compute the inputs of a step whose frequencies depend on each sequence's length; none for other frequencies.
+
+    Parameters
+    ----------
+    lengths
+        Tokens of each sequence.
+    ends
+        The position after its last; its length where they begin at 0.
+
+    Returns
+    -------
+    dict
+        `frequencies` float32 [S, dim / 2] and `sequences` int32 [T], the number of each token's sequence.
+    """
+    if rotary.kind != "dynamic":
+        return {}
+    numbers = torch.arange(len(lengths), dtype=torch.int32)
+    return {
+        "frequencies": torch.stack([inverse_frequencies(rotary, end) for end in ends or lengths]),
+        "sequences": torch.repeat_interleave(numbers, torch.tensor(lengths)),
+    }
+
+
+def check_cached(rotary: Rotary, key_lens: Sequence[int]) -> None:
+    """Refuse cached steps beyond the trained positions where frequencies depend on the length: keys are kept rotated.
+
+    Raises
+    ------
+    UsageError
+        Naming the scaling and the length.
+    """
+    longest = max(key_lens, default=0)
+    if rotary.kind == "dynamic" and longest > rotary.original:
+        raise UsageError(
+            f"a cached step over {longest:,} keys with rope_scaling of type 'dynamic', whose frequencies change with the "
+            f"length beyond {rotary.original:,} positions, while kept keys are rotated already: run steps without a cache, "
+            "or give the checkpoint a rope_scaling of type 'yarn' or 'linear'."
+        )

@@ -1,0 +1,135 @@
+"""Stock transformers classes with the weights of a compiled model: what families compute, by code that is not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mosaic.models.architecture import Architecture
+from mosaic.runtime.compiled import CompiledModel
+
+_LLADA = {
+    "model.transformer.wte.": "model.embed_tokens.", "model.transformer.ln_f.": "model.norm.",
+    "model.transformer.ff_out.": "lm_head.", "model.transformer.blocks.": "model.layers.",
+    "attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "attn_out": "self_attn.o_proj",
+    "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
+    "ff_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", ".ff_out": ".mlp.down_proj",
+}  # fmt: skip
+_LLADA2 = {
+    "word_embeddings": "embed_tokens", "attention.dense": "self_attn.o_proj",
+    "attention.query_layernorm": "self_attn.q_norm", "attention.key_layernorm": "self_attn.k_norm",
+    "gate.expert_bias": "gate.e_score_correction_bias",
+}  # fmt: skip
+
+
+def stock_model(model: CompiledModel, folder: Path, **changes: Any) -> nn.Module:
+    """The stock class of a model's family, with its weights by way of a saved checkpoint, in float32.
+
+    Parameters
+    ----------
+    changes
+        Entries of the stock config, such as `rope_parameters`.
+    """
+    arch, family = model.architecture, model.model.family
+    model.save(folder)
+    given = load_file(folder / "model.safetensors")
+    kind, build = _FAMILIES[family]
+    config = {
+        "hidden_size": arch.hidden, "num_hidden_layers": arch.layers, "num_attention_heads": arch.heads,
+        "num_key_value_heads": arch.kv_heads, "head_dim": arch.head_size, "intermediate_size": arch.ffn,
+        "vocab_size": arch.vocabulary, "rms_norm_eps": arch.norm_eps, "tie_word_embeddings": False,
+        "max_position_embeddings": arch.max_positions, "attn_implementation": "eager",
+    }  # fmt: skip
+    extra, state = build(arch, given)
+    made: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**config | extra | changes)
+    )
+    made.load_state_dict(state)
+    return made.eval()
+
+
+def stock_logits(module: Any, ids: Tensor, block: int) -> Tensor:
+    """Logits [T, V] of every row, attention causal by blocks of `block` positions, or to all with 0.
+
+    Each time with rotary frequencies made anew: stock ones remember the longest sequence that they have seen.
+    """
+    module.model.rotary_emb = type(module.model.rotary_emb)(module.config)
+    number = torch.arange(len(ids)) // (block or len(ids))
+    mask = torch.zeros(len(ids), len(ids)).masked_fill(number[:, None] < number[None, :], float("-inf"))[None, None]
+    with torch.no_grad():
+        logits: Tensor = module(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0]
+    return logits
+
+
+_Built = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def _renamed(given: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in given.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    return found
+
+
+def _stack_experts(arch: Architecture, state: dict[str, Tensor]) -> None:
+    """Experts as one tensor for gate and up, and one for down, as stock classes have them."""
+    for layer in range(arch.dense_layers, arch.layers):
+        stem = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([state.pop(f"{stem}{e}.{part}_proj.weight") for e in range(arch.experts)])
+            for part in ("gate", "up", "down")
+        )
+        state |= {f"{stem}gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}down_proj": down}
+
+
+def _llada(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
+    return {}, _renamed(given, _LLADA)
+
+
+def _qwen(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
+    return {}, dict(given)
+
+
+def _llada_moe(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
+    state = dict(given)
+    _stack_experts(arch, state)
+    return {
+        "moe_intermediate_size": arch.ffn, "num_experts": arch.experts, "num_experts_per_tok": arch.experts_per_token,
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "experts_implementation": "eager",
+    }, state  # fmt: skip
+
+
+def _llada2(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
+    state = _renamed(given, _LLADA2)
+    widths = [arch.heads * arch.head_size, *[arch.kv_heads * arch.head_size] * 2]
+    for layer in range(arch.layers):
+        stem = f"model.layers.{layer}."
+        fused = state.pop(f"{stem}attention.query_key_value.weight")
+        for kind, part in zip("qkv", fused.split(widths), strict=True):
+            state[f"{stem}self_attn.{kind}_proj.weight"] = part
+    _stack_experts(arch, state)
+    return {
+        "intermediate_size": arch.dense_ffn, "moe_intermediate_size": arch.ffn, "n_routed_experts": arch.experts,
+        "num_experts_per_tok": arch.experts_per_token, "n_shared_experts": arch.shared_ffn // arch.ffn,
+        "first_k_dense_replace": arch.dense_layers, "n_group": arch.router_groups, "topk_group": arch.router_top_groups,
+        "routed_scaling_factor": arch.router_scale, "norm_topk_prob": True, "use_qk_norm": True, "attention_bias": False,
+        "experts_implementation": "eager",
+    }, state  # fmt: skip
+
+
+_FAMILIES: Mapping[str, tuple[str, Callable[[Architecture, Mapping[str, Tensor]], _Built]]] = {
+    "llada": ("Llama", _llada),
+    "dream": ("Qwen2", _qwen),
+    "fast-dllm-v2": ("Qwen2", _qwen),
+    "sdar": ("Qwen3", _qwen),
+    "llada-moe": ("Qwen3Moe", _llada_moe),
+    "llada2": ("Glm4Moe", _llada2),
+}

@@ -1,0 +1,282 @@
+"""Rotary scaling against stock transformers classes: frequencies to the last digits, logits to 1e-5 of their scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from stock_models import stock_logits, stock_model
+from torch import Tensor
+from transformers import Qwen2Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import mosaic
+from mosaic.bench.baselines import Transformer
+from mosaic.decoding import generate
+from mosaic.errors import CheckpointError, UnsupportedModel, UsageError
+from mosaic.models import load
+from mosaic.models.rotary import Rotary, read_rotary
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.frequencies import inverse_frequencies
+from mosaic.runtime.weights import fill_randomly, load_weights
+
+LONG = 48
+"""Positions that the tiny models are made for; sequences of the tests are shorter and longer."""
+COMMON = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 97,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": LONG, "mask_token_id": 96, "torch_dtype": "float32",
+    "rope_theta": 10000.0,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llada": {
+        "model_type": "llada", "d_model": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "mlp_hidden_size": 48,
+        "vocab_size": 97, "rope_theta": 10000.0, "max_sequence_length": LONG, "mask_token_id": 96,
+        "torch_dtype": "float32",
+    },
+    "dream": {"model_type": "Dream", "intermediate_size": 48, **COMMON},
+    "fast-dllm-v2": {"model_type": "Fast_dLLM_Qwen", "intermediate_size": 48, "bd_size": 8, **COMMON},
+    "sdar": {"model_type": "sdar", "intermediate_size": 48, "head_dim": 16, "block_size": 8, **COMMON},
+    "llada-moe": {
+        "model_type": "lladamoe", "expert_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, **COMMON,
+    },
+    "llada2": {
+        "model_type": "llada2_moe", "intermediate_size": 48, "head_dim": 16, "block_size": 8, **COMMON,
+        "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+        "num_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    },
+}  # fmt: skip
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
+    "yarn, all said": {
+        "rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 40, "beta_fast": 8.0, "beta_slow": 2.0,
+        "mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False,
+    },
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.7},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}  # fmt: skip
+CASES = [
+    *(("dream", name) for name in SCALINGS), ("llada", "dynamic"), ("llada", "yarn"), ("llada-moe", "linear"),
+    ("llada-moe", "yarn, all said"), ("sdar", "dynamic"), ("sdar", "yarn"), ("fast-dllm-v2", "linear"),
+    ("fast-dllm-v2", "yarn, attention factor"), ("llada2", "dynamic"), ("llada2", "yarn"), ("llada2", "linear"),
+]  # fmt: skip
+LENGTHS = (LONG + 61, 19, LONG, LONG + 3)
+"""Beyond the model's positions, well within, exactly there, and just beyond: of one packed step."""
+
+
+def enlarge(model: CompiledModel) -> None:
+    """Draw weights under which attention looks far and near."""
+    generator = torch.Generator().manual_seed(7)
+    for name, view in model.weights().items():
+        if not name.startswith("="):
+            deviation = 0.25 if "weight" in name and "norm" not in name else 0.2
+            view.normal_(1.0 if "norm" in name else 0.0, deviation, generator=generator)
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 96, (length,), generator=generator) for length in LENGTHS]
+
+
+def all_logits(model: CompiledModel, ids: list[Tensor]) -> list[Tensor]:
+    """Logits of every row of each sequence, of one packed step."""
+    step = model(ids, masked=torch.arange(1), logits_for=torch.arange(sum(map(len, ids))))
+    assert step.logits is not None
+    return list(step.logits.clone().split([len(one) for one in ids]))
+
+
+@pytest.mark.parametrize(("family", "scaling"), CASES)
+def test_scaled_families_equal_stock_classes(family: str, scaling: str, tmp_path: Path) -> None:
+    given, ids = SCALINGS[scaling], sequences()
+    with mosaic.compile(CONFIGS[family] | {"rope_scaling": given}, debug="poison") as model:
+        enlarge(model)
+        arch = model.architecture
+        found = all_logits(model, ids)
+        base = {"rope_theta": 10000.0, **({"partial_rotary_factor": 0.5} if family == "llada2" else {})}
+        scaled = stock_model(model, tmp_path, rope_parameters={**base, **given})
+        plain = stock_model(model, tmp_path, rope_parameters={**base, "rope_type": "default"})
+        for one, logits in zip(ids, found, strict=True):
+            expected, other = (stock_logits(module, one, arch.block) for module in (scaled, plain))
+            scale = float(expected.abs().max())
+            changed = float((expected - other).abs().max()) > 1e-3 * scale
+            assert changed == (scaling != "dynamic" or len(one) > LONG)
+            # row i of a shifted family is the official row i - 1
+            difference = logits[1:] - expected[:-1] if arch.shifted else logits - expected
+            assert float(difference.abs().max()) <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_scaling, old", "rope_parameters", "both"])
+def test_the_same_scaling_in_either_form_is_the_same_model(form: str) -> None:
+    new = {"rope_type": "linear", "factor": 3.0}
+    forms: dict[str, dict[str, Any]] = {
+        "rope_scaling": {"rope_scaling": new},
+        "rope_scaling, old": {"rope_scaling": {"type": "linear", "factor": 3}},
+        "rope_parameters": {"rope_parameters": {**new, "rope_theta": 500.0}, "rope_theta": None},
+        "both": {"rope_scaling": new, "rope_parameters": {**new, "rope_theta": 500.0}},
+    }
+    arch = load(CONFIGS["dream"] | {"rope_theta": 500.0} | forms[form]).architecture
+    assert arch.rotary == Rotary(theta=500.0, dim=16, kind="linear", factor=3.0) and arch.rotary_scale == 1.0
+    own = load(CONFIGS["dream"] | {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}).architecture
+    assert own.rotary == Rotary(theta=77.0, dim=16)  # rope_parameters come before rope_theta, as in transformers
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"rope_type": "longrope", "factor": 2.0},
+            "'rope_scaling' of type 'longrope' is not supported; known: default, ",
+        ),
+        ({"rope_type": "mrope", "mrope_section": [1]}, "of type 'mrope' is not supported"),
+        ({"rope_type": ["yarn"]}, "is not supported"),
+        ({"rope_type": "linear"}, "of type 'linear' has no 'factor'"),
+        ({"rope_type": "linear", "factor": 0.5}, "'factor' must be a number of at least 1, got 0.5"),
+        ({"rope_type": "linear", "factor": "4"}, "'factor' must be a number of at least 1, got '4'"),
+        ({"rope_type": "linear", "factor": float("nan")}, "'factor' must be a number of at least 1"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 32}, "of type 'linear' has no 'beta_fast'; remove it"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 4.0},
+            "'beta_fast' must be above 'beta_slow'",
+        ),
+        ({"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}, "'attention_factor' must be a number above 0"),
+        ({"rope_type": "yarn", "factor": 2.0, "truncate": "no"}, "'truncate' must be true or false"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -1}, "must be a positive integer"),
+        ({"rope_type": "llama3", "factor": 8.0}, "needs 'low_freq_factor' and 'high_freq_factor'"),
+        ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 12}, "48 with dynamic scaling"),
+        ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "'rope_type' 'yarn' and 'type' 'linear'; keep one"),
+        ({"full_attention": {"rope_type": "default"}}, "'rope_scaling' by type of layer is not supported"),
+        ("yarn", "'rope_scaling' must be an object"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        load(CONFIGS["dream"] | {"rope_scaling": given})
+
+
+def test_two_scalings_that_differ_are_refused() -> None:
+    both = {"rope_scaling": SCALINGS["linear"], "rope_parameters": SCALINGS["dynamic"]}
+    with pytest.raises(UnsupportedModel, match="'rope_scaling' and 'rope_parameters' differ"):
+        load(CONFIGS["dream"] | both)
+
+
+# --- frequencies ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def scalings(draw: st.DrawFn) -> tuple[dict[str, Any], int, float, int]:
+    """A scaling that stock code takes, with positions, base and a head's size."""
+    kind = draw(st.sampled_from(["linear", "dynamic", "yarn", "llama3"]))
+    positions = draw(st.sampled_from([64, 4096, 32768, 131072]))
+    given: dict[str, Any] = {"rope_type": kind, "factor": draw(st.floats(1.0, 64.0))}
+    if kind == "yarn":
+        optional = {
+            "original_max_position_embeddings": st.sampled_from([64, 4096, 32768]), "beta_fast": st.floats(8.0, 64.0),
+            "beta_slow": st.floats(0.25, 4.0), "truncate": st.booleans(), "attention_factor": st.floats(0.5, 2.0),
+            "mscale": st.floats(0.5, 2.0), "mscale_all_dim": st.floats(0.5, 2.0),
+        }  # fmt: skip
+        given |= draw(st.fixed_dictionaries({}, optional=optional))
+    if kind == "llama3":
+        given |= {"low_freq_factor": draw(st.floats(0.5, 2.0)), "high_freq_factor": draw(st.floats(3.0, 8.0))}
+        given["original_max_position_embeddings"] = draw(st.sampled_from([64, 8192]))
+    return given, positions, draw(st.sampled_from([500.0, 10000.0, 1e6])), draw(st.sampled_from([4, 64, 128]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(scalings(), st.integers(1, 300_000))
+def test_frequencies_are_those_of_transformers(case: tuple[dict[str, Any], int, float, int], length: int) -> None:
+    given, positions, theta, size = case
+    stock = Qwen2Config(hidden_size=2 * size, num_attention_heads=2, max_position_embeddings=positions)
+    stock.head_dim, stock.rope_parameters = size, {"rope_theta": theta, **given}
+    expected, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](stock, "cpu", seq_len=torch.tensor(length))
+    assume(bool(expected.isfinite().all()))
+    config = {"rope_theta": theta, "rope_scaling": given}
+    rotary, scale = read_rotary(config, size, positions, theta=1.0)
+    assert scale == pytest.approx(factor, rel=1e-12)
+    torch.testing.assert_close(inverse_frequencies(rotary, length), expected, rtol=5e-7, atol=0)
+    assert Rotary.parse(rotary.constant) == rotary.fixed
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        "=inv_freq:theta=10000.0,dim=64,kind=cubic", "=inv_freq:theta=10000.0", "=inv_freq:dim=64,theta=10000.0",
+        "=inv_freq:theta=1e4,dim=64", "=inv_freq:theta=10000.0,dim=64,kind=default", "=ones",
+        "=inv_freq:theta=10000.0,dim=64,truncate=2", "=inv_freq:theta=10000.0,dim=64,dim=64", "=inv_freq:",
+    ],
+)  # fmt: skip
+def test_a_constant_that_this_version_does_not_write_is_refused(constant: str) -> None:
+    assert Rotary.parse(constant) is None
+    with pytest.raises(CheckpointError, match="is unknown; plan again"):
+        fill_randomly({constant: torch.empty(32)})
+
+
+# --- cached steps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "algorithm"), [("sdar", "sdar"), ("llada2", "llada2")])
+@pytest.mark.parametrize("scaling", ["yarn", "linear", "dynamic"])
+def test_cached_steps_turn_as_whole_ones_do(family: str, algorithm: str, scaling: str) -> None:
+    """A block decided in one step over kept keys has the tokens and confidences of a step over everything."""
+    prompt = sequences()[0][: 32 if scaling == "dynamic" else 80]
+    with mosaic.compile(CONFIGS[family] | {"rope_scaling": SCALINGS[scaling]}) as model:
+        enlarge(model)
+        found = generate(
+            model, prompt, algorithm=algorithm, gen_length=8, steps=1, threshold=1e-6, stop_at_eos=False
+        )[0]  # fmt: skip
+        step = model(torch.cat([prompt, torch.full((8,), 96)]))
+        assert torch.equal(found.token_ids, step.token_ids) and found.steps == 2  # the prefill and one more
+        torch.testing.assert_close(found.confidence, step.confidence, rtol=1e-4, atol=1e-5)
+
+
+def test_dynamic_scaling_is_refused_over_kept_keys_beyond_the_trained_positions() -> None:
+    with mosaic.compile(CONFIGS["dream"] | {"rope_scaling": SCALINGS["dynamic"]}) as model:
+        assert model.architecture.max_context == 2 * LONG
+        options: dict[str, Any] = {"algorithm": "fast-dllm", "gen_length": 32, "block_length": 8}
+        within, beyond = sequences()[1][:16], sequences()[0][:17]
+        generate(model, within, cache="dual", **options)
+        with pytest.raises(UsageError, match=r"cached step over 49 keys with rope_scaling of type 'dynamic'"):
+            generate(model, beyond, cache="dual", **options)
+        generate(model, beyond, **options)
+        with pytest.raises(UsageError, match="the model has 96"):
+            generate(model, sequences()[0][:80], **options)
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "yarn"])
+def test_guided_and_batched_steps_are_those_of_one_sequence(scaling: str) -> None:
+    """With guidance a step has two sequences a request, each with frequencies of its own."""
+    prompts = [ids[:length] for ids, length in zip(sequences(), (70, 9), strict=False)]
+    options: dict[str, Any] = {
+        "algorithm": "llada",
+        "gen_length": 8,
+        "steps": 2,
+        "cfg_scale": 1.5,
+        "stop_at_eos": False,
+    }
+    with mosaic.compile(CONFIGS["llada"] | {"rope_scaling": SCALINGS[scaling]}) as model:
+        enlarge(model)
+        together = generate(model, prompts, **options)
+        for prompt, answer in zip(prompts, together, strict=True):
+            assert torch.equal(generate(model, prompt, **options)[0].token_ids, answer.token_ids)
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "yarn"])
+def test_the_benchmarks_baseline_takes_the_scaling_too(scaling: str, tmp_path: Path) -> None:
+    with mosaic.compile(CONFIGS["llada2"] | {"rope_scaling": SCALINGS[scaling]}) as model:
+        enlarge(model)
+        model.save(tmp_path)
+        ids = sequences()[0]
+        made = Transformer(load(tmp_path).architecture)
+        with mosaic.runtime.checkpoint.Checkpoint(tmp_path) as checkpoint:
+            load_weights(made.tensors, checkpoint)
+        with torch.no_grad():
+            expected = made.logits(ids[None])[0]
+        found = all_logits(model, [ids])[0]
+        assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
