@@ -23,7 +23,7 @@ def _allocations(events: Iterable[Any]) -> int:
 def allocated_bytes(call: Callable[[], object]) -> int:
     """Count the bytes that PyTorch's CPU allocator handed out during a call, temporaries included."""
     call()  # lazy initialisation is not the step's
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call()
     assert profiler.profiler is not None
     return _allocations(profiler.profiler.kineto_results.experimental_event_tree())

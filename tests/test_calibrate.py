@@ -391,6 +391,7 @@ def test_the_bench_is_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", L2_cache_size=1 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 4 << 30))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     monkeypatch.setattr(cuda_card, "_warm_up", lambda: None)
     bench = cuda_card.cuda_bench(target_s=0.1)
     assert (bench.title, bench.memory_bytes, bench.cache_bytes) == ("NVIDIA H200", 4 << 30, 1 << 20)
