@@ -128,7 +128,8 @@ def _read(value: object, form: re.Pattern[str]) -> int | None:
 
 
 def _integer(value: object) -> int | None:
-    if isinstance(value, bool):
+    # NumPy before 2 takes its own booleans for indices, and so does PyTorch
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith(("bool", "bool_")):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
