@@ -35,7 +35,7 @@ _LAYER_KEYS: Final = ("n_layers", "num_hidden_layers")
 
 
 def cut(model: Model, layers: int | None) -> Model:
-    """The model with fewer layers, all else as it is: what a step of it does, the whole model's step does per layer.
+    """The model with fewer layers and random weights: what a step of it does, the whole model's step does per layer.
 
     >>> from mosaic.models import load
     >>> cut(load("llada-8b"), 3).architecture.layers
@@ -48,6 +48,7 @@ def cut(model: Model, layers: int | None) -> Model:
         model,
         name=f"{model.name}, {layers} layers",
         config=config,
+        path=None,
         architecture=replace(model.architecture, layers=layers),
     )
 

@@ -445,14 +445,19 @@ def test_the_helper_loads_every_kernel_that_is_measured(monkeypatch: pytest.Monk
     assert {name for operator, name, _ in card.launches if operator == "attention"} == set(ATTENTION)
 
 
-@pytest.mark.parametrize("config", [cuda_card._DENSE, cuda_card._EXPERTS])
+@pytest.mark.parametrize(
+    "config",
+    [
+        cuda_card._DENSE | {"d_model": 64, "mlp_hidden_size": 96},
+        cuda_card._EXPERTS | {"hidden_size": 64, "expert_intermediate_size": 64},
+    ],
+)
 def test_the_helpers_models_run_and_their_pages_are_known(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(cuda_card, "_BATCHES", ((9,), (3, 5)))
-    small = config | {"d_model": 64, "hidden_size": 64, "mlp_hidden_size": 96, "expert_intermediate_size": 64}
     with ExitStack() as models:
-        assert cuda_card._run_model(models, small, DEVICES["cpu"]) > 4096 * 64 * 2 * 2
+        assert cuda_card._run_model(models, config, DEVICES["cpu"]) > 4096 * 64 * 2 * 2
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

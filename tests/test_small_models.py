@@ -18,7 +18,7 @@ from mosaic.bench.quality.evaluation import evaluation_set
 from mosaic.bench.quality.run import QualitySettings, check_vocabulary, run
 from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, resolve
-from mosaic.errors import UsageError
+from mosaic.errors import UnsupportedModel
 from mosaic.models import load
 from mosaic.models.shipped import SHIPPED, shipped
 
@@ -87,7 +87,7 @@ def test_facts_are_found_far_back() -> None:
 @pytest.mark.parametrize("by", ["prompt", "stdin"])
 def test_the_command_reaches_the_same_answers(by: str) -> None:
     """Through tokenizer.json, the chat template and a pipe: problems of the quality bench, told as a user would."""
-    for item in evaluation_set(seed=21, tasks=("addition", "subtraction", "sorting"), per_task=2):
+    for item in evaluation_set(seed=21, tasks=("subtraction", "sorting"), per_task=1):
         question = item.prompt.removeprefix("<|user|> ").removesuffix("<|assistant|>")
         command = [sys.executable, "-m", "mosaic", "generate", "--model", "small-sdar"]
         ran = subprocess.run(
@@ -102,11 +102,8 @@ def test_a_mask_token_outside_the_vocabulary_is_one_clear_line(tmp_path: Path) -
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps({**config, "mask_token_id": 9999}), encoding="utf-8")
-    with (
-        mosaic.compile(tmp_path) as model,
-        pytest.raises(UsageError, match="names the mask token 9999, the model has tokens 0 to 639"),
-    ):
-        model.generate("hi", gen_length=32)
+    with pytest.raises(UnsupportedModel, match=r"'mask_token_id' must be a token id below 640, .* got 9999"):
+        mosaic.compile(tmp_path)
 
 
 def test_rows_that_fill_the_embedding_up_have_a_text() -> None:
