@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,12 @@ class Incumbent:
     @property
     def late(self) -> bool:
         """True once the timeout has passed."""
-        return self._timeout_s is not None and self.seconds >= self._timeout_s
+        return self.seconds_left <= 0
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the timeout; infinite without one."""
+        return math.inf if self._timeout_s is None else self._timeout_s - self.seconds
 
     @property
     def done(self) -> bool:

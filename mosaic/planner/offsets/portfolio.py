@@ -18,6 +18,7 @@ from mosaic.errors import MosaicError, UnknownName
 from . import compiled
 from .best_fit import best_fit
 from .blocks import Blocks, blocks_of
+from .ejection import squeeze
 from .exact import FAILED, RUNNING, SOLVED, Layout, Search, layout_of
 from .first_fit import first_fit
 from .greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
@@ -39,6 +40,7 @@ SOLVERS: Mapping[str, str] = MappingProxyType(
         "greedy_by_conflicts": "most simultaneous buffers first, lowest hole",
         "skyline": "always the buffer that can lie lowest; the best of four preorders",
         "periodic": "one period of a repeating program, solved exactly and tiled",
+        "ejection": "squeezes blocks under a target, throws out what is in the way; for thousands of buffers",
         "local_search": "late acceptance over the drop order",
         "exact": "branch and bound, several preorders and capacities in turns",
         "ilp": "integer program with PuLP and CBC (extra: solve)",
@@ -58,6 +60,7 @@ _WINDOW_BLOCKS = 150  # one period of a model is 10 to 30
 _RUNGS = 5  # capacities asked for at the same time
 _FIRST_TURN, _LONGEST_TURN, _STRIDE = 500, 8_000, 500
 _MOVES_PER_NODE = 0.25  # local search: a move costs about four placements
+_NODES_PER_EJECTION = 20  # putting back one block among thousands takes as long as that many placements
 _MANY_BLOCKS, _MANY_PAIRS, _MANY_CELLS = 3_000, 3_000_000, 9_000_000  # above these, exact search takes too much memory
 
 
@@ -139,8 +142,10 @@ def _portfolio(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) ->
     if blocks.capacity is not None and blocks.lower_bound > blocks.capacity:
         return  # proven: searching for a better miss is no use to anyone
     _periodic(blocks, best, nodes, seed)
-    if not best.done:
+    if not best.done and _searchable(blocks):
         _exact(blocks, best, nodes, seed, local=True)
+    elif not best.done:
+        _ejection(blocks, best, nodes, seed)
 
 
 def _cheap(blocks: Blocks) -> Iterator[tuple[str, list[int]]]:
@@ -229,9 +234,7 @@ def _exact_alone(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) 
 
 def _exact(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int, *, local: bool) -> None:
     """Search in plain Python for a moment, then compiled."""
-    if len(blocks) > _MANY_BLOCKS or blocks.num_pairs > _MANY_PAIRS:
-        return
-    if len(blocks) * blocks.sections.count > _MANY_CELLS:
+    if not _searchable(blocks):
         return
     first = _PURE_NODES if nodes is None else min(nodes, _PURE_NODES)
     if not compiled.available():
@@ -241,6 +244,19 @@ def _exact(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int, *, loc
         _search(blocks, best, first, fast=False)
     if not best.done:
         _search(blocks, best, nodes, fast=True, seed=seed if local else None)
+
+
+def _searchable(blocks: Blocks) -> bool:
+    """Return whether exact search has the memory for it."""
+    few = len(blocks) <= _MANY_BLOCKS and blocks.num_pairs <= _MANY_PAIRS
+    return few and len(blocks) * blocks.sections.count <= _MANY_CELLS
+
+
+def _ejection(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
+    if best.offsets is None:
+        _start(blocks, best)
+    if not best.done and blocks.pieces is None and blocks.pins is None:
+        squeeze(blocks, best, None if nodes is None else nodes // _NODES_PER_EJECTION)
 
 
 class _Rung:
@@ -359,6 +375,7 @@ _STRATEGIES: dict[str, Callable[[Blocks, Incumbent, int | None, int], None]] = {
     "greedy_by_conflicts": _once("greedy_by_conflicts", greedy_by_conflicts),
     "skyline": _skylines,
     "periodic": _periodic,
+    "ejection": _ejection,
     "local_search": _local,
     "exact": _exact_alone,
 }

@@ -1,0 +1,70 @@
+"""Placing blocks in program order, as a run-time allocator does: only what is live matters, and the holes between."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from heapq import heappop, heappush
+
+from .blocks import Blocks
+
+__all__ = ["place_online", "program_order"]
+
+
+def program_order(blocks: Blocks) -> list[int]:
+    """Return rows by start, ties by row."""
+    return sorted(range(len(blocks)), key=blocks.starts.__getitem__)
+
+
+def place_online(blocks: Blocks, *, best: bool) -> list[int]:
+    """Place plain blocks by start time, each in the lowest (or, if `best`, the smallest) hole; O(n * holes).
+
+    Above the highest live block begins a hole without an end; it is taken if no other will do.
+    """
+    sizes, starts, ends = blocks.sizes, blocks.starts, blocks.ends
+    offsets = [0] * len(sizes)
+    lows, tops = [0], [_ENDLESS]  # holes, ascending; no two touch
+    expiring: list[tuple[int, int]] = []
+    for row in program_order(blocks):
+        while expiring and expiring[0][0] <= starts[row]:
+            freed = heappop(expiring)[1]
+            _free(lows, tops, offsets[freed], offsets[freed] + sizes[freed])
+        size = sizes[row]
+        hole = _smallest(lows, tops, size) if best else _lowest(lows, tops, size)
+        offsets[row] = lows[hole]
+        lows[hole] += size
+        if lows[hole] == tops[hole]:
+            del lows[hole], tops[hole]
+        heappush(expiring, (ends[row], row))
+    return offsets
+
+
+_ENDLESS = 1 << 200
+
+
+def _lowest(lows: list[int], tops: list[int], size: int) -> int:
+    for hole, low in enumerate(lows):
+        if tops[hole] - low >= size:
+            return hole
+    raise AssertionError("the last hole has no end")
+
+
+def _smallest(lows: list[int], tops: list[int], size: int) -> int:
+    rooms = [top - low for low, top in zip(lows, tops, strict=True)]
+    return rooms.index(min([room for room in rooms if room >= size]))
+
+
+def _free(lows: list[int], tops: list[int], low: int, top: int) -> None:
+    """Give an address range back: it joins the holes that it touches."""
+    after = bisect_left(lows, top)
+    joins_after = lows[after] == top
+    if after and tops[after - 1] == low:
+        if joins_after:
+            tops[after - 1] = tops[after]
+            del lows[after], tops[after]
+        else:
+            tops[after - 1] = top
+    elif joins_after:
+        lows[after] = low
+    else:
+        lows.insert(after, low)
+        tops.insert(after, top)
