@@ -24,7 +24,7 @@ __all__ = ["NODE_LIMIT", "place", "problem_of"]
 
 _log = logging.getLogger(__name__)
 
-NODE_LIMIT: Final = 200_000
+NODE_LIMIT: Final = 50_000
 """Search nodes that an exact solver may spend on one plan: a count, so that the same input gives the same plan."""
 REFERENCES: Final = ((4096, 256), (262144, 2048))
 """(every free dim, rows per chunk) at which a variant's orders are found: a short step, and a long one."""

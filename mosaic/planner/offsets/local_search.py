@@ -12,7 +12,7 @@ import numpy as np
 
 from . import compiled, kernels
 from .blocks import Blocks
-from .exact import Layout
+from .layout import Layout
 
 __all__ = ["LocalSearch"]
 
@@ -25,7 +25,7 @@ class LocalSearch:
     Parameters
     ----------
     layout : Layout
-        From `exact.layout_of`.
+        From `layout_of`.
     offsets : sequence of int
         The assignment to start from, one offset per block.
     seed : int
@@ -49,13 +49,13 @@ class LocalSearch:
         """Try that many more moves, or until a peak of `goal` bytes; return the best peak of the free blocks."""
         if not self._layout.rows:
             return 0
-        run = compiled.compiled("improve") if self._fast else kernels.improve
+        run = compiled.compiled(kernels.improve) if self._fast else kernels.improve
         work = (self._state, self._order, self._best, self._past, self._offsets, self._tops)
         return int(run(steps, goal, *work, *self._fixed))
 
     def offsets(self) -> list[int]:
         """Return the best placement, one offset per block."""
-        run: Any = compiled.compiled("drop") if self._fast else kernels.drop
+        run: Any = compiled.compiled(kernels.drop) if self._fast else kernels.drop
         scratch = self._offsets.copy()
         run(self._best, scratch, self._tops.copy(), *self._fixed, 1 << 62)
         pins = self._blocks.pins

@@ -18,8 +18,9 @@ from mosaic.errors import MosaicError, UnknownName
 from . import compiled
 from .best_fit import best_fit
 from .blocks import Blocks, blocks_of
+from .branching import advance
 from .ejection import squeeze
-from .exact import FAILED, RUNNING, SOLVED, Layout, Search, layout_of
+from .exact import FAILED, LANES, RUNNING, SOLVED, Layout, Search, layout_of
 from .first_fit import first_fit
 from .greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from .incumbent import Incumbent
@@ -52,7 +53,7 @@ SOLVERS: Mapping[str, str] = MappingProxyType(
 Placer = Callable[[Blocks], Sequence[int]]
 """A solver of the caller's own: one offset in bytes per block."""
 
-DEFAULT_NODES = 400_000
+DEFAULT_NODES = 100_000
 """Placements tried where neither a timeout nor a node limit is given: about a second compiled."""
 
 _PURE_NODES = 4_000  # placements before numba is loaded (half a second): about 0.1 s in plain Python
@@ -218,7 +219,7 @@ def _local(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> Non
         return
     assert best.offsets is not None
     fast = compiled.available()
-    search = LocalSearch(blocks, layout_of(blocks, PREORDERS[0]), best.offsets, seed=seed, fast=fast)
+    search = LocalSearch(blocks, layout_of(blocks), best.offsets, seed=seed, fast=fast)
     spent, turn = 0, 1_000 if fast else 50
     while not best.done and not best.late and (nodes is None or spent * 4 < nodes):
         if search.advance(turn, best.bound) < best.peak:
@@ -260,45 +261,37 @@ def _ejection(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> 
 
 
 class _Rung:
-    """Searches for one capacity, one per preorder."""
+    """Searches for one capacity, one per lane."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._searches: dict[str, Search] = {}
+        self._searches: dict[int, Search] = {}
 
-    def search(self, layout: Layout, keys: str, fast: bool) -> Search:
-        """Return the search of a preorder, begun at its first turn."""
-        if keys not in self._searches:
-            self._searches[keys] = Search(layout, self.capacity, fast=fast)
-        return self._searches[keys]
+    def search(self, layout: Layout, lane: int, fast: bool) -> Search:
+        """Return the search of a lane, begun at its first turn."""
+        if lane not in self._searches:
+            self._searches[lane] = Search(layout, self.capacity, fast=fast, lane=lane)
+        return self._searches[lane]
 
 
 def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, seed: int | None = None) -> None:
     """Let exact searches (and local search, given a seed) take turns until proven, out of nodes or out of time."""
-    layouts: dict[str, Layout] = {}
-
-    def layout(keys: str) -> Layout:
-        if keys not in layouts:
-            layouts[keys] = layout_of(blocks, keys)
-        return layouts[keys]
-
+    layout = layout_of(blocks)
     step = math.gcd(*blocks.sizes) if blocks.alignments is None and blocks.pins is None else 1
     rungs = [_Rung(best.bound)]  # the first turn asks for the bound only: often one dive is enough
     turn, spent = max(_FIRST_TURN, 2 * len(blocks)), 0
     local: LocalSearch | None = None
-    workers = 2 if fast else 1
     if fast:
-        compiled.compiled("advance")
-    with ThreadPoolExecutor(workers) as pool:
+        compiled.compiled(advance)
+    with ThreadPoolExecutor(LANES if fast else 1) as pool:
         while not best.done and not best.late and (nodes is None or spent < nodes):
-            tasks = [(rung, keys) for rung in rungs for keys in PREORDERS]
-            quota = turn if nodes is None else max(1, min(turn, (nodes - spent) // len(tasks) + 1))
-            for first in range(0, len(tasks), workers):
-                pair = [rung.search(layout(keys), keys, fast) for rung, keys in tasks[first : first + workers]]
-                before = [task.nodes for task in pair]
-                statuses = list(pool.map(partial(_take_turn, quota=quota, best=best), pair))
-                spent += sum(task.nodes for task in pair) - sum(before)
-                for task, status in zip(pair, statuses, strict=True):
+            quota = turn if nodes is None else max(1, min(turn, (nodes - spent) // (LANES * len(rungs)) + 1))
+            for rung in rungs:
+                lanes = [rung.search(layout, lane, fast) for lane in range(LANES)]
+                before = [task.nodes for task in lanes]
+                statuses = list(pool.map(partial(_take_turn, quota=quota, best=best), lanes))
+                spent += sum(task.nodes for task in lanes) - sum(before)
+                for task, status in zip(lanes, statuses, strict=True):
                     if status == SOLVED and task.capacity < best.peak:
                         best.offer(task.offsets(blocks), "exact")
                     elif status == FAILED:
@@ -307,7 +300,7 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
                     return
             if seed is not None:
                 assert best.offsets is not None
-                local = local or LocalSearch(blocks, layout(PREORDERS[0]), best.offsets, seed=seed, fast=fast)
+                local = local or LocalSearch(blocks, layout, best.offsets, seed=seed, fast=fast)
                 if local.advance(int(turn * _MOVES_PER_NODE), best.bound) < best.peak:
                     best.offer(local.offsets(), "local_search")
                 if best.done:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from . import compiled
+from . import compiled, kernels
 from .blocks import Blocks
 
 __all__ = ["place_in_order"]
@@ -78,7 +78,7 @@ def _best_hole(around: list[tuple[int, int]], size: int, alignment: int) -> int:
 
 def _scan_all(blocks: Blocks, order: Sequence[int]) -> list[int]:
     columns = [np.asarray(column, dtype=np.int64) for column in (order, blocks.sizes, blocks.starts, blocks.ends)]
-    scan = compiled.compiled("first_fit_scan") if compiled.available() else _numpy_scan
+    scan = compiled.compiled(kernels.first_fit_scan) if compiled.available() else _numpy_scan
     offsets: NDArray[np.int64] = scan(*columns)
     found: list[int] = offsets.tolist()
     return found
