@@ -56,7 +56,7 @@ Placer = Callable[[Blocks], Sequence[int]]
 DEFAULT_NODES = 100_000
 """Placements tried where neither a timeout nor a node limit is given: about a second compiled."""
 
-_PURE_NODES = 4_000  # placements before numba is loaded (half a second): about 0.1 s in plain Python
+_PURE_NODES = 500  # placements before numba is loaded (half a second): about 0.1 s in plain Python
 _WINDOW_BLOCKS = 150  # one period of a model is 10 to 30
 _RUNGS = 5  # capacities asked for at the same time
 _FIRST_TURN, _LONGEST_TURN, _STRIDE = 500, 8_000, 500
