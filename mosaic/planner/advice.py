@@ -1,20 +1,52 @@
-"""Why a request does not fit, and what would: computed from the formula, never canned."""
+"""Why a request does not fit, and every way out: each option is planned, so that its bytes and its time are what it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any, Final
 
 from mosaic.devices import DEVICES
+from mosaic.planner.limits import is_feasible, smallest_host
 from mosaic.planner.plan import Plan
 from mosaic.planner.planner import Planner, Request
-from mosaic.units import MIB, format_bytes, format_tokens, round_up
+from mosaic.planner.search import TOLERANCE
+from mosaic.units import MIB, format_bytes, format_seconds, format_tokens, round_up
 
-__all__ = ["Misfit", "misfit"]
+__all__ = ["Misfit", "Option", "misfit"]
 
 ANY_HOST: Final = 1 << 42
 """More pinned memory than a host has: 4 TiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way out, planned: what it takes, and how long the step would be.
+
+    Parameters
+    ----------
+    what
+        What is changed: "budget", "host-budget", "device", "masked", "ctx" or "seq-lens".
+    arguments
+        The change on the command line.
+    device_bytes, host_bytes
+        Device memory of the whole process, and pinned host memory.
+    predicted_ms
+        The step that would fit; of a shorter one where the request is changed.
+    """
+
+    what: str
+    arguments: str
+    device_bytes: int
+    host_bytes: int
+    predicted_ms: float
+
+    def line(self, width: int) -> str:
+        """The option in words, its arguments padded to a width."""
+        host = f" and {format_bytes(self.host_bytes)} pinned on the host" if self.host_bytes else ""
+        shown = format_seconds(self.predicted_ms / 1e3)
+        return f"  {self.arguments:<{width}}  {format_bytes(self.device_bytes)} on the device{host}, {shown} a step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +58,7 @@ class Misfit:
     needed_bytes, available_bytes
         Smallest total over all moves, and the budget.
     floor
-        What holds the floor: "weights", or the op at whose live set the workspace peaks.
+        What holds the floor: "the fixed part", or the op at whose live set the workspace peaks.
     largest
         Names and bytes of the largest buffers there.
     max_ctx_tokens
@@ -34,9 +66,11 @@ class Misfit:
     smallest_budget_bytes
         Smallest budget, in whole MiB, that holds the request.
     device
-        The smallest built-in device that holds it, or None.
+        The smallest other built-in device that holds it, or None.
+    options
+        Every way out: for the request as it is on this device, the fastest first; on another; then for less than it asks.
     suggestion
-        The one option that would fix it.
+        The first of them, or the device that would be needed.
     """
 
     needed_bytes: int
@@ -46,6 +80,7 @@ class Misfit:
     max_ctx_tokens: int
     smallest_budget_bytes: int
     device: str | None
+    options: tuple[Option, ...]
     suggestion: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,39 +99,43 @@ class Misfit:
         )
         yield f"largest context in this budget: {longest}"
         yield f"smallest budget for this request: {format_bytes(self.smallest_budget_bytes)}"
-        yield f"would fit: {self.suggestion}"
+        if not self.options:
+            yield f"would fit: {self.suggestion}"
+            return
+        yield "any of these would fit:"
+        width = max(len(option.arguments) for option in self.options)
+        for option in self.options:
+            yield option.line(width)
 
 
 def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
     """Explain a plan that does not fit. Its configuration is the lowest there is, so its peak is the floor."""
     needed = planner.needed(request)
     smallest = round_up(needed, MIB)
-    device = _smallest_device(planner, request)
     components = plan.components
     fixed = sum(components.values()) - components["workspace"]
     if fixed > planner.budget_bytes:
-        floor, largest = (
-            "the fixed part",
-            sorted(
-                ((name, size) for name, size in components.items() if name != "workspace" and size),
-                key=lambda item: -item[1],
-            ),
-        )
+        sizes = [(name, size) for name, size in components.items() if name != "workspace" and size]
+        floor, largest = "the fixed part", sorted(sizes, key=lambda item: -item[1])
     else:
         floor, largest = _at_peak(plan)
+    card = _smallest_device(planner, request)
+    here = sorted((*_larger_budget(planner, request, smallest), *_on_host(planner, request)), key=_time)
+    if not here:
+        here = [*_both(planner, request)]
+    elsewhere = _planned(card, request, "device", _named(card, planner)) if card is not None else ()
+    less = (*_fewer_rows(planner, request), *_shorter(planner, request, plan), *_fewer_sequences(planner, request))
+    options = (*here, *elsewhere, *less)
     return Misfit(
         needed_bytes=needed, available_bytes=planner.budget_bytes, floor=floor, largest=tuple(largest[:5]),
-        max_ctx_tokens=plan.max_ctx_tokens, smallest_budget_bytes=smallest, device=device,
-        suggestion=_suggest(planner, request, plan, device, smallest),
+        max_ctx_tokens=plan.max_ctx_tokens, smallest_budget_bytes=smallest, options=options,
+        device=None if card is None else card.device.name,
+        suggestion=options[0].arguments if options else f"a device with {format_bytes(smallest)}",
     )  # fmt: skip
 
 
-def _smallest_device(planner: Planner, request: Request) -> str | None:
-    cards = sorted((d for d in DEVICES.values() if d.backend == planner.device.backend), key=lambda d: d.memory_bytes)
-    for card in cards:
-        if Planner(planner.model, device=card).needed(request) <= card.memory_bytes:
-            return card.name
-    return None
+def _time(option: Option) -> float:
+    return option.predicted_ms
 
 
 def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
@@ -114,19 +153,127 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
     return plan.document["ops"][at]["name"], found
 
 
-def _host_budget(planner: Planner, request: Request) -> int:
-    """Pinned host memory, in whole MiB, with which the request would fit the budget; 0 if none would do."""
-    made = planner.with_host_budget(ANY_HOST).plan(request)
-    return round_up(made.document["host_bytes"], MIB) if made.fits else 0
+# -- the options: none is offered that has not been planned and found to fit ----------------------------------------
 
 
-def _suggest(planner: Planner, request: Request, plan: Plan, device: str | None, smallest: int) -> str:
-    """One option: the budget if the device has room for it, else host memory, a shorter context, another device."""
-    if smallest <= planner.device.memory_bytes:
-        return f"--budget {smallest // MIB}MiB"
-    if host := _host_budget(planner, request):
-        return f"--host-budget {host // MIB}MiB, to keep weights and hidden states in pinned host memory"
-    if plan.max_ctx_tokens and len(request.seq_lens) == 1:
-        other = f", or --device {device} for all {format_tokens(request.tokens)}" if device else ""
-        return f"--ctx {plan.max_ctx_tokens}{other}"
-    return f"--device {device}" if device else f"a device with {format_bytes(smallest)}"
+def _planned(planner: Planner, request: Request, what: str, arguments: str) -> Iterator[Option]:
+    """The option, if its plan fits: placement may need more than the lower bound that it was found by."""
+    made = planner.plan(request, limit=False)
+    if made.fits:
+        yield Option(
+            what=what, arguments=arguments, device_bytes=made.total_bytes, host_bytes=made.document["host_bytes"],
+            predicted_ms=made.document["predicted_step_ms"],
+        )  # fmt: skip
+
+
+def _larger_budget(planner: Planner, request: Request, smallest: int) -> Iterator[Option]:
+    """The smallest budget that works, where the device has so much, and the one that is fastest."""
+    whole = planner.device.memory_bytes
+    if smallest > whole:
+        return
+    fastest = planner.with_budgets(budget=whole).plan(request, limit=False).total_bytes
+    ways = [
+        (planner.with_budgets(budget=budget), f"--budget {budget // MIB}MiB")
+        for budget in dict.fromkeys((smallest, round_up(fastest, MIB)))
+        if budget <= whole
+    ]
+    yield from _worthwhile(request, "budget", ways)
+
+
+def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
+    """Weights and hidden states in pinned host memory: as little of it as will do, and as much as is fastest."""
+    least = smallest_host(planner.at(request), planner.budget_bytes, ANY_HOST)
+    if least is None:
+        return
+    fastest = planner.with_budgets(host_budget=ANY_HOST).plan(request, limit=False).document["host_bytes"]
+    ways = [
+        (planner.with_budgets(host_budget=host), f"{also}--host-budget {host // MIB}MiB")
+        for host in dict.fromkeys(round_up(size, MIB) for size in (least, fastest))
+    ]
+    yield from _worthwhile(request, "host-budget", ways)
+
+
+def _worthwhile(request: Request, what: str, ways: Sequence[tuple[Planner, str]]) -> Iterator[Option]:
+    """Options from the least memory to the most, those left out that are no faster than one before."""
+    best = inf
+    for planner, arguments in ways:
+        for option in _planned(planner, request, what, arguments):
+            if option.predicted_ms * (1 + TOLERANCE) < best:
+                best = option.predicted_ms
+                yield option
+
+
+def _both(planner: Planner, request: Request) -> Iterator[Option]:
+    """All of the device, and host memory."""
+    whole = planner.device.memory_bytes
+    if whole > planner.budget_bytes:
+        yield from _on_host(planner.with_budgets(budget=whole), request, also=f"--budget {whole // MIB}MiB ")
+
+
+def _smallest_device(planner: Planner, request: Request) -> Planner | None:
+    """A planner for the smallest built-in device, other than this one, that holds the request."""
+    cards = [d for d in DEVICES.values() if d.backend == planner.device.backend and d.name != planner.device.name]
+    for card in sorted(cards, key=lambda d: d.memory_bytes):
+        other = Planner(planner.model, device=card, host_budget=planner.host_budget_bytes, pinned=planner.pinned)
+        if other.needed(request) <= card.memory_bytes:
+            return other
+    return None
+
+
+def _named(other: Planner, planner: Planner) -> str:
+    """The device on the command line, and its budget where one was given that would still hold."""
+    given = planner.budget_bytes != planner.device.memory_bytes
+    return f"--device {other.device.name}" + (f" --budget {other.budget_bytes // MIB}MiB" if given else "")
+
+
+def _fewer_rows(planner: Planner, request: Request) -> Iterator[Option]:
+    """As many masked rows as fit."""
+    if request.phase.head == "none":
+        return
+    rows = _most(request.dims()["masked"], lambda n: _fits(planner, replace(request, masked=n)))
+    if rows:
+        yield from _planned(planner, replace(request, masked=rows), "masked", f"--masked {rows}")
+
+
+def _shorter(planner: Planner, request: Request, plan: Plan) -> Iterator[Option]:
+    """The largest context that fits, of one sequence."""
+    tokens = plan.max_ctx_tokens
+    if tokens and len(request.seq_lens) == 1 and not request.phase.cached:
+        shorter = _cut(request, (tokens,))
+        yield from _planned(planner, shorter, "ctx", f"--ctx {tokens}{_rows(request, shorter)}")
+
+
+def _fewer_sequences(planner: Planner, request: Request) -> Iterator[Option]:
+    """As many sequences of a packed batch as fit, in their order."""
+    if request.phase.cached:
+        return
+    lengths = request.seq_lens
+    many = _most(len(lengths), lambda n: _fits(planner, _cut(request, lengths[:n])))
+    if many:
+        fewer = _cut(request, lengths[:many])
+        arguments = f"--seq-lens {','.join(map(str, fewer.seq_lens))}{_rows(request, fewer)}"
+        yield from _planned(planner, fewer, "seq-lens", arguments)
+
+
+def _cut(request: Request, lengths: tuple[int, ...]) -> Request:
+    """A request for fewer tokens, of which no more rows can be masked than there are."""
+    tokens = sum(lengths)
+    masked = None if request.masked is None else min(request.masked, tokens)
+    return replace(request, seq_lens=lengths, masked=masked, logit_rows=min(request.logit_rows, tokens))
+
+
+def _rows(request: Request, cut: Request) -> str:
+    return "" if cut.masked == request.masked else f" --masked {cut.masked}"
+
+
+def _fits(planner: Planner, request: Request) -> bool:
+    return is_feasible(planner.at(request), planner.budget_bytes, planner.host_budget_bytes)
+
+
+def _most(too_many: int, fitting: Callable[[int], bool]) -> int:
+    """The largest number below one that does not fit that does; 0 if none does."""
+    low, high = 0, too_many
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle)
+    return low

@@ -6,12 +6,13 @@ to rounding, so two evaluations give its line and the line gives L_max.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from mosaic.planner.space import Config, Point, Space
 
-__all__ = ["DimsAt", "max_context", "smallest_total"]
+__all__ = ["DimsAt", "is_feasible", "max_context", "smallest_host", "smallest_total"]
 
 DimsAt = Callable[[int], Mapping[str, int]]
 _PROBE: Final = 1 << 22
@@ -26,6 +27,29 @@ def smallest_total(point: Point, host_budget_bytes: int = 0) -> tuple[int, Confi
     return min(
         ((point.total_bytes(config), config) for config in point.smallest(host_budget_bytes)), key=lambda item: item[0]
     )
+
+
+def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> bool:
+    """Whether any configuration fits the budgets, its workspace at the lower bound."""
+    return any(point.fits(config, budget_bytes, host_budget_bytes) for config in point.smallest(host_budget_bytes))
+
+
+def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> int | None:
+    """Least pinned host memory, within a budget of it, with which a configuration fits the device; None if none does.
+
+    Higher rungs of a ladder need less of the device and more of the host, so the first that fits is found by bisection.
+    """
+
+    def fitting(rung: tuple[str, ...]) -> bool:
+        return point.total_bytes(point.lowest(rung)) <= budget_bytes
+
+    least: int | None = None
+    for _, ladders in point.groups():
+        for ladder in ladders:
+            rungs = point.affordable(ladder, host_budget_bytes if least is None else least - 1)
+            if rungs and fitting(rungs[-1]):
+                least = point.host_bytes(rungs[bisect_left(rungs, True, key=fitting)])
+    return least
 
 
 def max_context(

@@ -216,10 +216,14 @@ class Planner:
         other.pinned = {**self.pinned, **pinned}
         return other
 
-    def with_host_budget(self, host_budget: Size) -> Planner:
-        """The same planner with another budget of pinned host memory; what it has compiled is shared."""
+    def with_budgets(self, *, budget: Size | None = None, host_budget: Size | None = None) -> Planner:
+        """The same planner with another budget of the device, of pinned host memory, or both; what it has compiled is shared."""
         other = copy(self)
-        _, other.host_budget_bytes = read_budgets(self.device, None, host_budget)
+        other.budget_bytes, other.host_budget_bytes = read_budgets(
+            self.device,
+            self.budget_bytes if budget is None else budget,
+            self.host_budget_bytes if host_budget is None else host_budget,
+        )
         return other
 
     def space(self, phase: Phase = FULL_STEP) -> Space:
