@@ -519,7 +519,10 @@ def test_a_missing_tokenizer_is_one_line_and_exit_code_1(run: Any, checkpoint: P
     (checkpoint / "tokenizer.json").unlink()
     ran = run("--model", str(checkpoint), "--prompt", "hi")
     assert (
-        ran.code == 1 and ran.out == "" and ran.err.count("\n") == 1 and "has no tokenizer.json: download it" in ran.err
+        ran.code == 1
+        and ran.out == ""
+        and ran.err.count("\n") == 1
+        and "has neither tokenizer.json nor vocab.json" in ran.err
     )
 
 

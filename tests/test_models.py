@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from mosaic.decoding import GenerationConfig, resolve
+from mosaic.decoding.config import own_algorithm
 from mosaic.errors import CheckpointError, UnknownName, UnsupportedModel
 from mosaic.models import PRESETS, load
 from mosaic.models.phase import Phase
@@ -192,6 +194,40 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot read"):
         load(tmp_path)
+
+
+LLADA2 = dict(PRESETS["llada2-mini"][1]) | {"num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("directory", "change", "code", "algorithm"),
+    [
+        ("a", {}, None, "llada2"),
+        ("a", {"model_type": "llada21_moe"}, None, "llada2.1"),
+        ("a", {"_name_or_path": "inclusionAI/LLaDA2.1-mini"}, None, "llada2.1"),
+        ("LLaDA2.1-mini", {}, None, "llada2.1"),
+        ("LLaDA2.0-mini", {}, None, "llada2"),
+        ("models--inclusionAI--LLaDA2.1-flash/snapshots/0123abc", {}, None, "llada2.1"),
+        ("LLaDA2-16B", {}, None, "llada2"),
+        ("LLaDA2.1-mini/LLaDA2.0-mini", {}, None, "llada2"),
+        ("a", {}, "def generate(self, threshold=0.95, editing_threshold=0.9): ...", "llada2.1"),
+        ("LLaDA2.1-mini", {}, "def generate(self, threshold=0.95): ...", "llada2"),
+    ],
+)
+def test_which_llada2_edits(
+    tmp_path: Path, directory: str, change: dict[str, Any], code: str | None, algorithm: str
+) -> None:
+    folder = tmp_path / "checkpoints" / "here" / "b" / directory
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLADA2 | change))
+    if code is not None:
+        (folder / "modeling_llada2_moe.py").write_text(code)
+    model = load(folder)
+    assert own_algorithm(model.architecture) == algorithm
+    assert resolve(GenerationConfig(gen_length=64), model.architecture).algorithm == algorithm
+    assert own_algorithm(load(dict(model.config)).architecture) == algorithm  # as a saved copy says it
+    for other in ("llada2", "llada2.1"):  # either may be asked for
+        assert resolve(GenerationConfig(algorithm=other), model.architecture).algorithm == other
 
 
 def test_an_unknown_model_is_answered_with_the_nearest() -> None:

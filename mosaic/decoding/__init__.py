@@ -59,7 +59,7 @@ def generate(
     Parameters
     ----------
     model
-        A compiled model; for text, one of a checkpoint directory that has a tokenizer.json.
+        A compiled model; for text, one of a checkpoint directory that has a tokenizer.
     prompts
         One prompt or several: text, int64 [P] or [B, P], or conversations.
     config

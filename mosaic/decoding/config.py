@@ -202,6 +202,8 @@ def own_algorithm(architecture: Architecture) -> str:
         return "dream" if architecture.shifted else "llada"
     if architecture.shifted:
         return "fast-dllm-v2"
+    if architecture.editing:
+        return "llada2.1"
     return "llada2" if architecture.router_scoring == "sigmoid" else "sdar"
 
 

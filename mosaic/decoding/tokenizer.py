@@ -1,4 +1,4 @@
-"""A checkpoint's own tokenizer: tokenizer.json, and the chat template of its tokenizer_config.json. Torch-free."""
+"""A checkpoint's own tokenizer: tokenizer.json, or vocab.json and merges.txt; and its chat template. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mosaic.decoding.byte_pairs import FILES, build
 from mosaic.errors import CheckpointError, MissingExtra, UsageError
 
 __all__ = ["Tokenizer"]
@@ -18,12 +19,13 @@ class Tokenizer:
     Parameters
     ----------
     directory
-        With a tokenizer.json; tokenizer_config.json and chat_template.jinja are read where they are.
+        With a tokenizer.json, or with vocab.json, merges.txt and tokenizer_config.json as Dream's; tokenizer_config.json and
+        chat_template.jinja are read where they are.
 
     Raises
     ------
     CheckpointError
-        If there is no tokenizer.json, or it cannot be read.
+        If there are no such files, or they cannot be read.
     MissingExtra
         If the package tokenizers is not installed.
     """
@@ -34,19 +36,21 @@ class Tokenizer:
         except ImportError:
             raise MissingExtra("tokenizers", "torch", "text in and out of a model") from None
         self.directory = Path(directory)
+        self._config = _read_json(self.directory / "tokenizer_config.json")
         file = self.directory / "tokenizer.json"
-        if not file.is_file():
+        if file.is_file():
+            try:
+                self._backend = Backend.from_file(str(file))
+            except Exception as error:  # the Rust side raises bare Exception
+                raise CheckpointError(f"cannot read {file}: {error}; download it again.") from None
+        elif all((self.directory / name).is_file() for name in FILES):
+            self._backend = build(self.directory, self._config)
+        else:
             raise CheckpointError(
-                f"{self.directory} has no tokenizer.json: download it with the checkpoint, or save it there with "
-                "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…)."
+                f"{self.directory} has neither tokenizer.json nor {' and '.join(FILES)}: download them with the checkpoint."
             )
-        try:
-            self._backend = Backend.from_file(str(file))
-        except Exception as error:  # the Rust side raises bare Exception
-            raise CheckpointError(f"cannot read {file}: {error}; download it again.") from None
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._config = _read_json(self.directory / "tokenizer_config.json")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it (such as a begin token) if asked for."""

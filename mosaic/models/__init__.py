@@ -136,6 +136,8 @@ def _family(config: Mapping[str, Any]) -> str:
 
 def _from_config(config: dict[str, Any], name: str, path: Path | None) -> Model:
     family = _family(config)
+    if family == llada2.FAMILY and llada2.edits(config, path):
+        config = {**config, "model_type": llada2.EDITING}  # so that a copy which is saved says it
     return Model(name=name, family=family, config=config, architecture=_architecture(family, config), path=path)
 
 

@@ -82,6 +82,8 @@ class Architecture:
         Biases on q, k, v; per-head RMSNorm of q and k; head tied to the embedding.
     shifted
         Row i-1 predicts position i (Dream); the shift is done on row indices.
+    editing
+        Trained to replace tokens that it has decided (LLaDA2.1).
     mask_token_id
         The [MASK] token.
     eos_token_ids
@@ -110,6 +112,7 @@ class Architecture:
     head_norms: bool = False
     tied: bool = False
     shifted: bool = False
+    editing: bool = False
     dtype: str = "bfloat16"
     max_positions: int = 0
     block: int = 0

@@ -1,11 +1,13 @@
-"""LLaDA2.0 (inclusionAI): 256 experts chosen by groups beside a shared one, fused q, k, v, half of each head rotated.
+"""LLaDA2.0 and 2.1 (inclusionAI): 256 experts chosen by groups beside a shared one, fused q, k, v, half of each head rotated.
 
 Attention is causal by blocks of 32 positions, logits are not shifted.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
@@ -14,11 +16,15 @@ from mosaic.models.huggingface import HUGGINGFACE, sizes, special_tokens
 from mosaic.models.keys import Fixed
 from mosaic.models.values import count, flag, number, positive
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
+__all__ = ["EDITING", "FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture", "edits"]
 
 FAMILY: Final = "llada2"
 LABEL: Final = "LLaDA2"
-MODEL_TYPES: Final = ("llada2_moe",)
+EDITING: Final = "llada21_moe"
+"""The model type of LLaDA2.1, which edits tokens; its released config.json says that of 2.0."""
+MODEL_TYPES: Final = ("llada2_moe", EDITING)
+_VERSION: Final = re.compile(r"llada[-_]?2[._]?(\d)(?!\d)", re.IGNORECASE)
+_NAMES_OF_A_PATH: Final = 3  # a checkpoint's directory, or a revision of a cached one: name/snapshots/hash
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llada2-mini": {
@@ -134,8 +140,25 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         router_scale=number(config, "routed_scaling_factor", 1.0, above=0, most=1e6),
         head_norms=flag(config, "use_qk_norm", default=True),
         qkv_bias=flag(config, "use_qkv_bias", default=False),
+        editing=str(config.get("model_type")).lower() == EDITING,
         names=_names(found["heads"] * head_size, found["kv_heads"] * head_size),
     )
+
+
+def edits(config: Mapping[str, Any], path: Path | None) -> bool:
+    """Tell a LLaDA2.1, whose config.json is that of a 2.0.
+
+    By its model type; by the threshold for editing in the modelling file that lies beside it; or by the version in the name
+    that the config or the directory has.
+    """
+    if str(config.get("model_type")).lower() == EDITING:
+        return True
+    files = sorted(path.glob("modeling_llada2*.py")) if path is not None else []
+    if files:
+        return any("editing_threshold" in file.read_text(encoding="utf-8", errors="replace") for file in files)
+    places = path.resolve().parts[: -_NAMES_OF_A_PATH - 1 : -1] if path is not None else ()
+    versions = (_VERSION.search(name) for name in (str(config.get("_name_or_path", "")), *places))
+    return next((match[1] == "1" for match in versions if match), False)
 
 
 def _shared(config: Mapping[str, Any]) -> int:

@@ -351,7 +351,8 @@ class CompiledModel:
             The rows to predict: a boolean mask in the form of `token_ids`, or int64 row numbers of the packed batch
             (sequences one after another). Where `token_ids` is [MASK], if not given.
         logits_for
-            Rows whose logits are returned as well, in the same forms.
+            Rows whose logits are returned as well, in the same forms. A row is the position that it predicts: where
+            `architecture.shifted`, row i is the official model's row i - 1, and row 0 its row 0.
         config
             Run this step in a configuration of its own instead of the one that the planner finds, or `compile` was given:
             rows per chunk by knob, an option by choice, such as {"attention": "heads", "heads": 4}. What is not named is

@@ -35,7 +35,8 @@ class StepOutput:
     maximum, second, logsumexp, entropy
         float32 [M]: the two largest logits, log-sum-exp and entropy (natural logarithm) of the row.
     logits
-        [R, V] in the model's dtype for the rows of `logits_for`, or None.
+        [R, V] in the model's dtype for the rows of `logits_for`, or None; of shifted families, row i is the official row
+        i - 1 (`CompiledModel.__call__`).
     plan
         The plan that was in force; `plan.config` is the configuration.
     """
