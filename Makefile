@@ -1,3 +1,4 @@
+# make install Mosaic and PyTorch into .venv
 # make demo    plan LLaDA-8B at 128K for an RTX 3090, then load a small checkpoint and run a step in exactly the planned bytes
 # make test    install the test extras and run the tests
 # make soak    the slow tests, every kernel for every card, and ten minutes of fuzzing
@@ -10,7 +11,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test soak lint bench report clean
+.PHONY: install demo test soak lint bench report clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +23,8 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e '.[solve,torch,viz,dev]'
 	@touch $@
+
+install: $(VENV)/.demo
 
 demo: $(VENV)/.demo
 	$(BIN)/mosaic plan --model llada-8b --ctx 128k --device rtx-3090

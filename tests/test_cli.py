@@ -60,8 +60,7 @@ def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     command, _, shown = readme.split("```console\n$ mosaic plan")[1].split("```")[0].partition("\n")
     printed = [" ".join(line.split()) for line in mosaic("plan", *command.split()).out.splitlines()]
-    for line in shown.strip().splitlines():
-        assert " ".join(line.split()) in printed
+    assert [" ".join(line.split()) for line in shown.strip().splitlines()] == printed
     stated = readme.split("plan.config  # {")[1].split("}")[0].replace(", …", "")
     config = mosaic("plan", *command.split(), "--json").json["config"]
     assert ast.literal_eval(f"{{{stated}}}").items() <= config.items()
@@ -186,6 +185,70 @@ def test_models_and_devices(mosaic: Any) -> None:
     assert fits["a100-40g"] and not fits["rtx-4090"]
     assert mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "16m").code == 3
     assert mosaic("devices", "--fits", "--ctx", "1k").code == 2
+
+
+def test_devices_that_would_do_within_budgets(mosaic: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    request = ("--model", str(tmp_path / "config.json"), "--ctx", "1m")
+    budgets = ("--budget", "1200MiB", "--host-budget", "8GiB")
+    more = mosaic("devices", "--fits", *request, "--budget", "1TiB", "--json").json
+    assert all(row["host_bytes"] == 0 and row["budget_bytes"] == row["memory_bytes"] for row in more)
+    tight = mosaic("devices", "--fits", *request, *budgets, "--json").json
+    assert all(row["fits"] and row["host_bytes"] > 0 and row["budget_bytes"] == 1200 << 20 for row in tight)
+    h200 = next(row for row in tight if row["name"] == "h200")
+    plan = mosaic("plan", *request, "--device", "h200", *budgets, "--json").json
+    assert (h200["total_bytes"], h200["host_bytes"], h200["config"]) == (
+        plan["total_bytes"],
+        plan["host_bytes"],
+        plan["config"],
+    )
+    assert mosaic("devices", "--budget", "6GiB").code == 2
+
+
+def test_contexts_go_by_either_name(mosaic: Any) -> None:
+    assert mosaic(*PLAN, "--tokens", "4k", "--json").json == mosaic(*PLAN, "--ctx", "4096", "--json").json
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("mosaic plan --model llada-8", "llada-8b"),
+        ("mosaic plan --device rtx-4", "rtx-4090"),
+        ("mosaic generate --model small-s", "small-sdar"),
+        ("mosaic devices --model dre", "dream-7b"),
+        ("mosaic pack --solver cp", "cpsat"),
+        ("mosaic bench --device h2", "h200"),
+        ("mosaic cal", "calibrate"),
+    ],
+)
+def test_the_shell_completes_names(words: str, expected: str) -> None:
+    environment = {
+        **os.environ,
+        "_MOSAIC_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    code = "import sys; sys.argv = ['mosaic']; from mosaic_dllm import main; main()"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert ran.returncode == 0 and ran.stdout.split() == [expected], ran.stderr
+
+
+def test_templates_that_are_compiled_are_shown_in_a_terminal_alone(
+    mosaic: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "tiny" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({**SMALL, "d_model": 128}))
+    arguments = ("plan", "--model", str(config), "--ctx", "64", "--device", "cpu")
+    monkeypatch.setenv("MOSAIC_CACHE", str(tmp_path / "cache"))
+    assert mosaic(*arguments).err == ""
+    config.write_text(json.dumps({**SMALL, "d_model": 192}))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    ran = mosaic(*arguments)
+    assert "planning this model for the first time, 0 bodies compiled" in ran.err and ran.err.endswith("\r\x1b[K")
+    assert ran.code == 0 and "first time" not in ran.out
+    assert "first time" not in mosaic(*arguments).err, "the cache has them now"
 
 
 def test_a_device_of_ones_own(mosaic: Any, tmp_path: Path) -> None:

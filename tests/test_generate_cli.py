@@ -417,9 +417,23 @@ def test_without_a_terminal_stdout_is_the_text(fake: FakeModel, run: Any, checkp
         "dtype": None,
         "threads": 1,
         "seed": 7,
+        "progress": None,
     }
     assert generated["prompt"] == list(b"hi") and generated["runner"] is fake
     assert generated["config"].gen_length == 32
+
+
+def test_a_hopeless_run_is_told_before_it_starts(fake: FakeModel, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mosaic.cli.outlook.available_bytes", lambda: 8 << 30)
+    ran = run("--model", "llada-8b", "--device", "cpu", "--prompt", "hi", "--gen-length", "128", "--steps", "64")
+    noise, memory, time, *_ = ran.err.splitlines()
+    assert "what it writes is noise" in noise
+    assert re.search(r"takes 1\d\.\d\d GiB on cpu, and this machine has 8\.00 GiB to give", memory)
+    assert re.search(r"up to 64 steps of .* s, .* (min|h).* in all, by figures that nobody measured here; Ctrl-C", time)
+    monkeypatch.setattr("mosaic.cli.outlook.available_bytes", lambda: 64 << 30)
+    said = run("--model", "llada-8b", "--device", "cpu", "--prompt", "hi", "--gen-length", "1").err
+    assert "to give" not in said and "in all" not in said
+    assert "in all" not in run("--model", "small", "--prompt", "hi", "--gen-length", "2000").err
 
 
 def test_prompt_from_stdin_and_chat(fake: FakeModel, run: Any, checkpoint: Path) -> None:

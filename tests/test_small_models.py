@@ -113,7 +113,7 @@ def test_rows_that_fill_the_embedding_up_have_a_text() -> None:
 def test_the_first_command_of_the_readme_tells_a_story() -> None:
     """Every sentence fits the prompt, in the README and from the command; which words it takes is the processor's rounding."""
     shown = README.split("```console\n")[1].split("```")[0]
-    command, *text = shown.removeprefix("$ pip install 'mosaic-dllm[torch]'\n$ ").splitlines()
+    command, *text = shown.partition("\n$ ")[2].splitlines()
     arguments = shlex.split(command)
     question = " " + arguments[arguments.index("--prompt") + 1]
     assert stories.faults(question, " ".join(text)) == []

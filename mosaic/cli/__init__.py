@@ -23,7 +23,6 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="mosaic",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from mosaic.cli.completion import device_names, model_names
 from mosaic.cli.output import new_table, note, print_json, results
 from mosaic.cli.request import require_torch
 from mosaic.errors import UsageError
@@ -22,13 +23,17 @@ __all__ = ["bench"]
 
 def bench(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Preset (random weights) or checkpoint directory.")] = None,
-    ctx: Annotated[str, typer.Option(help="Contexts in tokens: 1k,4k,32k.")] = "1k,4k,16k",
+    model: Annotated[
+        str | None, typer.Option(help="Preset (random weights) or checkpoint directory.", autocompletion=model_names)
+    ] = None,
+    ctx: Annotated[str, typer.Option("--ctx", "--tokens", help="Contexts in tokens: 1k,4k,32k.")] = "1k,4k,16k",
     mask_ratio: Annotated[str, typer.Option(help="Shares of masked tokens: 0.1,0.5,0.9.")] = "0.5",
     engines: Annotated[str, typer.Option(help="Of mosaic, eager, compile; in this order, one after the other.")] = (
         "mosaic,eager,compile"
     ),
-    device: Annotated[str | None, typer.Option(help="Device profile of this machine's card, or cpu.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device profile of this machine's card, or cpu.", autocompletion=device_names)
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
     budget: Annotated[str | None, typer.Option(help="Bytes that Mosaic may take, such as 24GiB.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Pinned host memory that Mosaic may take.")] = None,

@@ -7,6 +7,8 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from mosaic.cli.completion import device_names
+
 __all__ = [
     "Alg", "AlgTemp", "Algorithm", "BlockLength", "Budget", "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Factor",
     "MaxPostSteps", "MinimalTopK", "Remasking", "SmallBlockLength", "Steps", "Temperature", "Threads", "Threshold", "TopK", "TopP",
@@ -53,7 +55,9 @@ Threads: TypeAlias = Annotated[
     int | None,
     typer.Option(help="On a CPU, threads of an operation; by the model's size, at most as many as PyTorch uses."),
 ]
-Where: TypeAlias = Annotated[str, typer.Option(help="cpu, or the profile of this machine's card.")]
+Where: TypeAlias = Annotated[
+    str, typer.Option(help="cpu, or the profile of this machine's card.", autocompletion=device_names)
+]
 
 
 def given(context: typer.Context) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mosaic.cli.completion import model_names
 from mosaic.cli.output import print_json, results
 from mosaic.cli.request import read_model, read_request
 from mosaic.errors import UsageError
@@ -22,18 +23,26 @@ def devices(
     fits: Annotated[
         bool, typer.Option("--fits", help="Say which devices hold a request, and with what chunks.")
     ] = False,
-    model: Annotated[str | None, typer.Option(help="Preset, checkpoint directory or config.json.")] = None,
-    ctx: Annotated[str | None, typer.Option(help="Context in tokens, such as 128k.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Preset, checkpoint directory or config.json.", autocompletion=model_names)
+    ] = None,
+    ctx: Annotated[str | None, typer.Option("--ctx", "--tokens", help="Context in tokens, such as 128k.")] = None,
     seq_lens: Annotated[str | None, typer.Option(help="A packed batch instead: lengths such as 4k,32k.")] = None,
     mask_ratio: Annotated[float | None, typer.Option(help="Share of masked tokens, default 0.5.")] = None,
     masked: Annotated[str | None, typer.Option(help="Masked rows as a number.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Bytes that may be used of each device, such as 24GiB; default all of it.")
+    ] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Pinned host memory for weights and hidden states, such as 64GiB; default none.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """List the devices, or with --fits those that would do. Exit code 3 when none would."""
-    request = (model, ctx, seq_lens, mask_ratio, masked, dtype)
+    request = (model, ctx, seq_lens, mask_ratio, masked, budget, host_budget, dtype)
     if fits:
-        rows = _fitting(read_model(model, dtype), read_request(ctx, seq_lens, mask_ratio, masked))
+        rows = _fitting(read_model(model, dtype), read_request(ctx, seq_lens, mask_ratio, masked), budget, host_budget)
     elif any(option is not None for option in request):
         raise UsageError("--model, --ctx and what else describes a request go with --fits.")
     else:
@@ -63,18 +72,26 @@ def profile(device: Device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _fitting(model: Model, request: Request) -> list[dict[str, Any]]:
+def _fitting(model: Model, request: Request, budget: str | None, host_budget: str | None) -> list[dict[str, Any]]:
+    from mosaic.cli.progress import compiling
     from mosaic.devices import DEVICES
     from mosaic.planner.planner import Planner
+    from mosaic.units import parse_bytes
+
+    most = None if budget is None else parse_bytes(budget, what="budget")
 
     rows = []
     for device in DEVICES.values():
         if device.backend != "cuda":
             continue
-        plan = Planner(model, device=device).plan(request)
+        available = device.memory_bytes if most is None else min(most, device.memory_bytes)
+        with compiling() as progress:
+            planner = Planner(model, device=device, budget=available, host_budget=host_budget, progress=progress)
+            plan = planner.plan(request)
         rows.append(
             {
                 "name": device.name, "fits": plan.fits, "total_bytes": plan.total_bytes, "memory_bytes": device.memory_bytes,
+                "budget_bytes": available, "host_bytes": plan.document["host_bytes"],
                 "config": plan.config, "predicted_step_ms": plan.predicted_step_ms, "max_ctx_tokens": plan.max_ctx_tokens,
                 "estimated": device.estimated,
             }
@@ -85,19 +102,19 @@ def _fitting(model: Model, request: Request) -> list[dict[str, Any]]:
 def _print(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    from mosaic.units import format_bytes, format_tokens
+    from mosaic.units import format_bytes, format_seconds, format_tokens
 
     table = Table(box=None, padding=(0, 1))
     fitting = "fits" in rows[0]
     columns = (
-        ("device", "fits", "needs", "has", "largest context", "predicted step", "chunks")
+        ("device", "fits", "needs", "may use", "on the host", "largest context", "predicted step", "chunks")
         if fitting
         else ("device", "memory", "bandwidth", "host link", "GEMM", "attention", "figures")
     )
     for i, column in enumerate(columns):
         table.add_column(
             column,
-            justify="right" if 1 < i < 6 or column == "memory" else "left",
+            justify="right" if 1 < i < len(columns) - 1 or column == "memory" else "left",
             header_style="dim",
             no_wrap=column != "chunks",
         )
@@ -106,10 +123,11 @@ def _print(rows: list[dict[str, Any]]) -> None:
             chunks = ", ".join(
                 f"{k} {v if isinstance(v, str) else f'{v:,}'}" for k, v in row["config"].items() if v is not None
             )
-            step = f"{row['predicted_step_ms'] / 1e3:,.2f} s" if row["fits"] else ""
+            step = format_seconds(row["predicted_step_ms"] / 1e3) if row["fits"] else ""
             table.add_row(
                 row["name"], "[green]yes[/]" if row["fits"] else "[red]no[/]", format_bytes(row["total_bytes"]),
-                format_bytes(row["memory_bytes"]), format_tokens(row["max_ctx_tokens"]), step, chunks if row["fits"] else "",
+                format_bytes(row["budget_bytes"]), format_bytes(row["host_bytes"]) if row["host_bytes"] else "",
+                format_tokens(row["max_ctx_tokens"]), step, chunks if row["fits"] else "",
             )  # fmt: skip
         else:
             table.add_row(

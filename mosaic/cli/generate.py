@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from mosaic.cli import decoding_options as o
+from mosaic.cli.completion import model_names
 from mosaic.cli.output import note, print_json
 from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import DoesNotFit, UsageError
@@ -37,7 +38,10 @@ __all__ = ["generate"]
 def generate(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="small, small-sdar; a checkpoint directory; or a preset (random weights).")
+        str,
+        typer.Option(
+            help="small, small-sdar; a checkpoint directory; or a preset (random weights).", autocompletion=model_names
+        ),
     ] = "small",
     prompt: Annotated[str | None, typer.Option(help="The prompt; - or nothing reads standard input.")] = None,
     chat: Annotated[
@@ -87,14 +91,16 @@ def generate(
     prompt_ids = _encode(text, tokenizer, chat, described)
     if tokenizer is None:
         note(
-            f"{described.name} has random weights and no tokenizer: the bytes of the prompt stand for tokens, and "
-            "token ids are printed."
+            f"{described.name} has random weights and no tokenizer: the bytes of the prompt stand for tokens, "
+            "token ids are printed, and what it writes is noise."
         )
     job = _Job(
         model=described, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
         config=resolve(config, described.architecture), chat=chat, device=device, budget=budget, host_budget=host_budget,
         dtype=dtype or own_dtype(model, device), threads=threads,
     )  # fmt: skip
+    for warning in _outlook(job):
+        note(warning)
     if as_json:
         print_json(_document(job, *_decode(job)))
         return
@@ -143,6 +149,24 @@ def _encode(text: str, tokenizer: Tokenizer | None, chat: bool, model: Model) ->
     return list(text.encode("utf-8", errors="surrogateescape"))
 
 
+def _outlook(job: _Job) -> list[str]:
+    """What is to be said of a large model before it is loaded; a small one is done before anybody has read it."""
+    from mosaic.cli.outlook import LARGE, available_bytes, outlook
+    from mosaic.cli.progress import compiling
+    from mosaic.planner.planner import Planner, Request
+
+    if job.model.architecture.parameters < LARGE:
+        return []
+    model = job.model if job.dtype is None else job.model.with_dtype(job.dtype)
+    tokens = len(job.prompt_ids) + job.config.gen_length
+    with compiling() as progress:
+        planner = Planner(model, device=job.device, budget=job.budget, host_budget=job.host_budget, progress=progress)
+        plan = planner.plan(Request(seq_lens=(tokens,), masked=job.config.gen_length), limit=False)
+    steps, _ = _totals(job.config, len(job.prompt_ids))
+    memory = available_bytes() if planner.device.backend == "cpu" else None
+    return outlook(plan, steps or job.config.gen_length, memory=memory) if plan.fits else []
+
+
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
@@ -170,15 +194,17 @@ def _decode(
     import torch
 
     from mosaic.cli.live import Record
+    from mosaic.cli.progress import compiling
     from mosaic.decoding import loop
     from mosaic.runtime.compiled import compile
 
     began = time.perf_counter()
     try:
-        opened = compile(
-            job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
-            threads=job.threads, seed=job.config.seed,
-        )  # fmt: skip
+        with compiling() as progress:
+            opened = compile(
+                job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
+                threads=job.threads, seed=job.config.seed, progress=progress,
+            )  # fmt: skip
     except DoesNotFit as misfit:
         raise DoesNotFit(
             f"{job.model.name} takes {format_bytes(misfit.needed_bytes)} for a single token, the budget is "

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mosaic.cli.completion import solver_names
 from mosaic.cli.output import note, print_json, results
 from mosaic.errors import MosaicError, UsageError
 
@@ -18,7 +19,10 @@ def pack(
         Path | None, typer.Argument(help="id,lower,upper,size[,offset], half-open lifetimes.", metavar="INSTANCE.CSV")
     ] = None,
     solver: Annotated[
-        str, typer.Option(help="auto (the portfolio) or one solver; `--solver help` lists them.")
+        str,
+        typer.Option(
+            help="auto (the portfolio) or one solver; `--solver help` lists them.", autocompletion=solver_names
+        ),
     ] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds that the search may take.")] = 60.0,
     capacity: Annotated[

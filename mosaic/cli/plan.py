@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mosaic.cli.completion import device_names, model_names, solver_names
 from mosaic.cli.output import note, print_json, report_plan, results
 from mosaic.errors import UsageError
 
@@ -17,14 +18,19 @@ __all__ = ["plan"]
 
 
 def plan(
-    model: Annotated[str | None, typer.Option(help="Preset, checkpoint directory or config.json.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Preset, checkpoint directory or config.json.", autocompletion=model_names)
+    ] = None,
     ctx: Annotated[
-        str | None, typer.Option(help="Context in tokens: 131072, 128k, or auto = the largest that fits.")
+        str | None,
+        typer.Option("--ctx", "--tokens", help="Context in tokens: 131072, 128k, or auto = the largest that fits."),
     ] = None,
     seq_lens: Annotated[str | None, typer.Option(help="Plan a packed batch: lengths such as 4k,32k.")] = None,
     mask_ratio: Annotated[float | None, typer.Option(help="Share of masked tokens, default 0.5.")] = None,
     masked: Annotated[str | None, typer.Option(help="Masked rows as a number.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device profile: a name or my-card.toml.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device profile: a name or my-card.toml.", autocompletion=device_names)
+    ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Bytes that may be used, such as 24GiB; default all of the device.")
     ] = None,
@@ -32,7 +38,9 @@ def plan(
         str | None, typer.Option(help="Pinned host memory for weights and hidden states, such as 64GiB; default none.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
-    solver: Annotated[str, typer.Option(help="Offset solver; see `mosaic pack --help`.")] = "auto",
+    solver: Annotated[
+        str, typer.Option(help="Offset solver; see `mosaic pack --solver help`.", autocompletion=solver_names)
+    ] = "auto",
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Set two plan files side by side.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan's JSON.")] = None,
@@ -67,6 +75,7 @@ def plan(
         _compare(compare, as_json)
         return
     from mosaic.cli.exports import check_targets, export
+    from mosaic.cli.progress import compiling
     from mosaic.cli.request import read_model, read_request
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
@@ -75,12 +84,13 @@ def plan(
 
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
-    planner = Planner(
-        read_model(model, dtype), device=device, budget=budget, host_budget=host_budget
-    )  # fmt: skip
-    planner.verify_checkpoint()
-    request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
-    made = planner.plan(request, solver=solver)
+    described = read_model(model, dtype)
+    with compiling() as progress:
+        planner = Planner(described, device=device, budget=budget, host_budget=host_budget, progress=progress)
+        planner.verify_checkpoint()
+        request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
+        made = planner.plan(request, solver=solver)
+        reason = None if made.fits else misfit(planner, request, made)
     if device is None and not as_json:
         note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
     if planner.budget_bytes > planner.device.memory_bytes:
@@ -88,8 +98,8 @@ def plan(
             f"the budget of {format_bytes(planner.budget_bytes)} is more than {planner.device.name} has, "
             f"{format_bytes(planner.device.memory_bytes)}."
         )
-    if not made.fits:
-        _report_misfit(made, misfit(planner, request, made), as_json, explain)
+    if reason is not None:
+        _report_misfit(made, reason, as_json, explain)
         if any(targets.values()):
             note("nothing written, since the plan does not fit.")
         raise typer.Exit(3)

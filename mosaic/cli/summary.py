@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mosaic.units import format_bytes, format_tokens
+from mosaic.units import format_bytes, format_seconds, format_tokens
 from mosaic.viz.profile import largest_live, live_profile
 from mosaic.viz.text import text_timeline
 
@@ -87,8 +87,7 @@ def _facts(document: Mapping[str, Any]) -> RenderableType:
     if choices:
         table.add_row("choices", ", ".join(choices))
     table.add_row("chunks", ", ".join(_chunks(document)) or "none")
-    milliseconds = document["predicted_step_ms"]
-    shown = f"{milliseconds / 1e3:,.2f} s" if milliseconds >= 1e3 else f"{milliseconds:.2f} ms"
+    shown = format_seconds(document["predicted_step_ms"] / 1e3)
     table.add_row("predicted step", shown + (" (estimated)" if document["estimated"] else ""))
     table.add_row(
         "largest context", f"{format_tokens(document['max_ctx_tokens'])} tokens (same device, budget and mask)"
@@ -133,7 +132,10 @@ def explanation(document: Mapping[str, Any]) -> RenderableType:
         trace.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
     for step in document["trace"]:
         trace.add_row(
-            step["move"], step["bottleneck"], format_bytes(step["total_bytes"]), f"{step['predicted_ms'] / 1e3:,.3f} s"
+            step["move"],
+            step["bottleneck"],
+            format_bytes(step["total_bytes"]),
+            format_seconds(step["predicted_ms"] / 1e3),
         )
     return Group(law, Text(), trace)
 
@@ -156,7 +158,9 @@ def comparison(documents: Sequence[Mapping[str, Any]], labels: Sequence[str]) ->
     for knob in documents[0]["config"] | documents[1]["config"]:
         table.add_row(knob, *(str(d["config"].get(knob) or "off") for d in documents), "")
     times = [d["predicted_step_ms"] for d in documents]
-    table.add_row("predicted step", *(f"{t:,.1f} ms" for t in times), f"{(times[1] / times[0] - 1) * 100:+.1f} %")
+    table.add_row(
+        "predicted step", *(format_seconds(t / 1e3) for t in times), f"{(times[1] / times[0] - 1) * 100:+.1f} %"
+    )
     table.add_row("largest context", *(format_tokens(d["max_ctx_tokens"]) for d in documents), "")
     table.add_row("fits", *("yes" if d["fits"] else "no" for d in documents), "")
     return table

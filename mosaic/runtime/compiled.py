@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.rotary import Rotary
     from mosaic.planner.plan import Plan
-    from mosaic.planner.planner import Planner
+    from mosaic.planner.planner import Planner, Progress
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput", "compile"]
 
@@ -74,6 +74,7 @@ def compile(
     threads: int | None = None,
     debug: Debug = None,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> CompiledModel:
     """Plan a model, load its weights into planned memory, and return it ready to be called.
 
@@ -105,6 +106,8 @@ def compile(
         "poison" fills every buffer with NaN before and after its lifetime.
     seed
         For random weights.
+    progress
+        Told what is compiled, which takes seconds the first time; see `Planner`.
 
     Raises
     ------
@@ -126,7 +129,9 @@ def compile(
     if isinstance(model, nn.Module) and dtype is None:
         dtype = next(iter(model.parameters())).dtype
     longest = None if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
-    planner = _planner(source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module))
+    planner = _planner(
+        source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module), progress=progress
+    )
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
     return CompiledModel(
         planner, state=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug,
@@ -150,6 +155,7 @@ def _planner(
     host_budget: Size | None,
     *,
     adopts: bool,
+    progress: Progress | None,
 ) -> Planner:
     """Reach the planner: the model's description on the device. Parameters that are adopted stay where they are."""
     from mosaic.devices import load_device
@@ -164,7 +170,7 @@ def _planner(
         raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
     return Planner(
         described, device=_usable(profile), budget=budget, host_budget=host_budget,
-        pinned={"stream": "none"} if adopts else None,
+        pinned={"stream": "none"} if adopts else None, progress=progress,
     )  # fmt: skip
 
 

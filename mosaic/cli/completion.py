@@ -1,0 +1,39 @@
+"""Names that a shell completes: `mosaic --install-completion` teaches it to ask."""
+
+from __future__ import annotations
+
+__all__ = ["device_names", "model_names", "solver_names"]
+
+
+def device_names(incomplete: str) -> list[str]:
+    """Built-in profiles; files of one's own the shell completes by itself.
+
+    >>> device_names("h")
+    ['h100', 'h200']
+    """
+    from mosaic.devices import DEVICES
+
+    return [name for name in DEVICES if name.startswith(incomplete)]
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Presets and the small models that ship.
+
+    >>> model_names("llada-8")
+    ['llada-8b']
+    """
+    from mosaic.models import PRESETS
+    from mosaic.models.shipped import SHIPPED
+
+    return [name for name in (*SHIPPED, *PRESETS) if name.startswith(incomplete)]
+
+
+def solver_names(incomplete: str) -> list[str]:
+    """Offset solvers.
+
+    >>> solver_names("greedy_by_s")
+    ['greedy_by_size']
+    """
+    from mosaic.planner.offsets import SOLVERS
+
+    return [name for name in SOLVERS if name.startswith(incomplete)]
