@@ -432,6 +432,17 @@ def test_a_checkpoint_directory_is_planned_like_a_preset(mosaic: Any, checkpoint
     assert mosaic("plan", "--model", str(checkpoint), "--ctx", "300", "--device", "cpu").code == 0
 
 
+def test_a_key_that_nobody_knows_is_a_remark_on_stderr(mosaic: Any, checkpoint: Path) -> None:
+    arguments = ("plan", "--model", str(checkpoint), "--ctx", "300", "--device", "cpu", "--json")
+    before = mosaic(*arguments)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"moonshine": 1}))
+    ran = mosaic(*arguments)
+    assert ran.code == 0 and ran.out == before.out and before.err == ""
+    assert ran.err.startswith("mosaic: config.json: 'moonshine' is unknown to Mosaic's family 'LLaDA' and not used;")
+    assert ran.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("damage", ["truncated", "garbled", "missing tensor", "spare tensor", "misshapen"])
 def test_a_checkpoint_that_could_not_be_loaded_is_refused(
     mosaic: Any, checkpoint: Path, tmp_path: Path, damage: str

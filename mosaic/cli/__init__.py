@@ -14,7 +14,7 @@ from contextlib import suppress
 import typer
 
 from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, quality, show
-from mosaic.cli.output import degrade_output, note
+from mosaic.cli.output import degrade_output, note, noted_warnings
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
 
@@ -64,7 +64,8 @@ def main() -> None:
     degrade_output()
     try:
         try:
-            app()
+            with noted_warnings():
+                app()
         finally:
             sys.stdout.flush()
     except MosaicError as error:

@@ -7,15 +7,28 @@ import io
 import json
 import sys
 import unicodedata
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
+
+from mosaic.errors import ConfigWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["degrade_output", "is_unicode", "new_table", "note", "print_json", "report_plan", "results"]
+__all__ = [
+    "degrade_output",
+    "is_unicode",
+    "new_table",
+    "note",
+    "noted_warnings",
+    "print_json",
+    "report_plan",
+    "results",
+]
 
 
 _PLAIN: Final[Mapping[str, str]] = {
@@ -76,6 +89,23 @@ def new_table(first: str, *others: str) -> Table:
 def note(message: str) -> None:
     """A remark that is no result."""
     print(f"mosaic: {message}", file=sys.stderr)
+
+
+@contextmanager
+def noted_warnings() -> Iterator[None]:
+    """Show what Mosaic warns of as remarks, each once, without the line of ours that it comes from."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, ConfigWarning):
+                note(str(message))
+            else:
+                shown(message, category, *where, **more)
+
+        warnings.simplefilter("once", ConfigWarning)
+        warnings.showwarning = show
+        yield
 
 
 def report_plan(document: Mapping[str, Any], as_json: bool, explain: bool) -> None:
