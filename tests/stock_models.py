@@ -40,6 +40,8 @@ def stock_model(model: CompiledModel, folder: Path, **changes: Any) -> nn.Module
     model.save(folder)
     given = load_file(folder / "model.safetensors")
     kind, build = _FAMILIES[family]
+    if family == "llada" and arch.qkv_bias:
+        kind = "Qwen2"  # Llama with biases on q, k and v
     config = {
         "hidden_size": arch.hidden, "num_hidden_layers": arch.layers, "num_attention_heads": arch.heads,
         "num_key_value_heads": arch.kv_heads, "head_dim": arch.head_size, "intermediate_size": arch.ffn,
@@ -50,7 +52,7 @@ def stock_model(model: CompiledModel, folder: Path, **changes: Any) -> nn.Module
     made: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**config | extra | changes)
     )
-    made.load_state_dict(state)
+    made.load_state_dict(_tied(state))
     return made.eval()
 
 
@@ -94,6 +96,11 @@ def _llada(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
     return {}, _renamed(given, _LLADA)
 
 
+def _tied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the embedding as the head too, where it is tied."""
+    return {"lm_head.weight": state["model.embed_tokens.weight"], **state}
+
+
 def _qwen(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
     return {}, dict(given)
 
@@ -112,15 +119,17 @@ def _llada2(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
     widths = [arch.heads * arch.head_size, *[arch.kv_heads * arch.head_size] * 2]
     for layer in range(arch.layers):
         stem = f"model.layers.{layer}."
-        fused = state.pop(f"{stem}attention.query_key_value.weight")
-        for kind, part in zip("qkv", fused.split(widths), strict=True):
-            state[f"{stem}self_attn.{kind}_proj.weight"] = part
+        for end in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            fused = state.pop(f"{stem}attention.query_key_value.{end}")
+            for kind, part in zip("qkv", fused.split(widths), strict=True):
+                state[f"{stem}self_attn.{kind}_proj.{end}"] = part
     _stack_experts(arch, state)
     return {
         "intermediate_size": arch.dense_ffn, "moe_intermediate_size": arch.ffn, "n_routed_experts": arch.experts,
         "num_experts_per_tok": arch.experts_per_token, "n_shared_experts": arch.shared_ffn // arch.ffn,
-        "first_k_dense_replace": arch.dense_layers, "n_group": arch.router_groups, "topk_group": arch.router_top_groups,
-        "routed_scaling_factor": arch.router_scale, "norm_topk_prob": True, "use_qk_norm": True, "attention_bias": False,
+        "first_k_dense_replace": arch.dense_layers, "n_group": arch.router_groups or 1,
+        "topk_group": arch.router_top_groups or 1, "routed_scaling_factor": arch.router_scale,
+        "norm_topk_prob": arch.experts_per_token > 1, "use_qk_norm": arch.head_norms, "attention_bias": arch.qkv_bias,
         "experts_implementation": "eager",
     }, state  # fmt: skip
 

@@ -233,7 +233,7 @@ def damaged(draw: st.DrawFn) -> dict[str, Any]:
     return {key: value for key, value in (TINY[family] | changes).items() if key not in gone}
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(damaged())
 def test_a_damaged_config_is_refused_in_one_line_or_is_a_model(config: dict[str, Any]) -> None:
     with warnings.catch_warnings():
