@@ -20,6 +20,7 @@ from mosaic.decoding import generate
 from mosaic.errors import CheckpointError, UnsupportedModel, UsageError
 from mosaic.models import load
 from mosaic.models.rotary import Rotary, read_rotary
+from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.weights import fill_randomly, load_weights
@@ -279,4 +280,5 @@ def test_the_benchmarks_baseline_takes_the_scaling_too(scaling: str, tmp_path: P
         with torch.no_grad():
             expected = made.logits(ids[None])[0]
         found = all_logits(model, [ids])[0]
+        assert check_plan(model.plan(len(ids)).document) == []
         assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
