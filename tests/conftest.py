@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,36 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]
     monkeypatch.setenv("MOSAIC_CACHE", str(tmp_path))
     new_process()
     return tmp_path
+
+
+def _pairs(point: pytest.Function) -> set[tuple[str, ...]]:
+    """Values of a grid point by parameter, two at a time; one, where there is but one parameter."""
+    values = [f"{name}={value!r}" for name, value in sorted(point.callspec.params.items())]
+    return set(combinations(values, 2)) or {(value,) for value in values}
+
+
+def _covering(points: list[pytest.Function]) -> list[pytest.Function]:
+    """Choose points, in an order that follows from their names, until every pair of values is among them."""
+    order = sorted(points, key=lambda point: hashlib.sha256(point.name.encode()).digest())
+    pairs = [_pairs(point) for point in order]
+    missing: set[tuple[str, ...]] = set().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(order)), key=lambda place: len(pairs[place] & missing))
+        chosen.append(order[best])
+        missing -= pairs[best]
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of every test marked `grid`, run points that hold all pairs of its parameters' values; the others only soak."""
+    grids: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("grid"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for points in grids.values():
+        chosen = set(map(id, _covering(points)))
+        for point in points:
+            if id(point) not in chosen:
+                point.add_marker(pytest.mark.soak)

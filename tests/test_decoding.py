@@ -358,6 +358,7 @@ def assert_same(case: Case, prompt: Tensor, expected: Tensor, **options: Any) ->
     return found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("remasking", ["low_confidence", "random"])
 @pytest.mark.parametrize(
@@ -383,6 +384,7 @@ def test_llada_guided(make: Make, temperature: float) -> None:
     assert_same(case, prompt, expected, gen_length=10, **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(0.0, 1.0, 0), (0.0, 0.6, 0), (1.0, 1.0, 0), (0.8, 1.0, 0), (0.8, 0.7, 5)]
 )
@@ -447,6 +449,7 @@ PROMPTS = [3, 8, 13, 24]
 """Shorter than a block, whole blocks, and with a tail."""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.6, 0), (1.3, 0.8, 4)]
 )
@@ -462,6 +465,7 @@ def test_sdar(
     assert_same(case, prompt, expected, gen_length=19, remasking=remasking, steps=steps, **options, **settings_)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize(("threshold", "minimal_topk", "steps"), [(0.95, 1, 8), (0.3, 1, 5), (0.5, 6, 3)])
 def test_llada2(make: Make, length: int, threshold: float, minimal_topk: int, steps: int) -> None:
@@ -472,6 +476,7 @@ def test_llada2(make: Make, length: int, threshold: float, minimal_topk: int, st
     assert_same(case, prompt, expected, gen_length=19, **options, **({"steps": steps} if minimal_topk == 1 else {}))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("threshold", "edit", "post"), [(0.95, 0.9, 16), (0.2, 0.2, 16), (0.2, 0.0, 2), (0.3, 0.3, 0)])
@@ -484,6 +489,7 @@ def test_llada21(make: Make, length: int, threshold: float, edit: float, post: i
     assert_same(case, prompt, expected, gen_length=19, temperature=temperature, seed=9, **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize(("small", "cache"), [(8, None), (4, None), (4, "dual"), (2, "dual"), (8, "dual")])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 0.95), (1.0, 1.0), (0.6, 0.7)])
@@ -518,6 +524,7 @@ def way(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return WAYS[request.param]
 
 
+@pytest.mark.grid
 def test_batches_of_other_lengths_give_the_same_tokens_as_alone(make: Make, way: tuple[str, dict[str, Any]]) -> None:
     family, options = way
     case, prompts = make(family), [prompt_of(length) for length in (5, 16, 1, 16, 9)]
@@ -527,6 +534,7 @@ def test_batches_of_other_lengths_give_the_same_tokens_as_alone(make: Make, way:
     assert [found.steps for found in together] == [found.steps for found in alone]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", [1, 6])
 def test_generation_stops_at_the_end_of_the_text(make: Make, way: tuple[str, dict[str, Any]], seed: int) -> None:
     """What comes before is the same as without; every token of an answer is tried as the one that ends it."""

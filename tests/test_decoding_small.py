@@ -53,6 +53,7 @@ def prompt_of(task: str) -> Tensor:
     return torch.tensor(vocabulary().encode(PROMPTS[task]))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("task", PROMPTS)
 @pytest.mark.parametrize(
     ("temperature", "remasking"), [(0.0, "low_confidence"), (0.8, "low_confidence"), (0.0, "random")]
@@ -70,6 +71,7 @@ def test_llada_guided(bidirectional: Case) -> None:
     assert_same(bidirectional, prompt, expected, gen_length=32, block_length=16, steps=16, cfg_scale=0.7)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("task", ["retrieval", "story"])
 @pytest.mark.parametrize("alg", ["origin", "maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
@@ -95,6 +97,7 @@ def test_fast_dllm(
     assert_same(bidirectional, prompt, expected, gen_length=36, **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("task", PROMPTS)
 @pytest.mark.parametrize("remasking", ["sequential", "low_confidence_static", "low_confidence_dynamic"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -119,6 +122,7 @@ def test_llada2(blockwise: Case, task: str) -> None:
     assert_same(blockwise, prompt, expected, gen_length=40, algorithm="llada2")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("task", ["addition", "sorting"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_llada21(blockwise: Case, task: str, temperature: float) -> None:

@@ -50,6 +50,7 @@ def generated(family: str, options: dict[str, Any], lengths: tuple[int, ...], **
     return [answer.token_ids.tolist() for answer in found]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_plan_generates_the_same(way: str, plan: str) -> None:

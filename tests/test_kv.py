@@ -313,6 +313,7 @@ def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     monkeypatch.setattr(kv_attention, "kv_splits", lambda tiles, tile_rows, keys, places: splits)
 
 
+@pytest.mark.grid
 @triton_test
 @pytest.mark.parametrize(("splits", "dtype"), [(1, F32), (3, BF16)], ids=["one pass", "split"])
 @pytest.mark.parametrize("name", FEW)

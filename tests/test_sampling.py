@@ -470,6 +470,7 @@ def launched(case: Case) -> Case:
     return case
 
 
+@pytest.mark.grid
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0])

@@ -104,6 +104,7 @@ def score_case(rows: int, kind: str, keys: bool = True) -> Case:
     return Case("row_score", operands, {"score": torch.empty(rows)}, {"kind": kind})
 
 
+@pytest.mark.grid
 @backends
 @pytest.mark.parametrize("kind", row_score.KINDS)
 @pytest.mark.parametrize("rows", [1, 37, 2500])
@@ -145,6 +146,7 @@ def test_numbers_of_rows_are_uniform_and_apart_from_each_other() -> None:
             assert abs(float(((u - 0.5) * (v - 0.5)).mean())) < 4 / 12 / u.numel() ** 0.5
 
 
+@pytest.mark.grid
 @backends
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0])
 @pytest.mark.parametrize("rows", [1, 300, 2500])
@@ -182,6 +184,7 @@ def test_the_highest_perturbed_scores_are_draws_without_replacement() -> None:
 # --- guidance ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("guidance", [0.0, 1.5])
@@ -267,6 +270,7 @@ def verify_nucleus(case: Case, found: dict[str, Tensor]) -> None:
         assert abs(float(found["entropy"][row]) - entropy) <= 4 * relative * (1 + abs(entropy))
 
 
+@pytest.mark.grid
 @backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
@@ -443,6 +447,7 @@ def scores_of(kind: str, rows: int, seed: int = 0) -> Tensor:
     return score
 
 
+@pytest.mark.grid
 @backends
 @pytest.mark.parametrize("kind", ["confidence", "ties", "entropy", "signs"])
 @pytest.mark.parametrize("rule", transfer.RULES)
@@ -470,6 +475,7 @@ def test_transfer_where_everything_is_decided_and_where_nothing_is(rule: str, ba
             assert committed == 0
 
 
+@pytest.mark.grid
 @backends
 @pytest.mark.parametrize("value", [0.5, float("-inf"), -3.0])
 @pytest.mark.parametrize("quota", [0, 1, 1500, 3000])

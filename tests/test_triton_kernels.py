@@ -452,6 +452,7 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "dtype"), PARAMETERS)
 def test_kernel(name: str, dtype: torch.dtype) -> None:
     check(name, dtype, "cpu")
