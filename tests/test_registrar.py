@@ -330,6 +330,13 @@ def _written_beside_a_side_op(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     g.add_alias(z, y)
 
 
+def _overwritten_while_kept(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    y, z = (g.add_op(COPY, x, name=name) for name in "yz")
+    g.add_op(COPY, z, name="late")
+    g.add_barrier(y, name="keep")
+    g.add_alias(z, y)
+
+
 def _whole_read_written_by_slices(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     """In place holds only where the loop cuts both alike."""
     y = g.add_op(COPY, x, name="y")
@@ -392,6 +399,7 @@ INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = 
         r"alias of z and y: z \(LINE\) overwrites the output y",
         _slices_overwritten_by_the_next_iteration,
     ),
+    "overwritten while kept": (r"z \(LINE\) overwrites y, which keep \(LINE\) keeps", _overwritten_while_kept),
     "both written at once": (r"alias of two.z and two.y: two \(LINE\) writes both", _both_written_at_once),
     "written beside a side op": (
         r"z \(LINE\) touches z while side \(LINE\) may be at y on stream 's'",

@@ -89,6 +89,7 @@ def _aliases_are_legal(graph: Graph) -> None:
             if _overlap(graph, old, new):
                 _no_stale_read(ops, old, new)
                 _no_write_beside(graph, old, new)
+                _no_write_while_kept(graph, old, new)
 
 
 def _no_stale_read(ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
@@ -134,6 +135,21 @@ def _no_write_beside(graph: Graph, old: Buffer, new: Buffer) -> None:
                 raise GraphError(
                     f"alias of {new.name} and {old.name}: {op.name} ({op.source}) touches {new.name} "
                     f"while {side.name} ({side.source}) may be at {old.name} on stream '{side.stream}'"
+                )
+
+
+def _no_write_while_kept(graph: Graph, old: Buffer, new: Buffer) -> None:
+    """What a barrier keeps holds its value until there, once it has one."""
+    first = 0 if old.kind in _DEFINED else next((op.index for op in graph.ops if old in op.writes), len(graph.ops))
+    for barrier in graph.barriers:
+        if old not in barrier.buffers:
+            continue
+        for op in graph.ops[max(first, barrier.start or 0) : barrier.end]:
+            last = op.index == barrier.end - 1 and old in op.reads and _works_in_place(op, new, old)
+            if new in op.writes and not last:
+                raise GraphError(
+                    f"alias of {new.name} and {old.name}: {op.name} ({op.source}) overwrites {old.name}, "
+                    f"which {barrier.name} ({barrier.source}) keeps"
                 )
 
 

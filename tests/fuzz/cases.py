@@ -12,6 +12,7 @@ from .findings import Finding, Tally
 from .language import Program, text_of
 from .packing import examine_instance
 from .programs import random_program
+from .requests import examine_request
 from .shrinking import shrink
 
 __all__ = ["KINDS", "explain", "run_case"]
@@ -22,7 +23,7 @@ def _program(seed: int, tally: Tally) -> None:
         examine(random_program(seed), seed, workspace, tally)
 
 
-KINDS: Final[Mapping[str, Callable[[int, Tally], None]]] = {"programs": _program, "packing": examine_instance}
+KINDS: Final[Mapping[str, Callable[[int, Tally], None]]] = {"programs": _program, "requests": examine_request, "packing": examine_instance}
 """What can be fuzzed, and how one case is run."""
 
 
