@@ -160,7 +160,7 @@ class Body:
         num_ops = len(self.ops)
         starts, ends = [], []
         for buffer, seen in zip(self.buffers, self.accesses, strict=True):
-            constant = buffer.kind == "host" and bool(seen) and seen[0].read
+            constant = buffer.kind == "host" and (seen[0].read if seen else buffer.tensor is not None)
             starts.append(0 if buffer.kind in _FROM_START or constant or not seen else seen[0].op)
             ends.append(num_ops if buffer.kind in _TO_END or constant else (seen[-1].op + 1 if seen else 1))
         return starts, ends

@@ -81,6 +81,8 @@ def _settle_untouched(plan: Skeleton, first: Sequence[int]) -> None:
             continue
         if kind == "input":
             plan.end[b] = max(plan.end[b], 1)
+        elif kind == "host" and plan.tensor[b] is not None:  # a weight that this phase does not use
+            plan.start[b], plan.end[b] = 0, len(plan.op_name)
         elif b in roots:  # storage only: its aliases give it a lifetime
             plan.start[b], plan.end[b] = len(plan.op_name), 0
         else:
