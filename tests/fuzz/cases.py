@@ -23,7 +23,11 @@ def _program(seed: int, tally: Tally) -> None:
         examine(random_program(seed), seed, workspace, tally)
 
 
-KINDS: Final[Mapping[str, Callable[[int, Tally], None]]] = {"programs": _program, "requests": examine_request, "packing": examine_instance}
+KINDS: Final[Mapping[str, Callable[[int, Tally], None]]] = {
+    "programs": _program,
+    "requests": examine_request,
+    "packing": examine_instance,
+}
 """What can be fuzzed, and how one case is run."""
 
 

@@ -60,7 +60,7 @@ def examine(program: Program, seed: int, workspace: Workspace, tally: Tally, way
     """
     rng = random.Random(f"ways/{seed}")
     point = _point(program, _device(rng))
-    tally.add("programs", *(["ordered programs"] if program.ordered else []))
+    tally.add("ordered programs" if program.ordered else "free programs")
     given = values_of(program, seed)
     loaded: Plan | None = None
     for way in ways or list(_ways(point, rng)):
