@@ -1,93 +1,67 @@
-"""Logits in float32 against stock transformers classes, for every move and chunk count, packed batches, poison mode.
-
-Weights are drawn large (deviation 0.12, norms around 1), so that attention is far from uniform and a wrong rotation, a
-wrong norm or a wrong expert shows. The bound is 1e-5 of the logits' scale.
-"""
+"""Families that see whole sequences, in float32 against stock transformers classes, in every configuration and phase."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
 
+import parity
 import pytest
 import torch
 from test_runtime_compiled import FAMILIES, sequences_of
-from torch import Tensor, nn
+from torch import Tensor
 
-import mosaic
-from mosaic.planner import Request
 from mosaic.runtime.compiled import CompiledModel
 
-BOUND = 1e-5
 
+def logits_by(family: str) -> Callable[[CompiledModel], Callable[[Tensor], Tensor]]:
+    """The reference's own float32 logits of every row of a sequence, which is fully visible to itself."""
+    _, reference = FAMILIES[family]
 
-def enlarge(model: CompiledModel) -> None:
-    """Draw weights that exercise the model."""
-    generator = torch.Generator().manual_seed(7)
-    for name, view in model._weights.items():
-        if not name.startswith("="):
-            view.normal_(1.0 if "norm" in name or "ln_f" in name else 0.0, 0.12, generator=generator)
+    def of_model(model: CompiledModel) -> Callable[[Tensor], Tensor]:
+        module = reference(model).eval()
 
+        def logits(ids: Tensor) -> Tensor:
+            mask = torch.zeros(1, 1, len(ids), len(ids))
+            with torch.no_grad():
+                found = module(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0]
+            return torch.cat([found[:1], found[:-1]]) if family == "dream" else found
 
-def logits_of(module: nn.Module, sequences: list[Tensor], shifted: bool) -> Tensor:
-    """The reference's own float32 logits of every row, each sequence fully visible to itself."""
-    rows = []
-    for ids in sequences:
-        mask = torch.zeros(1, 1, len(ids), len(ids))
-        with torch.no_grad():
-            logits = module.eval()(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0]
-        rows.append(torch.cat([logits[:1], logits[:-1]]) if shifted else logits)
-    return torch.cat(rows)
+        return logits
 
-
-class Case:
-    """A tiny model of one family with its inputs and the reference's answer."""
-
-    def __init__(self, family: str) -> None:
-        config, reference = FAMILIES[family]
-        self.sequences = sequences_of((290, 17, 103), config)
-        self.model = mosaic.compile(config, debug="poison")
-        enlarge(self.model)
-        self.expected = logits_of(reference(self.model), self.sequences, shifted=family == "dream")
-        self.plan = self.model._planner.plan
-
-    def run(self, config: dict[str, Any] | None) -> None:
-        """One step with logits of all rows, in a configuration of our own, held against the reference."""
-        self.model._bound.clear()
-        self.model._planner.plan = self.plan if config is None else partial(self.plan, config=config)  # type: ignore[method-assign]
-        everything = torch.arange(len(self.expected))
-        step = self.model(self.sequences, masked=everything[::2], logits_for=everything)
-        assert step.logits is not None
-        scale = float(self.expected.abs().max())
-        assert float((step.logits - self.expected).abs().max()) <= BOUND * scale
-        chosen = self.expected[::2]
-        log_sum = chosen.double().logsumexp(1)
-        assert float((step.logsumexp - log_sum).abs().max()) <= BOUND * scale
-        assert float((step.maximum - chosen.amax(1)).abs().max()) <= BOUND * scale
-        assert float((step.confidence - (chosen.amax(1).double() - log_sum).exp()).abs().max()) <= BOUND * scale
-        assert torch.equal(step.token_ids, chosen.argmax(1))
+    return of_model
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    made = Case(request.param)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[parity.Case]:
+    config, _ = FAMILIES[request.param]
+    sequences = sequences_of(parity.LENGTHS, config)
+    made = parity.Case(config, sequences, logits_by(request.param), tmp_path_factory.mktemp(request.param))
     yield made
     made.model.close()
 
 
-def test_the_planners_own_choice(case: Case) -> None:
-    case.run(None)
+def test_the_planners_own_choice(case: parity.Case) -> None:
+    parity.check_own_choice(case)
 
 
-def test_every_configuration_of_the_grid(case: Case) -> None:
-    """Head by logits or fused, attention together, by queries or by heads, every knob off or at each of its chunk sizes."""
-    lengths = tuple(len(part) for part in case.sequences)
-    planner = case.model._planner
-    request = Request(seq_lens=lengths, masked=(sum(lengths) + 1) // 2, logit_rows=sum(lengths))
-    space = planner.space(request.kind)
-    names = [choice.name for choice in space.template.choices] + [knob.name for knob in space.template.knobs]
-    configurations = list(space.at(request.dims()).grid())
-    assert len(configurations) >= 6 * 3 * 3 * 3
-    for config in configurations[::3]:  # a third, every knob at every setting among them
-        case.run(dict(zip(names, (*config.choices, *config.rows), strict=True)))
+def test_full_steps_in_configurations_of_the_grid(case: parity.Case) -> None:
+    """Head by logits or fused, attention together, by queries or by heads, weights and hidden states here or there, chunks."""
+    assert parity.check_grid(case, parity.FULL, few=60) >= 24
+
+
+def test_cached_steps_in_configurations_of_the_grid(case: parity.Case) -> None:
+    assert parity.check_grid(case, parity.CACHED, few=60) >= 24
+
+
+def test_what_budgets_make_the_planner_choose(case: parity.Case) -> None:
+    assert len(parity.check_budgets(case, 24)) >= 2
+
+
+def test_weights_loaded_for_another_plan(case: parity.Case) -> None:
+    assert parity.check_other_plans(case, 6) != "none"
+
+
+@pytest.mark.soak
+def test_the_whole_grid_pair_by_pair_and_more(case: parity.Case) -> None:
+    for phases in (parity.FULL, parity.CACHED):
+        parity.check_soak(case, phases, 400)

@@ -1,23 +1,22 @@
-"""Block-causal families in float32 against stock transformers classes fed an additive mask; as in test_parity."""
+"""Families causal by blocks, in float32 against stock transformers classes fed an additive mask; as in test_parity."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import torch
-from test_parity import BOUND
 from test_runtime_compiled import sequences_of
 from torch import Tensor, nn
 
 import mosaic
 from mosaic.bench.baselines import Transformer
 from mosaic.models import load
+from mosaic.models.phase import Phase
 from mosaic.models.safetensors import members, tensor_rows
-from mosaic.planner import Request
 from mosaic.runtime.compiled import CompiledModel
 
 SDAR = {
@@ -26,8 +25,8 @@ SDAR = {
     "block_size": 4, "mask_token_id": 210, "torch_dtype": "float32",
 }  # fmt: skip
 FAST = {
-    "model_type": "Fast_dLLM_Qwen", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3,
-    "num_key_value_heads": 1, "intermediate_size": 80, "vocab_size": 301, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "model_type": "Fast_dLLM_Qwen", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 301, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
     "bd_size": 32, "tie_word_embeddings": True, "mask_token_id": 300, "torch_dtype": "float32",
 }  # fmt: skip
 LLADA2 = {
@@ -38,7 +37,6 @@ LLADA2 = {
     "moe_router_enable_expert_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": True, "vocab_size": 211,
     "rope_theta": 600000.0, "rms_norm_eps": 1e-6, "mask_token_id": 210, "torch_dtype": "float32",
 }  # fmt: skip
-LENGTHS = (150, 17, 67)  # no multiples of a block
 
 
 def checkpoint_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -74,7 +72,7 @@ def fast_reference(weights: Mapping[str, Tensor]) -> nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        hidden_size=48, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, intermediate_size=80,
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=80,
         vocab_size=301, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         attn_implementation="eager", tie_word_embeddings=True,
     )  # fmt: skip
@@ -130,104 +128,90 @@ FAMILIES: dict[str, tuple[dict[str, Any], Callable[[Mapping[str, Tensor]], nn.Mo
 }
 
 
-def enlarge(model: CompiledModel) -> None:
-    """Draw weights that exercise the model; the router's bias is as large as the differences of its scores."""
-    generator = torch.Generator().manual_seed(7)
-    for name, view in model._weights.items():
-        if not name.startswith("="):
-            view.normal_(1.0 if "norm" in name else 0.0, 0.12, generator=generator)
-
-
 def block_mask(tokens: int, block: int) -> Tensor:
     """Additive [1, 1, T, T]: a query sees the keys of its block and of those before."""
     number = torch.arange(tokens) // block
     return torch.zeros(tokens, tokens).masked_fill(number[:, None] < number[None, :], float("-inf"))[None, None]
 
 
-def logits_of(module: nn.Module, sequences: list[Tensor], block: int, *, shifted: bool) -> Tensor:
-    """The reference's own float32 logits of every row."""
-    rows = []
-    for ids in sequences:
-        with torch.no_grad():
-            mask = block_mask(len(ids), block)
-            logits = module.eval()(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0]
-        rows.append(torch.cat([logits[:1], logits[:-1]]) if shifted else logits)
-    return torch.cat(rows)
+def logits_of(module: nn.Module, ids: Tensor, block: int, *, shifted: bool) -> Tensor:
+    """The reference's own float32 logits of every row of a sequence."""
+    with torch.no_grad():
+        mask = block_mask(len(ids), block)
+        logits = module.eval()(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0]
+    return torch.cat([logits[:1], logits[:-1]]) if shifted else logits
 
 
-class Case:
-    """A tiny model of one family with its inputs and the reference's answer."""
+def logits_by(family: str) -> Callable[[CompiledModel], Callable[[Tensor], Tensor]]:
+    """The reference of a model; blocks must make a difference."""
+    _, reference = FAMILIES[family]
 
-    def __init__(self, family: str) -> None:
-        config, reference = FAMILIES[family]
-        self.sequences = sequences_of(LENGTHS, config)
-        self.model = mosaic.compile(config, debug="poison")
-        enlarge(self.model)
-        arch = self.model.model.architecture
-        module = reference(self.model._weights)
-        self.expected = logits_of(module, self.sequences, arch.block, shifted=arch.shifted)
-        assert not torch.allclose(self.expected, logits_of(module, self.sequences, 1 << 20, shifted=arch.shifted))
-        self.plan = self.model._planner.plan
+    def of_model(model: CompiledModel) -> Callable[[Tensor], Tensor]:
+        module, arch = reference(model.weights()), model.architecture
 
-    def run(self, config: dict[str, Any] | None) -> None:
-        """One step with logits of all rows, in a configuration of our own, held against the reference."""
-        self.model._bound.clear()
-        self.model._planner.plan = self.plan if config is None else partial(self.plan, config=config)  # type: ignore[method-assign]
-        everything = torch.arange(len(self.expected))
-        step = self.model(self.sequences, masked=everything[::2], logits_for=everything)
-        assert step.logits is not None
-        scale = float(self.expected.abs().max())
-        assert float((step.logits - self.expected).abs().max()) <= BOUND * scale
-        chosen = self.expected[::2]
-        assert float((step.logsumexp - chosen.double().logsumexp(1)).abs().max()) <= BOUND * scale
-        assert torch.equal(step.token_ids, chosen.argmax(1))
+        def logits(ids: Tensor) -> Tensor:
+            found = logits_of(module, ids, arch.block, shifted=arch.shifted)
+            unblocked = logits_of(module, ids, 1 << 20, shifted=arch.shifted)
+            assert len(ids) <= arch.block or not torch.allclose(found, unblocked)
+            return found
+
+        return logits
+
+    return of_model
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    made = Case(request.param)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[parity.Case]:
+    config, _ = FAMILIES[request.param]
+    sequences = sequences_of(parity.LENGTHS, config)
+    made = parity.Case(config, sequences, logits_by(request.param), tmp_path_factory.mktemp(request.param))
     yield made
     made.model.close()
 
 
-def test_the_planners_own_choice(case: Case) -> None:
-    case.run(None)
+def test_the_planners_own_choice(case: parity.Case) -> None:
+    parity.check_own_choice(case)
 
 
-def test_configurations_of_the_grid(case: Case) -> None:
-    """Every choice, every knob off or at each of its chunk sizes."""
-    request = Request(seq_lens=LENGTHS, masked=(sum(LENGTHS) + 1) // 2, logit_rows=sum(LENGTHS))
-    template = case.model._planner.space(request.kind).template
-    names = [choice.name for choice in template.choices] + [knob.name for knob in template.knobs]
-    everything = [(*config.choices, *config.rows) for config in case.model._planner.at(request).grid()]
-    some = everything[:: max(3, len(everything) // 60 | 1)]
-    assert [set(column) for column in zip(*some, strict=True)] == [set(c) for c in zip(*everything, strict=True)]
-    for settings in some:
-        case.run(dict(zip(names, settings, strict=True)))
+def test_full_steps_in_configurations_of_the_grid(case: parity.Case) -> None:
+    assert parity.check_grid(case, parity.FULL, few=60) >= 24
 
 
-def test_a_saved_checkpoint_has_the_published_names_and_loads_again(case: Case, tmp_path: Path) -> None:
+def test_cached_steps_in_configurations_of_the_grid(case: parity.Case) -> None:
+    assert parity.check_grid(case, parity.CACHED, few=60) >= 24
+
+
+def test_what_budgets_make_the_planner_choose(case: parity.Case) -> None:
+    assert len(parity.check_budgets(case, 24)) >= 2
+
+
+def test_weights_loaded_for_another_plan(case: parity.Case) -> None:
+    assert parity.check_other_plans(case, 6) != "none"
+
+
+@pytest.mark.soak
+def test_the_whole_grid_pair_by_pair_and_more(case: parity.Case) -> None:
+    for phases in (parity.FULL, parity.CACHED):
+        parity.check_soak(case, phases, 400)
+
+
+def test_a_saved_checkpoint_has_the_published_names_and_loads_again(case: parity.Case, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    case.run(None)
     case.model.save(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    expected = checkpoint_of(case.model._weights)
+    expected = checkpoint_of(case.model.weights())
     assert stored.keys() == expected.keys() and not any("[" in name or "{" in name for name in stored)
     if case.model.model.family == "llada2":
         assert stored["model.layers.1.attention.query_key_value.weight"].shape == (128, 64)
-    again = mosaic.compile(tmp_path)
-    everything = torch.arange(len(case.expected))
-    step = again(case.sequences, masked=everything[::2], logits_for=everything)
-    assert step.logits is not None
-    assert float((step.logits - case.expected).abs().max()) <= BOUND * float(case.expected.abs().max())
-    again.close()
+    with mosaic.compile(tmp_path) as again:
+        case.run(again, parity.Point(Phase(logits=True), (0, 1, 2)))
 
 
 def test_a_sequence_within_one_block_is_bidirectional() -> None:
     """The last token changes the first row's logits; in the next block it does not."""
     model = mosaic.compile(SDAR | {"block_size": 8})
-    enlarge(model)
+    parity.enlarge(model)
     rows = torch.arange(1)
     ids = torch.arange(16)
     first = model(ids, masked=rows, logits_for=rows).logits
@@ -250,10 +234,10 @@ def test_the_baseline_of_mosaic_bench_is_the_stock_model(family: str) -> None:
     for name, tensor in made.tensors.items():
         tensor.normal_(1.0 if "norm" in name else 0.0, 0.12, generator=generator)
     (ids,) = sequences_of((150,), config)
-    expected = logits_of(reference(made.tensors), [ids], model.architecture.block, shifted=False)
+    expected = logits_of(reference(made.tensors), ids, model.architecture.block, shifted=False)
     with torch.no_grad():
         found = made.logits(ids[None])[0]
-    assert float((found - expected).abs().max()) <= BOUND * float(expected.abs().max())
+    assert float((found - expected).abs().max()) <= parity.BOUND * float(expected.abs().max())
     document = mosaic.plan(model, tokens=8, device="cpu").document
     planned = {b["tensor"]: b["shape"] for b in document["buffers"] if b["tensor"] and not b["tensor"].startswith("=")}
     assert {name: list(tensor.shape) for name, tensor in made.tensors.items()} == planned

@@ -22,8 +22,8 @@ LLADA = {
     "embedding_size": 257, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "mask_token_id": 256, "torch_dtype": "float32",
 }  # fmt: skip
 DREAM = {
-    "model_type": "Dream", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3,
-    "num_key_value_heads": 1, "intermediate_size": 80, "vocab_size": 301, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "model_type": "Dream", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 301, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
     "mask_token_id": 300, "torch_dtype": "float32",
 }  # fmt: skip
 MOE = {
@@ -78,7 +78,7 @@ def dream_reference(model: CompiledModel) -> nn.Module:
 
     ffn = model.model.architecture.ffn
     config = Qwen2Config(
-        hidden_size=48, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, intermediate_size=ffn,
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=ffn,
         vocab_size=301, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         attn_implementation="eager", tie_word_embeddings=False,
     )  # fmt: skip
