@@ -182,13 +182,13 @@ class Case:
             if point.phase.cached:
                 own = point.phase is COMMIT
                 done = model.step(
-                    [self.asked(i, COMMIT, opened) for i in point.batch], config=point.config if own else None
+                    [self.asked(i, COMMIT, opened) for i in point.batch], config=point.config if own else {}
                 )
                 assert not own or point.config in (None, done[0].plan.config)
             phase = DENOISE if point.phase.cached else point.phase
             results = model.step(
                 [self.asked(i, phase, opened) for i in point.batch],
-                config=None if point.phase is COMMIT else point.config,
+                config={} if point.phase is COMMIT else point.config,
             )
             assert point.phase is COMMIT or point.config in (None, results[0].plan.config)
             for i, result in zip(point.batch, results, strict=True):
