@@ -35,6 +35,9 @@ class Phase:
         Classifier-free guidance: a second set of sequences is computed, without the prompt.
     logits
         Return the logits of chosen rows as well.
+    held
+        Other sequences' keys and values stay in the state `kv` meanwhile, which the step does not touch; cached phases
+        count them anyway.
 
     Examples
     --------
@@ -49,6 +52,7 @@ class Phase:
     rule: Rule = ""
     guided: bool = False
     logits: bool = False
+    held: bool = False
 
     def __post_init__(self) -> None:
         for what, value, options in (
@@ -64,6 +68,8 @@ class Phase:
             raise UsageError("a phase without head only fills the cache; it is cached, and neither scores nor returns.")
         if self.head in ("sample", "nucleus") and not self.score:
             raise UsageError(f"a phase that samples ('{self.head}') chooses among its rows; give a score and a rule.")
+        if self.cached and self.held:
+            raise UsageError("a cached phase has the state itself; the rows that others hold are among its own.")
         if self.cached and self.guided:
             raise UsageError("guidance computes whole sequences; it has no cached phases.")
 

@@ -52,7 +52,7 @@ class _Step:
         self.g, self.arch, self.phase = g, arch, phase
         self.tokens, self.seqs = g.dim("tokens"), g.dim("seqs", at_most="tokens")
         if phase.cached:
-            self.keys, self.kv_rows = g.dim("keys"), g.dim("kv_rows")
+            self.keys = g.dim("keys")
             self.span = g.dim("span", at_most="keys")
         else:
             self.span, self.kv_heads = g.dim("span", at_most="tokens"), g.dim("kv_heads", value=arch.kv_heads)
@@ -77,8 +77,12 @@ class _Step:
         if rotary.kind == "dynamic" and not phase.cached:  # kept keys are rotated once, by the constant ones
             self.inv_freq = g.input("frequencies", (self.seqs, rotary.dim // 2), "float32")
             self.sequences = g.input("sequences", (self.tokens,), "int32")
-        if phase.cached:
+        if phase.cached or phase.held:
             self.declare_state()
+        if phase.cached:
+            self.slots = g.input("slots", (self.tokens,), "int64")
+            self.key_slots = g.input("key_slots", (self.keys,), "int64")
+            self.cu_keys = g.input("cu_keys", (self.seqs + 1,), "int32")
         self.hidden = Hidden(g, arch, on_host=self.on_host)
         self.attended = self.queries_buffer("attended", "host") if self.on_host and self.splits else None
         table = self.embed(ids)
@@ -99,10 +103,7 @@ class _Step:
         """
         g, arch = self.g, self.arch
         width = arch.layers * 2 * arch.kv_heads * arch.head_size
-        self.kv = g.state("kv", (self.kv_rows, width), arch.dtype)
-        self.slots = g.input("slots", (self.tokens,), "int64")
-        self.key_slots = g.input("key_slots", (self.keys,), "int64")
-        self.cu_keys = g.input("cu_keys", (self.seqs + 1,), "int32")
+        self.kv = g.state("kv", (g.dim("kv_rows"), width), arch.dtype)
 
     @property
     def splits(self) -> bool:

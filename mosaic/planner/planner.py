@@ -61,7 +61,7 @@ class Request:
     key_lens
         Of cached phases: keys that each window sees, itself included.
     kv_rows
-        Of cached phases: rows of the state, for all sequences that are open; the keys if not given.
+        Rows of the state, for all sequences that are open; of cached phases the keys if not given, of others none.
     """
 
     seq_lens: tuple[int, ...]
@@ -97,8 +97,8 @@ class Request:
 
     def _check_keys(self) -> None:
         if not self.phase.cached:
-            if self.key_lens or self.kv_rows is not None:
-                raise UsageError("keys and kv_rows are for cached phases.")
+            if self.key_lens:
+                raise UsageError("key_lens are for cached phases.")
             return
         if len(self.key_lens) != len(self.seq_lens):
             raise UsageError(f"{len(self.seq_lens)} windows need as many numbers of keys, got {len(self.key_lens)}.")
@@ -115,21 +115,24 @@ class Request:
 
     @property
     def kind(self) -> Phase:
-        """The phase, with logits where they are asked for."""
-        return replace(self.phase, logits=True) if self.logit_rows else self.phase
+        """The phase, with logits where they are asked for, and with the state where others have rows of it."""
+        held = bool(self.kv_rows) and not self.phase.cached
+        return replace(self.phase, logits=self.phase.logits or bool(self.logit_rows), held=self.phase.held or held)
 
     def dims(self, block: int = 0) -> dict[str, int]:
         """Values of the symbolic dims: tokens, seqs, span, masked where there is a head, logit_rows where asked for,
-        keys and kv_rows where cached; `block` is the model's, if its attention is causal by blocks."""
+        keys where cached, and kv_rows where there is a state; `block` is the model's, if its attention is causal by blocks."""
         keys = self.key_lens or self.seq_lens
         pairs = sum(_pairs(n, k, block) for n, k in zip(self.seq_lens, keys, strict=True))
         return self._dims(self.tokens, len(self.seq_lens), -(-pairs // self.tokens), sum(self.key_lens), self.kv_rows)
 
     def dims_at(self, context: int, block: int = 0) -> dict[str, int]:
         """The dims of one sequence of another length, the mask ratio (or the masked rows) kept; where keys are cached and
-        there is a head, the window is as it was and the keys are as many."""
+        there is a head, the window is as it was and the keys are as many. Rows that others hold are kept, too."""
         window = min(max(self.seq_lens), context) if self.phase.cached and self.phase.head != "none" else context
-        return self._dims(window, 1, -(-_pairs(window, context, block) // window), context, None)
+        others = max((self.kv_rows or 0) - sum(self.key_lens), 0)
+        kv_rows = others + context if self.phase.cached else others
+        return self._dims(window, 1, -(-_pairs(window, context, block) // window), context, kv_rows)
 
     def _dims(self, tokens: int, seqs: int, span: int, keys: int, kv_rows: int | None) -> dict[str, int]:
         copies = 2 if self.phase.guided else 1
@@ -141,6 +144,8 @@ class Request:
             dims["logit_rows"] = min(self.logit_rows, tokens)
         if self.phase.cached:
             dims |= {"keys": keys, "kv_rows": keys if kv_rows is None else kv_rows}
+        elif kv_rows:
+            dims["kv_rows"] = kv_rows
         return dims
 
 

@@ -551,9 +551,7 @@ class CompiledModel:
             raise
 
     def _commit(self, plan: Plan) -> None:
-        sizes = {"workspace": plan.components["workspace"]}
-        if plan.components["state"] or not self._kv.rows:
-            sizes["state"] = plan.components["state"]
+        sizes = {"workspace": plan.components["workspace"], "state": plan.components["state"]}
         if plan.document["host_bytes"]:
             sizes["host"] = plan.document["host_bytes"]
         workspace = self.workspace.range("workspace")

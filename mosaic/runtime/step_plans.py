@@ -65,7 +65,7 @@ class StepSize(NamedTuple):
 
         return Request(
             seq_lens=self.lengths, masked=self.masked or None, logit_rows=self.logit_rows, phase=self.phase,
-            key_lens=self.key_lens, kv_rows=self.kv_rows if self.phase.cached else None,
+            key_lens=self.key_lens, kv_rows=self.kv_rows or None,
         )  # fmt: skip
 
 

@@ -35,8 +35,8 @@ Rulings where the rules leave a choice; each takes the safe side:
 - Each line of the formula is compared with what is live at its op: the sum before rounding, so at most that, and at
   least that less what rounding (and in an alias group the storage beyond the smallest member) adds. The largest line
   reaches the lower bound up to the same slack.
-- In the phase `full_step`, which Mosaic ships, each dim must be the length of an input, but for `span`, the keys that a
-  query sees on average, and `kv_heads`; elsewhere dims are free.
+- In the phase `full_step`, which Mosaic ships, each dim must be the length of an input or of a state, but for `span`, the keys
+  that a query sees on average, and `kv_heads`; elsewhere dims are free.
 - A JSON `true` where an integer belongs counts as 1.
 
 What no file can prove alone: predicted times; the bytes of the device's context and libraries, its memory and other

@@ -54,10 +54,10 @@ def _check_dims(plan: Columns) -> None:
         plan.fail("context", f"max_ctx_tokens is {document['max_ctx_tokens']}, this plan fits with {tokens}")
     if document["phase"] != FULL_STEP or missing:
         return
-    lengths = {plan.shape[b][0] for b, kind in enumerate(plan.kind) if kind == "input" and plan.shape[b]}
+    lengths = {plan.shape[b][0] for b, kind in enumerate(plan.kind) if kind in ("input", "state") and plan.shape[b]}
     for dim, value in dims.items():
         if dim not in _NO_LENGTHS and value + (dim == "seqs") not in lengths:
-            plan.fail("dims", f"no input has {value} {dim}")
+            plan.fail("dims", f"no input or state has {value} {dim}")
     least = -(-tokens // seqs)  # keys on average where sequences are equally long, by blocks at least half of them
     if any(attrs.get("block") for attrs in plan.attrs):
         least = -(-(tokens + seqs) // (2 * seqs))
