@@ -26,6 +26,7 @@ __all__ = [
     "UnsafePlan",
     "UnsupportedModel",
     "UsageError",
+    "WeightsChanged",
     "WeightsMisplaced",
 ]
 
@@ -115,6 +116,14 @@ class CheckpointError(MosaicError):
 
 class RuntimeMemoryError(MosaicError):
     """The operating system or the driver refused memory that the plan needs."""
+
+
+class WeightsChanged(MosaicError):
+    """A step that wrote to weights; `tensors` lists which."""
+
+    def __init__(self, message: str, tensors: Iterable[str]) -> None:
+        self.tensors = tuple(tensors)
+        super().__init__(message)
 
 
 class WeightsMisplaced(MosaicError):

@@ -103,7 +103,7 @@ def compile(
         On a CPU, the threads that operations of a step may use: PyTorch is set to them for its time only. By the model's
         size if not given (`StepThreads`), at most as many as PyTorch is set to.
     debug
-        "poison" fills every buffer with NaN before and after its lifetime.
+        "poison" fills every buffer with NaN before and after its lifetime, and makes it an error to change a weight.
     seed
         For random weights.
     progress

@@ -23,6 +23,7 @@ from mosaic.runtime.segments import Segment
 from mosaic.runtime.streams import CudaStreams, Replay, Streams, device_lost
 from mosaic.runtime.unroll import unroll
 from mosaic.runtime.views import Views
+from mosaic.runtime.weight_guard import WeightGuard
 from mosaic.runtime.weights import require_in_place
 from mosaic.runtime.workspace import Workspace
 
@@ -64,7 +65,8 @@ class Executor:
         Where the weights were loaded, as `Plan.weights` says it: a plan that has them elsewhere is refused. Not given,
         nothing is compared.
     debug
-        "poison": fill every buffer with NaN (integers with their least value) before its lifetime and after it.
+        "poison": fill every buffer with NaN (integers with their least value) before its lifetime and after it, and the
+        bytes between weights; a step that changes a weight, by checksum, is an error.
     streams
         The streams of the device, which the executors of a model share. Not given, a plan for cuda gets its own, and
         one for the cpu runs in program order.
@@ -121,6 +123,7 @@ class Executor:
         self._views = Views(self.document, regions, self.workspace, self._tensors)
         self._inputs, self._outputs = self._named("input"), self._named("output")
         poison = Poison(self.document, regions, self._views) if self.debug == "poison" else None
+        self._guard = WeightGuard(self.document, self._views, self.workspace) if self.debug == "poison" else None
         self._segments: tuple[Segment, ...] = unroll(self.document, regions, self._views, self._streams, poison)
 
     def _moves(self) -> dict[str, int]:
@@ -192,8 +195,18 @@ class Executor:
         ------
         DeviceLost
             If the device does not work any more. Launches are asynchronous: a later call may be the one to say so.
+        WeightsChanged
+            If the step is poisoned and has written to a weight.
         """
         self._follow()
+        if self._guard is None:
+            self._run()
+            return
+        self._guard.begin()
+        self._run()
+        self._guard.end()
+
+    def _run(self) -> None:
         if self._streams is None:
             self._walk()
             return

@@ -65,6 +65,11 @@ class Views:
             record = self._buffers[record["alias_of"]]
         return record
 
+    def is_adopted(self, buffer: int) -> bool:
+        """Whether a tensor of the caller's is used for a buffer."""
+        record = self._buffers[buffer]
+        return record["pool"] != "host" and (record["tensor"] or "") in self._tensors
+
     def whole(self, buffer: int, slot: int = 0, *, on_device: bool = False) -> Tensor:
         """View one slot of a buffer; `on_device` shows host memory under the address that kernels reach it by."""
         record = self._buffers[buffer]

@@ -1,0 +1,103 @@
+"""What a step must leave alone: weights, on the device and in host memory, and the bytes between and behind them.
+
+For debugging: the gaps are poisoned before a step, and a checksum of every weight and gap is taken before and after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mosaic.errors import WeightsChanged
+from mosaic.runtime.views import Views
+from mosaic.runtime.workspace import Workspace, torch_dtype
+
+__all__ = ["WeightGuard"]
+
+_POISON = 0xFF  # NaN in every float dtype, -1 in integers
+
+
+class WeightGuard:
+    """The weights and gaps of one document.
+
+    Parameters
+    ----------
+    views
+        Of the document; adopted tensors are guarded where they are, and have no gaps.
+    """
+
+    def __init__(self, document: Mapping[str, Any], views: Views, workspace: Workspace) -> None:
+        self._weights: dict[str, Tensor] = {}
+        self._gaps: dict[str, Tensor] = {}
+        self._before: dict[str, int] = {}
+        placed: dict[str, list[tuple[int, int, str]]] = {}
+        for record in document["buffers"]:
+            name, whole = record["tensor"] or record["name"], None
+            if record["kind"] == "weight" or (record["kind"] == "host" and record["tensor"] is not None):
+                whole = self._weights[name] = _bytes(views.whole(record["id"]))
+            if whole is not None and not views.is_adopted(record["id"]):
+                start = record["offset"]
+                size = math.prod(record["shape"]) * torch_dtype(record["dtype"]).itemsize
+                placed.setdefault(record["pool"], []).append((start, start + size, name))
+        for pool, ranges in placed.items():
+            last = workspace.range(pool).committed_bytes if pool == "weights" else _end_of(document, pool)
+            for (_, end, name), (start, *_) in pairwise([*sorted(ranges), (last, last, "")]):
+                if end < start:
+                    self._gaps[f"the {start - end:,} bytes after '{name}'"] = views.at(
+                        pool, end, (start - end,), "uint8"
+                    )
+
+    def begin(self) -> None:
+        """Poison the gaps and remember the weights as they are."""
+        for gap in self._gaps.values():
+            gap.fill_(_POISON)
+        self._before = self._sums()
+
+    def end(self) -> None:
+        """Compare.
+
+        Raises
+        ------
+        WeightsChanged
+            Naming the weights, and the gaps, that the step has written to.
+        """
+        after = self._sums()
+        changed = [name for name, value in self._before.items() if after[name] != value]
+        if changed:
+            which = ", ".join(name if name in self._gaps else f"'{name}'" for name in changed[:5])
+            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            raise WeightsChanged(
+                f"the step wrote to weights, which it may only read: {which}{more}. The plan has another buffer there "
+                "(`check` it), or a kernel writes beyond its outputs; load the weights anew.",
+                changed,
+            )
+
+    def _sums(self) -> dict[str, int]:
+        # the device's first: reading one waits for the step, whose copies may still be under way to the host
+        views = sorted([*self._weights.items(), *self._gaps.items()], key=lambda item: item[1].device.type == "cpu")
+        return {name: _checksum(view) for name, view in views}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _end_of(document: Mapping[str, Any], pool: str) -> int:
+    """Where the weights of a pool end that holds other buffers behind them."""
+    weights = [b for b in document["buffers"] if b["pool"] == pool and b["tensor"] is not None]
+    return max(int(b["offset"] + b["size"]) for b in weights)
+
+
+def _checksum(view: Tensor) -> int:
+    """The sum of all words, modulo 2^64: one changed word changes it. On a CPU nothing is allocated for it."""
+    whole = view.numel() // 8 * 8 if view.storage_offset() % 8 == 0 else 0
+    if view.device.type == "cpu":
+        array = view.numpy()
+        return int(array[:whole].view(np.int64).sum()) + int(array[whole:].sum())
+    return int(view[:whole].view(torch.int64).sum()) + int(view[whole:].sum())
