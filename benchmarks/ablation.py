@@ -109,11 +109,11 @@ def run_variant(case: Mapping[str, Any]) -> dict[str, Any]:
     with mosaic.compile(
         model, device=device, host_budget=case["host_budget"], config=case["config"], seed=case["seed"]
     ) as compiled:
-        compiled(inputs.token_ids)
-        seconds = timed(lambda: compiled(inputs.token_ids), case["repeats"], cuda=cuda)
-        plan = compiled.plan(case["tokens"], masked=inputs.masked)
+        plan = compiled(inputs.token_ids, config=case["config"]).plan
+        seconds = timed(lambda: compiled(inputs.token_ids, config=case["config"]), case["repeats"], cuda=cuda)
         return {
-            **case, "failed": None, "card": card(cuda), "seconds": seconds, "step_s": statistics.median(seconds),
+            **case, "failed": None, "in_force": dict(plan.config), "card": card(cuda), "seconds": seconds,
+            "step_s": statistics.median(seconds),
             "predicted_s": plan.predicted_step_ms / 1e3, "workspace_bytes": plan.components["workspace"],
             "driver_bytes": driver_bytes(cuda), "planned_bytes": plan.total_bytes,
         }  # fmt: skip

@@ -77,11 +77,13 @@ def of_mosaic(
             "logits": step.logits.float().cpu(), "token": step.token_ids.cpu(), "confidence": step.confidence.double().cpu()
         }  # fmt: skip
 
-    with mosaic.compile(model, device=device, host_budget=host_budget, seed=seed, **variant) as compiled:
-        first = results(compiled(inputs.token_ids, logits_for=rows[:LOGIT_ROWS]))
-        second = results(compiled(inputs.token_ids, logits_for=rows[:LOGIT_ROWS]))
+    options = {name: value for name, value in variant.items() if name != "config"}
+    with mosaic.compile(model, device=device, host_budget=host_budget, seed=seed, **options) as compiled:
+        step = compiled(inputs.token_ids, logits_for=rows[:LOGIT_ROWS], config=variant["config"])
+        first, in_force = results(step), dict(step.plan.config)
+        second = results(compiled(inputs.token_ids, logits_for=rows[:LOGIT_ROWS], config=variant["config"]))
     same = all(torch.equal(first[name], second[name]) for name in first)
-    return {**first, "repeatable": same}
+    return {**first, "repeatable": same, "in_force": in_force}
 
 
 def errors(found: Results, reference: Results) -> dict[str, float]:
@@ -181,7 +183,7 @@ def compare(model: Model, arguments: Any, device: Device, clock: Clock) -> list[
         measured = errors(found, reference)
         rows.append(
             {
-                "name": name, **known[name], **measured, "repeatable": found["repeatable"],
+                "name": name, **known[name], "in_force": found["in_force"], **measured, "repeatable": found["repeatable"],
                 "same_bits": all(torch.equal(found[key], first[key]) for key in ("logits", "token", "confidence")),
                 **over_eager(measured, eager),
             }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 import mosaic
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Request
-from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.compiled import CompiledModel, StepOutput
 from mosaic.runtime.steps import StepRequest
 
 BOUND = 1e-5
@@ -116,9 +116,9 @@ class Case:
         cached = {"key_lens": owned, "kv_rows": sum(map(len, self.sequences))} if phase.cached else {}
         return Request(seq_lens=lengths, phase=phase, **rows, **more, **cached)
 
-    def points(self, phases: Iterable[Phase], few: int | None = None) -> Iterator[Point]:
-        """Configurations of the grid in every phase and batch: all, or a few of each drawn at random."""
-        planner = mosaic.Planner(self.model.model, device="cpu")
+    def points(self, phases: Iterable[Phase], few: int | None = None, device: str = "cpu") -> Iterator[Point]:
+        """Configurations of a device's grid in every phase and batch: all, or a few of each drawn at random."""
+        planner = mosaic.Planner(self.model.model, device=device)
         for phase in phases:
             for batch in BATCHES:
                 space = planner.at(self.request(phase, batch))
@@ -161,7 +161,9 @@ class Case:
         starts = [sum(len(self.sequences[j]) for j in point.batch[:k]) for k in range(len(point.batch))]
         rows = torch.cat([self.rows_of(i, point.phase) + s for i, s in zip(point.batch, starts, strict=True)])
         everything = torch.arange(len(expected)) if point.phase.logits else None
-        step = model([self.sequences[i] for i in point.batch], rows, logits_for=everything, config=point.config)
+        step = on_host(
+            model([self.sequences[i] for i in point.batch], rows, logits_for=everything, config=point.config)
+        )
         assert point.config in (None, step.plan.config)
         scale, chosen = float(expected.abs().max()), expected[rows]
         if point.phase.logits:
@@ -214,6 +216,14 @@ class Case:
         assert float((result.score - confidence).abs().max()) <= BOUND * float(expected.abs().max())
 
 
+def on_host(step: StepOutput) -> StepOutput:
+    """The same in host memory, where it is not there already."""
+    copies: dict[str, Any] = {
+        entry.name: value.cpu() for entry in fields(step) if isinstance(value := getattr(step, entry.name), Tensor)
+    }
+    return replace(step, **copies)
+
+
 def budgets_of(case: Case, request: Request, count: int) -> dict[str, tuple[int, Settings]]:
     """Of budgets from all that a step could use to the least it needs: one for each way of attention that the planner then
     takes by itself, with the configuration that it takes."""
@@ -238,14 +248,15 @@ def check_own_choice(case: Case) -> None:
             case.run(case.model, Point(phase, batch))
 
 
-def check_grid(case: Case, phases: Sequence[Phase], few: int) -> int:
-    """Points with every pair of settings of the grid's; gives how many they were."""
-    points = list(case.points(phases, few))
+def check_grid(case: Case, phases: Sequence[Phase], few: int, model: CompiledModel | None = None) -> int:
+    """Points with every pair of settings of the grid's, on the case's model or another; gives how many they were."""
+    model = case.model if model is None else model
+    points = list(case.points(phases, few, model.planner.device.name))
     chosen = covering(points, case.model.model.name)
     settings = {pair for point in points for pair in point.labels.items()}
     assert settings == {pair for point in chosen for pair in point.labels.items()}
     for point in chosen:
-        case.run(case.model, point)
+        case.run(model, point)
     return len(chosen)
 
 

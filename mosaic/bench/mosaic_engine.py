@@ -63,7 +63,8 @@ class MosaicEngine:
     def step(self) -> tuple[Tensor, Tensor]:
         """One step: token and confidence of the masked positions."""
         assert self._inputs is not None
-        found = self.compiled(self._inputs.token_ids)
+        with self.compiled.exclusive():  # views, though a meter's thread may be running
+            found = self.compiled(self._inputs.token_ids)
         return found.token_ids, found.confidence
 
     def facts(self, step_s: float) -> dict[str, Any]:
