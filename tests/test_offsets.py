@@ -147,19 +147,6 @@ def test_large_instance_is_near_the_bound() -> None:
     assert solution.peak_bytes * 1000 <= solution.lower_bound_bytes * 1001
 
 
-def test_large_scans_agree() -> None:
-    import numpy as np
-
-    from mosaic.planner.offsets import kernels, stacked
-
-    blocks = blocks_of(read_csv(INSTANCES / "iopddl_G_1.csv"))
-    order = sorted(range(len(blocks)), key=lambda row: -blocks.sizes[row])
-    columns = [np.array(c, dtype=np.int64) for c in (order, blocks.sizes, blocks.starts, blocks.ends)]
-    expected = stacked.place_in_order(blocks, order, best=False)
-    assert stacked._numpy_scan(*columns).tolist() == expected
-    assert kernels.first_fit_scan(*columns).tolist() == expected
-
-
 def mobilenet() -> Problem:
     """MobileNet v1's first blocks (float32, 224): the widest pair is 112 x 112 x (32 + 64) x 4 bytes."""
     channels = [(112, 32), (112, 32), (112, 64), (56, 64), (56, 128), (56, 128), (56, 128), (28, 128), (28, 256)]

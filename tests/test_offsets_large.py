@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 from offset_instances import layered, staggered
+from test_offsets import problems, relaxed
 
-from mosaic.planner.offsets import Blocks, Guard, Problem, blocks_of, read_csv, solve, validate
+from mosaic.planner.offsets import Blocks, Guard, Problem, blocks_of, compiled, read_csv, solve, validate
 from mosaic.planner.offsets.best_fit import best_fit, best_fit_in_order
+from mosaic.planner.offsets.blocks import Tick
 from mosaic.planner.offsets.ejection import Ejection, squeeze
 from mosaic.planner.offsets.first_fit import first_fit, first_fit_in_order
+from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from mosaic.planner.offsets.incumbent import Incumbent
+from mosaic.planner.offsets.neighbours import Neighbours
+from mosaic.planner.offsets.skyline import skyline
+from mosaic.planner.offsets.stacked import place_in_order
 
 INSTANCES = Path(__file__).parents[1] / "benchmarks" / "instances"
 
@@ -32,6 +41,35 @@ def test_program_order_needs_only_the_holes_between_what_is_live() -> None:
         order = sorted(range(len(blocks)), key=lambda row: blocks.starts[row])
         assert first_fit(blocks) == first_fit_in_order(blocks, order)
         assert best_fit(blocks) == best_fit_in_order(blocks, order)
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("numba", [False, True])
+@given(problem=problems(largest=14))
+@settings(relaxed, max_examples=40)
+def test_looking_neighbours_up_places_as_listing_them_does(numba: bool, best: bool, problem: Problem) -> None:
+    blocks = blocks_of(problem)
+    order = sorted(range(len(blocks)), key=lambda row: -blocks.sizes[row])
+    listed = place_in_order(blocks, order, best=best)
+    with pytest.MonkeyPatch.context() as patch:
+        if not numba:
+            patch.setattr(compiled, "available", lambda: False)
+        assert place_in_order(blocks, order, best=best, many_pairs=-1) == listed
+
+
+def test_neighbours_are_those_that_share_time() -> None:
+    draw = random.Random(9)
+    for count in (1, 63, 64, 65, 300):
+        problem = scattered(draw, count)
+        near = Neighbours(problem.starts, problem.ends)
+        for place, row in enumerate(near.rows):
+            found = {int(near.rows[other]) for other in near.of(place)}
+            assert len(found) == len(near.of(place))
+            assert found == {
+                other
+                for other in range(count)
+                if problem.starts[other] < problem.ends[row] and problem.starts[row] < problem.ends[other]
+            }
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -126,3 +164,60 @@ def test_ejection_leaves_gaps_and_pins_to_others() -> None:
     problem = Problem(sizes=[4, 4, 4], starts=[0, 1, 2], ends=[2, 3, 4], pins=[None, 8, None])
     solution = solve(problem, solver="ejection")
     assert validate(problem, solution) == [] and solution.solver != "ejection"
+
+
+class Stopped(Exception):
+    """Raised by a tick."""
+
+
+@pytest.mark.parametrize(
+    "place", [first_fit, best_fit, greedy_by_size, greedy_by_area, greedy_by_conflicts, lambda b, t: skyline(b, tick=t)]
+)
+@pytest.mark.parametrize("aligned", [False, True])
+def test_every_long_pass_can_be_stopped(place: Callable[[Blocks, Tick], list[int]], aligned: bool) -> None:
+    blocks = blocks_of(scattered(random.Random(4), 1_500, aligned=aligned))
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        place(blocks, tick)
+
+
+def test_placing_what_is_out_can_be_stopped_and_changes_nothing() -> None:
+    blocks = blocks_of(scattered(random.Random(4), 300))
+    search, undisturbed = (Ejection(blocks, first_fit(blocks)) for _ in range(2))
+    for each in (search, undisturbed):
+        each.aim(blocks.lower_bound)
+    with pytest.raises(Stopped):
+        search.offsets(stop)
+    with pytest.raises(Stopped):
+        search.advance(5, stop)
+    assert search.offsets() == undisturbed.offsets() and search.num_out == undisturbed.num_out
+
+
+def stop() -> None:
+    raise Stopped
+
+
+@pytest.mark.parametrize("solver", ["auto", "ejection", "exact", "skyline", "periodic", "local_search"])
+def test_time_limits_hold_for_large_problems(solver: str) -> None:
+    """Seconds of processor time, so that a busy machine makes no difference; loading packages is not counted."""
+    problem = staggered(read_csv(INSTANCES / "iop_B_max.csv"), 5 if solver != "auto" else 30, 0)
+    solve(problem, solver=solver, timeout_s=0.01)
+    began, times = time.perf_counter(), sum(os.times()[:2])
+    solution = solve(problem, solver=solver, timeout_s=1.0)
+    assert validate(problem, solution) == []
+    assert solution.optimal or solution.seconds > 0.5
+    assert min(time.perf_counter() - began, sum(os.times()[:2]) - times) < 1.6
+
+
+def test_no_time_at_all_still_gives_an_answer() -> None:
+    for aligned in (False, True):
+        problem = scattered(random.Random(1), 3_500, aligned=aligned)
+        for solver in ("auto", "greedy_by_size", "ejection", "skyline"):
+            assert validate(problem, solve(problem, solver=solver, timeout_s=1e-9)) == []

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from .problem import Interval, Problem, group_alignments, groups_of, largest_load, rectangles
 
-__all__ = ["Blocks", "Sections", "blocks_of"]
+__all__ = ["Blocks", "Sections", "Tick", "blocks_of", "on"]
+
+Tick = Callable[[], object]
+"""What a long pass calls every now and then; it may raise to end the pass."""
+
+
+def on() -> None:
+    """Go on: the tick of passes that nothing limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +116,10 @@ class Blocks:
     def pieces_of(self, row: int) -> tuple[Interval, ...]:
         """Return the occupied intervals of a block."""
         return self.pieces[row] if self.pieces is not None else ((self.starts[row], self.ends[row]),)
+
+    def meet(self, row: int, other: int) -> bool:
+        """Return whether two blocks share time."""
+        return _meet(self.pieces_of(row), self.pieces_of(other))
 
     def lift(self, row: int, offset: int) -> int:
         """Return the lowest place for a block at or above `offset` that is aligned and hits no pinned block."""

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import Blocks
+from .blocks import Blocks, Tick, on
 from .incumbent import Incumbent
+from .neighbours import Neighbours
 
 __all__ = ["Ejection", "squeeze"]
 
-_STRIDE = 64  # starts from one list of what is live to the next
 _UNIT = 1_000  # weight of a block of mean area (bytes x time)
 _BUMP = 10 * _UNIT  # what a block gains each time that it fits nowhere; 1 to 30 units did as well, 0.1 did not
 _SMALL_SHARE = 500  # blocks that together never load more than 1/500 of the bound are placed last
 
 _TURN = 500  # blocks put back between two looks at the clock: some 0.05 s
 _PATIENCE = 20_000  # blocks put back without getting on, until less is asked for
-_LOWEST_HOLE_S = 0.0004  # seconds to place a block that is out, at most
+_SHARE_TO_FINISH = 0.07  # of the time spent: kept for placing what is still out
 
 Int64s = NDArray[np.int64]
 _OUT = -1
@@ -55,15 +55,12 @@ class Ejection:
 
     def __init__(self, blocks: Blocks, offsets: Sequence[int]) -> None:
         assert blocks.pieces is None and blocks.pins is None
-        starts = np.array(blocks.starts, dtype=np.int64)
-        self._rows = np.argsort(starts, kind="stable")  # everything below is by start
-        self._starts = starts[self._rows]
-        self._ends, self._sizes = (np.array(c, dtype=np.int64)[self._rows] for c in (blocks.ends, blocks.sizes))
+        self._near = near = Neighbours(blocks.starts, blocks.ends)
+        self._rows = near.rows  # everything below is in this order
+        self._sizes = np.array(blocks.sizes, dtype=np.int64)[self._rows]
         self._steps = None if blocks.alignments is None else np.array(blocks.alignments)[self._rows]
         self._lows = np.array(offsets, dtype=np.int64)[self._rows]
-        self._until = np.searchsorted(self._starts, self._ends)
-        self._live = self._live_lists()
-        self._areas = self._sizes.astype(np.float64) * (self._ends - self._starts)
+        self._areas = self._sizes.astype(np.float64) * (near.ends - near.starts)
         self._weights = 1 + (self._areas * (_UNIT / self._areas.mean())).astype(np.int64)
         self.target = 0
         self._out: list[int] = []
@@ -85,23 +82,27 @@ class Ejection:
         self.target = target
         self._throw_out(np.flatnonzero((self._lows + self._sizes > target) & (self._lows != _OUT)))
 
-    def advance(self, steps: int) -> bool:
+    def advance(self, steps: int, tick: Tick = on) -> bool:
         """Put back that many blocks at most; return whether none is out."""
         for _ in range(steps):
             if not self._out:
                 break
+            tick()
             self._put_back(self._out.pop())
         return not self._out
 
-    def offsets(self) -> list[int]:
+    def offsets(self, tick: Tick = on) -> list[int]:
         """Return the placement, one offset per block; what is out lies in the lowest hole, above the target if need be."""
         lows, target = self._lows.copy(), self.target
         self.target = int(self._sizes.sum()) * 2
-        for block in sorted(self._out, key=lambda block: -self._areas[block]):
-            self._lows[block] = self._cheapest(block, *self._around(block))[0]
-        found = np.empty_like(lows)
-        found[self._rows] = self._lows
-        self._lows, self.target = lows, target
+        try:
+            for block in sorted(self._out, key=lambda block: -self._areas[block]):
+                tick()
+                self._lows[block] = self._cheapest(block, *self._around(block))[0]
+            found = np.empty_like(lows)
+            found[self._rows] = self._lows
+        finally:
+            self._lows, self.target = lows, target
         placed: list[int] = found.tolist()
         return placed
 
@@ -115,11 +116,9 @@ class Ejection:
 
     def _around(self, block: int) -> tuple[Int64s, Int64s, Int64s]:
         """Return the placed blocks that share time with a block, their offsets and tops."""
-        start, first = self._starts[block], block // _STRIDE
-        near = np.concatenate((self._live[first], np.arange(first * _STRIDE, self._until[block])))
+        near = self._near.of(block)
         lows = self._lows[near]
-        mask = (self._ends[near] > start) & (lows != _OUT)
-        near, lows = near[mask], lows[mask]
+        near, lows = near[lows != _OUT], lows[lows != _OUT]
         return near, lows, lows + self._sizes[near]
 
     def _cheapest(self, block: int, around: Int64s, lows: Int64s, tops: Int64s) -> tuple[int, int]:
@@ -143,18 +142,9 @@ class Ejection:
         self._lows[blocks] = _OUT
         self._out += blocks[np.argsort(self._areas[blocks], kind="stable")].tolist()
 
-    def _live_lists(self) -> list[Int64s]:
-        """Return for every `_STRIDE`-th block those that began before it and are live when it begins."""
-        lists, live = [], np.zeros(0, dtype=np.int64)
-        for first in range(0, len(self._starts), _STRIDE):
-            live = live[self._ends[live] > self._starts[first]]
-            lists.append(live)
-            live = np.concatenate((live, np.arange(first, min(first + _STRIDE, len(self._starts)))))
-        return lists
-
     def _small_size(self, room: int) -> int:
         """Return the largest size such that the blocks up to it never load more than `room` bytes together."""
-        times = np.concatenate((self._ends, self._starts))
+        times = np.concatenate((self._near.ends, self._near.starts))
         order = np.argsort(times, kind="stable")
         low, high = 0, int(self._sizes.max())
         while low < high:
@@ -179,17 +169,17 @@ def squeeze(blocks: Blocks, best: Incumbent, steps: int | None) -> None:
     search = Ejection(blocks, best.offsets)
     search.aim(best.bound + (best.peak - best.bound) // 8)
     least, stale, left = math.inf, 0, steps if steps is not None else math.inf
-    while not best.done and left > 0 and best.seconds_left > 2 * _LOWEST_HOLE_S * search.num_out:
-        met, left, stale = search.advance(_TURN), left - _TURN, stale + _TURN
+    while not best.done and left > 0 and best.seconds_left > _SHARE_TO_FINISH * best.seconds:
+        met, left, stale = search.advance(_TURN, best.tick), left - _TURN, stale + _TURN
         if search.area_out < 0.99 * least:
             least, stale = search.area_out, 0
         if not met and stale < _PATIENCE:
             continue
-        best.offer(search.offsets(), "ejection")
+        best.offer(search.offsets(best.tick), "ejection")
         search.aim(_next_target(search.target, best, met))
         least, stale = math.inf, 0
     if not best.done:
-        best.offer(search.offsets(), "ejection")
+        best.offer(search.offsets(best.tick), "ejection")
 
 
 def _next_target(target: int, best: Incumbent, met: bool) -> int:

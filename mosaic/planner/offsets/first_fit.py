@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .blocks import Blocks
+from .blocks import Blocks, Tick, on
 from .online import place_online, program_order
 from .stacked import place_in_order
 
 __all__ = ["first_fit", "first_fit_in_order"]
 
 
-def first_fit(blocks: Blocks) -> list[int]:
+def first_fit(blocks: Blocks, tick: Tick = on) -> list[int]:
     """Place blocks by start time, each in the lowest hole."""
     if not blocks.plain:
-        return first_fit_in_order(blocks, program_order(blocks))
-    return place_online(blocks, best=False)
+        return first_fit_in_order(blocks, program_order(blocks), tick)
+    return place_online(blocks, best=False, tick=tick)
 
 
-def first_fit_in_order(blocks: Blocks, order: Sequence[int]) -> list[int]:
+def first_fit_in_order(blocks: Blocks, order: Sequence[int], tick: Tick = on) -> list[int]:
     """Place blocks in the given order, each in the lowest hole among those already placed that share time with it."""
-    return place_in_order(blocks, order, best=False)
+    return place_in_order(blocks, order, best=False, tick=tick)

@@ -12,9 +12,13 @@ from .blocks import Blocks
 from .problem import Solution
 from .validity import Guard
 
-__all__ = ["Incumbent", "Outcome"]
+__all__ = ["Incumbent", "OutOfTime", "Outcome"]
 
 _log = logging.getLogger(__name__)
+
+
+class OutOfTime(Exception):
+    """The timeout has passed in the middle of a pass; never leaves this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,11 @@ class Incumbent:
     def seconds_left(self) -> float:
         """Seconds until the timeout; infinite without one."""
         return math.inf if self._timeout_s is None else self._timeout_s - self.seconds
+
+    def tick(self) -> None:
+        """Raise OutOfTime once the timeout has passed; long passes call it every now and then."""
+        if self.late:
+            raise OutOfTime
 
     @property
     def done(self) -> bool:

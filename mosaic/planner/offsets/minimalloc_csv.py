@@ -83,7 +83,7 @@ def read_csv(
 
 def names_end(path: str | os.PathLike[str]) -> bool:
     """Whether the header calls the upper end `end`, which MiniMalloc reads as inclusive."""
-    return "end" in _Table(path).header
+    return "end" in _Table(path, only_header=True).header
 
 
 def read_offsets(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
@@ -131,7 +131,7 @@ def _text(problem: Problem, solution: Solution | None) -> str:
 class _Table:
     """The cells of a file by column, with the place of each for messages."""
 
-    def __init__(self, path: str | os.PathLike[str], inclusive_end: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], inclusive_end: bool = False, only_header: bool = False) -> None:
         self.name = os.path.basename(os.fspath(path))
         self.later = int(inclusive_end)
         try:
@@ -144,7 +144,7 @@ class _Table:
             raise InstanceFormatError(f"{self.name}: not a CSV text: {error}") from error
         self.columns: dict[str, list[str]] = {}
         self.lines: list[int] = []
-        self._parse(text)
+        self._parse(next((line for line in text.splitlines() if line.strip(", ")), "") if only_header else text)
 
     def _parse(self, text: str) -> None:
         reader = csv.reader(io.StringIO(text, newline=""))

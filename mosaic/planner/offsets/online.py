@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from heapq import heappop, heappush
 
-from .blocks import Blocks
+from .blocks import Blocks, Tick, on
 
 __all__ = ["place_online", "program_order"]
 
@@ -15,7 +15,7 @@ def program_order(blocks: Blocks) -> list[int]:
     return sorted(range(len(blocks)), key=blocks.starts.__getitem__)
 
 
-def place_online(blocks: Blocks, *, best: bool) -> list[int]:
+def place_online(blocks: Blocks, *, best: bool, tick: Tick = on) -> list[int]:
     """Place plain blocks by start time, each in the lowest (or, if `best`, the smallest) hole; O(n * holes).
 
     Above the highest live block begins a hole without an end; it is taken if no other will do.
@@ -24,7 +24,9 @@ def place_online(blocks: Blocks, *, best: bool) -> list[int]:
     offsets = [0] * len(sizes)
     lows, tops = [0], [_ENDLESS]  # holes, ascending; no two touch
     expiring: list[tuple[int, int]] = []
-    for row in program_order(blocks):
+    for count, row in enumerate(program_order(blocks)):
+        if count % 512 == 511:
+            tick()
         while expiring and expiring[0][0] <= starts[row]:
             freed = heappop(expiring)[1]
             _free(lows, tops, offsets[freed], offsets[freed] + sizes[freed])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 
@@ -17,13 +18,13 @@ from mosaic.errors import MosaicError, UnknownName
 
 from . import compiled
 from .best_fit import best_fit
-from .blocks import Blocks, blocks_of
+from .blocks import Blocks, Tick, blocks_of
 from .branching import advance
 from .ejection import squeeze
 from .exact import FAILED, LANES, RUNNING, SOLVED, Layout, Search, layout_of
 from .first_fit import first_fit
 from .greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
-from .incumbent import Incumbent
+from .incumbent import Incumbent, OutOfTime
 from .local_search import LocalSearch
 from .periodic import fold
 from .problem import Problem, Solution
@@ -61,6 +62,7 @@ _WINDOW_BLOCKS = 150  # one period of a model is 10 to 30
 _RUNGS = 5  # capacities asked for at the same time
 _FIRST_TURN, _LONGEST_TURN, _STRIDE = 500, 8_000, 500
 _MOVES_PER_NODE = 0.25  # local search: a move costs about four placements
+_SCAN_S, _LAYOUT_S = 4e-9, 8e-6  # seconds a pair of blocks takes, at most: to scan, and to lay out for exact search
 _NODES_PER_EJECTION = 20  # putting back one block among thousands takes as long as that many placements
 _MANY_BLOCKS, _MANY_PAIRS, _MANY_CELLS = 3_000, 3_000_000, 9_000_000  # above these, exact search takes too much memory
 
@@ -126,51 +128,58 @@ def solve(
         best.offer(place(blocks), name)
     if best.done:
         return best.solution()
-    if solver in ("ilp", "cpsat"):
-        _by_model(blocks, best, solver, timeout_s, seed)
-    else:
-        nodes = node_limit if node_limit is not None else DEFAULT_NODES if timeout_s is None else None
-        _STRATEGIES[solver](blocks, best, nodes, seed)
+    with suppress(OutOfTime):
+        if solver in ("ilp", "cpsat"):
+            _by_model(blocks, best, solver, timeout_s, seed)
+        else:
+            nodes = node_limit if node_limit is not None else DEFAULT_NODES if timeout_s is None else None
+            _STRATEGIES[solver](blocks, best, nodes, seed)
     _first_answer(blocks, best)
     return best.solution()
 
 
 def _portfolio(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
-    for name, offsets in _cheap(blocks):
+    for name, offsets in _cheap(blocks, best):
         best.offer(offsets, name)
         if best.done:
             return
     if blocks.capacity is not None and blocks.lower_bound > blocks.capacity:
         return  # proven: searching for a better miss is no use to anyone
     _periodic(blocks, best, nodes, seed)
-    if not best.done and _searchable(blocks):
+    if not best.done and _searchable(blocks, best):
         _exact(blocks, best, nodes, seed, local=True)
     elif not best.done:
         _ejection(blocks, best, nodes, seed)
 
 
-def _cheap(blocks: Blocks) -> Iterator[tuple[str, list[int]]]:
-    """Yield heuristic answers, the likeliest to reach the lower bound first."""
-    yield "greedy_by_size", greedy_by_size(blocks)
-    yield "best_fit", best_fit(blocks)
-    if len(blocks) <= _MANY_BLOCKS:
-        for keys in PREORDERS:
-            yield "skyline", skyline(blocks, keys)
-    yield "first_fit", first_fit(blocks)
-    if len(blocks) <= _MANY_BLOCKS:
-        yield "greedy_by_area", greedy_by_area(blocks)
+def _cheap(blocks: Blocks, best: Incumbent) -> Iterator[tuple[str, list[int]]]:
+    """Yield heuristic answers, the likeliest to reach the lower bound first; of many blocks, the quickest first."""
+    if len(blocks) > _MANY_BLOCKS:
+        yield "best_fit", best_fit(blocks)  # some answer there has to be, however late it is
+        if best.seconds_left > _SCAN_S * len(blocks) ** 2:
+            yield "greedy_by_size", greedy_by_size(blocks, best.tick)
+        yield "first_fit", first_fit(blocks, best.tick)
+        return
+    yield "greedy_by_size", greedy_by_size(blocks, best.tick)
+    yield "best_fit", best_fit(blocks, best.tick)
+    for keys in PREORDERS:
+        yield "skyline", skyline(blocks, keys, best.tick)
+    yield "first_fit", first_fit(blocks, best.tick)
+    yield "greedy_by_area", greedy_by_area(blocks, best.tick)
 
 
 def _skylines(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
     for keys in PREORDERS:
-        best.offer(skyline(blocks, keys), "skyline")
+        best.offer(skyline(blocks, keys, best.tick), "skyline")
         if best.done:
             return
 
 
-def _once(name: str, place: Callable[[Blocks], list[int]]) -> Callable[[Blocks, Incumbent, int | None, int], None]:
+def _once(
+    name: str, place: Callable[[Blocks, Tick], list[int]]
+) -> Callable[[Blocks, Incumbent, int | None, int], None]:
     def run(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
-        best.offer(place(blocks), name)
+        best.offer(place(blocks, best.tick), name)
 
     return run
 
@@ -178,15 +187,15 @@ def _once(name: str, place: Callable[[Blocks], list[int]]) -> Callable[[Blocks, 
 def _start(blocks: Blocks, best: Incumbent) -> None:
     """Offer a first answer; the skyline in plain Python takes minutes for tens of thousands of blocks."""
     if len(blocks) <= _MANY_BLOCKS:
-        best.offer(skyline(blocks), "skyline")
+        best.offer(skyline(blocks, tick=best.tick), "skyline")
     else:
-        best.offer(greedy_by_size(blocks), "greedy_by_size")
+        best.offer(greedy_by_size(blocks, best.tick), "greedy_by_size")
     _first_answer(blocks, best)
 
 
 def _first_answer(blocks: Blocks, best: Incumbent) -> None:
-    """Ask cheap solvers in turn where no answer that holds is known."""
-    others = _cheap(blocks)
+    """Ask cheap solvers in turn where no answer that holds is known, however late it is."""
+    others = _cheap(blocks, Incumbent(blocks, None))
     while best.offsets is None:
         name, offsets = next(others, ("", None))
         if offsets is None:
@@ -203,7 +212,8 @@ def _periodic(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> 
     for folded in fold(blocks):
         window = folded.window
         inner = Incumbent(window, None)
-        for name, offsets in _cheap(window):
+        for name, offsets in _cheap(window, inner):
+            best.tick()
             inner.offer(offsets, name)
         if not inner.done and len(window) <= _WINDOW_BLOCKS:
             _search(window, inner, min(_PURE_NODES, nodes or _PURE_NODES), fast=False)
@@ -235,7 +245,7 @@ def _exact_alone(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) 
 
 def _exact(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int, *, local: bool) -> None:
     """Search in plain Python for a moment, then compiled."""
-    if not _searchable(blocks):
+    if not _searchable(blocks, best):
         return
     first = _PURE_NODES if nodes is None else min(nodes, _PURE_NODES)
     if not compiled.available():
@@ -247,10 +257,11 @@ def _exact(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int, *, loc
         _search(blocks, best, nodes, fast=True, seed=seed if local else None)
 
 
-def _searchable(blocks: Blocks) -> bool:
-    """Return whether exact search has the memory for it."""
+def _searchable(blocks: Blocks, best: Incumbent) -> bool:
+    """Return whether exact search has the memory for it, and the time to lay it out."""
     few = len(blocks) <= _MANY_BLOCKS and blocks.num_pairs <= _MANY_PAIRS
-    return few and len(blocks) * blocks.sections.count <= _MANY_CELLS
+    quick = best.seconds_left > _LAYOUT_S * blocks.num_pairs
+    return few and quick and len(blocks) * blocks.sections.count <= _MANY_CELLS
 
 
 def _ejection(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> None:
@@ -340,7 +351,7 @@ def _rungs(rungs: list[_Rung], best: Incumbent, step: int, capacity: int | None)
 
 def _by_model(blocks: Blocks, best: Incumbent, solver: str, timeout_s: float | None, seed: int) -> None:
     """Hand the problem to an outside solver, with the best cheap answer as a start."""
-    for name, offsets in _cheap(blocks):
+    for name, offsets in _cheap(blocks, best):
         best.offer(offsets, name)
     _first_answer(blocks, best)
     if best.done:

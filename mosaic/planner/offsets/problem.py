@@ -290,6 +290,8 @@ def _check_alignment(alignment: int, who: str) -> None:
 def _occupied(problem: Problem, row: int) -> list[Interval]:
     """Return the lifetime of a row without its gaps."""
     gaps = problem.gaps[row] if problem.gaps is not None else ()
+    if not gaps:
+        return [(problem.starts[row], problem.ends[row])]
     edges = [problem.starts[row], *(t for gap in gaps for t in gap), problem.ends[row]]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
@@ -329,6 +331,10 @@ def _rectangles(
     Raises UsageError where two members of a group pin it to different places.
     """
     pins = pins if pins is not None else problem.pins
+    if not problem.aliases:  # every buffer is its own group
+        for row, size in enumerate(problem.sizes):
+            yield row, size, pins[row] if pins is not None else None, _occupied(problem, row)
+        return
     roots, distances = groups_of(problem)
     members: dict[int, list[int]] = {}
     for row, root in enumerate(roots):

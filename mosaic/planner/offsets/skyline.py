@@ -6,9 +6,10 @@ other sizes.
 
 from __future__ import annotations
 
+import itertools
 from heapq import heapify, heappop, heappush
 
-from .blocks import Blocks
+from .blocks import Blocks, Tick, on
 
 __all__ = ["PREORDERS", "preorder", "skyline"]
 
@@ -32,7 +33,7 @@ def preorder(blocks: Blocks, keys: str) -> list[int]:
     return sorted(range(len(blocks)), key=ranks.__getitem__)
 
 
-def skyline(blocks: Blocks, keys: str = "TWA") -> list[int]:
+def skyline(blocks: Blocks, keys: str = "TWA", tick: Tick = on) -> list[int]:
     """Place by lowest possible offset, ties by the preorder; O(n log n + width) in practice.
 
     The skyline only rises, so a stale offset in the heap is a lower bound and is looked up again when it comes to the
@@ -45,7 +46,11 @@ def skyline(blocks: Blocks, keys: str = "TWA") -> list[int]:
     rows = [row for row in preorder(blocks, keys) if blocks.pins is None or blocks.pins[row] is None]
     waiting = [(0 if lift is None else lift(row, 0), rank) for rank, row in enumerate(rows)]
     heapify(waiting)
-    while waiting:
+    for count in itertools.count():
+        if not waiting:
+            break
+        if count % 256 == 255:
+            tick()
         offset, rank = heappop(waiting)
         row = rows[rank]
         lowest = max([max(tops[a:b]) for a, b in spans[row]])

@@ -1,7 +1,7 @@
 """Placing blocks one by one into the holes between those already placed.
 
-Three routes to the same answer: conflict lists for hundreds of blocks (pure Python beats NumPy there), one NumPy mask
-per placement for tens of thousands, and the same scan compiled where numba is installed.
+Three routes to the same answer: conflict lists for hundreds of blocks (pure Python beats NumPy there), neighbours
+looked up one placement at a time for tens of thousands, and for plain ones a scan compiled where numba is installed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import compiled, kernels
-from .blocks import Blocks
+from .blocks import Blocks, Tick, on
+from .neighbours import Neighbours
 
 __all__ = ["place_in_order"]
 
-_MANY_PAIRS = 400_000  # above this, conflict lists cost more than a scan over all placed blocks
+Int64s = NDArray[np.int64]
+_NOT_PLACED = -1
+_MANY_PAIRS = 400_000  # above this, conflict lists cost more than a look at the placed ones each time
 
 
-def place_in_order(blocks: Blocks, order: Sequence[int], *, best: bool) -> list[int]:
+def place_in_order(
+    blocks: Blocks, order: Sequence[int], *, best: bool, tick: Tick = on, many_pairs: int = _MANY_PAIRS
+) -> list[int]:
     """Place blocks in the given order into the lowest (or, if `best`, the smallest) hole; pinned blocks come first.
+
+    With more than `many_pairs` pairs that share time, neighbours are not listed but looked up.
 
     Returns
     -------
@@ -34,15 +41,19 @@ def place_in_order(blocks: Blocks, order: Sequence[int], *, best: bool) -> list[
                 offsets[row] = pin
         pinned = [row for row, pin in enumerate(blocks.pins) if pin is not None]
         order = [*pinned, *(row for row in order if blocks.pins[row] is None)]
-    if blocks.plain and not best and blocks.num_pairs > _MANY_PAIRS:
-        return _scan_all(blocks, order)
-    return _with_conflict_lists(blocks, order, offsets, best)
+    if blocks.num_pairs > many_pairs:
+        if blocks.plain and not best and compiled.available():
+            return _scan_all(blocks, order)
+        return _among_neighbours(blocks, order, best, tick)
+    return _with_conflict_lists(blocks, order, offsets, best, tick)
 
 
-def _with_conflict_lists(blocks: Blocks, order: Sequence[int], offsets: list[int], best: bool) -> list[int]:
+def _with_conflict_lists(blocks: Blocks, order: Sequence[int], offsets: list[int], best: bool, tick: Tick) -> list[int]:
     conflicts, sizes, alignments, pins = blocks.conflicts, blocks.sizes, blocks.alignments, blocks.pins
     tops = [-1] * len(blocks)  # -1: not placed
-    for row in order:
+    for count, row in enumerate(order):
+        if count % 256 == 255:
+            tick()
         size = sizes[row]
         if pins is not None and pins[row] is not None:
             tops[row] = offsets[row] + size
@@ -78,32 +89,42 @@ def _best_hole(around: list[tuple[int, int]], size: int, alignment: int) -> int:
 
 def _scan_all(blocks: Blocks, order: Sequence[int]) -> list[int]:
     columns = [np.asarray(column, dtype=np.int64) for column in (order, blocks.sizes, blocks.starts, blocks.ends)]
-    scan = compiled.compiled(kernels.first_fit_scan) if compiled.available() else _numpy_scan
-    offsets: NDArray[np.int64] = scan(*columns)
+    offsets: Int64s = compiled.compiled(kernels.first_fit_scan)(*columns)
     found: list[int] = offsets.tolist()
     return found
 
 
-def _numpy_scan(
-    order: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """First fit by masks over the placed blocks, which are kept in order of offset; O(n) a placement, in NumPy."""
-    n = len(order)
-    start, end, low, top = (np.empty(n, dtype=np.int64) for _ in range(4))
-    offsets = np.zeros(n, dtype=np.int64)
-    for placed, row in enumerate(order.tolist()):
-        mask = (start[:placed] < ends[row]) & (end[:placed] > starts[row])
-        lows, tops = low[:placed][mask], top[:placed][mask]
-        size = sizes[row]
-        offset = 0
-        if len(lows):
-            reached = np.maximum.accumulate(tops)
-            below = np.concatenate(([0], reached[:-1]))
-            holes = np.flatnonzero(lows - below >= size)
-            offset = below[holes[0]] if len(holes) else reached[-1]
-        offsets[row] = offset
-        at = int(np.searchsorted(low[:placed], offset))
-        for column, value in ((start, starts[row]), (end, ends[row]), (low, offset), (top, offset + size)):
-            column[at + 1 : placed + 1] = column[at:placed]
-            column[at] = value
-    return offsets
+def _among_neighbours(blocks: Blocks, order: Sequence[int], best: bool, tick: Tick) -> list[int]:
+    """Place among the placed neighbours of each block, which are looked up when it is its turn."""
+    near = Neighbours(blocks.starts, blocks.ends)
+    place_of = np.argsort(near.rows).tolist()
+    sizes = np.array(blocks.sizes, dtype=np.int64)[near.rows]
+    lows = np.full(len(sizes), _NOT_PLACED)
+    for row in order:
+        tick()
+        place, pin = place_of[row], blocks.pins[row] if blocks.pins is not None else None
+        if pin is not None:
+            lows[place] = pin
+            continue
+        around = near.of(place)
+        around = around[lows[around] != _NOT_PLACED]
+        if blocks.pieces is not None:
+            around = np.array([i for i in around.tolist() if blocks.meet(row, near.rows[i])], dtype=np.int64)
+        alignment = blocks.alignments[row] if blocks.alignments is not None else 1
+        lows[place] = _hole(lows[around], lows[around] + sizes[around], blocks.sizes[row], alignment, best)
+    offsets = np.empty_like(lows)
+    offsets[near.rows] = lows
+    found: list[int] = offsets.tolist()
+    return found
+
+
+def _hole(lows: Int64s, tops: Int64s, size: int, alignment: int, best: bool) -> int:
+    """Return the lowest, or the smallest, sufficient hole between address ranges; above all if there is none."""
+    order = np.argsort(lows, kind="stable")
+    bases = np.concatenate(([0], np.maximum.accumulate(tops[order])))
+    bases += -bases % alignment
+    rooms = lows[order] - bases[:-1]
+    fits = np.flatnonzero(rooms >= size)
+    if not len(fits):
+        return int(bases[-1])
+    return int(bases[fits[rooms[fits].argmin()] if best else fits[0]])
