@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from mosaic.runtime.workspace import Workspace
 
 from .examining import examine
-from .findings import Finding, Tally
+from .findings import Finding, Tally, require
 from .language import Program, text_of
 from .packing import examine_instance
 from .programs import random_program
@@ -40,7 +42,33 @@ def run_case(kind: str, seed: int, tally: Tally) -> None:
         If something is not as it must be.
     """
     tally.add(kind)
-    KINDS[kind](seed, tally)
+    with _listening():
+        KINDS[kind](seed, tally)
+
+
+@contextmanager
+def _listening() -> Iterator[None]:
+    """Take a solver's answer that was invalid, and therefore dropped, as a finding: another solver makes up for it."""
+    heard = _Dropped()
+    logger = logging.getLogger("mosaic.planner")
+    logger.addHandler(heard)
+    try:
+        yield
+    finally:
+        logger.removeHandler(heard)
+    require(not heard.messages, "dropped answer", "\n".join(heard.messages[:3]))
+
+
+class _Dropped(logging.Handler):
+    """Keeps the warnings about answers that were dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("dropped"):
+            self.messages.append(record.getMessage())
 
 
 def explain(kind: str, seed: int, finding: Finding, *, seconds: float = 60.0) -> str:
@@ -54,7 +82,7 @@ def explain(kind: str, seed: int, finding: Finding, *, seconds: float = 60.0) ->
 
 def _found(program: Program, seed: int) -> Finding | None:
     try:
-        with Workspace() as workspace:
+        with Workspace() as workspace, _listening():
             examine(program, seed, workspace, Tally())
     except Finding as finding:
         return finding
