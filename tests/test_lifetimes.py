@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -220,6 +221,14 @@ def test_a_side_stream_holds_what_it_touches_from_its_fork_to_its_join() -> None
 def test_without_a_fork_a_side_stream_starts_with_the_step() -> None:
     alive = streamed(fork=False).alive()
     assert alive["side"] == (0, 5)
+    s = Small()
+    with s.g.stream("side"):
+        s.copy(s.x, "p")  # op 0
+        s.copy(s.x, "q")  # op 1: nothing says that the main stream is no further than op 0
+    s.copy(s.x, "a")  # op 2
+    s.g.wait("side")
+    s.copy(s.x, "join")  # op 3
+    assert (s.alive()["p"], s.alive()["q"]) == ((0, 3), (0, 3))
 
 
 def test_the_wait_that_counts_is_the_first_that_follows() -> None:
@@ -290,3 +299,39 @@ def test_a_loop_that_fills_slices_is_no_complete_overwrite() -> None:
 @pytest.mark.parametrize("make", [looped, nested, streamed, rewritten])
 def test_lifetimes_are_a_pure_function(make: Callable[[], Small]) -> None:
     assert make().derive("k", "outer") == make().derive("outer", "k")
+
+
+def alive_by_values(touches: list[tuple[int, bool]]) -> list[int]:
+    """Ops at which a buffer holds a value that is yet to be read, or is being written; `touches` are (op, it reads)."""
+    found: set[int] = set()
+    for place, (op, reads) in enumerate(touches):
+        until = op
+        for later, is_read in touches[place + 1 :] if not reads else ():
+            if not is_read:
+                break
+            until = later
+        found |= set(range(op, until + 1)) if not reads else set()
+    return sorted(found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gaps_are_where_no_value_is_waited_for(seed: int) -> None:
+    """Random copies among a few buffers, a loop over others somewhere in between: values followed one by one."""
+    rng, s = random.Random(seed), Small()
+    looped_at, touches = rng.randrange(3, 9), dict[str, list[tuple[int, bool]]]()
+    for number in range(12):
+        if number == looped_at:
+            with s.g.chunk("k", over=s.tokens):
+                s.copy(s.copy(s.x, "inside"), "result", out=s.output("result"))
+        op, written = len(s.g.ops), sorted(touches)
+        source = s.g[rng.choice(written)] if written and rng.random() < 0.7 else s.x
+        target = rng.choice([name for name in "abc" if name != source.name])
+        s.copy(source, out=s.g[target] if target in touches else s.buffer(target))
+        touches.setdefault(target, []).append((op, False))
+        touches.get(source.name, []).append((op, True))
+    life = s.derive("k")
+    for name, seen in touches.items():
+        alive, b = alive_by_values(seen), s.g[name].id
+        assert (life.starts[b], life.ends[b]) == (alive[0], alive[-1] + 1)
+        empty = {t for low, high in life.gaps[b] for t in range(low, high)}
+        assert sorted(empty) == [t for t in range(alive[0], alive[-1]) if t not in alive]

@@ -128,32 +128,33 @@ def _climb(
     if run.fits or not host_budget_bytes:
         return
     for ladder in ladders:
-        found = _lowest_rung(point, point.affordable(ladder, host_budget_bytes), budget_bytes, limit)
-        if found is not None:
-            yield found
-            limit = min(limit, point.seconds(found.config) * (1 + TOLERANCE))
+        for run in _fitting_rungs(point, point.affordable(ladder, host_budget_bytes), budget_bytes, limit):
+            yield run
+            limit = min(limit, point.seconds(run.config) * (1 + TOLERANCE))
 
 
-def _lowest_rung(point: Point, rungs: Sequence[tuple[str, ...]], budget_bytes: int, limit: float) -> _Run | None:
-    """The descent from the lowest rung that fits within the time limit, if any does, asking few rungs: a body each.
+def _fitting_rungs(point: Point, rungs: Sequence[tuple[str, ...]], budget_bytes: int, limit: float) -> Iterator[_Run]:
+    """Descents from the highest rung, if it fits, down to the lowest that does, asking few rungs: a body each.
 
     Higher rungs need less of the device and take no less time, so that the highest says whether any fits, the lowest
-    whether any is fast enough, and the first that fits is found by bisection.
+    whether any is fast enough, and the first that fits is found by bisection. It need not be the fastest: what a higher
+    one frees may save chunks.
     """
     if not rungs:
-        return None
-    found = _descend(point, _fastest(point, rungs[-1]), budget_bytes)
-    if not found.fits or (limit < inf and point.seconds(_fastest(point, rungs[0])) > limit):
-        return None
+        return
+    run = _descend(point, _fastest(point, rungs[-1]), budget_bytes)
+    if not run.fits or (limit < inf and point.seconds(_fastest(point, rungs[0])) > limit):
+        return
+    yield run
     low, high = 0, len(rungs) - 1
     while low < high:
         middle = (low + high) // 2
         run = _descend(point, _fastest(point, rungs[middle]), budget_bytes)
         if run.fits:
-            found, high = run, middle
+            yield run
+            high = middle
         else:
             low = middle + 1
-    return found
 
 
 def _descend(point: Point, config: Config, budget_bytes: int) -> _Run:

@@ -1,0 +1,95 @@
+"""Addresses of small random programs: nothing alive at once overlaps, and what was planned before changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+
+from mosaic.planner.offsets import Order, solve
+from mosaic.planner.placement import NODE_LIMIT, REFERENCES, place, problem_of
+from mosaic.planner.space import Config, Point, Space
+from tests.small_programs import CARD, Exact, dims, template
+
+CASES = [(seed, tokens) for seed in range(4) for tokens in (40, 300)]
+
+
+def fresh(seed: int, tokens: int) -> Point:
+    return Space(template(seed), CARD).at(dims(tokens))
+
+
+def alive(point: Point, config: Config) -> list[set[int]]:
+    """The ops at which each root of the workspace is alive."""
+    variant = point.space.variant(config)
+    life, num_ops = variant.life, len(variant.body.ops)
+    return [
+        {
+            t for t in range(num_ops)
+            if life.starts[b] <= t < life.ends[b] and not any(low <= t < high for low, high in life.gaps[b])
+        }
+        for b in variant.formula.roots.tolist()
+    ]  # fmt: skip
+
+
+def verify(point: Point, config: Config, offsets: Sequence[int], peak: int) -> None:
+    sizes = point.root_sizes(config).tolist()
+    assert len(offsets) == len(sizes) and all(offset >= 0 and offset % 512 == 0 for offset in offsets)
+    assert peak == max(offset + size for offset, size in zip(offsets, sizes, strict=True))
+    assert peak >= max(Exact(point).live(config))
+    lives = alive(point, config)
+    for i, j in combinations(range(len(sizes)), 2):
+        if lives[i] & lives[j]:
+            assert offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i]
+
+
+@pytest.mark.parametrize(("seed", "tokens"), CASES)
+def test_every_way_to_place_is_valid_and_says_how(seed: int, tokens: int) -> None:
+    point = fresh(seed, tokens)
+    for config in random.Random(seed).sample(list(Exact(point).configs()), 6):
+        offsets, peak, used = place(point, config)
+        verify(point, config, offsets, peak)
+        for solver in ("first_fit", "greedy_by_size"):
+            named, high, by = place(point, config, solver=solver)
+            verify(point, config, named, high)
+            assert by == solver and peak <= high
+        if peak == point.lower_bound(config):
+            orders = point.space.variant(config).orders
+            replays = [order.replay(point.root_sizes(config))[1] for order, _, _ in orders]
+            assert used.endswith(", replayed") == (peak in replays)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_orders_come_from_the_reference_sizes_alone(seed: int) -> None:
+    """Whatever was placed before, the same request gets the same addresses."""
+    rng, asked = random.Random(seed), [40, 150, 300, 1000]
+    config = rng.choice(list(Exact(fresh(seed, 150)).configs()))
+    expected = {tokens: place(fresh(seed, tokens), config) for tokens in asked}
+    space = Space(template(seed), CARD)
+    rng.shuffle(asked)
+    for tokens in asked:
+        offsets, peak, used = place(space.at(dims(tokens)), config)
+        assert (list(offsets), peak, used) == (list(expected[tokens][0]), *expected[tokens][1:])
+    variant = space.variant(config)
+    for (extent, rows), (order, _, by) in zip(REFERENCES, variant.orders, strict=False):
+        parts = 4  # a fixed dim, and the most rows of its loop
+        values = [extent, parts, extent, min(rows, parts), rows, rows]
+        assert variant.body.variables == ("tokens", "parts", "masked", "parts_rows", "body_rows", "head_rows")
+        sizes = variant.formula.root_sizes(variant.body.monomials(values))
+        problem = problem_of(variant, sizes.tolist())
+        solution = solve(problem, node_limit=NODE_LIMIT)
+        again = Order.of(problem, solution)
+        assert by == solution.solver and list(order.replay(sizes)[0]) == list(again.replay(sizes)[0])
+
+
+def test_the_problem_is_the_variants_lifetimes_and_gaps() -> None:
+    point = fresh(0, 150)
+    for config in random.Random(0).sample(list(Exact(point).configs()), 8):
+        variant, sizes = point.space.variant(config), point.root_sizes(config).tolist()
+        problem = problem_of(variant, sizes)
+        for i, (b, live) in enumerate(zip(variant.formula.roots.tolist(), alive(point, config), strict=True)):
+            gaps = problem.gaps[i] if problem.gaps is not None else ()
+            span = set(range(problem.starts[i], problem.ends[i]))
+            assert span - {t for low, high in gaps for t in range(low, high)} == live
+            assert (problem.starts[i], problem.ends[i]) == (variant.life.starts[b], variant.life.ends[b])
