@@ -6,15 +6,12 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from offset_instances import perfect
 
-from mosaic.planner.offsets import Problem, blocks_of, read_csv, solve, validate
+from mosaic.planner.offsets import Problem, blocks_of, solve, validate
 from mosaic.planner.offsets.exact import FAILED, LANES, RUNNING, SOLVED, Search, layout_of, luby
-
-INSTANCES = Path(__file__).parents[1] / "benchmarks" / "instances"
 
 
 def times_of(problem: Problem, row: int) -> set[int]:
@@ -87,7 +84,7 @@ def random_problem(seed: int, count: int) -> Problem:
     return problem
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_what_fits_is_found_and_what_does_not_is_refuted(seed: int) -> None:
     problem = random_problem(seed, count=6)
     blocks = blocks_of(problem)
@@ -120,10 +117,10 @@ def test_perfect_cuts_are_put_together_again(seed: int, count: int) -> None:
 
 
 def test_a_stopped_search_goes_on_where_it_was() -> None:
-    blocks = blocks_of(read_csv(INSTANCES / "F.1048576.csv"))
+    blocks = blocks_of(perfect(60, 23, height=32))
     layout = layout_of(blocks)
-    at_once, in_steps = (Search(layout, blocks.lower_bound, fast=False, lane=1) for _ in range(2))
-    assert at_once.advance(1_100) == RUNNING  # into the second turn
+    at_once, in_steps = (Search(layout, blocks.lower_bound, fast=False) for _ in range(2))
+    assert at_once.advance(1_010) == RUNNING  # into the second turn
     strides = itertools.cycle([1, 7, 133])
     while in_steps.nodes < at_once.nodes:
         in_steps.advance(min(next(strides), at_once.nodes - in_steps.nodes))
