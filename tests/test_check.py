@@ -381,6 +381,34 @@ def test_loop_overwrites_what_its_next_iteration_reads() -> None:
     assert codes(document) == {"alias-stale-read"}
 
 
+def test_what_an_iteration_wrote_of_an_output_the_next_one_overwrites() -> None:
+    """Each writes its own slice last, so that only the last slice survives what begins the next iteration."""
+    cut = [(4, "rows")]
+    ops = [
+        op("embed", [0], [1]),
+        op("norm", [1], [2], region="rows"),
+        op("mix", [2], [3], region="rows"),
+        op("store", [3], [4], region="rows", slices=cut),
+    ]
+    buffers = [
+        buffer("ids", (0, 1), 8, 4, kind="input"),
+        buffer("x", (0, 4), 4, 4),
+        buffer("t", (1, 3), 0, 1, region="rows", alias_of=4),
+        buffer("u", (2, 4), 8, 1, region="rows"),
+        buffer("y", (1, 4), 0, 4, kind="output"),
+    ]
+    document = plan(
+        ops, buffers, peak_at="mix", peak_kib=12, lower_bound_kib=9, workspace_kib=12, total_kib=20,
+        regions=[region("rows", (1, 4), 4, 1, 4)],
+        barriers=[barrier("rows", (1, 4), of="rows", inputs=[1], outputs=[4])],
+    )  # fmt: skip
+    document["optimal"] = False
+    assert codes(document) == {"alias-stale-read"}
+    document["ops"][1]["slices"] = []
+    document["buffers"][2].update(alias_of=None, offset=11 * KIB)
+    assert "alias-stale-read" not in codes(document)
+
+
 def test_loop_reads_slice_before_next_op_overwrites_it() -> None:
     """Read in one op, overwritten by the next: legal for slices that move on together, and only in that order."""
     cut = [(1, "rows"), (3, "rows")]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import combinations
-from typing import Any, NamedTuple
+from itertools import combinations, product
+from typing import Any, Final, NamedTuple
 
 from mosaic.planner.check.columns import FROM_START, TO_END, Columns, Gaps, Ids, Skeleton
 
 __all__ = ["check_aliases", "check_roots", "checked_gaps"]
 
-_Slicing = tuple[Any, ...]  # where a loop's iterations cut a buffer; equal ones cut the same bytes
 _Passes = Mapping[str, int]  # loop -> which of the two replayed iterations
-_Held = tuple[_Slicing | None, set[tuple[int, ...]]]  # what of a value other members overwrote: how cut, which cuts
+_Cut = tuple[int, str, int]  # axis, loop, factor
+_Piece = frozenset[tuple[_Cut, int]]  # of a value, by the iterations of the loops that cut it
+
+_WHOLE: Final[_Piece] = frozenset()
 
 
 def check_roots(plan: Skeleton) -> None:
@@ -142,10 +144,9 @@ class _Walk:
     def __init__(self, plan: Skeleton, lie: _Lie) -> None:
         self._plan, self._lie, self._group = plan, lie, lie.group
         self._view = dict(zip(lie.group, lie.views, strict=True))
-        self._held: dict[int, _Held] = {
-            b: (None, set()) for b in lie.group if plan.kind[b] in FROM_START or plan.kind[b] in ("carry", "host")
-        }
-        self._lost: dict[int, int] = {}  # member -> op that overwrote it
+        self._held = {b for b in lie.group if plan.kind[b] in FROM_START or plan.kind[b] in ("carry", "host")}
+        self._lost: dict[int, set[_Piece]] = {b: set() for b in lie.group}
+        self._culprit: dict[int, int] = {}  # member -> op that overwrote it last
         self._stale: dict[tuple[int, int], str] = {}
 
     def report(self, to: Columns) -> None:
@@ -155,8 +156,13 @@ class _Walk:
         for i, passes in _replay(plan, self._lie.repeats, events, 0, {}):
             self._read(i, passes)
             self._write(i, passes)
-        for b, i in self._lost.items():
-            if (plan.kind[b] in TO_END or plan.kind[b] == "carry") and plan.end[b] == len(plan.op_name):
+        for b in self._group:
+            if (
+                self._lost[b]
+                and (plan.kind[b] in TO_END or plan.kind[b] == "carry")
+                and plan.end[b] == len(plan.op_name)
+            ):
+                i = self._culprit[b]
                 text = f"{plan.say_op(i)} overwrites {plan.say(b)}, which the step hands on"
                 self._stale.setdefault((i, b), text)
         for (i, b), text in self._stale.items():
@@ -165,77 +171,65 @@ class _Walk:
     def _read(self, i: int, passes: _Passes) -> None:
         plan = self._plan
         for b in self._group:
-            if b in plan.reads[i] and b in self._lost and not self._still_holds(i, b, passes):
-                text = f"{plan.say_op(i)} reads {plan.say(b)}, overwritten by {plan.say_op(self._lost[b])}"
+            if b in plan.reads[i] and not all(_are_apart(self._piece(i, b, passes), lost) for lost in self._lost[b]):
+                text = f"{plan.say_op(i)} reads {plan.say(b)}, overwritten by {plan.say_op(self._culprit[b])}"
                 self._stale.setdefault((i, b), text)
-
-    def _still_holds(self, i: int, b: int, passes: _Passes) -> bool:
-        """Whether the slice that op i reads is one that no other member has overwritten yet."""
-        slicing, held = self._slicing(i, b), self._held.get(b)
-        return (
-            held is not None
-            and slicing is not None
-            and slicing == held[0]
-            and _iteration(slicing, passes) not in held[1]
-        )
 
     def _write(self, i: int, passes: _Passes) -> None:
         plan = self._plan
         for new in self._group:
             if new not in plan.writes[i]:
                 continue
-            slicing = self._slicing(i, new)
+            piece = self._piece(i, new, passes)
             for old in self._group:
                 if old != new and self._lie.share_bytes(old, new):
-                    self._check_overwrite(i, old, new, slicing)
-                    self._lose(i, old, slicing, passes)
-            if new not in plan.reads[i] and self._restores(i, new):
-                self._held[new] = (None, set())
-                self._lost.pop(new, None)
+                    self._check_overwrite(i, old, new)
+                    if old in self._held:
+                        self._lost[old].add(piece if self._are_cut_alike(old, new) else _WHOLE)
+                        self._culprit[old] = i
+            if new not in plan.reads[i]:
+                self._held.add(new)
+                self._lost[new] = {rest for lost in self._lost[new] for rest in self._without(lost, piece)}
 
-    def _restores(self, i: int, new: int) -> bool:
-        """Whether a write leaves nothing of a lost value lost: not where it is of one slice, and a loop that both ops share
-        overwrites all slices in each iteration. Loops around one of the two alone are through when the other begins."""
-        plan, lost = self._plan, self._lost.get(new)
-        if lost is None:
-            return True
-        shared = self._lie.repeats.intersection(plan.around(i), plan.around(lost))
-        written = [cut for cut in _cuts(plan, i, new) if cut[1] in shared]
-        others = [m for m in self._group if m in plan.writes[lost] and self._lie.share_bytes(m, new)]
-        return not written or all(
-            self._view[m] == self._view[new]
-            and plan.dtype[m] == plan.dtype[new]
-            and [cut for cut in _cuts(plan, lost, m) if cut[1] in shared] == written
-            for m in others
-        )
-
-    def _check_overwrite(self, i: int, old: int, new: int, slicing: _Slicing | None) -> None:
+    def _check_overwrite(self, i: int, old: int, new: int) -> None:
         """Check that op i may write `new` over `old`: not over its own operand, nor over what is held."""
         plan = self._plan
         reads = old in plan.reads[i]
-        in_place = _may_overwrite(plan, self._lie, i, old, new) and slicing == self._slicing(i, old)
+        cuts = _cuts(plan, i, new)
+        same = cuts == _cuts(plan, i, old) and (not cuts or self._are_cut_alike(old, new))
+        in_place = same and _may_overwrite(plan, self._lie, i, old, new)
         if old in plan.writes[i] or (reads and not in_place):
             text = f"{plan.say_op(i)} writes {plan.say(new)} over its own operand {plan.say(old)}"
             self._stale.setdefault((i, old), text)
         last = i + 1 if reads and in_place else i  # an overwritten operand may be held up to this op
-        if old in self._held and any(start <= i and end > last for start, end in plan.windows[old]):
+        holds = old in self._held and _WHOLE not in self._lost[old]
+        if holds and any(start <= i and end > last for start, end in plan.windows[old]):
             text = f"{plan.say_op(i)} overwrites {plan.say(old)}, which a barrier or stream holds"
             self._stale.setdefault((i, old), text)
 
-    def _lose(self, i: int, old: int, slicing: _Slicing | None, passes: _Passes) -> None:
-        if old not in self._held:
-            return
-        self._lost[old] = i
-        before, cut = self._held[old]
-        if slicing is None or (before is not None and before != slicing):
-            del self._held[old]
-        else:
-            self._held[old] = (slicing, {*cut, _iteration(slicing, passes)})
+    def _are_cut_alike(self, a: int, b: int) -> bool:
+        """Whether equal cuts of two members are the same bytes."""
+        return self._view[a] == self._view[b] and self._plan.dtype[a] == self._plan.dtype[b]
 
-    def _slicing(self, i: int, b: int) -> _Slicing | None:
-        """How loops outside which a member lives cut it at op i; None if op i sees the same bytes in each iteration."""
-        cuts = _cuts(self._plan, i, b)
-        return (self._view[b], self._plan.dtype[b], *cuts) if cuts else None
+    def _piece(self, i: int, b: int, passes: _Passes) -> _Piece:
+        """What op i sees of a member in these iterations of the loops outside which the member lives."""
+        return frozenset((cut, passes[cut[1]]) for cut in _cuts(self._plan, i, b))
+
+    def _without(self, lost: _Piece, written: _Piece) -> Iterator[_Piece]:
+        """Yield what stays lost of a piece when another one is written."""
+        if _are_apart(lost, written):
+            yield lost
+            return
+        finer = sorted({cut for cut, _ in written} - {cut for cut, _ in lost})
+        for passes in product(*(range(2 if cut[1] in self._lie.repeats else 1) for cut in finer)):
+            part = lost.union(zip(finer, passes, strict=True))
+            if not written <= part:
+                yield part
+
+
+def _are_apart(a: _Piece, b: _Piece) -> bool:
+    """Whether two pieces of a value have no bytes in common: one loop cuts both alike, in different iterations."""
+    return any(cut == other and k != n for cut, k in a for other, n in b)
 
 
 def _accesses(plan: Skeleton, ids: Collection[int]) -> dict[int, list[int]]:
@@ -267,7 +261,7 @@ def _replay(
         k += len(body)
 
 
-def _cuts(plan: Skeleton, i: int, b: int) -> Sequence[tuple[int, str, int]]:
+def _cuts(plan: Skeleton, i: int, b: int) -> Sequence[_Cut]:
     """Axis, loop and factor of each slice of a buffer at op i, by loops outside which it lives; none if it is several
     operands of the op."""
     names = {operand for operand, at in plan.operands[i].items() if at == b}
@@ -275,10 +269,6 @@ def _cuts(plan: Skeleton, i: int, b: int) -> Sequence[tuple[int, str, int]]:
         return ()
     cuts = [(axis, name, factor) for operand, axis, name, factor in plan.slices[i] if operand in names]
     return sorted(cut for cut in cuts if not plan.is_within(plan.home[b], cut[1]))
-
-
-def _iteration(slicing: _Slicing | None, passes: _Passes) -> tuple[int, ...]:
-    return () if slicing is None else tuple(passes[name] for _, name, _ in slicing[2:])
 
 
 # Gaps.
