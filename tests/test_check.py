@@ -60,10 +60,10 @@ def test_refuses_mutations(name: str, mutation: str, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_every_mutation_breaks_an_example(mutation: str) -> None:
-    """Exhaustively enough: each mutation applies somewhere, and wherever it does its reason is found."""
+    """Each mutation applies somewhere, and wherever it does its reason is found."""
     applied = 0
-    for document in [*(build() for build in EXAMPLES.values()), decoder(2)]:
-        for seed in range(12):
+    for document in (build() for build in EXAMPLES.values()):
+        for seed in range(2):
             broken = MUTATIONS[mutation](document, random.Random(seed).choice)
             if broken is not None and broken[0] != document:
                 applied += 1

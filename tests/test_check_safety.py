@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,20 @@ NUMBERS = {
     "regions": ("extent", "rows", "count"), "barriers": (), "edges": (),
 }  # fmt: skip
 NOT_OF_MEMORY = frozenset(
-    {"operator", "flops", "bytes", "formula", "trace", "config", "dims", "context", "implementation", "mesh", "device"}
+    {
+        "operator",
+        "flops",
+        "bytes",
+        "formula",
+        "trace",
+        "config",
+        "dims",
+        "context",
+        "implementation",
+        "mesh",
+        "device",
+        "dtype",
+    }
 )
 
 
@@ -55,28 +68,28 @@ def test_valid_plans_are_safe_either_way() -> None:
         require_safe(document)
 
 
-def mutants(document: Document, seeds: int) -> list[tuple[str, Document]]:
-    """Each mutation of a document a few times; those that no parts can be taken from are of no use here."""
-    found = []
+def mutants(per_mutation: int) -> Iterator[tuple[str, Document]]:
+    """Each mutation of a few examples; those that no parts can be taken from are of no use here."""
+    rng, builds = random.Random(7), list(EXAMPLES.values())
     for name, mutate in MUTATIONS.items():
-        for seed in range(seeds):
-            broken = mutate(document, random.Random(seed).choice)
-            if broken is not None and broken[0] != document and name != "drop_field":
-                found.append((name, broken[0]))
-    return found
+        made = 0
+        for build in rng.sample(builds, len(builds)) if name != "drop_field" else ():
+            document = build()
+            broken = mutate(document, rng.choice)
+            if broken is not None and broken[0] != document and made < per_mutation:
+                made += 1
+                yield name, broken[0]
 
 
 def test_mutants_get_one_verdict_either_way() -> None:
     """And it is what the whole check finds, but for statements that memory does not depend on."""
     seen: Counter[str] = Counter()
-    for build in EXAMPLES.values():
-        for name, mutant in mutants(build(), 1):
-            verdict = check_safety(mutant)
-            assert from_parts(mutant) == verdict, name
-            if all(violation.code != "format" for violation in check_plan(mutant)):
-                whole = [violation for violation in check_plan(mutant) if violation.code not in NOT_OF_MEMORY]
-                assert whole == verdict, name
-            seen.update(name for _ in verdict)
+    for name, mutant in mutants(4):
+        verdict, whole = check_safety(mutant), check_plan(mutant)
+        assert from_parts(mutant) == verdict, name
+        if all(violation.code != "format" for violation in whole):
+            assert [violation for violation in whole if violation.code not in NOT_OF_MEMORY] == verdict, name
+        seen.update(name for _ in verdict)
     assert len(seen) > 40
 
 
@@ -105,7 +118,7 @@ def corrupt(document: Document, rng: random.Random) -> None:
 def test_random_corruptions_get_one_verdict_either_way() -> None:
     refused = 0
     documents = examples()
-    for seed in range(600):
+    for seed in range(300):
         rng = random.Random(seed)
         document = copy.deepcopy(rng.choice(documents))
         for _ in range(rng.choice((1, 1, 2, 4))):
@@ -113,7 +126,7 @@ def test_random_corruptions_get_one_verdict_either_way() -> None:
         verdict = check_safety(document)
         assert from_parts(document) == verdict, seed
         refused += bool(verdict)
-    assert 400 < refused < 600
+    assert 200 < refused < 300
 
 
 def test_what_is_kept_of_records_serves_every_number() -> None:

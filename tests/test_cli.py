@@ -74,8 +74,11 @@ def test_plan_json_is_only_json_and_checks(mosaic: Any, tmp_path: Path) -> None:
     assert mosaic(*PLAN, "--ctx", "4k", "--masked", "100", "--out", str(file)).code == 0
     assert json.loads(file.read_text()) == ran.json
     checked = mosaic("check", str(file), "--json")
-    assert checked.code == 0 and checked.json == {"valid": True, "violations": []}
-    assert "valid." in mosaic("check", str(file)).out
+    assert checked.code == 0 and checked.json["valid"] is True and checked.json["violations"] == []
+    out = mosaic("check", str(file)).out
+    assert "valid." in out and "not provable from the file alone" in out
+    for entry in checked.json["unproved"]:
+        assert f"  {entry['claim']} ({entry['needs']})" in out.splitlines()
     assert mosaic("show", str(file), "--json").json == ran.json
 
 
@@ -359,6 +362,34 @@ def test_unreadable_plans_are_refused(mosaic: Any, tmp_path: Path, damage: str) 
         ran = mosaic(*command)
         assert ran.code == 1 and "Traceback" not in ran.err, command
         assert ran.err.count("\n") == 1 and str(file) in ran.err, command
+
+
+def test_planning_again_proves_what_a_file_cannot(mosaic: Any, tmp_path: Path) -> None:
+    """Claims that the file alone repeats: each changed one passes `check`, is listed by it, and differs from a new plan."""
+    file = tmp_path / "plan.json"
+    mosaic(*PLAN, "--ctx", "1k", "--out", str(file))
+    again = ("check", str(file), "--model", "llada-8b")
+    assert mosaic(*again).code == 0 and "every field is the same" in mosaic(*again).out
+    document = json.loads(file.read_text())
+    for key, value in (("max_ctx_tokens", 1 << 30), ("solver", "magic"), ("eps", 0.5)):
+        changed = json.loads(file.read_text())
+        if key == "eps":
+            next(op for op in changed["ops"] if key in op["attrs"])["attrs"][key] = value
+        else:
+            changed[key] = value
+        file.write_text(json.dumps(changed))
+        assert mosaic("check", str(file)).code == 0
+        assert any(key in entry["claim"] for entry in mosaic("check", str(file), "--json").json["unproved"])
+        ran = mosaic(*again)
+        assert ran.code == 1 and f"replan: {'ops' if key == 'eps' else key} is" in ran.out
+        file.write_text(json.dumps(document))
+
+
+def test_several_sequences_are_not_planned_again(mosaic: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    mosaic(*PLAN, "--seq-lens", "100,200", "--out", str(file))
+    ran = mosaic("check", str(file), "--model", "llada-8b")
+    assert ran.code == 2 and "one sequence" in ran.err
 
 
 def test_a_tampered_plan_fails_the_check(mosaic: Any, tmp_path: Path) -> None:

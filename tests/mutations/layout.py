@@ -71,11 +71,11 @@ def shorten_lifetime(document: Document, pick: Pick) -> Broken:
 
 def lengthen_lifetime(document: Document, pick: Pick) -> Broken:
     """Add an op to either end of a lifetime."""
-    chosen = choose(document, "buffers", pick)
+    chosen = choose(document, "buffers", pick, lambda row: row["start"] > 0 or row["end"] < len(document["ops"]))
     if chosen is None:
         return None
     row = chosen[1]
-    if row["start"] and pick(["start", "end"]) == "start":
+    if row["end"] == len(document["ops"]) or (row["start"] and pick(["start", "end"]) == "start"):
         row["start"] -= 1
     else:
         row["end"] += 1

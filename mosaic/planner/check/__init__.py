@@ -1,7 +1,10 @@
-"""Verify every claim of a plan from its JSON document alone, sharing no code with the planner.
+"""Prove a plan, sharing no code with the planner: from its JSON document alone, or from what a planner writes that from.
 
-`reading` turns the document into `columns`; `structure`, `launches` (by the letters of `operators`), `lifetimes`,
-`placement`, `values`, `streams`, `claims` and `settings` check one idea each; `weights` compares a plan with where
+Three levels. *Safety*, all that memory depends on, is checked of every plan before a planner hands it out: `structure`,
+`lifetimes`, `placement`, `values`, `streams` and the totals of `claims`, put together in `safety`. *Operators*: shapes,
+dtypes, FLOPs and bytes of the kernels that Mosaic ships (`launches`, by the letters of `operators`). *Statements*: formula
+and search steps of `claims`, and `settings`. `check_plan` checks all three; `unproved` lists what a document says beyond
+them. `reading` turns a document, or a planner's records and numbers, into `columns`. `weights` compares a plan with where
 weights were loaded, which no file says.
 
 Rulings where the rules leave a choice; each takes the safe side:
@@ -15,7 +18,8 @@ Rulings where the rules leave a choice; each takes the safe side:
 - A gap holds no access and no part of an explicit barrier or of a side stream's window. What comes first after it, also
   on the way round a loop, overwrites the whole buffer. Lower bound and overlap leave gaps out; a root's gaps bind its
   aliases.
-- `inplace` permits only an overwrite at the same address and of the same number of bytes. Members of an alias group
+- `inplace` permits only an overwrite at the same address and of the same number of bytes, and of shipped operators only
+  what they say they may overwrite. Members of an alias group
   that share bytes must hold their value when read, in each iteration of a loop; what the step hands on, at its end.
 - Outside of loops, a side op holds what it touches from its fork to its join; one that is never joined touches nothing in
   the workspace. In a loop, it holds that over the whole loop: its stream is forked where the loop begins and joined
@@ -39,11 +43,7 @@ Rulings where the rules leave a choice; each takes the safe side:
   that a query sees on average, and `kv_heads`; elsewhere dims are free.
 - A JSON `true` where an integer belongs counts as 1.
 
-What no file can prove alone: predicted times; the bytes of the device's context and libraries, its memory and other
-figures; the budgets; that `max_ctx_tokens` is not higher (and for several sequences, or where the plan does not fit,
-anything about it); settings of knobs that are off and options of choices; search steps under other choices; scratch
-sizes, `eps` and `scale`; names of models, ops, buffers and checkpoint tensors; that the graph is the model's, for a
-renamed kernel is an unknown one. These are checked for form, and against each other where they repeat themselves.
+What no file can prove alone, `unproved_claims` lists for a document. It is checked for form, and where it repeats itself.
 """
 
 from __future__ import annotations
@@ -65,12 +65,14 @@ from mosaic.planner.check.reading import (
 )
 from mosaic.planner.check.safety import prove_safe, proved_columns
 from mosaic.planner.check.settings import check_settings
+from mosaic.planner.check.unproved import Unproved, unproved_claims
 from mosaic.planner.check.weights import WeightMap, check_weights, weight_map
 
 __all__ = [
     "SCHEMA",
     "Numbers",
     "Records",
+    "Unproved",
     "Violation",
     "WeightMap",
     "check_plan",
@@ -79,6 +81,7 @@ __all__ = [
     "require_safe",
     "require_valid",
     "require_well_formed",
+    "unproved_claims",
     "weight_map",
 ]
 
@@ -86,7 +89,7 @@ SCHEMA: Final = "mosaic.plan/1"
 
 
 def check_plan(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> list[Violation]:
-    """List the claims of a plan that do not hold; an empty list is a valid plan.
+    """List the claims of a plan that do not hold; an empty list is a valid plan, but for its `unproved_claims`.
 
     Parameters
     ----------
@@ -158,7 +161,7 @@ def _proved(document: Mapping[str, Any], found: list[Violation]) -> Columns | No
 
 
 def require_valid(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> None:
-    """Raise if any claim of a plan does not hold; `weights` as in `check_plan`.
+    """Raise if `check_plan` finds anything; `weights` as in `check_plan`.
 
     Raises
     ------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -153,6 +154,7 @@ class Known(NamedTuple):
     host: frozenset[str]
     rules: tuple[Rule, ...]
     inplace: tuple[tuple[str, str], ...]  # (written, read)
+    silent: tuple[str, ...]  # attributes that no shape, FLOPs or bytes tell
     fills: tuple[str, ...]  # what it writes, scratch included
     names: frozenset[str]  # all operands that it may have
 
@@ -177,12 +179,14 @@ def _parse(operator: _Operator) -> Known:
         if name[-1] == "?":
             optional.add(name[:-1])
     reads, writes = (tuple(side.replace("?", "").split()) for side in (operator.reads, operator.writes))
+    said = re.split(r"[^A-Za-z_]+", " ".join((operator.shapes, operator.flops, operator.moved)))
     return Known(
         operands=tuple(map(_parse_operand, operator.shapes.split())), reads=reads, writes=writes, attrs=attrs,
         optional=frozenset(optional), flops=tuple(operator.flops.split("*")), whole=tuple(operator.whole.split()),
         moved=tuple(map(_parse_moved, operator.moved.split() or (*reads, *writes))), host=frozenset(operator.host.split()),
         rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
-        fills=(*writes, SCRATCH), names=frozenset({*reads, *writes, SCRATCH}),
+        silent=tuple(name for name in attrs if name not in said), fills=(*writes, SCRATCH),
+        names=frozenset({*reads, *writes, SCRATCH}),
     )  # fmt: skip
 
 

@@ -339,6 +339,7 @@ def _read_nested(op: _Named, buffer: _Named, barrier: _Named, edge: _Named, foun
             ("buffers.alias_of", list(filter(None, buffer["alias_of"])), ids),
             ("barriers", list(listed), ids),
             ("edges", [*edge["from"], *edge["to"]], num_ops),
+            ("buffers.start and buffers.end", [*buffer["start"], *buffer["end"]], num_ops + 1),
             ("buffers.gaps", list(each(gaps)), num_ops + 1),
         ),
         found,

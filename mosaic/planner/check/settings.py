@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import Final
 
@@ -19,6 +20,7 @@ _CUDNN_HEADS: Final = (8, 128)  # a multiple of, at most
 def check_settings(plan: Columns) -> None:
     """Check what the plan says of itself besides bytes."""
     _check_config(plan)
+    _check_dtype(plan)
     _check_dims(plan)
     _check_implementations(plan)
     _check_profile(plan)
@@ -39,6 +41,16 @@ def _check_config(plan: Columns) -> None:
     idle = on.difference(region.knob for region in plan.regions.values())
     if idle:
         plan.fail("config", f"{', '.join(sorted(idle))}: rows without a region")
+
+
+def _check_dtype(plan: Columns) -> None:
+    """Check that no other dtype has more weights than the plan's."""
+    weights = zip(plan.kind, plan.tensor, plan.dtype, strict=True)
+    counts = Counter(dtype for kind, tensor, dtype in weights if kind == "weight" or tensor is not None)
+    claimed = plan.header["dtype"]
+    if counts and counts[claimed] < max(counts.values()):
+        found = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(counts.items()))
+        plan.fail("dtype", f"the plan is said to be in {claimed!r}, its weights are: {found}")
 
 
 def _check_dims(plan: Columns) -> None:
