@@ -5,6 +5,7 @@ Streams are held against a simulation that walks every launch of every iteration
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -229,12 +230,33 @@ def test_on_one_stream_times_add(name: str, chunks: Mapping[str, int]) -> None:
     knobs = {knob.name for knob in planner.space().template.knobs}
     timed, values, extents = prepared(planner, 5000, **{k: v for k, v in chunks.items() if k in knobs})
     assert not timed.has_streams
-    groups = sum(timed.group_seconds(group, values, extents) for group in timed.groups)
+    rows = {group: [[values[timed.columns[knob]] for knob in group]] for group in timed.groups}
+    groups = sum(timed.group_seconds(group, values, rows[group], extents)[0] for group in timed.groups)
     assert (
         timed.total_seconds(values, extents)
         == pytest.approx(groups)
         == pytest.approx(Walk(timed, extents).seconds(values))
     )
+
+
+def test_settings_asked_for_together_take_what_each_takes_alone() -> None:
+    """All pairs of rows of two knobs whose loops nest, at once and one by one; with a whole dim and shorter last chunks."""
+    timed, values, extents = prepared(Planner("llada-8b", device="h200"), 5000, attention="heads", heads=4, proj=512)
+    group = next(group for group in timed.groups if len(group) == 2)
+    options = {"heads": (32, 5, 4, 1), "proj": (5000, 4096, 384)}
+    settings = list(itertools.product(*(options[knob] for knob in group)))
+    together = timed.group_seconds(group, values, settings, extents)
+    assert len({round(seconds, 12) for seconds in together}) == len(settings)
+    for rows, seconds in zip(settings, together, strict=True):
+        assert timed.group_seconds(group, values, [rows], extents) == pytest.approx([seconds], rel=1e-12)
+        point = list(values)
+        for knob, count in zip(group, rows, strict=True):
+            point[timed.columns[knob]] = count
+        whole = sum(
+            timed.group_seconds(other, point, [[point[timed.columns[knob]] for knob in other]], extents)[0]
+            for other in timed.groups
+        )
+        assert timed.total_seconds(point, extents) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("link", [5e9, 54.7e9, 500e9])

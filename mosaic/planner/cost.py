@@ -45,6 +45,15 @@ class _CostClass(NamedTuple):
     rate_columns: int
 
 
+class _Part(NamedTuple):
+    """Some of the cost classes: [monomials, 4 x classes] of their FLOPs, bytes, rate rows and rate columns, which of them
+    have which rate, and how many ops each stands for."""
+
+    coefficients: _Vector
+    spans: Mapping[str, slice]
+    counts: _Vector
+
+
 class _Slot(NamedTuple):
     """Cost classes that depend on the same knobs, the loop with side ops that they are in, and how often each row of the
     timeline counts them, [members, rows]."""
@@ -131,16 +140,10 @@ class OpTimes:
         self.groups = sorted({c.knobs for c in self.classes})
         self.columns = _knob_columns(body)
         self._dims = sorted(set(range(len(body.variables))) - set(self.columns.values()))
-        self._members = {
-            group: np.array([i for i, c in enumerate(self.classes) if c.knobs == group]) for group in self.groups
+        self._parts_of = {
+            group: _part(body, [c for c in self.classes if c.knobs == group], counts) for group in self.groups
         }
-        self._counts = np.array([counts[c] for c in self.classes], dtype=np.float64)
-        # all classes' FLOPs, then all bytes, rate rows and rate columns
-        used = [getattr(c, kind) for kind in ("flops", "bytes", "rate_rows", "rate_columns") for c in self.classes]
-        # float64 from here on: predictions need no exact FLOPs, and products beyond 64 bits stay finite
-        self._coefficients = (body.coefficients[used] / body.denominators[used, None]).T
-        rates = [c.rate for c in self.classes]
-        self._spans = {rate: slice(rates.index(rate), rates.index(rate) + rates.count(rate)) for rate in rates}
+        self._whole = _part(body, self.classes, counts)
         self._seqs = body.variables.index("seqs") if "seqs" in body.variables else None
         self._attention = {single: _attention(body, device, seqs=1 if single else 2) for single in (True, False)}
         self._grids = product_grids(device)
@@ -156,13 +159,16 @@ class OpTimes:
 
     def launch_seconds(self, points: Sequence[Sequence[int]]) -> _Vector:
         """Seconds of one launch of each cost class, [points, classes], at values that differ in the knobs' rows only."""
+        return self._launch_seconds(self._whole, points)
+
+    def _launch_seconds(self, part: _Part, points: Sequence[Sequence[int]]) -> _Vector:
         table = np.array([(*values, 1) for values in points], dtype=np.float64)
         monomials = np.multiply.reduce(table[:, self.body.factors], axis=1)
-        amounts = (monomials @ self._coefficients).reshape(len(points), 4, len(self.classes))
+        amounts = (monomials @ part.coefficients).reshape(len(points), 4, len(part.counts))
         flops, moved, rows, columns = amounts.transpose(1, 0, 2)
         seconds: _Vector = moved / self.device.bandwidth
         single = self._seqs is not None and points[0][self._seqs] == 1
-        for rate, span in self._spans.items():
+        for rate, span in part.spans.items():
             if rate == "link":
                 work = moved[:, span] * (_LINK_SHARE / self.device.host_link)
             elif rate != "memory":
@@ -174,24 +180,37 @@ class OpTimes:
         seconds += self.device.launch_s
         return seconds
 
-    def group_seconds(self, group: tuple[str, ...], values: Sequence[int], extents: Mapping[str, int]) -> float:
-        """Seconds of all ops that depend on exactly these knobs, all iterations together, on one stream."""
-        iterations = _iterations(self.columns, group, list(values), extents)
-        return self._weighted(group, [point for _, point in iterations], [[weight for weight, _ in iterations]])[0]
-
-    def knob_seconds(
-        self, knob: str, values: Sequence[int], settings: Sequence[int], extents: Mapping[str, int]
+    def group_seconds(
+        self,
+        group: tuple[str, ...],
+        values: Sequence[int],
+        settings: Sequence[Sequence[int]],
+        extents: Mapping[str, int],
     ) -> list[float]:
-        """The same for a group of one knob, at several settings of its rows at once."""
+        """Seconds of all ops that depend on exactly these knobs, all iterations together, on one stream.
+
+        Parameters
+        ----------
+        values
+            Of the body's variables; what they say of the group's knobs is replaced.
+        settings
+            Rows of each of the group's knobs, [settings, knobs]: asked for together they cost little more than one.
+        """
         points: list[list[int]] = []
-        weights: list[list[int]] = []
+        weights: list[int] = []
+        begins: list[int] = []
         for rows in settings:
             point = list(values)
-            point[self.columns[knob]] = rows
-            iterations = _iterations(self.columns, (knob,), point, extents)
-            weights.append([0] * len(points) + [weight for weight, _ in iterations])
-            points += [point for _, point in iterations]
-        return self._weighted((knob,), points, [row + [0] * (len(points) - len(row)) for row in weights])
+            for knob, count in zip(group, rows, strict=True):
+                point[self.columns[knob]] = count
+            begins.append(len(points))
+            for weight, iteration in _iterations(self.columns, group, point, extents):
+                weights.append(weight)
+                points.append(iteration)
+        part = self._parts_of[group]
+        once = self._launch_seconds(part, points) @ part.counts
+        seconds: list[float] = np.add.reduceat(once * np.array(weights, dtype=np.float64), begins).tolist()
+        return seconds
 
     def total_seconds(self, values: Sequence[int], extents: Mapping[str, int]) -> float:
         """Seconds of the whole step, side streams beside the main one; tens of microseconds, or less where kept.
@@ -257,13 +276,17 @@ class OpTimes:
             slots.append(_Slot(knobs, loop, members, counts[members]))
         return slots
 
-    def _weighted(
-        self, group: tuple[str, ...], points: Sequence[Sequence[int]], weights: Sequence[Sequence[int]]
-    ) -> list[float]:
-        members = self._members[group]
-        once = self.launch_seconds(points)[:, members] @ self._counts[members]
-        total: list[float] = (np.array(weights, dtype=np.float64) @ once).tolist()
-        return total
+
+def _part(body: Body, classes: Sequence[_CostClass], counts: Mapping[_CostClass, int]) -> _Part:
+    """The numbers of some classes, sorted by rate; float64, as predictions need no exact FLOPs and products beyond 64 bits
+    stay finite."""
+    used = [getattr(c, kind) for kind in ("flops", "bytes", "rate_rows", "rate_columns") for c in classes]
+    rates = [c.rate for c in classes]
+    return _Part(
+        coefficients=(body.coefficients[used] / body.denominators[used, None]).T,
+        spans={rate: slice(rates.index(rate), rates.index(rate) + rates.count(rate)) for rate in rates},
+        counts=np.array([counts[c] for c in classes], dtype=np.float64),
+    )
 
 
 def _cost_classes(body: Body, loop_of: Sequence[int | None]) -> list[_CostClass]:

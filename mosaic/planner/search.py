@@ -236,11 +236,10 @@ def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tu
 
 
 def _traded(point: Point, config: Config, outer: int, inner: int, budget_bytes: int) -> Config:
-    """The fastest pair of settings of two knobs that fits, or the configuration as it is."""
+    """The fastest pair of settings of two knobs that fits, or the configuration as it is, which fits."""
     pairs = product(point.options(config.choices, outer), point.options(config.choices, inner))
-    candidates = [config, *(_with(_with(config, outer, a), inner, b) for a, b in pairs)]
-    fitting = (c for c in candidates if c is config or point.total_bytes(c) <= budget_bytes)
-    return min(fitting, key=point.seconds)
+    candidates = sorted((config, *(_with(_with(config, outer, a), inner, b) for a, b in pairs)), key=point.seconds)
+    return next(c for c in candidates if c is config or point.total_bytes(c) <= budget_bytes)
 
 
 def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) -> tuple[Config, list[TraceStep]]:

@@ -144,7 +144,7 @@ class Point:
         self._host: dict[tuple[str, ...], int] = {}
         self._peaks: dict[Config, tuple[int, int]] = {}
         self._seconds: dict[Config, float] = {}
-        self._nested: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[int | None, ...]], float] = {}
+        self._nested: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int | None, ...], float]] = {}
         self.evaluations = 0
 
     # -- configurations -----------------------------------------------------------------------------------------
@@ -387,13 +387,22 @@ class Point:
         return total + sum(self._group_seconds(config, group) for group in nested)
 
     def _group_seconds(self, config: Config, group: tuple[str, ...]) -> float:
-        """Seconds of the ops in loops of exactly these knobs; they depend on no other knob."""
-        rows = [r for knob, r in zip(self.space.template.knobs, config.rows, strict=True) if knob.name in group]
-        key = (config.choices, group, tuple(rows))
-        if key not in self._nested:
-            times = self.space.times(config.choices)
-            self._nested[key] = times.group_seconds(group, self.values(config), self.extents)
-        return self._nested[key]
+        """Seconds of the ops in loops of exactly these knobs; they depend on no other knob. All settings at once."""
+        known = self._nested.setdefault((config.choices, group), {})
+        names = [knob.name for knob in self.space.template.knobs]
+        rows = tuple([config.rows[names.index(name)] for name in group])
+        if rows not in known:
+            settings = list(product(*(self.options(config.choices, names.index(name)) for name in group)))
+            if rows not in settings:  # off the grid
+                settings = [rows]
+            whole = [self.extents[name] for name in group]
+            counts = [
+                [n if n is not None and n < most else most for n, most in zip(setting, whole, strict=True)]
+                for setting in settings
+            ]
+            seconds = self.space.times(config.choices).group_seconds(group, self.values(config), counts, self.extents)
+            known.update(zip(settings, seconds, strict=True))
+        return known[rows]
 
     def by_time(self, choices: tuple[str, ...], knob: int) -> list[int | None]:
         """Settings of one knob, the fastest first, larger chunks first where equal, at the others' largest chunks."""
@@ -409,7 +418,11 @@ class Point:
         times, values = self.space.times(config.choices), self.values(config)
         if times.has_streams:
             return times.total_seconds(values, self.extents)
-        return sum(times.group_seconds(group, values, self.extents) for group in times.groups)
+        at = times.columns
+        return sum(
+            times.group_seconds(group, values, [[values[at[knob]] for knob in group]], self.extents)[0]
+            for group in times.groups
+        )
 
     def _tabulate(self, choices: tuple[str, ...]) -> _Tables:
         """Times of every knob at all its settings: a few vector operations instead of a few each."""
@@ -421,10 +434,10 @@ class Point:
             if (knob.name,) not in times.groups:
                 tables.append(dict.fromkeys(options, 0.0))
                 continue
-            settings = [self.extents[knob.name] if rows is None else rows for rows in options]
-            seconds = times.knob_seconds(knob.name, values, settings, self.extents)
+            settings = [[self.extents[knob.name] if rows is None else rows] for rows in options]
+            seconds = times.group_seconds((knob.name,), values, settings, self.extents)
             tables.append(dict(zip(options, seconds, strict=True)))
-        fixed = times.group_seconds((), values, self.extents) if () in times.groups else 0.0
+        fixed = times.group_seconds((), values, [()], self.extents)[0] if () in times.groups else 0.0
         return fixed, tables, [group for group in times.groups if len(group) > 1]
 
 
