@@ -357,3 +357,24 @@ def test_a_graph_without_escalating_choices_ignores_the_host() -> None:
 
     plan = plan_graph(build, dims={"tokens": 100}, device="cpu", budget=100, host_budget=1 << 20)
     assert not plan.fits and plan.total_bytes > 100
+
+
+def test_the_largest_context_is_solved_once_for_requests_that_differ_in_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew for other rows, budgets and pinned choices: always what a planner of its own finds."""
+    from mosaic.planner import planner as module
+
+    solved = []
+    solve = module.max_context
+    monkeypatch.setattr(module, "max_context", lambda *args, **more: solved.append(1) or solve(*args, **more))
+    made = Planner("llada-8b", device="rtx-3090")
+    for tokens in (1000, 2000, 4096):
+        assert made.plan(Request(seq_lens=(tokens,))).max_ctx_tokens == made.max_context(Request(seq_lens=(7,)))
+    assert len(solved) == 1
+    others = [
+        (made, Request(seq_lens=(1000,), mask_ratio=0.1)), (made, Request(seq_lens=(1000,), masked=10)),
+        (made, Request(seq_lens=(1000,), logit_rows=5)), (made.with_pinned({"head": "logits"}), Request(seq_lens=(1000,))),
+    ]  # fmt: skip
+    found = [planner.max_context(request) for planner, request in others]
+    assert len(solved) == 1 + len(others)
+    fresh = [Planner("llada-8b", device="rtx-3090").with_pinned(planner.pinned) for planner, _ in others]
+    assert found == [planner.max_context(request) for planner, (_, request) in zip(fresh, others, strict=True)]

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mosaic.devices import Device, load_device
-from mosaic.planner.limits import DimsAt
+from mosaic.planner.limits import DimsAt, max_context
 from mosaic.planner.plan import Plan
-from mosaic.planner.planner import plan_point, read_budgets
+from mosaic.planner.planner import MAX_TOKENS, plan_point, read_budgets
 from mosaic.planner.space import Space
 from mosaic.planner.template import compile_template
 from mosaic.units import Size, parse_tokens
@@ -120,4 +120,7 @@ def _plan(
     dtypes = [b.dtype for b in space.template.first.buffers if b.kind == "weight"]
     identity = {"model": name, "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32"}
     config = None if settings is None else point.config(settings)
-    return plan_point(point, *budgets, identity=identity, dims_at=dims_at, solver=solver, config=config)
+    longest = None
+    if dims_at is not None:
+        longest = max_context(space, dims_at, budgets[0], limit=MAX_TOKENS, host_budget_bytes=budgets[1])
+    return plan_point(point, *budgets, identity=identity, longest=longest, solver=solver, config=config)

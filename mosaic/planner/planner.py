@@ -213,6 +213,7 @@ class Planner:
         self.budget_bytes, self.host_budget_bytes = read_budgets(self.device, budget, host_budget)
         self.pinned = dict(pinned or {})
         self._spaces: dict[Phase, Space] = {}
+        self._longest: dict[tuple[Any, ...], int] = {}
         self._progress, self._compiled = progress, count()
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
@@ -292,16 +293,24 @@ class Planner:
         point = self.at(request)
         return plan_point(
             point, self.budget_bytes, self.host_budget_bytes, identity=identity,
-            dims_at=self._dims_at(request) if limit else None, solver=solver,
-            config=None if config is None else point.config(config), pinned=self.pinned,
+            longest=self.max_context(request) if limit else None, solver=solver,
+            config=None if config is None else point.config(config),
         )  # fmt: skip
 
     def max_context(self, request: Request) -> int:
-        """Largest context for requests like this one, in tokens; 0 if not even one token fits."""
-        return max_context(
-            self.space(request.kind), self._dims_at(request), self.budget_bytes, limit=MAX_TOKENS,
-            host_budget_bytes=self.host_budget_bytes, pinned=self.pinned,
-        )  # fmt: skip
+        """Largest context for requests like this one, in tokens; 0 if not even one token fits.
+
+        Solved once for all requests that differ in their context alone.
+        """
+        window = max(request.seq_lens) if request.phase.cached else None
+        kind = (request.kind, request.mask_ratio, request.masked, request.logit_rows, window)
+        key = (*kind, self.budget_bytes, self.host_budget_bytes, *self.pinned.items())
+        if key not in self._longest:
+            self._longest[key] = max_context(
+                self.space(request.kind), self._dims_at(request), self.budget_bytes, limit=MAX_TOKENS,
+                host_budget_bytes=self.host_budget_bytes, pinned=self.pinned,
+            )  # fmt: skip
+        return self._longest[key]
 
     def needed(self, request: Request) -> int:
         """Bytes of the smallest budget that holds the request."""
@@ -322,17 +331,16 @@ def plan_point(
     host_budget_bytes: int = 0,
     *,
     identity: Mapping[str, Any],
-    dims_at: DimsAt | None = None,
+    longest: int | None = None,
     solver: str = "auto",
     config: Config | None = None,
-    pinned: Mapping[str, str] | None = None,
 ) -> Plan:
     """Search, place, assemble and prove at fixed dims.
 
     Parameters
     ----------
-    dims_at
-        Dims at another context, to solve `max_ctx_tokens`; without it that is the context itself, or 0.
+    longest
+        The largest context, for `max_ctx_tokens`; without it that is the context itself, or 0.
     config
         A configuration to take instead of searching.
 
@@ -350,11 +358,7 @@ def plan_point(
         point.total_bytes(result.config, peak) <= budget_bytes
         and point.host_bytes(result.config.choices) <= host_budget_bytes
     )
-    if dims_at is not None:
-        longest = max_context(
-            point.space, dims_at, budget_bytes, limit=MAX_TOKENS, host_budget_bytes=host_budget_bytes, pinned=pinned
-        )
-    else:
+    if longest is None:
         longest = point.dims.get("keys", point.dims.get("tokens", 0)) if fits else 0
     draft = assemble(
         point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,
