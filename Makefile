@@ -46,6 +46,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.search
 	$(BIN)/python -m benchmarks.offsets
+	$(BIN)/python -m benchmarks.offset_families
 
 report: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report
