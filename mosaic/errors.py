@@ -144,5 +144,5 @@ class MissingExtra(MosaicError):
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         self.package, self.extra = package, extra
         super().__init__(
-            f"{purpose} needs {package}: install Mosaic with its extra '{extra}', in a clone by pip install '.[{extra}]'"
+            f"{purpose} needs {package}: pip install 'mosaic-dllm[{extra}]', or in a clone pip install '.[{extra}]'"
         )

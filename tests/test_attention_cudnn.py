@@ -193,7 +193,7 @@ def test_a_missing_frontend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn.available.cache_clear()
     try:
         found = cudnn.available()
-        assert not found and "nvidia-cudnn-frontend: install Mosaic with its extra 'cuda'" in found.reason
+        assert not found and "nvidia-cudnn-frontend: pip install 'mosaic-dllm[cuda]'" in found.reason
         with pytest.raises(MissingExtra, match="attention by cuDNN needs nvidia-cudnn-frontend"):
             load("attention", "cuda", "cudnn")._library()
     finally:

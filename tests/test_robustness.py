@@ -264,6 +264,8 @@ def test_torch_is_asked_for_by_its_extra() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     first, second, last = ran.stdout.splitlines()
     assert (
-        first.startswith("torch mosaic.compile needs torch: install") and "CompiledModel" in second and last == "True"
+        first.startswith("torch mosaic.compile needs torch: pip install")
+        and "CompiledModel" in second
+        and last == "True"
     )
     assert issubclass(MissingExtra, mosaic.MosaicError)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mosaic.bench.environment import environment
 from mosaic.cli import decoding_options as o
 from mosaic.cli.output import note, print_json, results
 from mosaic.cli.request import own_dtype, require_torch
@@ -88,6 +87,7 @@ def quality(
         raise UsageError(f"{model} is a preset with random weights: give small, small-sdar or a checkpoint directory.")
     check_vocabulary(Path(described.path))
 
+    from mosaic.bench.environment import environment
     from mosaic.bench.meters import card
     from mosaic.devices import load_device
     from mosaic.runtime.compiled import compile
