@@ -49,7 +49,7 @@ def stock(family: str, made: Transformer) -> nn.Module:
     """The stock transformers class with the same weights."""
     config, reference = FAMILIES[family]
     build: Callable[[Any], nn.Module] = reference
-    return build(SimpleNamespace(model=load(config), _weights=made.tensors)).eval()
+    return build(SimpleNamespace(model=load(config), weights=lambda: made.tensors)).eval()
 
 
 def sequence(family: str, tokens: int = 53) -> Tensor:

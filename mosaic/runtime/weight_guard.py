@@ -95,7 +95,10 @@ def _end_of(document: Mapping[str, Any], pool: str) -> int:
 
 
 def _checksum(view: Tensor) -> int:
-    """The sum of all words, modulo 2^64: one changed word changes it. On a CPU nothing is allocated for it."""
+    """The sum of all words, modulo 2^64: one changed word changes it.
+
+    On a CPU nothing is allocated for it; on a device PyTorch's reduction takes a few bytes from its allocator.
+    """
     whole = view.numel() // 8 * 8 if view.storage_offset() % 8 == 0 else 0
     if view.device.type == "cpu":
         array = view.numpy()
