@@ -76,7 +76,6 @@ def name_slices(plan: Skeleton) -> None:
             plan.odd_cuts.add(i)
         if len({(operand, axis) for operand, axis, _, _ in slices}) < len(slices):
             plan.fail("slice", f"{plan.say_op(i)} slices one axis of an operand twice", (), (i,))
-            plan.odd_cuts.add(i)
 
 
 def mark_live(plan: Skeleton) -> None:
