@@ -289,7 +289,9 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
     """Let exact searches (and local search, given a seed) take turns until proven, out of nodes or out of time."""
     layout = layout_of(blocks)
     step = math.gcd(*blocks.sizes) if blocks.alignments is None and blocks.pins is None else 1
-    rungs = [_Rung(best.bound)]  # the first turn asks for the bound only: often one dive is enough
+    rungs = [_Rung(best.bound)]  # the first turn asks for no step between bound and peak: often one dive is enough
+    if blocks.capacity is not None and best.bound < blocks.capacity < best.peak:
+        rungs.append(_Rung(blocks.capacity // step * step))
     turn, spent = max(_FIRST_TURN, 2 * len(blocks)), 0
     local: LocalSearch | None = None
     if fast:
