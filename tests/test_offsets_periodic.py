@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from mosaic.planner.offsets import Problem, blocks_of, solve, validate
+from mosaic.planner.offsets import Problem, blocks_of, lower_bound, solve, validate
 from mosaic.planner.offsets.greedy import greedy_by_size
 from mosaic.planner.offsets.periodic import fold
 
@@ -88,3 +88,16 @@ def test_the_solver_answers_validly(seed: int) -> None:
         solution = solve(problem, solver="periodic", node_limit=200)
         assert overlaps(problem, solution.offsets) == [], problem
         assert validate(problem, solution) == []
+
+
+@pytest.mark.parametrize("repeats", [6, 9, 12])
+def test_folding_asks_for_no_more_than_the_whole_does(repeats: int) -> None:
+    """What comes before and after is as large as the largest live set, and stays where it is in time."""
+    window = [(3, 0, 2), (5, 1, 4), (2, 1, 3), (4, 3, 6), (6, 4, 6), (3, 2, 5), (2, 5, 7)]
+    body = [row for k in range(repeats) for row in shifted(window, 3 + 6 * k)]
+    bound = lower_bound(problem_of(body))
+    end = 3 + 6 * repeats + 1
+    problem = problem_of([(bound, 0, 3), *body, (bound - 1, end, end + 2), (bound, end + 2, end + 5)])
+    windows = [folded.window for folded in fold(blocks_of(problem))]
+    assert windows
+    assert [window.lower_bound for window in windows] == [bound] * len(windows)
