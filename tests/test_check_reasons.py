@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from plan_examples import EXAMPLES, KIB, Document, barrier
 
-from mosaic.planner.check import check_safety
+from mosaic.planner.check import check_plan, check_safety
 
 Change = Callable[[Document], Any]
 Reason = tuple[str, tuple[int, ...], tuple[int, ...], str]
@@ -81,12 +81,45 @@ FAULTS: list[tuple[str, Change, list[Reason]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(FAULTS)))
+# Of structure, and of statements that only the whole check looks at.
+WHOLE: list[tuple[str, Change, list[Reason]]] = [
+    ("chunked", lambda d: reshape(d, 2, region="nowhere"), [("region", (2,), (), "unknown region 'nowhere'")]),
+    ("chunked", lambda d: d["regions"][0].update(count=2), [("region", (), (), "2 chunks of 2 rows do not cover 5")]),
+    ("chunked", lambda d: d["barriers"][0].update(start=9, end=9), [("barrier-mismatch", (), (), "covers no op: [9, 9)")]),
+    ("chain", lambda d: d["ops"][1].update(inplace=[[2, 0]]), [("operands", (2, 0), (1,), "2 is not written or 0 not read")]),
+    ("step", lambda d: d["ops"][1].update(inplace=[[11, 10]]), [
+        ("operands", (11, 10), (1,), "linear does not write buffer 11 'q' over buffer 10"),
+    ]),
+    ("step", lambda d: d["ops"][1]["reads"].remove(4), [("operands", (4,), (1,), "reads [10], its operands are [4, 10]")]),
+    ("step", lambda d: d.update(dtype="int8"), [("dtype", (), (), "is said to be in 'int8', its weights are: ")]),
+    ("chunked", lambda d: d["config"].clear(), [("config", (), (), "has 2 rows, config says ffn='nothing'")]),
+    ("chunked", lambda d: d["config"].update(ffn=3), [("config", (), (), "has 2 rows, config says ffn=3")]),
+    ("chunked", lambda d: d["config"].update(more=3), [("config", (), (), "more: rows without a region")]),
+    ("chunked", lambda d: d["dims"].pop("ffn"), [("dims", (), (), "runs over 5 ffn, dims say 'nothing'")]),
+    ("step", lambda d: d["implementations"].clear(), [
+        ("implementation", (), (), "chosen for nothing, on cuda the graph needs attention"),
+    ]),
+    ("chain", lambda d: d["implementations"].update(linear="x"), [
+        ("implementation", (), (), "chosen for linear, on cuda the graph needs none"),
+        ("implementation", (), (), "linear has no 'x'; known: none"),
+    ]),
+    ("step", lambda d: d["mesh"].update(size=2), [("mesh", (), (), "2 devices in axes")]),
+    ("step", lambda d: d.update(device_memory_bytes=8 * KIB), [("device", (), (), "8192 bytes of memory, context")]),
+]  # fmt: skip
+
+
+def test_a_loop_over_one_row_is_a_loop() -> None:
+    document = EXAMPLES["nested"]()
+    document["regions"][1].update(extent=1, rows=1, count=1)
+    assert check_safety(document) == []
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS) + len(WHOLE)))
 def test_a_fault_has_its_reasons(number: int) -> None:
-    name, change, reasons = FAULTS[number]
+    name, change, reasons = (*FAULTS, *WHOLE)[number]
     document = EXAMPLES[name]()
     change(document)
-    found = check_safety(document)
+    found = check_safety(document) if number < len(FAULTS) else check_plan(document)
     for code, buffers, ops, text in reasons:
         assert any(
             (violation.code, violation.buffers, violation.ops) == (code, buffers, ops) and text in violation.message
