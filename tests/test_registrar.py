@@ -337,6 +337,13 @@ def _overwritten_while_kept(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     g.add_alias(z, y)
 
 
+def _in_place_over_two_operands(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    """The contract lets y overwrite x, but x is r as well."""
+    mix = Contract(name="mix", reads=("x", "r"), writes=("y",), inplace=(("y", "x"),), infer=lambda x, r: (x,))
+    y = g.add_op(COPY, x, name="y")
+    g.add_alias(g.add_op(mix, y, y, name="z"), y)
+
+
 def _whole_read_written_by_slices(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     """In place holds only where the loop cuts both alike."""
     y = g.add_op(COPY, x, name="y")
@@ -400,6 +407,7 @@ INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = 
         _slices_overwritten_by_the_next_iteration,
     ),
     "overwritten while kept": (r"z \(LINE\) overwrites y, which keep \(LINE\) keeps", _overwritten_while_kept),
+    "in place over two operands": (r"alias of z and y: z \(LINE\) reads y", _in_place_over_two_operands),
     "both written at once": (r"alias of two.z and two.y: two \(LINE\) writes both", _both_written_at_once),
     "written beside a side op": (
         r"z \(LINE\) touches z while side \(LINE\) may be at y on stream 's'",

@@ -223,10 +223,10 @@ def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
 
 
 def _works_in_place(op: Op, new: Buffer, old: Buffer) -> bool:
-    pairs = op.contract.inplace
-    return any(op.operands.get(w) is new and op.operands.get(r) is old for w, r in pairs) and _cuts(op, new) == _cuts(
-        op, old
-    )
+    """Whether an op may write `new` over `old`: as the operand that its contract names, and as no other one."""
+    operands = op.operands
+    named = any(operands.get(w) is new and operands.get(r) is old for w, r in op.contract.inplace)
+    return named and sum(buffer is old for buffer in operands.values()) == 1 and _cuts(op, new) == _cuts(op, old)
 
 
 def _overlap(graph: Graph, a: Buffer, b: Buffer) -> bool:
