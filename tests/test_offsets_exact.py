@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from offset_instances import perfect
 
-from mosaic.planner.offsets import Problem, blocks_of, solve, validate
+from mosaic.planner.offsets import Problem, blocks_of, memory, propagation, solve, validate
 from mosaic.planner.offsets.exact import FAILED, LANES, RUNNING, SOLVED, Search, layout_of, luby
 
 
@@ -135,3 +135,58 @@ def test_turns_grow_as_luby_has_them() -> None:
     for _ in range(6):
         block = [*block, *block, 2 * block[-1]]
     assert [luby(turn) for turn in range(1, len(block) + 1)] == block
+
+
+def sums_of(rows: list[tuple[int, bool]], base: int, capacity: int) -> list[int]:
+    """Return base plus every sum of the sizes that are not placed, up to the capacity."""
+    sizes = [size for size, placed in rows if not placed]
+    chosen = itertools.product((0, 1), repeat=len(sizes))
+    return sorted({base + sum(itertools.compress(sizes, pick)) for pick in chosen} & set(range(capacity + 1)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_sides_of_a_boundary_meet_where_both_can_be_filled(seed: int) -> None:
+    draw = random.Random(seed)
+    capacity = draw.randrange(10, 60)
+    sides = [[(draw.randrange(1, 12), draw.random() < 0.2) for _ in range(draw.randrange(6))] for _ in range(2)]
+    bases, spares = ([draw.randrange(5) for _ in range(2)] for _ in range(2))
+    m = [0] * memory.NUM_REGISTERS
+    ranges = []
+    for side in sides:
+        first = len(m)
+        for size, placed in side:
+            record = [0] * memory.ROW_WIDTH
+            record[memory.SIZE], record[memory.PLACED] = size, int(placed)
+            m += record
+        ranges.append((len(m), len(m) + len(side)))
+        m += range(first, first + memory.ROW_WIDTH * len(side), memory.ROW_WIDTH)
+    m[memory.CAPACITY], m[memory.SUMS] = capacity, len(m)
+    m += [0] * (3 * memory.MOST_SUMS)
+    expected = [sums_of(side, base, capacity) for side, base in zip(sides, bases, strict=True)]
+    for i, sums in enumerate(expected):
+        at = m[memory.SUMS] + i * memory.MOST_SUMS
+        assert propagation.subset_sums(bases[i], *ranges[i], at, m) == len(sums)
+        assert m[at : at + len(sums)] == sums
+    for least in range(max(bases), capacity + 1):
+        meets = (
+            at
+            for at in range(least, capacity + 1)
+            if all(any(at - spare <= s <= at for s in sums) for sums, spare in zip(expected, spares, strict=True))
+        )
+        got = propagation.meeting(least, len(expected[0]), spares[0], len(expected[1]), spares[1], m)
+        assert got == next(meets, -1)
+
+
+def test_parts_that_time_separates_are_solved_one_by_one() -> None:
+    """Ten stretches over one long buffer: the placements add up, they do not multiply."""
+    rows = [(2, 0, 60)]
+    for first in range(0, 60, 6):
+        late = first == 54
+        rows += [(5, first, first + 3), (3, first + 1, first + 5), (4 if late else 2, first + 2, first + 4)]
+        rows += [(4, first + 3, first + 6), (3, first + 4, first + 6)]
+    sizes, starts, ends = ([row[column] for row in rows] for column in range(3))
+    blocks = blocks_of(Problem(sizes=sizes, starts=starts, ends=ends))
+    least = solve(Problem(sizes=sizes, starts=starts, ends=ends), solver="exact", node_limit=20_000)
+    assert least.optimal
+    search = Search(layout_of(blocks), least.peak_bytes, fast=False)
+    assert search.advance(2 * len(rows)) == SOLVED

@@ -54,7 +54,7 @@ from .memory import (
     TWIN,
 )
 
-__all__ = ["crowded", "place", "refuse", "save", "settle", "undo"]
+__all__ = ["crowded", "meeting", "place", "refuse", "save", "settle", "subset_sums", "undo"]
 
 
 def save(at: Any, value: Any, m: Any) -> None:
