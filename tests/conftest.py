@@ -49,34 +49,39 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]
     return tmp_path
 
 
-def _pairs(point: pytest.Function) -> set[tuple[str, ...]]:
-    """Values of a grid point by parameter, two at a time; one, where there is but one parameter."""
+def _values(point: pytest.Function, together: int) -> set[tuple[str, ...]]:
+    """Values of a grid point by parameter, so many at a time; all of them, where there are no more."""
     values = [f"{name}={value!r}" for name, value in sorted(point.callspec.params.items())]
-    return set(combinations(values, 2)) or {(value,) for value in values}
+    return set(combinations(values, min(together, len(values))))
 
 
-def _covering(points: list[pytest.Function]) -> list[pytest.Function]:
-    """Choose points, in an order that follows from their names, until every pair of values is among them."""
+def _covering(points: list[pytest.Function], together: int) -> list[pytest.Function]:
+    """Choose points, in an order that follows from their names, until all values are among them, so many at a time."""
     order = sorted(points, key=lambda point: hashlib.sha256(point.name.encode()).digest())
-    pairs = [_pairs(point) for point in order]
-    missing: set[tuple[str, ...]] = set().union(*pairs)
+    values = [_values(point, together) for point in order]
+    missing: set[tuple[str, ...]] = set().union(*values)
     chosen = []
     while missing:
-        best = max(range(len(order)), key=lambda place: len(pairs[place] & missing))
+        best = max(range(len(order)), key=lambda place: len(values[place] & missing))
         chosen.append(order[best])
-        missing -= pairs[best]
+        missing -= values[best]
     return chosen
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of every test marked `grid`, run points that hold all pairs of its parameters' values; the others only soak."""
+    """Of every test marked `grid`, run points that hold all pairs of its parameters' values; the others only soak.
+
+    `grid(together=1)` asks for every value of every parameter instead.
+    """
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("grid"):
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for points in grids.values():
-        chosen = set(map(id, _covering(points)))
+        marker = points[0].get_closest_marker("grid")
+        assert marker is not None
+        chosen = set(map(id, _covering(points, marker.kwargs.get("together", 2))))
         for point in points:
             if id(point) not in chosen:
                 point.add_marker(pytest.mark.soak)

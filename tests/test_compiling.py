@@ -28,7 +28,7 @@ def test_progress_is_told_before_each_body_and_only_where_the_cache_has_none(
     choices = [choice.options for choice in planner.space().template.choices]
     assert [done for done, _ in told] == list(range(len(told)))
     assert len({name for _, name in told}) == len(told) == len(list(empty_cache.glob("body-*.json")))
-    assert (0, f"full_step ({', '.join(options[0] for options in choices)})") == told[0]
+    assert f"full_step ({', '.join(options[0] for options in choices)})" in {name for _, name in told}
     again: list[tuple[int, str]] = []
     assert Planner("small", device="cpu", host_budget="1GiB", progress=lambda *what: again.append(what)).plan(
         REQUEST

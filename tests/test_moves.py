@@ -49,6 +49,7 @@ def run(config: dict[str, Any], settings: dict[str, Any], tokens: int, debug: An
     return [step.token_ids, step.logsumexp, step.confidence, step.entropy]
 
 
+@pytest.mark.soak  # the parity grids of the test command run every pair of these moves
 @pytest.mark.parametrize("family", SMALL)
 def test_every_move_gives_the_same_step(family: str) -> None:
     config = SMALL[family]

@@ -107,6 +107,7 @@ def test_max_context_of_24_gib_is_the_hand_computed_one(attention: str, per_toke
 CONTEXTS = [1024, 4096, 20000, 131072, 1 << 20]
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("device", ["rtx-3090", "h200", "cpu"])
 def test_plans_are_certified_optimal_across_the_grid(name: str, device: str) -> None:
@@ -144,6 +145,7 @@ def test_a_named_solver_gives_a_valid_plan(llada: Planner, solver: str) -> None:
 # -- search ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("device", ["rtx-3090", "h200"])
 def test_search_equals_brute_force(name: str, device: str) -> None:
