@@ -261,6 +261,24 @@ def test_carried_buffers_are_poisoned_around_the_loop_only(workspace: Workspace)
     assert order == ["poison total at its start", *["linear_add"] * 4, "poison total at its end"]
 
 
+def test_poison_spares_an_alias_that_outlives_its_roots_loop(workspace: Workspace) -> None:
+    """Each iteration makes t anew; y, which lies behind it, is filled slice by slice."""
+    doc = Naive()
+    x, y = doc.buffer("x", "input", (4, 2)), doc.buffer("y", "output", (4, 2))
+    first = doc.buffer("first", "input", (4,), dtype="int64")
+    t = doc.buffer("t", "transient", (2, 2), region="r")
+    doc.region("r", 0, 2, rows=2, extent=4)
+    doc.op("gather_rows", {"x": x, "rows": first, "y": t}, region="r", slices=[("rows", 0, "r", 1), ("y", 0, "r", 1)])
+    doc.op("copy", {"x": t, "y": y}, region="r", slices=[("x", 0, "r", 1), ("y", 0, "r", 1)])
+    document = doc.document()
+    place = document["buffers"][t]["offset"]
+    document["buffers"][y].update(offset=place + 512, alias_of=t, alias_offset=512)
+    document["buffers"][t]["size"] = 1024
+    document["peak_bytes"] = place + 1024
+    executor = run(document, workspace, {"x": randn(4, 2), "first": torch.arange(4)})
+    assert torch.equal(executor.outputs["y"], randn(4, 2))
+
+
 def test_external_tensors_are_used_where_they_are(workspace: Workspace) -> None:
     doc = Naive()
     x, y = doc.buffer("x", "input", (2, 3)), doc.buffer("y", "output", (2, 4))

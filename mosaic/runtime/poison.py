@@ -116,6 +116,8 @@ class Poison:
     def _home(self, root: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> tuple[str | None, int, int]:
         """Find the region in whose every iteration a group is filled, and its lifetime there."""
         home: str | None = root["region"]
+        for record in group:  # an alias from outside of the loop keeps what earlier iterations wrote
+            home = self._regions.common(home, record["region"])
         start, end = min(record["start"] for record in group), max(record["end"] for record in group)
         while home is not None:
             region = self._regions[home]
