@@ -337,6 +337,24 @@ def _overwritten_while_kept(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     g.add_alias(z, y)
 
 
+def _written_in_the_loop_of_a_side_op(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    """What side ops of a loop touch is held through the loop, though each iteration joins them."""
+    with g.chunk("a", over=t):
+        z = g.add_op(COPY, x, name="z")
+        with g.stream("s"):
+            kept = g.add_op(COPY, z, name="side")
+        g.wait("s")
+        g.add_op(COPY, kept)
+        early = g.add_op(COPY, x, name="early")
+    g.add_alias(early, kept)
+
+
+def _in_place_beside_itself(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    """In place is byte for byte: a result that begins elsewhere overwrites rows that are still to be read."""
+    y = g.add_op(COPY, x, name="y")
+    g.add_alias(g.add_op(OVER, y, name="z"), y, offset=512)
+
+
 def _in_place_over_two_operands(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     """The contract lets y overwrite x, but x is r as well."""
     mix = Contract(name="mix", reads=("x", "r"), writes=("y",), inplace=(("y", "x"),), infer=lambda x, r: (x,))
@@ -407,6 +425,11 @@ INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = 
         _slices_overwritten_by_the_next_iteration,
     ),
     "overwritten while kept": (r"z \(LINE\) overwrites y, which keep \(LINE\) keeps", _overwritten_while_kept),
+    "written in the loop of a side op": (
+        r"early \(LINE\) touches early while side \(LINE\) may be at",
+        _written_in_the_loop_of_a_side_op,
+    ),
+    "in place beside itself": (r"alias of z and y: z \(LINE\) reads y", _in_place_beside_itself),
     "in place over two operands": (r"alias of z and y: z \(LINE\) reads y", _in_place_over_two_operands),
     "both written at once": (r"alias of two.z and two.y: two \(LINE\) writes both", _both_written_at_once),
     "written beside a side op": (

@@ -87,12 +87,12 @@ def _aliases_are_legal(graph: Graph) -> None:
         ops = list(touching[root_id].values())
         for old, new in permutations(members, 2):
             if _overlap(graph, old, new):
-                _no_stale_read(ops, old, new)
+                _no_stale_read(graph, ops, old, new)
                 _no_write_beside(graph, old, new)
                 _no_write_while_kept(graph, old, new)
 
 
-def _no_stale_read(ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
+def _no_stale_read(graph: Graph, ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
     """Follow `old` through the ops, loop bodies twice: from a write of `new` to its own next one it holds nothing."""
     lost: Op | None = None
     advanced: list[Region] = []  # loops that went on to their next iteration since
@@ -102,7 +102,7 @@ def _no_stale_read(ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
             continue
         if new in step.writes and old in step.writes:
             raise GraphError(f"alias of {new.name} and {old.name}: {step.name} ({step.source}) writes both")
-        in_place = _works_in_place(step, new, old)
+        in_place = _works_in_place(graph, step, new, old)
         overwrites = new in step.writes and not in_place
         if old in step.reads and (
             overwrites or (lost is not None and not _reads_another_slice(step, old, lost, new, advanced))
@@ -145,7 +145,7 @@ def _no_write_while_kept(graph: Graph, old: Buffer, new: Buffer) -> None:
         if old not in barrier.buffers:
             continue
         for op in graph.ops[max(first, barrier.start or 0) : barrier.end]:
-            last = op.index == barrier.end - 1 and old in op.reads and _works_in_place(op, new, old)
+            last = op.index == barrier.end - 1 and old in op.reads and _works_in_place(graph, op, new, old)
             if new in op.writes and not last:
                 raise GraphError(
                     f"alias of {new.name} and {old.name}: {op.name} ({op.source}) overwrites {old.name}, "
@@ -154,13 +154,11 @@ def _no_write_while_kept(graph: Graph, old: Buffer, new: Buffer) -> None:
 
 
 def _window(graph: Graph, side: Op) -> tuple[int, int]:
-    """The ops beside which a side op may run: from after its fork to its join; all of a loop that holds only one of them."""
-    forks, joins = _forks(graph, side), _joins(graph, side)
-    start, end = (forks[-1] + 1 if forks else 0), min(joins, default=len(graph.ops))
-    loop = side.region
-    if loop is not None and not (loop.start <= start - 1 and end < loop.end):
-        return loop.start, loop.end
-    return start, end
+    """The ops over which a side op holds what it touches: from after its fork to its join, or all of its loop."""
+    if side.region is not None:
+        return side.region.start, side.region.end
+    forks = _forks(graph, side)
+    return (forks[-1] + 1 if forks else 0), min(_joins(graph, side), default=len(graph.ops))
 
 
 def _joins(graph: Graph, op: Op) -> list[int]:
@@ -222,20 +220,23 @@ def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
     return {(s.axis, s.region, s.factor) for s in op.slices if s.operand in names and s.region not in inside}
 
 
-def _works_in_place(op: Op, new: Buffer, old: Buffer) -> bool:
-    """Whether an op may write `new` over `old`: as the operand that its contract names, and as no other one."""
+def _works_in_place(graph: Graph, op: Op, new: Buffer, old: Buffer) -> bool:
+    """Whether an op may write `new` over `old`: byte for byte, as the operand that its contract names and as no other."""
     operands = op.operands
     named = any(operands.get(w) is new and operands.get(r) is old for w, r in op.contract.inplace)
-    return named and sum(buffer is old for buffer in operands.values()) == 1 and _cuts(op, new) == _cuts(op, old)
+    alone = sum(buffer is old for buffer in operands.values()) == 1
+    return named and alone and _extent(graph, new) == _extent(graph, old) and _cuts(op, new) == _cuts(op, old)
 
 
 def _overlap(graph: Graph, a: Buffer, b: Buffer) -> bool:
-    def extent(buffer: Buffer) -> tuple[Dim, Dim]:
-        at = graph.aliases[buffer.id][1] if buffer.id in graph.aliases else 0
-        return at, at + buffer.bytes
-
-    (a_low, a_high), (b_low, b_high) = extent(a), extent(b)
+    (a_low, a_high), (b_low, b_high) = _extent(graph, a), _extent(graph, b)
     return not (_certainly_at_most(a_high, b_low) or _certainly_at_most(b_high, a_low))
+
+
+def _extent(graph: Graph, buffer: Buffer) -> tuple[Dim, Dim]:
+    """The bytes of its root's storage that a buffer takes."""
+    at = graph.aliases[buffer.id][1] if buffer.id in graph.aliases else 0
+    return at, at + buffer.bytes
 
 
 def _certainly_at_most(low: Dim, high: Dim) -> bool:
