@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from covering import covering
 from hypothesis import settings
 
 # Continuous integration repeats the same examples, so that it fails for what changed; runs by hand explore new ones.
@@ -55,17 +56,12 @@ def _values(point: pytest.Function, together: int) -> set[tuple[str, ...]]:
     return set(combinations(values, min(together, len(values))))
 
 
-def _covering(points: list[pytest.Function], together: int) -> list[pytest.Function]:
+def _chosen(points: list[pytest.Function], together: int) -> list[pytest.Function]:
     """Choose points, in an order that follows from their names, until all values are among them, so many at a time."""
     order = sorted(points, key=lambda point: hashlib.sha256(point.name.encode()).digest())
-    values = [_values(point, together) for point in order]
-    missing: set[tuple[str, ...]] = set().union(*values)
-    chosen = []
-    while missing:
-        best = max(range(len(order)), key=lambda place: len(values[place] & missing))
-        chosen.append(order[best])
-        missing -= values[best]
-    return chosen
+    return [
+        order[place] for place in covering([_values(point, together) for point in order], lambda: range(len(order)))
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -81,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for points in grids.values():
         marker = points[0].get_closest_marker("grid")
         assert marker is not None
-        chosen = set(map(id, _covering(points, marker.kwargs.get("together", 2))))
+        chosen = set(map(id, _chosen(points, marker.kwargs.get("together", 2))))
         for point in points:
             if id(point) not in chosen:
                 point.add_marker(pytest.mark.soak)

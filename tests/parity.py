@@ -13,7 +13,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from covering import covering
 from torch import Tensor
 
 import mosaic
@@ -59,18 +61,11 @@ class Point:
         return set(map(frozenset, combinations(sorted(self.labels.items(), key=str), 2)))
 
 
-def covering(points: Sequence[Point], seed: str) -> list[Point]:
+def pairwise(points: Sequence[Point], seed: str) -> list[Point]:
     """Points drawn at random until every pair of settings that some point has is in one of them."""
-    source, pairs = random.Random(seed), [point.pairs for point in points]
-    missing, found = set().union(*pairs), list[Point]()
-    while missing:
-        tries = source.sample(range(len(points)), min(20, len(points)))
-        best = max(tries, key=lambda number: len(pairs[number] & missing))
-        if not pairs[best] & missing:
-            best = next(number for number in range(len(points)) if pairs[number] & missing)
-        found.append(points[best])
-        missing -= pairs[best]
-    return in_turn(found)
+    source, tries = random.Random(seed), min(20, len(points))
+    chosen = covering([point.pairs for point in points], lambda: source.sample(range(len(points)), tries))
+    return in_turn(points[place] for place in chosen)
 
 
 def in_turn(points: Iterable[Point]) -> list[Point]:
@@ -252,7 +247,7 @@ def check_grid(case: Case, phases: Sequence[Phase], few: int, model: CompiledMod
     """Points with every pair of settings of the grid's, on the case's model or another; gives how many they were."""
     model = case.model if model is None else model
     points = list(case.points(phases, few, model.planner.device.name))
-    chosen = covering(points, case.model.model.name)
+    chosen = pairwise(points, case.model.model.name)
     settings = {pair for point in points for pair in point.labels.items()}
     assert settings == {pair for point in chosen for pair in point.labels.items()}
     for point in chosen:
@@ -263,7 +258,7 @@ def check_grid(case: Case, phases: Sequence[Phase], few: int, model: CompiledMod
 def check_soak(case: Case, phases: Sequence[Phase], count: int) -> None:
     """Points with every pair of settings of the whole grid, and `count` more."""
     points = list(case.points(phases))
-    chosen = covering(points, f"soak {case.model.model.name}")
+    chosen = pairwise(points, f"soak {case.model.model.name}")
     assert set().union(*(point.pairs for point in points)) == set().union(*(point.pairs for point in chosen))
     for point in in_turn([*chosen, *random.Random(count).sample(points, count)]):
         case.run(case.model, point)
@@ -296,3 +291,28 @@ def check_other_plans(case: Case, few: int) -> str:
             case.run(model, Point(point.phase, point.batch, {**point.config, "stream": streamed}))
         assert all(view is before[name] for name, view in model.weights().items()), "weights did not move"
     return streamed
+
+
+class GridTests:
+    """The tests of both files, for the families of the file's fixture `case`."""
+
+    def test_the_planners_own_choice(self, case: Case) -> None:
+        check_own_choice(case)
+
+    def test_full_steps_in_configurations_of_the_grid(self, case: Case) -> None:
+        """Head by logits or fused, attention together, by queries or by heads, weights and hidden states here or there, chunks."""
+        assert check_grid(case, FULL, few=60) >= 24
+
+    def test_cached_steps_in_configurations_of_the_grid(self, case: Case) -> None:
+        assert check_grid(case, CACHED, few=60) >= 24
+
+    def test_what_budgets_make_the_planner_choose(self, case: Case) -> None:
+        assert len(check_budgets(case, 24)) >= 2
+
+    def test_weights_loaded_for_another_plan(self, case: Case) -> None:
+        assert check_other_plans(case, 6) != "none"
+
+    @pytest.mark.soak
+    def test_the_whole_grid_pair_by_pair_and_more(self, case: Case) -> None:
+        for phases in (FULL, CACHED):
+            check_soak(case, phases, 400)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mosaic.models.architecture import Architecture
 from mosaic.runtime.compiled import CompiledModel
 
-_LLADA = {
+LLADA_NAMES = {
     "model.transformer.wte.": "model.embed_tokens.", "model.transformer.ln_f.": "model.norm.",
     "model.transformer.ff_out.": "lm_head.", "model.transformer.blocks.": "model.layers.",
     "attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "attn_out": "self_attn.o_proj",
@@ -72,7 +72,8 @@ def stock_logits(module: Any, ids: Tensor, block: int) -> Tensor:
 _Built = tuple[dict[str, Any], dict[str, Tensor]]
 
 
-def _renamed(given: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def renamed(given: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors under the names that stock classes give them."""
     found = {}
     for name, tensor in given.items():
         for old, new in names.items():
@@ -93,7 +94,7 @@ def _stack_experts(arch: Architecture, state: dict[str, Tensor]) -> None:
 
 
 def _llada(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
-    return {}, _renamed(given, _LLADA)
+    return {}, renamed(given, LLADA_NAMES)
 
 
 def _tied(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ def _llada_moe(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
 
 
 def _llada2(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
-    state = _renamed(given, _LLADA2)
+    state = renamed(given, _LLADA2)
     widths = [arch.heads * arch.head_size, *[arch.kv_heads * arch.head_size] * 2]
     for layer in range(arch.layers):
         stem = f"model.layers.{layer}."

@@ -169,30 +169,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     made.model.close()
 
 
-def test_the_planners_own_choice(case: parity.Case) -> None:
-    parity.check_own_choice(case)
-
-
-def test_full_steps_in_configurations_of_the_grid(case: parity.Case) -> None:
-    assert parity.check_grid(case, parity.FULL, few=60) >= 24
-
-
-def test_cached_steps_in_configurations_of_the_grid(case: parity.Case) -> None:
-    assert parity.check_grid(case, parity.CACHED, few=60) >= 24
-
-
-def test_what_budgets_make_the_planner_choose(case: parity.Case) -> None:
-    assert len(parity.check_budgets(case, 24)) >= 2
-
-
-def test_weights_loaded_for_another_plan(case: parity.Case) -> None:
-    assert parity.check_other_plans(case, 6) != "none"
-
-
-@pytest.mark.soak
-def test_the_whole_grid_pair_by_pair_and_more(case: parity.Case) -> None:
-    for phases in (parity.FULL, parity.CACHED):
-        parity.check_soak(case, phases, 400)
+class TestGrid(parity.GridTests):
+    """Every configuration and phase."""
 
 
 def test_a_saved_checkpoint_has_the_published_names_and_loads_again(case: parity.Case, tmp_path: Path) -> None:

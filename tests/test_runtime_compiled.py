@@ -47,6 +47,7 @@ def weights_of(model: CompiledModel) -> dict[str, Tensor]:
 
 
 def llada_reference(model: CompiledModel) -> nn.Module:
+    from stock_models import LLADA_NAMES, renamed
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ffn = model.model.architecture.ffn
@@ -55,21 +56,8 @@ def llada_reference(model: CompiledModel) -> nn.Module:
         vocab_size=257, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         attn_implementation="eager", max_position_embeddings=4096,
     )  # fmt: skip
-    renames = {
-        "model.transformer.wte.": "model.embed_tokens.", "model.transformer.ln_f.": "model.norm.",
-        "model.transformer.ff_out.": "lm_head.", "model.transformer.blocks.": "model.layers.",
-        "attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "attn_out": "self_attn.o_proj",
-        "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
-        "ff_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", ".ff_out": ".mlp.down_proj",
-    }  # fmt: skip
-
-    def renamed(name: str) -> str:
-        for old, new in renames.items():
-            name = name.replace(old, new)
-        return name
-
     reference = LlamaForCausalLM(config)
-    reference.load_state_dict({renamed(name): tensor for name, tensor in weights_of(model).items()})
+    reference.load_state_dict(renamed(weights_of(model), LLADA_NAMES))
     return reference
 
 

@@ -6,17 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from mosaic.errors import PlanFormatError
 from mosaic.files import write_atomic
-from mosaic.planner.check import WeightMap, require_safe, require_valid, require_well_formed
+from mosaic.planner.check import WeightMap, require_safe, require_valid, require_well_formed, weight_map
 from mosaic.planner.document import SCHEMA, Draft
 
-__all__ = ["Place", "Plan"]
-
-Place: TypeAlias = tuple[str, int, int]
-"""Pool, offset there, and size in bytes."""
+__all__ = ["Plan"]
 
 
 class Plan:
@@ -79,14 +76,10 @@ class Plan:
         return dict(self._header["config"])
 
     @property
-    def weights(self) -> Mapping[str, Place]:
+    def weights(self) -> WeightMap:
         """Where each weight lies, by its tensor's name (the buffer's, where it has none): one address for all plans of a
         model with the same weights streamed."""
-        return {
-            record["tensor"] or record["name"]: (record["pool"], record["offset"], record["size"])
-            for record in self.document["buffers"]
-            if record["kind"] == "weight" or (record["kind"] == "host" and record["tensor"] is not None)
-        }
+        return weight_map(self.document)
 
     @property
     def fits(self) -> bool:
