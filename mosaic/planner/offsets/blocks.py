@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from .problem import Interval, Problem, group_alignments, groups_of, largest_load, rectangles
 
-__all__ = ["Blocks", "Sections", "Tick", "blocks_of", "on"]
+__all__ = ["Blocks", "Sections", "Tick", "blocks_of", "on", "paced"]
 
 Tick = Callable[[], object]
 """What a long pass calls every now and then; it may raise to end the pass."""
@@ -23,6 +24,17 @@ Tick = Callable[[], object]
 
 def on() -> None:
     """Go on: the tick of passes that nothing limits."""
+
+
+Item = TypeVar("Item")
+
+
+def paced(items: Iterable[Item], tick: Tick, every: int) -> Iterator[Item]:
+    """Yield the items; tick before each `every`-th."""
+    for count, item in enumerate(items, 1):
+        if count % every == 0:
+            tick()
+        yield item
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,8 @@ class Search:
         Compile with numba; otherwise plain Python lists, about 100 times slower but with nothing to load.
     lane : int
         Searches of other lanes begin with other rules and draw other orders.
+    turn : int, optional
+        Placements of the shortest turn; 1,000 for even lanes and 8,000 for odd ones if left out.
 
     Examples
     --------
@@ -63,11 +65,12 @@ class Search:
     True
     """
 
-    def __init__(self, layout: Layout, capacity: int, *, fast: bool, lane: int = 0) -> None:
+    def __init__(self, layout: Layout, capacity: int, *, fast: bool, lane: int = 0, turn: int | None = None) -> None:
         self.layout, self.capacity, self.fast = layout, capacity, fast
         self.status: int = RUNNING
         self._draws = random.Random(lane)
         self._lane, self._turns, self._turn_ends = lane, 0, 0
+        self._turn = turn if turn is not None else _TURNS[lane % 2]
         records = layout.array if fast else layout.records
         self._memory = memory_of(records, layout.parts, capacity, fast)
 
@@ -108,7 +111,7 @@ class Search:
         m[self._field(memory.RANK)] = self._ranks(keys, noise)
         weights = [round(_WEIGHT * self._draws.uniform(1 - noise, 1 + noise)) for _ in range(self.layout.num_sections)]
         m[m[memory.FIRST_SECTION] + memory.WEIGHT : m[memory.SECTIONS_END] : memory.SECTION_WIDTH] = weights
-        self._turn_ends = self.nodes + _TURNS[self._lane % 2] * luby(round_ + 1)
+        self._turn_ends = self.nodes + self._turn * luby(round_ + 1)
         self._turns += 1
 
     def _ranks(self, keys: str, noise: float) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from heapq import heappop, heappush
 
-from .blocks import Blocks, Tick, on
+from .blocks import Blocks, Tick, on, paced
 
 __all__ = ["place_online", "program_order"]
 
@@ -24,9 +24,7 @@ def place_online(blocks: Blocks, *, best: bool, tick: Tick = on) -> list[int]:
     offsets = [0] * len(sizes)
     lows, tops = [0], [_ENDLESS]  # holes, ascending; no two touch
     expiring: list[tuple[int, int]] = []
-    for count, row in enumerate(program_order(blocks)):
-        if count % 512 == 511:
-            tick()
+    for row in paced(program_order(blocks), tick, every=512):
         while expiring and expiring[0][0] <= starts[row]:
             freed = heappop(expiring)[1]
             _free(lows, tops, offsets[freed], offsets[freed] + sizes[freed])

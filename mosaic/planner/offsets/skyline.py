@@ -6,10 +6,10 @@ other sizes.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from .blocks import Blocks, Tick, on
+from .blocks import Blocks, Tick, on, paced
 
 __all__ = ["PREORDERS", "preorder", "skyline"]
 
@@ -46,12 +46,7 @@ def skyline(blocks: Blocks, keys: str = "TWA", tick: Tick = on) -> list[int]:
     rows = [row for row in preorder(blocks, keys) if blocks.pins is None or blocks.pins[row] is None]
     waiting = [(0 if lift is None else lift(row, 0), rank) for rank, row in enumerate(rows)]
     heapify(waiting)
-    for count in itertools.count():
-        if not waiting:
-            break
-        if count % 256 == 255:
-            tick()
-        offset, rank = heappop(waiting)
+    for offset, rank in paced(_popped(waiting), tick, every=256):
         row = rows[rank]
         lowest = max([max(tops[a:b]) for a, b in spans[row]])
         if lift is not None:
@@ -64,6 +59,12 @@ def skyline(blocks: Blocks, keys: str = "TWA", tick: Tick = on) -> list[int]:
         for a, b in spans[row]:
             tops[a:b] = [top] * (b - a)
     return offsets
+
+
+def _popped(heap: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the least entry until there is none; entries may come while it is at it."""
+    while heap:
+        yield heappop(heap)
 
 
 def _loads(blocks: Blocks) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import compiled, kernels
-from .blocks import Blocks, Tick, on
+from .blocks import Blocks, Tick, on, paced
 from .neighbours import Neighbours
 
 __all__ = ["place_in_order"]
@@ -51,9 +51,7 @@ def place_in_order(
 def _with_conflict_lists(blocks: Blocks, order: Sequence[int], offsets: list[int], best: bool, tick: Tick) -> list[int]:
     conflicts, sizes, alignments, pins = blocks.conflicts, blocks.sizes, blocks.alignments, blocks.pins
     tops = [-1] * len(blocks)  # -1: not placed
-    for count, row in enumerate(order):
-        if count % 256 == 255:
-            tick()
+    for row in paced(order, tick, every=256):
         size = sizes[row]
         if pins is not None and pins[row] is not None:
             tops[row] = offsets[row] + size
