@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from plan_examples import EXAMPLES, Document, decoder
 from plan_mutations import MUTATIONS
+from plan_oracle import Oracle, sorted_reasons
+from plan_random import break_somewhere, malform, random_plan
 
-from mosaic.errors import CheckFailed
+from mosaic.errors import CheckFailed, PlanFormatError
 from mosaic.planner.check import Numbers, Records, Violation, check_plan, check_safety, prove_safe, require_safe
 
 LISTS = ("ops", "buffers", "regions", "barriers", "edges")
@@ -183,3 +185,61 @@ def test_require_safe_says_what_is_unsafe_and_lets_statements_be() -> None:
     document["buffers"][10]["offset"] = document["buffers"][11]["offset"]
     with pytest.raises(CheckFailed, match="overlap"):
         require_safe(document)
+
+
+MALFORMED = {"format", "id", "duplicate-name"}
+
+
+def of_oracle(violation: Violation) -> bool:
+    """Whether the oracle speaks of such violations: not of values that aliases overwrite, nor of order between streams."""
+    return violation.code != "alias-stale-read" and (
+        violation.code != "stream-race" or "is never joined" in violation.message
+    )
+
+
+def test_random_plans_are_judged_as_the_long_way_round_judges_them() -> None:
+    """Word for word, buffers and ops included."""
+    seen: Counter[str] = Counter()
+    for seed in range(700):
+        rng = random.Random(seed)
+        document = random_plan(rng)
+        for _ in range(rng.choice((0, 1, 1, 2, 3))):
+            break_somewhere(document, rng)
+        verdict = check_safety(document)
+        if not MALFORMED.isdisjoint(violation.code for violation in verdict):
+            continue
+        expected = sorted_reasons(Oracle(document).reasons())
+        assert sorted_reasons(filter(of_oracle, verdict)) == expected, seed
+        seen.update({reason.code for reason in expected} or {"sound"})
+    assert min(seen.values()) > 0 and len(seen) > 25, seen
+    assert seen["sound"] > 30
+
+
+def test_whatever_stands_in_a_document_gets_a_verdict() -> None:
+    """Any value anywhere: a list of violations or a PlanFormatError, and nothing else is raised."""
+    refused = 0
+    documents = [*(build() for build in EXAMPLES.values()), *(random_plan(random.Random(seed)) for seed in range(40))]
+    for seed in range(1500):
+        rng = random.Random(seed)
+        document = copy.deepcopy(rng.choice(documents))
+        malform(document, rng)
+        try:
+            refused += bool(check_plan(document))
+        except PlanFormatError:
+            refused += 1
+    assert refused > 1000
+
+
+def test_a_slice_by_a_loop_that_is_not_there_is_refused_in_an_alias_group() -> None:
+    document = EXAMPLES["inplace_sliced"]()
+    document["ops"][1]["slices"][1][2] = "elsewhere"
+    assert {"slice", "alias-stale-read"} == {violation.code for violation in check_safety(document)}
+
+
+def test_each_slot_is_rounded_by_itself() -> None:
+    """Two slots of 256 bytes take 1,024: the second begins on the alignment, too."""
+    document = EXAMPLES["chunked"]()
+    document["buffers"][2].update(rotate=2, shape=[2, 32], size=512)
+    assert [violation.code for violation in check_safety(document) if violation.buffers == (2,)] == ["size"]
+    document["buffers"][2]["size"] = 1024
+    assert "size" not in {violation.code for violation in check_safety(document)}

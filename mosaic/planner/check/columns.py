@@ -176,8 +176,9 @@ class Skeleton:
     windows: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     members: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     own: dict[int, tuple[int, int]] = field(default_factory=dict)
-    # derived: bytes of one element of all slots; pool -> buffers, those that are no aliases
+    # derived: bytes of one element of all slots, and of the alignment of all; pool -> buffers, those that are no aliases
     item_bytes: list[int] = field(default_factory=list)
+    slot_units: list[int] = field(default_factory=list)
     located: dict[str, list[int]] = field(default_factory=dict)
     roots: dict[str, list[int]] = field(default_factory=dict)
     # derived: gaps that hold no value; root -> bit set of the ops at which it is live

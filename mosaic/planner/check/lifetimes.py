@@ -29,8 +29,7 @@ def derive_lifetimes(plan: Skeleton) -> None:
         if root is not None:
             plan.own.setdefault(root, (plan.start[root], plan.end[root]))
             plan.members[root].append(b)
-            plan.start[root] = min(plan.start[root], plan.start[b])
-            plan.end[root] = max(plan.end[root], plan.end[b])
+            _stretch(plan, root, plan.start[b], plan.end[b])
     if plan.start != list(plan.claimed_start) or plan.end != list(plan.claimed_end):
         _report_lifetimes(plan)
 
@@ -38,7 +37,8 @@ def derive_lifetimes(plan: Skeleton) -> None:
 def _derive_base(plan: Skeleton) -> list[int]:
     """Fill `start` and `end` from accesses and kinds; return the buffers that are read before they are written."""
     num_ops, kind = len(plan.op_name), plan.kind
-    first, last = [-1] * len(kind), [-1] * len(kind)
+    first = [-1] * len(kind)
+    last = first.copy()
     read_first: list[int] = []
     for i, (reads, writes) in enumerate(zip(plan.reads, plan.writes, strict=True)):
         for b in reads:
@@ -64,23 +64,24 @@ def _derive_base(plan: Skeleton) -> list[int]:
     for b in written:
         if kind[b] == "carry":
             plan.end[b] = num_ops
-    if -1 in first:
-        _settle_untouched(plan, first)
+    _settle_untouched(plan, [b for b, at in enumerate(first) if at < 0])
     for b, home in enumerate(plan.home if plan.regions else ()):
-        if home is not None and not (plan.regions[home].start <= first[b] and last[b] < plan.regions[home].end):
+        if home is None or first[b] < 0:
+            continue
+        if first[b] < plan.regions[home].start or last[b] >= plan.regions[home].end:
             plan.fail("region", f"{plan.say(b)} is touched outside its home region '{home}'", (b,), (first[b], last[b]))
     return read_first
 
 
-def _settle_untouched(plan: Skeleton, first: Sequence[int]) -> None:
+def _settle_untouched(plan: Skeleton, untouched: Sequence[int]) -> None:
     """Settle the lifetimes of buffers that no op touches."""
     roots = {*plan.alias_of}
-    for b, at in enumerate(first):
+    for b in untouched:
         kind = plan.kind[b]
-        if at >= 0 or (kind in FROM_START and kind in TO_END):
+        if kind in FROM_START and kind in TO_END:
             continue
         if kind == "input":
-            plan.end[b] = max(plan.end[b], 1)
+            plan.end[b] = 1
         elif kind == "host" and plan.tensor[b] is not None:  # a weight that this phase does not use
             plan.start[b], plan.end[b] = 0, len(plan.op_name)
         elif b in roots:  # storage only: its aliases give it a lifetime
@@ -90,10 +91,15 @@ def _settle_untouched(plan: Skeleton, first: Sequence[int]) -> None:
             plan.fail("unused", f"{plan.say(b)} is touched by no op", (b,))
 
 
-def _hold(plan: Skeleton, b: int, start: int, end: int) -> None:
-    """Stretch a buffer's lifetime over an interval in which it may have no gap either."""
+def _stretch(plan: Skeleton, b: int, start: int, end: int) -> None:
+    """Stretch a buffer's lifetime over an interval."""
     plan.start[b] = min(plan.start[b], start)
     plan.end[b] = max(plan.end[b], end)
+
+
+def _hold(plan: Skeleton, b: int, start: int, end: int) -> None:
+    """Stretch a buffer's lifetime over an interval in which it may have no gap either."""
+    _stretch(plan, b, start, end)
     plan.windows[b].append((start, end))
 
 
@@ -102,7 +108,6 @@ def _hold(plan: Skeleton, b: int, start: int, end: int) -> None:
 
 def _stretch_regions(plan: Skeleton, read_first: Sequence[int]) -> None:
     """Stretch lifetimes over loops and compare what crosses each loop's border with its barrier."""
-    start, end = plan.start, plan.end
     inside: dict[str, set[int]] = {name: set() for name in plan.regions}  # region -> buffers at home in it or deeper
     carried: dict[str, set[int]] = {name: set() for name in plan.regions}
     for b, home in enumerate(plan.home):
@@ -113,8 +118,7 @@ def _stretch_regions(plan: Skeleton, read_first: Sequence[int]) -> None:
         at = plan.home[b]
         for name in plan.enclosing[at] if at is not None else ():
             carried[name].add(b)
-            start[b] = min(start[b], plan.regions[name].start)
-            end[b] = max(end[b], plan.regions[name].end)
+            _stretch(plan, b, plan.regions[name].start, plan.regions[name].end)
     expected = {}
     weights = {b for b, kind in enumerate(plan.kind) if kind == "weight"}  # they live always and are not listed
     unlisted = {b for b, pool in enumerate(plan.pool) if pool not in ("workspace", "state")}
@@ -123,13 +127,9 @@ def _stretch_regions(plan: Skeleton, read_first: Sequence[int]) -> None:
         outputs = set(chain.from_iterable(plan.writes[first:last])) - inside[name]
         inputs = set(chain.from_iterable(plan.reads[first:last])) - weights - outputs - inside[name]
         for b in inputs:
-            if end[b] < last:
-                end[b] = last
+            _stretch(plan, b, last, last)
         for b in outputs:
-            if start[b] > first:
-                start[b] = first
-            if end[b] < last:
-                end[b] = last
+            _stretch(plan, b, first, last)
         expected[name] = (inputs - unlisted, outputs - unlisted, carried[name] - unlisted)
     _check_barriers(plan, expected)
 

@@ -33,8 +33,9 @@ UNIT_BYTES: Final = 512  # every root of a placed pool starts and ends on it
 
 
 def check_pools(plan: Skeleton) -> None:
-    """Check alignments and kinds of pools; fill `item_bytes`, `located` and `roots`."""
+    """Check alignments and kinds of pools; fill `item_bytes`, `slot_units`, `located` and `roots`."""
     plan.item_bytes = list(map(mul, map(ITEM_BYTES.__getitem__, plan.dtype), plan.rotate))
+    plan.slot_units = list(map(mul, plan.alignment, plan.rotate))
     for unit in sorted({*plan.alignment}):
         if unit & (unit - 1):
             plan.fail("alignment", f"alignment {unit} is not a power of two")
@@ -95,19 +96,17 @@ def mark_live(plan: Skeleton) -> None:
 def check_sizes(plan: Columns) -> None:
     """Check each size against shape and dtype, and a root's against its aliases; fill `raw_bytes`."""
     plan.raw_bytes = list(map(mul, map(prod, plan.shape), plan.item_bytes))
-    rounded = [-(-raw // unit) * unit for raw, unit in zip(plan.raw_bytes, plan.alignment, strict=True)]
-    odd = set() if rounded == list(plan.size) else {b for b, size in enumerate(rounded) if size != plan.size[b]}
+    own = [-(-raw // unit) * unit for raw, unit in zip(plan.raw_bytes, plan.slot_units, strict=True)]
+    odd = set() if own == list(plan.size) else {b for b, size in enumerate(own) if size != plan.size[b]}
     for b in sorted(odd.union(plan.members)):
-        raw, size, unit = plan.raw_bytes[b], plan.size[b], plan.alignment[b]
-        slots = plan.rotate[b]
-        own = slots * round_up(raw // slots, unit)
+        raw, size = plan.raw_bytes[b], plan.size[b]
         covered = max((plan.alias_offset[m] + plan.size[m] for m in plan.members.get(b, ())), default=0)
-        expected = round_up(max(own, covered), unit)
+        expected = max(own[b], round_up(covered, plan.alignment[b]))
         if size == expected or (size == max(raw, covered) and plan.pool[b] not in PLACED):
             continue
-        shape = f"{plan.dtype[b]}{list(plan.shape[b])} needs {raw} bytes"
+        shape = f"{plan.dtype[b]}{list(plan.shape[b])} needs {raw} bytes in {plan.rotate[b]} slots"
         aliases = f", aliases reach {covered}" if covered else ""
-        plan.fail("size", f"{plan.say(b)}: size {size}, expected {expected}: {shape} in {slots} slots{aliases}", (b,))
+        plan.fail("size", f"{plan.say(b)}: size {size}, expected {expected}: {shape}{aliases}", (b,))
 
 
 def check_slices(plan: Columns) -> None:
@@ -179,9 +178,8 @@ def check_addresses(plan: Columns) -> Mapping[str, Ids]:
 
 def _check_constants(plan: Columns, ids: Ids) -> None:
     """Check that buffers that live always share no address."""
-    ids = sorted(ids, key=plan.offset.__getitem__)
     reach = 0
-    for b in ids:
+    for b in sorted(ids, key=plan.offset.__getitem__):
         if plan.offset[b] < reach:
             always = dict.fromkeys(ids, 1)
             _report_clashes(plan, ids, always, always, "overlap", "both live always")

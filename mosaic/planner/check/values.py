@@ -267,8 +267,10 @@ def _cuts(plan: Skeleton, i: int, b: int) -> Sequence[_Cut]:
     names = {operand for operand, at in plan.operands[i].items() if at == b}
     if len(names) != 1:
         return ()
-    cuts = [(axis, name, factor) for operand, axis, name, factor in plan.slices[i] if operand in names]
-    return sorted(cut for cut in cuts if not plan.is_within(plan.home[b], cut[1]))
+    around = {name for name in plan.around(i) if not plan.is_within(plan.home[b], name)}
+    return sorted(
+        (axis, name, factor) for operand, axis, name, factor in plan.slices[i] if operand in names and name in around
+    )
 
 
 # Gaps.

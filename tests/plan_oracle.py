@@ -1,0 +1,637 @@
+"""What the checker should say of a plan's memory, derived the long way round: one buffer, one op, one pair at a time.
+
+Written from the rules in the docstring of `mosaic.planner.check`, with no thought for speed. Well-formed documents only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+Document = dict[str, Any]
+Row = dict[str, Any]
+Span = tuple[int, int]
+
+ITEM_BYTES = {"int32": 4, "float32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "uint8": 1, "bool": 1}
+BORN = ("input", "weight", "state", "external")  # with a value
+KEPT = ("output", "weight", "state", "external")  # beyond the last op
+ANYWHERE = ("workspace", "state", "host", "external")  # where an input, output, carry, transient or scratch may be
+POOLS_OF = {
+    "weight": ("weights", "host", "external"), "state": ("state", "host", "external"), "host": ("host",),
+    "external": ("external",),
+}  # fmt: skip
+PLACED = ("workspace", "weights", "state", "host")
+KERNELS = {  # kernel -> what it reads, what it writes, (written, read) in place
+    "copy": (("x",), ("y",), ()),
+    "rms_norm": (("x", "weight"), ("y",), (("y", "x"),)),
+    "silu_mul": (("gate", "up"), ("gate",), ()),
+}
+
+
+class Reason(NamedTuple):
+    """One violation, as a tuple that sorts."""
+
+    code: str
+    message: str
+    buffers: tuple[int, ...] = ()
+    ops: tuple[int, ...] = ()
+
+
+class Oracle:
+    """A document and what is derived of it; `reasons` are the violations of memory but for stale reads and races."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.ops: list[Row] = document["ops"]
+        self.buffers: list[Row] = document["buffers"]
+        self.regions: dict[str, Row] = {row["name"]: row for row in document["regions"]}
+        self.barriers: list[Row] = document["barriers"]
+        self.end = len(self.ops)
+        self.ids = range(len(self.buffers))
+
+    def reasons(self) -> list[Reason]:
+        """In no order; nothing but structure where the rest could not rely on it."""
+        tree = [*self._tree()]
+        if tree:
+            return tree
+        unsound = [*self._places(), *self._homes(), *self._barrier_bounds()]
+        if unsound:
+            return unsound
+        skeleton = [
+            *self._operands(), *self._edges(), *self._constants(), *self._cut_names(), *self._values(), *self._claims(),
+            *self._explicit(), *self._region_barriers(), *self._never_joined(), *self._pools(), *self._groups(),
+            *self._gaps(),
+        ]  # fmt: skip
+        loops = [*self._loops()]
+        if loops:
+            return skeleton + loops
+        return [
+            *skeleton, *self._sizes(), *self._cuts(), *self._bounds(), *self._aliases(), *self._overlaps(), *self._totals(),
+            *self._capacities(),
+        ]  # fmt: skip
+
+    def _b(self, b: int) -> str:
+        return f"buffer {b} '{self.buffers[b]['name']}'"
+
+    def _op(self, i: int) -> str:
+        return f"op {i} '{self.ops[i]['name']}'"
+
+    # Structure.
+
+    def around(self, home: str | None) -> list[str]:
+        """A region and those around it."""
+        names: list[str] = []
+        while home is not None and home in self.regions and home not in names:
+            names.append(home)
+            home = self.regions[home]["parent"]
+        return names
+
+    def _tree(self) -> Iterator[Reason]:
+        for name, row in self.regions.items():
+            start, end, parent = row["start"], row["end"], row["parent"]
+            if start >= end or end > self.end:
+                yield Reason("region", f"region '{name}' covers no op: [{start}, {end}) of {self.end}")
+            if parent is not None:
+                around = self.regions.get(parent)
+                if around is None or start >= end or start < around["start"] or end > around["end"]:
+                    yield Reason("region", f"region '{name}' does not lie inside its parent {parent!r}")
+                if self.regions.get(self.around(name)[-1], row)["parent"] in self.regions:
+                    yield Reason("region", f"region '{name}': its parents never end")
+            siblings = [other for other in self.regions.values() if other["parent"] == parent]
+            siblings.sort(key=lambda other: other["start"])
+            at = siblings.index(row)
+            if at and start < siblings[at - 1]["end"]:
+                left = siblings[at - 1]["name"]
+                text = f"regions '{left}' and '{name}' overlap and neither is the other's parent"
+                yield Reason("region", text)
+
+    def _places(self) -> Iterator[Reason]:
+        for i, op in enumerate(self.ops):
+            names = [name for name, row in self.regions.items() if row["start"] <= i < row["end"]]
+            innermost = max(names, key=lambda name: len(self.around(name)), default=None)
+            if op["region"] != innermost:
+                text = f"{self._op(i)} claims region {op['region']!r}, the intervals say {innermost!r}"
+                yield Reason("region", text, (), (i,))
+
+    def _homes(self) -> Iterator[Reason]:
+        for home in {row["region"] for row in self.buffers} - {None, *self.regions}:
+            owners = tuple(b for b in self.ids if self.buffers[b]["region"] == home)
+            yield Reason("region", f"{self._b(owners[0])} has its home in unknown region {home!r}", owners)
+
+    def _barrier_bounds(self) -> Iterator[Reason]:
+        for row in self.barriers:
+            start, end = row["start"], row["end"]
+            if not start < end <= self.end:
+                yield Reason("barrier-mismatch", f"barrier '{row['name']}' covers no op: [{start}, {end})")
+
+    def _loops(self) -> Iterator[Reason]:
+        for name, row in self.regions.items():
+            extent, rows, count = row["extent"], row["rows"], row["count"]
+            covers = extent >= 1 and rows >= 1 and (count - 1) * rows < extent <= count * rows
+            if not covers:
+                text = f"region '{name}': {count} chunks of {rows} rows do not cover {extent} exactly"
+                yield Reason("region", text)
+
+    # Ops.
+
+    def _operands(self) -> Iterator[Reason]:
+        for i, op in enumerate(self.ops):
+            operands, reads, writes = op["operands"], set(op["reads"]), set(op["writes"])
+            known = KERNELS.get(op["kernel"])
+            if known is None or not operands.keys() <= {*known[0], *known[1], "scratch"}:
+                sides = [("touches", [*op["reads"], *op["writes"]], reads | writes, set(operands.values()))]
+            else:
+                read = {operands[name] for name in known[0] if name in operands}
+                written = {operands[name] for name in (*known[1], "scratch") if name in operands}
+                sides = [("reads", op["reads"], reads, read), ("writes", op["writes"], writes, written)]
+            for side, listed, touched, named in sides:
+                if touched != named:
+                    values = sorted(self._named(op, side))
+                    text = f"{self._op(i)} {side} {sorted(listed)}, its operands are {values}"
+                    yield Reason("operands", text, tuple(sorted(touched ^ named)), (i,))
+            for new, old in op["inplace"]:
+                if new == old or new not in writes or old not in reads:
+                    text = f"{self._op(i)} in place: {new} is not written or {old} not read"
+                    yield Reason("operands", text, (new, old), (i,))
+                elif known is not None and (new, old) not in {(operands.get(a), operands.get(b)) for a, b in known[2]}:
+                    text = f"{self._op(i)}: {op['kernel']} does not write {self._b(new)} over {self._b(old)} in place"
+                    yield Reason("operands", text, (new, old), (i,))
+
+    def _named(self, op: Row, side: str) -> list[int]:
+        known, operands = KERNELS.get(op["kernel"]), op["operands"]
+        if known is None or side == "touches":
+            return list(operands.values())
+        names = known[0] if side == "reads" else (*known[1], "scratch")
+        return [operands[name] for name in names if name in operands]
+
+    def _is_edge(self, edge: Row) -> bool:
+        a, b = (self.ops[edge[end]]["stream"] == "main" for end in ("from", "to"))
+        forward = edge["from"] < edge["to"]
+        return forward and ((edge["kind"] == "fork" and a and not b) or (edge["kind"] == "wait" and b and not a))
+
+    def _edges(self) -> Iterator[Reason]:
+        for edge in self.document["edges"]:
+            if not self._is_edge(edge):
+                a, b = edge["from"], edge["to"]
+                from_, to = (f"{self._op(i)} on {self.ops[i]['stream']!r}" for i in (a, b))
+                text = f"'{edge['kind']}' from {from_} to {to}: a fork goes on from main to a side stream, a wait back"
+                yield Reason("edge", text, (), (a, b))
+
+    def _constants(self) -> Iterator[Reason]:
+        for b in self.ids:
+            row = self.buffers[b]
+            constant = row["kind"] == "weight" or (row["kind"] == "host" and row["tensor"] is not None)
+            if constant and self._written(b):
+                yield Reason("read-only", f"{self._b(b)} holds a tensor of the checkpoint and is written", (b,))
+
+    # Accesses.
+
+    def _read(self, b: int) -> list[int]:
+        return self._accesses["reads"][b]
+
+    def _written(self, b: int) -> list[int]:
+        return self._accesses["writes"][b]
+
+    @cached_property
+    def _accesses(self) -> dict[str, list[list[int]]]:
+        return {
+            side: [[i for i, op in enumerate(self.ops) if b in op[side]] for b in self.ids]
+            for side in ("reads", "writes")
+        }
+
+    def touched(self, b: int) -> list[int]:
+        """The ops that touch a buffer, in order."""
+        return sorted({*self._read(b), *self._written(b)})
+
+    def is_read_first(self, b: int) -> bool:
+        """Whether the first op that touches a buffer reads it."""
+        touched = self.touched(b)
+        return bool(touched) and touched[0] in self._read(b)
+
+    def is_within(self, b: int, region: str) -> bool:
+        """Whether a buffer is at home in a region or deeper."""
+        return region in self.around(self.buffers[b]["region"])
+
+    def _values(self) -> Iterator[Reason]:
+        for b in self.ids:
+            row, touched = self.buffers[b], self.touched(b)
+            kind, home = row["kind"], row["region"]
+            roots = {other["alias_of"] for other in self.buffers}
+            lives_anyway = kind in ("input", "weight", "state", "external") or (
+                kind == "host" and row["tensor"] is not None
+            )
+            if not touched:
+                if not (lives_anyway or b in roots):
+                    yield Reason("unused", f"{self._b(b)} is touched by no op", (b,))
+                continue
+            written = bool(self._written(b))
+            holds = kind in (*BORN, "carry") or (kind == "host" and not written)
+            carried = home is not None and written and row["rotate"] == 1
+            if self.is_read_first(b) and not holds and not carried:
+                text = f"{self._b(b)} is read by {self._op(touched[0])} before any write"
+                yield Reason("read-before-write", text, (b,), (touched[0],))
+            if home is not None:
+                span = range(self.regions[home]["start"], self.regions[home]["end"])
+                if any(i not in span for i in touched):
+                    text = f"{self._b(b)} is touched outside its home region '{home}'"
+                    yield Reason("region", text, (b,), (touched[0], touched[-1]))
+
+    # Lifetimes.
+
+    def windows(self, b: int) -> list[Span]:
+        """Over which intervals explicit barriers and side ops hold a buffer."""
+        held = [
+            (row["start"], row["end"])
+            for row in self.barriers
+            if row["region"] is None
+            for a in row["inputs"]
+            if a == b
+        ]
+        return held + [self._side_window(i) for i in self.touched(b) if self.ops[i]["stream"] != "main"]
+
+    def _side_window(self, i: int) -> Span:
+        op = self.ops[i]
+        if op["region"] is not None:
+            return self.regions[op["region"]]["start"], self.regions[op["region"]]["end"]
+        lane = [j for j, other in enumerate(self.ops) if other["stream"] == op["stream"]]
+        edges = [edge for edge in self.document["edges"] if self._is_edge(edge)]
+        forks = [e["from"] for e in edges if e["kind"] == "fork" and e["to"] in lane and e["to"] <= i]
+        waits = [e["to"] for e in edges if e["kind"] == "wait" and e["from"] in lane and e["from"] >= i]
+        return max(forks, default=-1) + 1, min(waits, default=self.end)
+
+    def _never_joined(self) -> Iterator[Reason]:
+        for i, op in enumerate(self.ops):
+            if op["stream"] != "main" and op["region"] is None and self._side_window(i)[1] == self.end:
+                loose = [b for b in self.ids if i in self.touched(b) and self.buffers[b]["pool"] == "workspace"]
+                if loose:
+                    what = ", ".join(map(self._b, loose))
+                    text = f"{self._op(i)} is never joined and touches the workspace: {what}"
+                    yield Reason("stream-race", text, tuple(loose), (i,))
+
+    def own_life(self, b: int) -> Span:
+        """The lifetime of a buffer's own value: the hull of all that asks for it."""
+        row, touched = self.buffers[b], self.touched(b)
+        kind, end = row["kind"], self.end
+        spans = [(i, i + 1) for i in touched] + self.windows(b)
+        if kind in BORN or (kind == "carry" and self.is_read_first(b)):
+            spans.append((0, 0))
+        if (kind in KEPT and (touched or kind in BORN)) or (kind == "carry" and self._written(b)):
+            spans.append((end, end))
+        if kind == "host" and (row["tensor"] is not None if not touched else not self._written(b)):
+            spans += [(0, 0), (end, end)]
+        if not touched and kind == "input":
+            spans.append((0, 1))
+        if not touched and b not in {other["alias_of"] for other in self.buffers}:
+            spans.append((0, 0))
+        for name, region in self.regions.items():
+            first, last = region["start"], region["end"]
+            written, read = ([i for i in ops if first <= i < last] for ops in (self._written(b), self._read(b)))
+            if self.is_within(b, name):
+                spans += [(first, last)] if self.is_read_first(b) else []
+            elif written:
+                spans.append((first, last))
+            elif read and kind != "weight":
+                spans.append((last, last))
+        return min((start for start, _ in spans), default=end), max((stop for _, stop in spans), default=0)
+
+    @cached_property
+    def life(self) -> list[Span]:
+        """Lifetimes; a root's covers its aliases'."""
+        found = [self.own_life(b) for b in self.ids]
+        for b, row in enumerate(self.buffers):
+            root = row["alias_of"]
+            if root is not None:
+                found[root] = min(found[root][0], found[b][0]), max(found[root][1], found[b][1])
+        return found
+
+    def _claims(self) -> Iterator[Reason]:
+        for b, (first, last) in enumerate(self.life):
+            start, end = self.buffers[b]["start"], self.buffers[b]["end"]
+            claim = f"{self._b(b)} claims [{start}, {end})"
+            text = f"{claim}, the ops, regions, barriers and streams give [{first}, {last})"
+            if start > first or end < last:
+                yield Reason("lifetime-short", text, (b,))
+            if start < first or end > last:
+                yield Reason("lifetime-long", text, (b,))
+
+    def _explicit(self) -> Iterator[Reason]:
+        for row in self.barriers:
+            if row["region"] is None and (row["outputs"] or row["carried"]):
+                text = f"barrier '{row['name']}' is explicit and lists outputs or carried buffers"
+                yield Reason("barrier-mismatch", text)
+
+    def crossing(self, name: str) -> dict[str, set[int]]:
+        """What crosses a region's border, by the lists of its barrier."""
+        region = self.regions[name]
+        first, last = region["start"], region["end"]
+        listed = {b for b in self.ids if self.buffers[b]["pool"] in ("workspace", "state")}
+        outside = {b for b in self.ids if not self.is_within(b, name)}
+        written = {b for b in self.ids if any(first <= i < last for i in self._written(b))}
+        read = {b for b in self.ids if any(first <= i < last for i in self._read(b))}
+        weights = {b for b in self.ids if self.buffers[b]["kind"] == "weight"}
+        carried = {b for b in self.ids if self.is_within(b, name) and self.is_read_first(b)}
+        return {
+            "inputs": listed & outside & read - written - weights, "outputs": listed & outside & written,
+            "carried": listed & carried,
+        }  # fmt: skip
+
+    def _region_barriers(self) -> Iterator[Reason]:
+        seen = set()
+        for row in self.barriers:
+            name, label = row["region"], row["name"]
+            if name is None:
+                continue
+            if name in seen or name not in self.regions:
+                yield Reason("barrier-mismatch", f"barrier '{label}' is of no region or a second one: '{name}'")
+                continue
+            seen.add(name)
+            region = self.regions[name]
+            claimed, derived = (row["start"], row["end"]), (region["start"], region["end"])
+            if claimed != derived:
+                text = f"covers [{claimed[0]}, {claimed[1]}), its region [{derived[0]}, {derived[1]})"
+                yield Reason("barrier-mismatch", f"barrier '{label}' {text}")
+            for key, expected in self.crossing(name).items():
+                if sorted(row[key]) != sorted(expected):
+                    text = f"barrier '{label}' lists {key} {sorted(row[key])}, the ops say {sorted(expected)}"
+                    yield Reason("barrier-mismatch", text, tuple(sorted(set(row[key]) ^ expected)))
+        for name in self.regions.keys() - seen:
+            held = tuple(sorted(set().union(*self.crossing(name).values())))
+            yield Reason("barrier-missing", f"region '{name}' has no barrier", held)
+
+    # Pools, aliases, gaps.
+
+    def _roots(self, pool: str | None = None) -> list[int]:
+        rows = self.buffers
+        return [b for b in self.ids if rows[b]["alias_of"] is None and pool in (None, rows[b]["pool"])]
+
+    def _members(self, root: int) -> list[int]:
+        return [b for b in self.ids if self.buffers[b]["alias_of"] == root]
+
+    def _pools(self) -> Iterator[Reason]:
+        for unit in {row["alignment"] for row in self.buffers}:
+            if unit.bit_count() != 1:
+                yield Reason("alignment", f"alignment {unit} is not a power of two")
+        for b in self._roots():
+            row = self.buffers[b]
+            kind, pool, unit = row["kind"], row["pool"], row["alignment"]
+            if pool not in POOLS_OF.get(kind, ANYWHERE):
+                yield Reason("pool", f"{self._b(b)}: kind '{kind}' does not belong in pool '{pool}'", (b,))
+            if unit < 512 and pool != "external":
+                text = f"{self._b(b)}: alignment {unit}, in pool '{pool}' at least 512"
+                yield Reason("alignment", text, (b,))
+
+    def _groups(self) -> Iterator[Reason]:
+        for b in self.ids:
+            row, root = self.buffers[b], self.buffers[b]["alias_of"]
+            if root is not None:
+                base = self.buffers[root]
+                if b == root or base["alias_of"] is not None:
+                    text = f"{self._b(b)} is an alias of {self._b(root)}, which is not a root"
+                    yield Reason("alias", text, (b, root))
+                if row["pool"] != base["pool"]:
+                    text = f"{self._b(b)} in pool '{row['pool']}' is an alias in pool '{base['pool']}'"
+                    yield Reason("alias", text, (b, root))
+            group = (b, *self._members(b))
+            if len(group) > 1 and any(self.buffers[m]["rotate"] > 1 for m in group):
+                names = ", ".join(map(self._b, group))
+                yield Reason("alias", f"slots that rotate have no fixed address to share: {names}", group)
+
+    def _gaps(self) -> Iterator[Reason]:
+        for b, start, end, ordered, reasons in self._judged_gaps:
+            if not ordered:
+                text = f"{self._b(b)}: gap [{start}, {end}) is empty, out of order or outside its lifetime"
+                yield Reason("gap", text, (b,))
+            for reason in reasons:
+                yield Reason("gap", f"{self._b(b)} claims no value in [{start}, {end}), but {reason}", (b,))
+
+    @cached_property
+    def _judged_gaps(self) -> list[tuple[int, int, int, bool, list[str]]]:
+        """Owner, interval, whether it lies where it may, and why it holds a value."""
+        found: list[tuple[int, int, int, bool, list[str]]] = []
+        for b in self.ids:
+            least = self.life[b][0]
+            for start, end in self.buffers[b]["gaps"]:
+                ordered = least <= start < end <= self.life[b][1]
+                if not ordered:
+                    found.append((b, start, end, False, []))
+                    continue
+                least, pool = end, self.buffers[b]["pool"]
+                reasons = [why for m in (b, *self._members(b)) for why in self._values_in(m, start, end)]
+                reasons += [f"pool '{pool}' holds its values always"] if pool != "workspace" else []
+                found.append((b, start, end, True, reasons))
+        return found
+
+    def _values_in(self, b: int, start: int, end: int) -> Iterator[str]:
+        """Say what value a buffer holds somewhere in an interval."""
+        row, touched = self.buffers[b], self.touched(b)
+        yield from (f"{self._op(i)} touches {self._b(b)}" for i in touched if i in range(start, end))
+        for first, last in self.windows(b):
+            if {*range(first, last)} & {*range(start, end)}:
+                yield f"a barrier or a side stream holds {self._b(b)} over [{first}, {last})"
+        later = [i for i in touched if i >= end]
+        kept = row["kind"] in KEPT or (row["kind"] == "carry" and self.life[b][1] == self.end)
+        if kept and not later:
+            yield f"{self._b(b)} is handed on at the end of the step"
+        firsts = later[:1]
+        for region in self.regions.values():
+            around = region["start"] < start < region["end"]
+            if around and not any(i < region["end"] for i in later):
+                firsts += [i for i in touched if region["start"] <= i < start][:1]
+        for i in firsts:
+            anew = b in self.ops[i]["writes"] and b not in self.ops[i]["reads"]
+            whole = anew and not self.cuts_of(i, b)
+            held = row["kind"] in (*BORN, "carry", "host")
+            outer = [name for name in self.around(self.ops[i]["region"]) if not self.is_within(b, name)]
+            begins = anew and not held and i == touched[0] and all(self.regions[n]["start"] >= end for n in outer)
+            if not whole and not begins:
+                yield f"{self._op(i)} does not overwrite the whole of {self._b(b)} after it"
+
+    def cuts_of(self, i: int, b: int) -> list[list[Any]]:
+        """The slices by which an op sees a buffer that lives outside the loops; none if it is two operands."""
+        op = self.ops[i]
+        names = [name for name, at in op["operands"].items() if at == b]
+        if len(names) != 1:
+            return []
+        loops = [name for name in self.around(op["region"]) if not self.is_within(b, name)]
+        return [cut for cut in op["slices"] if cut[0] == names[0] and cut[2] in loops]
+
+    def live(self, b: int) -> set[int]:
+        """The ops at which a root holds a value: its lifetime but for the gaps that are true."""
+        found = {*range(*self.life[b])}
+        for owner, start, end, ordered, reasons in self._judged_gaps:
+            if owner == b and ordered and not reasons and self.buffers[b]["alias_of"] is None:
+                found -= {*range(start, end)}
+        return found
+
+    # Sizes and slices.
+
+    def _slot_bytes(self, b: int) -> int:
+        row = self.buffers[b]
+        return prod(row["shape"]) * ITEM_BYTES[row["dtype"]]
+
+    def raw_bytes(self, b: int) -> int:
+        """All slots, unrounded."""
+        return self._slot_bytes(b) * int(self.buffers[b]["rotate"])
+
+    def covered(self, b: int) -> int:
+        """To where a root's aliases reach."""
+        return max((self.buffers[m]["alias_offset"] + self.buffers[m]["size"] for m in self._members(b)), default=0)
+
+    def size(self, b: int) -> int:
+        """What a buffer takes: each slot in whole units, and its aliases."""
+        unit, slots = int(self.buffers[b]["alignment"]), int(self.buffers[b]["rotate"])
+        return max(slots * -(-self._slot_bytes(b) // unit), -(-self.covered(b) // unit)) * unit
+
+    def _sizes(self) -> Iterator[Reason]:
+        for b in self.ids:
+            row, expected, raw, covered = self.buffers[b], self.size(b), self.raw_bytes(b), self.covered(b)
+            bare = row["pool"] == "external" and row["size"] == max(raw, covered)
+            if row["size"] != expected and not bare:
+                shape = f"{row['dtype']}{row['shape']} needs {raw} bytes in {row['rotate']} slots"
+                aliases = f", aliases reach {covered}" if covered else ""
+                text = f"{self._b(b)}: size {row['size']}, expected {expected}: {shape}{aliases}"
+                yield Reason("size", text, (b,))
+
+    def _cut_names(self) -> Iterator[Reason]:
+        for i, op in enumerate(self.ops):
+            for operand, axis, name, _ in op["slices"]:
+                sliced = f"{self._op(i)} slices {operand}[{axis}] by '{name}'"
+                if name not in self.around(op["region"]):
+                    yield Reason("slice", f"{sliced}: no region around it", (), (i,))
+                elif operand not in op["operands"]:
+                    yield Reason("slice", f"{sliced}: no such operand", (), (i,))
+            axes = [tuple(cut[:2]) for cut in op["slices"]]
+            if any(axes.count(axis) > 1 for axis in axes):
+                yield Reason("slice", f"{self._op(i)} slices one axis of an operand twice", (), (i,))
+
+    def span(self, b: int, name: str) -> int:
+        """Rows of a loop as a buffer has them: of a full iteration if it is at home inside, else of all."""
+        region = self.regions[name]
+        rows = min(region["rows"], region["extent"]) if self.is_within(b, name) else region["extent"]
+        return int(rows)
+
+    def _cuts(self) -> Iterator[Reason]:
+        for i, op in enumerate(self.ops):
+            for operand, axis, name, factor in op["slices"]:
+                if name not in self.around(op["region"]) or operand not in op["operands"]:
+                    continue
+                b = op["operands"][operand]
+                shape, span = self.buffers[b]["shape"], self.span(b, name)
+                length = shape[axis] if axis < len(shape) else "no axis"
+                if length != factor * span:
+                    sliced = f"{self._op(i)} slices {self._b(b)} axis {axis} of {length} by '{name}'"
+                    yield Reason("slice", f"{sliced}: {factor} x {span} expected", (b,), (i,))
+
+    # Addresses.
+
+    def _top(self, b: int) -> int:
+        return int(self.buffers[b]["offset"] + self.buffers[b]["size"])
+
+    def _bounds(self) -> Iterator[Reason]:
+        page, rows = self.document["page_bytes"], self.buffers
+        capacity = {pool["name"]: pool["capacity"] for pool in self.document["pools"]}
+        for b in self.ids:
+            offset, unit, pool = rows[b]["offset"], rows[b]["alignment"], rows[b]["pool"]
+            if offset % unit and pool != "external":
+                yield Reason("alignment", f"{self._b(b)}: offset {offset} is not a multiple of {unit}", (b,))
+            if self._top(b) > capacity.get(pool, self._top(b)):
+                text = f"{self._b(b)} ends at {self._top(b)}, pool '{pool}' has {capacity[pool]} bytes"
+                yield Reason("pool-bounds", text, (b,))
+        for pool in {row["pool"] for row in rows} - {"external"} - capacity.keys():
+            text = f"pool '{pool}' is used but not listed"
+            yield Reason("pool-bounds", text, tuple(self._roots(pool)))
+        for pool, size in capacity.items():
+            if pool in PLACED and size % page:
+                text = f"pool '{pool}': capacity {size} is not a multiple of the page, {page}"
+                yield Reason("pool-bounds", text)
+
+    def _aliases(self) -> Iterator[Reason]:
+        for b in self.ids:
+            row = self.buffers[b]
+            at, root = row["alias_offset"], row["alias_of"]
+            if root is None:
+                if at:
+                    yield Reason("alias", f"{self._b(b)} is no alias but has alias_offset {at}", (b,))
+                continue
+            base, end = self.buffers[root], at + row["size"]
+            if row["offset"] - base["offset"] != at:
+                text = f"{self._b(b)} is at {row['offset']}, its root {self._b(root)} at {base['offset']} + {at}"
+                yield Reason("alias", text, (b, root))
+            if end > base["size"]:
+                text = f"{self._b(b)}: [{at}, {end}) is not inside the {base['size']} bytes of {self._b(root)}"
+                yield Reason("alias", text, (b, root))
+
+    def _overlaps(self) -> Iterator[Reason]:
+        for pool in PLACED:
+            ids = [b for b in self._roots(pool) if self.buffers[b]["size"]]
+            comes_and_goes = pool in ("workspace", "host")
+            reason = "live at the same time" if comes_and_goes else "both live always"
+            for b in ids:
+                for c in ids[: ids.index(b)]:
+                    common = self.live(b) & self.live(c) if comes_and_goes else {0} & {*range(self.end)}
+                    starts = [self.buffers[x]["offset"] for x in (c, b)]
+                    tops = [self._top(x) for x in (c, b)]
+                    if (common or not comes_and_goes) and max(starts) < min(tops):
+                        where = [f"{self._b(x)} at [{s}, {t})" for x, s, t in zip((c, b), starts, tops, strict=True)]
+                        ops = (max(common),) if common else ()
+                        yield Reason("overlap", f"{where[0]} and {where[1]}: {reason}", (c, b), ops)
+
+    # Totals.
+
+    def live_bytes(self) -> list[int]:
+        """Bytes of the workspace's roots that hold a value, by op."""
+        live = {b: self.live(b) for b in self._roots("workspace")}
+        return [sum(self.buffers[b]["size"] for b, ops in live.items() if i in ops) for i in range(self.end)]
+
+    def pages(self, pool: str) -> int:
+        """Bytes of a pool in whole pages."""
+        page = int(self.document["page_bytes"])
+        return -(-self.reach(pool) // page) * page
+
+    def reach(self, pool: str) -> int:
+        """Where a pool's last buffer ends."""
+        return max((self._top(b) for b in self.ids if self.buffers[b]["pool"] == pool), default=0)
+
+    def _totals(self) -> Iterator[Reason]:
+        d, components = self.document, self.document["components"]
+        peak, bound = self.reach("workspace"), max(self.live_bytes(), default=0)
+        total, host = sum(components.values()), d["host_bytes"]
+        budgets = d["budget_bytes"], d["host_budget_bytes"]
+        within = f"{total} is within {budgets[0]}, and {host} of the host within {budgets[1]}"
+        facts = [
+            ("peak", "peak_bytes", peak, "the top of the workspace's buffers"),
+            ("lower-bound", "lower_bound_bytes", bound, "the largest live set"),
+            ("optimal", "optimal", peak == bound, "whether peak and lower bound are equal"),
+            ("total", "total_bytes", total, "the sum of the components"),
+            ("host", "host_bytes", self.pages("host"), "the pages in use"),
+            ("fits", "fits", total <= budgets[0] and host <= budgets[1], f"whether {within}"),
+        ]
+        for code, key, derived, meaning in facts:
+            if d[key] != derived:
+                yield Reason(code, f"{key} is {d[key]}, {meaning}: {derived}")
+        for pool in ("workspace", "weights", "state"):
+            if components[pool] != self.pages(pool):
+                text = f"components.{pool} is {components[pool]}, the pages in use: {self.pages(pool)}"
+                yield Reason("components", text)
+
+    def _capacities(self) -> Iterator[Reason]:
+        d = self.document
+        capacity = {pool["name"]: pool["capacity"] for pool in d["pools"]}
+        for name in PLACED:
+            stated = d["host_bytes"] if name == "host" else d["components"][name]
+            if capacity.get(name, 0) != stated:
+                yield Reason("pool", f"pool '{name}' has {capacity.get(name)} bytes, the totals say {stated}")
+        for pool in d["pools"]:
+            name, device = pool["name"], pool["device"]
+            if name not in (*PLACED, "external"):
+                known = "external, host, state, weights, workspace"
+                yield Reason("pool", f"unknown pool {name!r}; known: {known}")
+            elif name != "external" and (device == "cpu") != (name == "host" or d["backend"] == "cpu"):
+                yield Reason("pool", f"pool '{name}' is on {device!r}, the backend is {d['backend']!r}")
+
+
+def sorted_reasons(reasons: Iterable[Any]) -> list[Reason]:
+    """Violations or reasons in one order."""
+    return sorted(Reason(r.code, r.message, tuple(r.buffers), tuple(r.ops)) for r in reasons)

@@ -1,0 +1,263 @@
+"""Random small plan documents, most of them sound but for one or two things, and random ways to corrupt a document."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from plan_examples import barrier, buffer, op, plan, region
+from plan_oracle import ANYWHERE, Document, Oracle, Row
+
+KINDS = (
+    "transient",
+    "transient",
+    "transient",
+    "output",
+    "input",
+    "carry",
+    "scratch",
+    "host",
+    "weight",
+    "state",
+    "external",
+)
+USUAL_POOL = {"host": "host", "weight": "weights", "state": "state", "external": "external"}
+DTYPES = ("float32", "float32", "int64", "bfloat16", "uint8", "bool")
+Path = tuple[str | int, ...]
+
+
+def random_plan(rng: random.Random) -> Document:
+    """A plan of up to seven ops and buffers whose claims are true, but for what its random accesses and places break."""
+    num_ops = rng.randint(1, 7)
+    regions = [*_regions(rng, 0, num_ops, None, 3)] if rng.random() < 0.6 else []
+    side = rng.random() < 0.4
+    ops = []
+    for i in range(num_ops):
+        around = [row for row in regions if row["start"] <= i < row["end"]]
+        innermost = max(around, key=lambda row: row["name"].count("."), default={"name": None})
+        stream = rng.choice(("main", "copy", "index")) if side else "main"
+        ops.append(op(f"o{i}", [], [], region=innermost["name"], stream=stream))
+    buffers = [_buffer(rng, b, regions) for b in range(rng.randint(2, 7))]
+    for b, row in enumerate(buffers):
+        _touch(rng, b, row, ops, regions)
+    for row in ops:
+        _shape_op(rng, row, buffers, regions)
+    document = plan(
+        ops, buffers, peak_at="o0", peak_kib=0, lower_bound_kib=0, workspace_kib=0, total_kib=0, regions=regions,
+        edges=_edges(rng, ops), barriers=_explicit(rng, num_ops, len(buffers)),
+    )  # fmt: skip
+    document["phase"], document["backend"] = "example", rng.choice(("cuda", "cpu"))
+    _alias(rng, buffers)
+    settle(document, rng)
+    return document
+
+
+def settle(document: Document, rng: random.Random) -> None:
+    """Make claims true: lifetimes, barriers, sizes, addresses, totals."""
+    buffers = document["buffers"]
+    found = Oracle(document)
+    for row in document["regions"]:
+        lists = {key: sorted(ids) for key, ids in found.crossing(row["name"]).items()}
+        document["barriers"].append(barrier(row["name"], (row["start"], row["end"]), of=row["name"], **lists))
+    for row, (start, end) in zip(buffers, Oracle(document).life, strict=True):
+        row.update(start=start, end=end)
+    for row in sorted(buffers, key=lambda row: row["alias_of"] is None):  # aliases first
+        row["size"] = found.size(row["id"])
+    _place(rng, buffers)
+    settle_claims(document, rng)
+
+
+def _place(rng: random.Random, buffers: list[Row]) -> None:
+    """Stack the roots of each pool; now and then let them share bytes."""
+    tops: dict[str, int] = {}
+    packed = rng.random() < 0.7
+    for row in buffers:
+        if row["alias_of"] is None:
+            at = tops.get(row["pool"], 0) if packed else 512 * rng.randint(0, 6)
+            unit = row["alignment"]
+            row["offset"] = -(-at // unit) * unit
+            tops[row["pool"]] = row["offset"] + row["size"]
+    for row in buffers:
+        if row["alias_of"] is not None:
+            row["offset"] = buffers[row["alias_of"]]["offset"] + row["alias_offset"]
+
+
+def settle_claims(document: Document, rng: random.Random) -> None:
+    """Make totals and capacities true."""
+    found = Oracle(document)
+    components = document["components"]
+    for pool in document["pools"]:
+        name = pool["name"]
+        pool["capacity"] = found.pages(name)
+        pool["device"] = "cpu" if name == "host" or document["backend"] == "cpu" else "cuda:0"
+        if name != "host":
+            components[name] = pool["capacity"]
+    total, host = sum(components.values()), found.pages("host")
+    peak, bound = found.reach("workspace"), max(found.live_bytes(), default=0)
+    document.update(
+        total_bytes=total, host_bytes=host, peak_bytes=peak, lower_bound_bytes=bound, optimal=peak == bound,
+        budget_bytes=total - rng.choice((0, 0, 1)), host_budget_bytes=host + rng.choice((0, 0, 512)),
+    )  # fmt: skip
+    document["fits"] = total <= document["budget_bytes"] and host <= document["host_budget_bytes"]
+
+
+def _regions(rng: random.Random, start: int, end: int, parent: str | None, left: int) -> Iterator[Row]:
+    at = start
+    while at < end and left:
+        first = rng.randint(at, end - 1)
+        last = rng.randint(first + 1, end)
+        name = f"{parent or 'loop'}.{at}"
+        extent, rows = rng.randint(1, 6), rng.randint(1, 4)
+        yield region(name, (first, last), extent, rows, -(-extent // rows), parent)
+        if rng.random() < 0.5:
+            yield from _regions(rng, first, last, name, left - 1)
+        at, left = last, left - 1
+
+
+def _buffer(rng: random.Random, b: int, regions: list[Row]) -> Row:
+    kind = rng.choice(KINDS)
+    pool = USUAL_POOL.get(kind, "workspace") if rng.random() < 0.9 else rng.choice((*ANYWHERE, "weights"))
+    home = rng.choice(regions)["name"] if regions and kind in ("transient", "scratch") and rng.random() < 0.6 else None
+    row = buffer(f"b{b}", (0, 0), 0, kind=kind, pool=pool, region=home)
+    row.update(
+        dtype=rng.choice(DTYPES), shape=[rng.randint(0, 9) if rng.random() < 0.2 else rng.randint(1, 300)],
+        alignment=rng.choice((512, 512, 512, 1024)) if rng.random() < 0.95 else rng.choice((256, 768)),
+        rotate=2 if home and rng.random() < 0.4 else 1,
+        tensor=f"model.b{b}" if kind in ("weight", "host") and rng.random() < 0.7 else None,
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        row["shape"].append(rng.randint(1, 40))
+    return row
+
+
+def _touch(rng: random.Random, b: int, row: Row, ops: list[Row], regions: list[Row]) -> None:
+    """Let some ops touch a buffer: most often first writing it, and most often at home."""
+    home = next((span for span in regions if span["name"] == row["region"]), {"start": 0, "end": len(ops)})
+    span = range(home["start"], home["end"]) if rng.random() < 0.95 else range(len(ops))
+    touched = sorted(rng.sample(span, min(len(span), rng.choice((1, 2, 2, 3, 4)) if rng.random() < 0.95 else 0)))
+    constant = row["kind"] == "weight" or row["tensor"] is not None
+    for k, i in enumerate(touched):
+        sides = ("reads",) if constant else ("reads", "writes", "both")
+        side = rng.choice(sides) if k or constant or rng.random() < 0.1 else "writes"
+        for key in ("reads", "writes") if side == "both" else (side,):
+            ops[i][key].append(b)
+    between = [(i + 1, j) for i, j in pairwise([-1, *touched, len(ops)]) if i + 1 < j]
+    if between and row["pool"] == "workspace" and rng.random() < 0.3:
+        row["gaps"] = [[*gap] for gap in between if rng.random() < 0.7]
+        if rng.random() < 0.3:
+            row["gaps"].append([rng.randint(0, len(ops)), rng.randint(0, len(ops))])
+
+
+def _shape_op(rng: random.Random, row: Row, buffers: list[Row], regions: list[Row]) -> None:
+    """Operands, a kernel whose operands are known where they suit, in-place pairs and slices."""
+    reads, writes = row["reads"], row["writes"]
+    row["operands"] = {f"r{k}": b for k, b in enumerate(reads)} | {f"w{k}": b for k, b in enumerate(writes)}
+    if (len(reads), len(writes)) == (1, 1) and rng.random() < 0.5:
+        row.update(kernel="copy", operands={"x": reads[0], "y": writes[0]})
+    if (len(reads), len(writes)) == (2, 1) and rng.random() < 0.5:
+        row.update(kernel="rms_norm", operands={"x": reads[0], "weight": reads[1], "y": writes[0]})
+    for old in reads:
+        if writes and rng.random() < 0.3:
+            row["inplace"].append([rng.choice(writes), old])
+    name = row["region"]
+    while name is not None:
+        loop = next(span for span in regions if span["name"] == name)
+        for operand, b in row["operands"].items():
+            shape, axis = buffers[b]["shape"], rng.randint(0, 1)
+            if rng.random() < 0.3 and axis < len(shape):
+                factor, home = rng.randint(1, 2), buffers[b]["region"]
+                inside = home is not None and f"{home}.".startswith(f"{name}.")
+                shape[axis] = factor * (min(loop["rows"], loop["extent"]) if inside else loop["extent"])
+                row["slices"].append([operand, axis, name, factor])
+        name = loop["parent"]
+
+
+def _alias(rng: random.Random, buffers: list[Row]) -> None:
+    for row in buffers if rng.random() < 0.5 else ():
+        roots = [
+            other for other in buffers
+            if other["alias_of"] is None and other["pool"] == row["pool"] and other is not row and other["rotate"] == 1
+        ]  # fmt: skip
+        is_root = any(other["alias_of"] == row["id"] for other in buffers)
+        if roots and not is_root and row["rotate"] == 1 and rng.random() < 0.4:
+            row.update(alias_of=rng.choice(roots)["id"], alias_offset=512 * rng.choice((0, 0, 1, 2)))
+
+
+def _edges(rng: random.Random, ops: list[Row]) -> list[tuple[str, int, int]]:
+    edges = []
+    for i, row in enumerate(ops):
+        if row["stream"] != "main":
+            before = [a for a in range(i) if ops[a]["stream"] == "main"]
+            after = [a for a in range(i + 1, len(ops)) if ops[a]["stream"] == "main"]
+            edges += [("fork", rng.choice(before), i)] if before and rng.random() < 0.7 else []
+            edges += [("wait", i, rng.choice(after))] if after and rng.random() < 0.7 else []
+    return edges
+
+
+def _explicit(rng: random.Random, num_ops: int, num_buffers: int) -> list[Row]:
+    if rng.random() < 0.7:
+        return []
+    start = rng.randrange(num_ops)
+    held = rng.sample(range(num_buffers), rng.randint(1, 2))
+    return [barrier("held", (start, rng.randint(start + 1, num_ops)), inputs=held)]
+
+
+# Corruption.
+
+NUMBERS = (-1024, -512, -8, -1, 1, 1, 2, 512, 1024)
+ROWS = ("regions", "barriers", "edges", "pools") * 4
+OTHERS: tuple[Any, ...] = ({}, [], None, True, 1.5, float("nan"), "x", 1 << 70, [[0, 1]], [None], {"x": None})
+
+
+def spots(at: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every place of a document, with what is there."""
+    for key, value in at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ():
+        yield (*path, key), value
+        yield from spots(value, (*path, key))
+
+
+def put(document: Document, path: Path, value: Any) -> None:
+    """Replace what is at a place."""
+    at: Any = document
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+
+
+def _pick(document: Document, rng: random.Random) -> tuple[Path, Any, list[tuple[Path, Any]]]:
+    """A place, what is there, and all places of the list or field of the document that it is in."""
+    keys = [key for key in document if key not in ("schema", "formula", "trace") and document[key] not in ([], {})]
+    key = rng.choice([*keys, *(key for key in ROWS if document[key]), *["buffers"] * 12, *["ops"] * 8])
+    everywhere = [*spots(document[key], (key,))] or [((key,), document[key])]
+    field = rng.choice(sorted({str(path[2:3]) for path, _ in everywhere}))
+    path, value = rng.choice([(path, value) for path, value in everywhere if str(path[2:3]) == field])
+    return path, value, everywhere
+
+
+def malform(document: Document, rng: random.Random) -> None:
+    """Replace what is at one place by anything."""
+    put(document, _pick(document, rng)[0], copy.deepcopy(rng.choice(OTHERS)))
+
+
+def break_somewhere(document: Document, rng: random.Random) -> None:
+    """Change one place: a number by a little, a name into one of a like place, a list by an entry."""
+    path, value, everywhere = _pick(document, rng)
+    if type(value) is bool:
+        put(document, path, not value)
+    elif type(value) is int:
+        put(document, path, max(0, value + rng.choice(NUMBERS[3:6] if path[-1] != "offset" else NUMBERS)))
+    elif isinstance(value, list):
+        changed = list(value)
+        if changed and rng.random() < 0.6:
+            del changed[rng.randrange(len(changed))]
+        elif changed:
+            changed.append(rng.choice(changed))
+        elif path[-1] in ("inputs", "outputs", "carried", "reads", "writes"):
+            changed.append(rng.randrange(len(document["buffers"])))
+        put(document, path, changed)
+    elif value is None or isinstance(value, str):
+        alike = [other for where, other in everywhere if where[-1] == path[-1] and len(where) == len(path)]
+        put(document, path, rng.choice([other for other in alike if other != value] or [value]))
