@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 from plan_examples import EXAMPLES, KIB, Document, barrier
+from plan_random import put
 
-from mosaic.planner.check import check_plan, check_safety
+from mosaic.errors import PlanFormatError
+from mosaic.planner.check import check_plan, check_safety, require_well_formed
 
 Change = Callable[[Document], Any]
 Reason = tuple[str, tuple[int, ...], tuple[int, ...], str]
@@ -155,3 +158,246 @@ def test_sizes_are_rounded_where_the_plan_places() -> None:
     assert "size" not in {violation.code for violation in check_safety(document)}
     reshape(document, 4, pool="weights")
     assert "size" in {violation.code for violation in check_safety(document)}
+
+
+# What stands in a field: types and ranges, of a document that is otherwise sound.
+
+FORMS = {"int": 3, "str": "x", "list": [], "dict": {}, "bool": True, "float": 0.5, "null": None}
+FIELDS = {
+    "": {
+        "mosaic_version model phase dtype device backend solver": "str",
+        "dims mesh implementations config components": "dict", "estimated fits optimal": "bool",
+        "device_memory_bytes page_bytes budget_bytes host_budget_bytes total_bytes host_bytes peak_bytes "
+        "lower_bound_bytes max_ctx_tokens": "int",
+        "pools regions barriers edges ops buffers formula trace": "list or tuple", "predicted_step_ms": "float or int",
+    },
+    "pools": {"name device": "str", "capacity": "int"},
+    "regions": {"name knob dim": "str", "start end extent rows count": "int", "parent": "null or str"},
+    "barriers": {"name": "str", "region": "null or str", "start end": "int", "inputs outputs carried": "list or tuple"},
+    "formula": {"expr at": "str"},
+    "trace": {"config": "dict", "move bottleneck": "str", "peak_bytes total_bytes": "int", "predicted_ms": "float or int"},
+    "edges": {"kind": "str", "from to": "int"},
+    "ops": {
+        "index flops bytes": "int", "name kernel stream": "str", "region": "null or str", "operands attrs": "dict",
+        "reads writes inplace slices": "list or tuple",
+    },
+    "buffers": {
+        "id offset size alias_offset start end alignment rotate": "int", "name kind pool dtype": "str",
+        "shape gaps": "list or tuple", "alias_of": "int or null", "region tensor": "null or str",
+    },
+}  # fmt: skip
+
+
+def text_of(document: Document) -> list[str]:
+    return [violation.message for violation in check_plan(document) if violation.code == "format"]
+
+
+def with_rows(label: str) -> Document:
+    """A sound plan that has rows of a list."""
+    return EXAMPLES["streamed" if label == "edges" else "step"]()
+
+
+@pytest.mark.parametrize("label", FIELDS)
+def test_every_field_has_its_type(label: str) -> None:
+    """Each field, with a value of each type that it may not have: one message, which says what it may have."""
+    for names, allowed in FIELDS[label].items():
+        for name, (form, value) in product(names.split(), FORMS.items()):
+            document = with_rows(label)
+            row = document[label][-1] if label else document
+            row[name] = value
+            if form in allowed.split(" or "):
+                assert not any(text.startswith(f"{name}: expected {allowed}") for text in text_of(document))
+            elif label and (allowed, form) == ("int", "bool"):
+                assert not any("expected int," in text for text in text_of(document))  # `true` counts as 1
+            else:
+                at = f"{label}[{len(document[label]) - 1}].{name}" if label else name
+                got = repr(value) if label else type(value).__name__
+                assert text_of(document) == [f"{at}: expected {allowed}, got {got}"]
+
+
+@pytest.mark.parametrize("label", FIELDS)
+def test_every_field_is_there(label: str) -> None:
+    names = [name for names in FIELDS[label] for name in names.split()]
+    for name in names:
+        document = with_rows(label)
+        del (document[label][-1] if label else document)[name]
+        at = f"{label}[{len(document[label]) - 1}]: missing {name}" if label else f"missing {name}"
+        assert text_of(document) == [at]
+    if label:
+        document = with_rows(label)
+        document[label][0] = 7
+        assert f"{label}: every entry must be an object" in text_of(document)
+
+
+def test_missing_fields_are_listed_row_by_row() -> None:
+    document = EXAMPLES["step"]()
+    del document["ops"][1]["name"], document["ops"][1]["slices"], document["ops"][3]["index"]
+    assert text_of(document) == ["ops[1]: missing name, slices", "ops[3]: missing index"]
+
+
+BUFFERS, OPS, ENDS, NONE = "buffers", "ops", "ends", "none"
+BOUNDED: list[tuple[str, str, tuple[Any, ...], str]] = [  # label, example, where, below what
+    ("ops.reads and ops.writes", "chain", ("ops", 0, "reads", 0), BUFFERS),
+    ("ops.reads and ops.writes", "chain", ("ops", 0, "writes", 0), BUFFERS),
+    ("ops.operands", "chain", ("ops", 0, "operands", "r0"), BUFFERS),
+    ("ops.inplace", "inplace", ("ops", 2, "inplace", 0, 0), BUFFERS),
+    ("ops.inplace", "inplace", ("ops", 2, "inplace", 0, 1), BUFFERS),
+    ("buffers.alias_of", "inplace", ("buffers", 3, "alias_of"), BUFFERS),
+    ("barriers", "carried", ("barriers", 0, "inputs", 0), BUFFERS),
+    ("barriers", "carried", ("barriers", 0, "outputs", 0), BUFFERS),
+    ("barriers", "carried", ("barriers", 0, "carried", 0), BUFFERS),
+    ("edges", "streamed", ("edges", 0, "from"), OPS),
+    ("edges", "streamed", ("edges", 0, "to"), OPS),
+    ("buffers.start and buffers.end", "chain", ("buffers", 0, "start"), ENDS),
+    ("buffers.start and buffers.end", "chain", ("buffers", 0, "end"), ENDS),
+    ("buffers.gaps", "gap", ("buffers", 1, "gaps", 0, 0), ENDS),
+    ("buffers.gaps", "gap", ("buffers", 1, "gaps", 0, 1), ENDS),
+    ("buffers.shape", "chain", ("buffers", 0, "shape", 1), NONE),
+    ("buffers.offset", "chain", ("buffers", 0, "offset"), NONE),
+    ("buffers.size", "chain", ("buffers", 0, "size"), NONE),
+    ("buffers.alias_offset", "chain", ("buffers", 0, "alias_offset"), NONE),
+    ("regions", "chunked", ("regions", 0, "extent"), NONE),
+    ("regions", "chunked", ("regions", 0, "rows"), NONE),
+    ("regions", "chunked", ("regions", 0, "count"), NONE),
+    ("pools.capacity", "chain", ("pools", 0, "capacity"), NONE),
+    ("components", "chain", ("components", "context"), NONE),
+    ("trace.peak_bytes", "step", ("trace", 0, "peak_bytes"), NONE),
+    ("trace.total_bytes", "step", ("trace", 0, "total_bytes"), NONE),
+    ("ops.flops", "chain", ("ops", 0, "flops"), NONE),
+    ("ops.bytes", "chain", ("ops", 0, "bytes"), NONE),
+    *((key, "chain", (key,), NONE) for key in (
+        "budget_bytes", "host_budget_bytes", "total_bytes", "host_bytes", "peak_bytes", "lower_bound_bytes",
+        "max_ctx_tokens", "device_memory_bytes",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "example", "path", "below"), BOUNDED)
+def test_numbers_are_in_their_ranges(label: str, example: str, path: tuple[Any, ...], below: str) -> None:
+    """Refused from one below the range to one above it, and not at its borders."""
+
+    def texts(value: object) -> list[str]:
+        document = EXAMPLES[example]()
+        put(document, path, value)
+        return text_of(document)
+
+    document = EXAMPLES[example]()
+    limit = {BUFFERS: len(document["buffers"]), OPS: len(document["ops"]), ENDS: len(document["ops"]) + 1, NONE: 0}[
+        below
+    ]
+    range_ = f"{label}: expected 0 or more{f' and below {limit}' if limit else ''}, got "
+    (negative,) = texts(-1)
+    assert negative.startswith(f"{range_}-1 to ")
+    assert texts(0) == []
+    if limit:
+        (above,) = texts(limit)
+        assert above.startswith(range_) and above.endswith(f" to {limit}")
+        assert texts(limit - 1) == []
+    else:
+        assert texts(1 << 70) == []
+    if type(path[-1]) is int or path[-2:-1] == ("operands",) or path[0] == "components":
+        assert texts("x") == [f"{label}: expected integers"]
+
+
+MISFITS: list[tuple[str, tuple[Any, ...], Any, str]] = [
+    ("chunked", ("ops", 1, "slices", 0), ["r0", 0, "ffn"], "ops.slices: every entry must be [operand, axis, region, factor]"),
+    ("chunked", ("ops", 1, "slices", 0), "r0ff", "ops.slices: every entry must be [operand, axis, region, factor]"),
+    ("inplace", ("ops", 2, "inplace", 0), [3], "ops.inplace: every entry must be a pair"),
+    ("inplace", ("ops", 2, "inplace", 0), [3, 1, 1], "ops.inplace: every entry must be a pair"),
+    ("gap", ("buffers", 1, "gaps", 0), [2], "buffers.gaps: every entry must be a pair"),
+    *(("chunked", ("ops", 1, "slices", 0, at), value, "ops.slices: expected [operand, axis from 0, region, factor from 1]")
+      for at, value in ((0, 3), (1, -1), (1, "x"), (2, None), (3, 0), (3, "x"))),
+    ("chain", ("ops", 0, "attrs", "x"), None, "ops.attrs: expected numbers, strings and booleans"),
+    ("chain", ("ops", 0, "attrs", "x"), [], "ops.attrs: expected numbers, strings and booleans"),
+    ("chain", ("buffers", 0, "kind"), "cache", "buffers.kind: unknown 'cache'; known: carry, external, host, input, "
+     "output, scratch, state, transient, weight"),
+    ("chain", ("buffers", 0, "pool"), "heap", "buffers.pool: unknown 'heap'; known: external, host, state, weights, workspace"),
+    ("chain", ("buffers", 0, "dtype"), "int4", "buffers.dtype: unknown 'int4'; known: bfloat16, bool, float16, float32, "
+     "float64, float8_e4m3fn, float8_e5m2, int16, int32, int64, int8, uint8"),
+    ("chain", ("buffers", 0, "alignment"), 0, "alignment: expected 1 or more, got 0"),
+    ("chain", ("buffers", 0, "rotate"), -1, "rotate: expected 1 or more, got -1"),
+    *(("chain", ("dims", "tokens"), value, f"dims.tokens: expected an integer from 1, got {value!r}")
+      for value in (0, "x", True, 1.0)),
+    *(("chain", ("mesh",), value, f"mesh: expected a size and axes from 1, got {value!r}") for value in (
+        {}, {"size": 1}, {"axes": {"tensor": 1}}, {"size": 0, "axes": {}}, {"size": 1, "axes": {"tensor": 0}},
+        {"size": 1, "axes": [1]}, {"size": True, "axes": {}},
+    )),
+    *(("chain", ("config",), {"ffn": value}, f"config: expected rows, null or an option, got {{'ffn': {value!r}}}")
+      for value in (True, 0.5, [])),
+    ("chain", ("config",), {"ffn": 0, "idle": None}, "config: expected rows from 1, got {'ffn': 0, 'idle': None}"),
+    ("step", ("trace", 0, "config"), {"ffn": 0}, "config: expected rows from 1, got {'ffn': 0}"),
+    ("chain", ("implementations",), {"linear": 3}, "implementations: expected names, got 3"),
+    *((example, path, value, f"{label}: expected a finite time from 0, got {value!r}")
+      for example, path, label in (
+        ("chain", ("predicted_step_ms",), "predicted_step_ms"), ("step", ("trace", 0, "predicted_ms"), "trace.predicted_ms"),
+    ) for value in (-0.5, float("inf"), float("nan"))),
+    ("chain", ("components",), {"context": 0}, "components: expected context, library, weights, state, workspace, got context"),
+    ("chain", ("page_bytes",), 0, "page_bytes: expected 1 or more, got 0"),
+    ("chain", ("backend",), "tpu", "backend: unknown 'tpu'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(MISFITS)))
+def test_what_lies_inside_a_field(number: int) -> None:
+    example, path, value, text = MISFITS[number]
+    document = EXAMPLES[example]()
+    put(document, path, value)
+    assert text_of(document) == [text]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("page_bytes",), 1), (("predicted_step_ms",), 0), (("config", "ffn"), 1), (("mesh", "axes"), {}),
+        (("mesh", "axes"), {"tensor": 1, "data": 1}), (("dims", "ffn"), 1), (("buffers", 2, "alignment"), 1),
+        (("ops", 1, "attrs"), {"a": 1, "b": 0.5, "c": "x", "d": True}), (("config", "more"), "option"),
+        (("ops", 1, "slices"), ()), (("buffers", 2, "shape"), (2, 256)),
+    ],
+)  # fmt: skip
+def test_what_is_at_the_border_is_well_formed(path: tuple[Any, ...], value: object) -> None:
+    document = EXAMPLES["chunked"]()
+    put(document, path, value)
+    assert text_of(document) == []
+
+
+@pytest.mark.parametrize("label", ["ops", "buffers", "regions", "pools"])
+def test_names_are_unique(label: str) -> None:
+    document = EXAMPLES["offloaded"]()
+    first, second = (row["name"] for row in document[label][:2])
+    document[label].append(dict(document[label][0]))
+    document[label].append(dict(document[label][1]))
+    for k, row in enumerate(document[label]):
+        row.update({key: k for key in ("id", "index") if key in row})
+    found = [violation for violation in check_plan(document) if violation.code == "duplicate-name"]
+    listed = ", ".join(map(repr, sorted((first, second))))
+    assert [str(violation) for violation in found] == [f"duplicate-name: {label}: {listed} more than once"]
+
+
+@pytest.mark.parametrize(
+    ("label", "key", "text"), [("ops", "index", "ops[i].index must be i"), ("buffers", "id", "buffers[i].id must be i")]
+)
+def test_rows_are_numbered(label: str, key: str, text: str) -> None:
+    document = EXAMPLES["chain"]()
+    document[label][1][key] = 2
+    assert list(map(str, check_plan(document))) == [f"id: {text}"]
+
+
+def test_a_refusal_counts_what_it_does_not_say() -> None:
+    document = EXAMPLES["chunked"]()
+    document["backend"] = "tpu"
+    with pytest.raises(PlanFormatError, match=r"^not a plan: backend: unknown 'tpu'$"):
+        require_well_formed(document)
+    document["page_bytes"] = 0
+    document["trace"] = [1]
+    with pytest.raises(PlanFormatError, match=r"^not a plan: page_bytes: .* got 0 \(and 2 more\)$"):
+        require_well_formed(document)
+    document = EXAMPLES["chunked"]()
+    document["buffers"][0]["shape"] = ["x"]
+    with pytest.raises(PlanFormatError, match=r"^not a plan: buffers.shape: expected integers$"):
+        require_well_formed(document)
+    document["buffers"][0]["gaps"] = [7]
+    with pytest.raises(PlanFormatError, match=r"^not a plan: buffers.gaps: every entry must be a pair$"):
+        require_well_formed(document)
+    for unlike in ("chain", {}, None, {"schema": "mosaic.plan/2"}):
+        with pytest.raises(PlanFormatError, match=r"^expected schema 'mosaic.plan/1', got "):
+            require_well_formed(unlike)  # type: ignore[arg-type]
