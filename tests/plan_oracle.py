@@ -5,6 +5,7 @@ Written from the rules in the docstring of `mosaic.planner.check`, with no thoug
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from math import prod
@@ -70,6 +71,13 @@ class Oracle:
         return [
             *skeleton, *self._sizes(), *self._cuts(), *self._bounds(), *self._aliases(), *self._overlaps(), *self._totals(),
             *self._capacities(),
+        ]  # fmt: skip
+
+    def statements(self) -> list[Reason]:
+        """What a safe plan says beyond memory, but for its launches."""
+        return [
+            *self._config(), *self._dtype(), *self._dims(), *self._implementations(), *self._profile(), *self._formula(),
+            *self._trace(),
         ]  # fmt: skip
 
     def _b(self, b: int) -> str:
@@ -630,6 +638,152 @@ class Oracle:
                 yield Reason("pool", f"unknown pool {name!r}; known: {known}")
             elif name != "external" and (device == "cpu") != (name == "host" or d["backend"] == "cpu"):
                 yield Reason("pool", f"pool '{name}' is on {device!r}, the backend is {d['backend']!r}")
+
+    # Statements.
+
+    def _config(self) -> Iterator[Reason]:
+        config, dims = self.document["config"], self.document["dims"]
+        for name, row in self.regions.items():
+            knob, dim, rows, extent = row["knob"], row["dim"], row["rows"], row["extent"]
+            if config.get(knob) != rows:
+                text = f"region '{name}' has {rows} rows, config says {knob}={config.get(knob, 'nothing')!r}"
+                yield Reason("config", text)
+            if dims.get(dim) != extent:
+                text = f"region '{name}' runs over {extent} {dim}, dims say {dims.get(dim, 'nothing')!r}"
+                yield Reason("dims", text)
+        knobs = [row["knob"] for row in self.regions.values()]
+        idle = sorted(knob for knob in config if type(config[knob]) is int and knob not in knobs)
+        if idle:
+            yield Reason("config", f"{', '.join(idle)}: rows without a region")
+
+    def _dtype(self) -> Iterator[Reason]:
+        weights = [row["dtype"] for row in self.buffers if row["kind"] == "weight" or row["tensor"] is not None]
+        claimed = self.document["dtype"]
+        if any(weights.count(dtype) > weights.count(claimed) for dtype in weights):
+            counts = ", ".join(f"{weights.count(dtype)} in {dtype}" for dtype in sorted(set(weights)))
+            yield Reason("dtype", f"the plan is said to be in {claimed!r}, its weights are: {counts}")
+
+    def _dims(self) -> Iterator[Reason]:
+        d, dims = self.document, self.document["dims"]
+        shipped = d["phase"] == "full_step"
+        missing = [dim for dim in ("tokens", "seqs", "span", "masked") if dim not in dims]
+        if missing and shipped:
+            text = f"a full_step has tokens, seqs, span, masked; missing {', '.join(missing)}"
+            yield Reason("dims", text)
+        if (
+            {"tokens", "seqs"} <= dims.keys()
+            and d["fits"]
+            and dims["seqs"] == 1
+            and dims["tokens"] > d["max_ctx_tokens"]
+        ):
+            text = f"max_ctx_tokens is {d['max_ctx_tokens']}, this plan fits with {dims['tokens']}"
+            yield Reason("context", text)
+        if missing or not shipped:
+            return
+        tokens, seqs, span = dims["tokens"], dims["seqs"], dims["span"]
+        given = [row["shape"][0] for row in self.buffers if row["kind"] in ("input", "state") and row["shape"]]
+        for dim, value in dims.items():
+            length = seqs + 1 if dim == "seqs" else value
+            if dim not in ("span", "kv_heads") and length not in given:
+                yield Reason("dims", f"no input or state has {value} {dim}")
+        blocks = any(op["attrs"].get("block", 0) for op in self.ops)
+        least = (tokens + seqs) / (2 * seqs) if blocks else tokens / seqs
+        if seqs > tokens or span < least or span > tokens - seqs + 1:
+            text = f"queries in {seqs} sequences of {tokens} tokens cannot see {span} keys on average"
+            yield Reason("dims", text)
+
+    def _implementations(self) -> Iterator[Reason]:
+        d = self.document
+        chosen, backend = d["implementations"], d["backend"]
+        needs = "attention" if backend == "cuda" and any(op["kernel"] == "attention" for op in self.ops) else "none"
+        if [*chosen] != [needs] if needs != "none" else chosen:
+            names = ", ".join(sorted(chosen)) or "nothing"
+            yield Reason("implementation", f"chosen for {names}, on {backend} the graph needs {needs}")
+        for kernel, name in chosen.items():
+            known = ("cudnn", "triton") if kernel == "attention" else ()
+            if name not in known:
+                text = f"{kernel} has no {name!r}; known: {', '.join(known) or 'none'}"
+                yield Reason("implementation", text)
+        illegal = [i for i, op in enumerate(self.ops) if op["kernel"] == "attention" and not self._suits_cudnn(op)]
+        if chosen.get("attention") == "cudnn" and illegal:
+            text = f"{self._op(illegal[0])}: cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"
+            yield Reason("implementation", text, (), (illegal[0],))
+
+    def _suits_cudnn(self, op: Row) -> bool:
+        attrs, operands = op["attrs"], op["operands"]
+        if "q" not in operands or "cu_seqlens" not in operands or attrs.get("block", 0):
+            return False
+        q, bounds = (self.buffers[operands[name]] for name in ("q", "cu_seqlens"))
+        size = attrs.get("head_size")
+        return (
+            type(size) is int
+            and size in range(8, 129, 8)
+            and q["dtype"] in ("float16", "bfloat16")
+            and prod(bounds["shape"]) == 2
+        )
+
+    def _profile(self) -> Iterator[Reason]:
+        d = self.document
+        mesh, fixed = d["mesh"], d["components"]["context"] + d["components"]["library"]
+        if mesh["size"] != prod(mesh["axes"].values()):
+            yield Reason("mesh", f"{mesh['size']} devices in axes {mesh['axes']}")
+        if d["device_memory_bytes"] <= fixed:
+            text = f"{d['device_memory_bytes']} bytes of memory, context and libraries take {fixed}"
+            yield Reason("device", text)
+
+    def _formula(self) -> Iterator[Reason]:
+        d, live, slack = self.document, self.live_bytes(), self._slack()
+        loops = {f"{row['knob']}_rows": min(row["rows"], row["extent"]) for row in self.regions.values()}
+        names = {**d["dims"], **loops}
+        factor = rf"\*({'|'.join(map(re.escape, names)) or '(?!)'})(\*\*[1-9])?"
+        term = rf"-?[0-9]{{1,40}}({factor})*"
+        highest = 0
+        for line in d["formula"]:
+            expr, at = line["expr"], [i for i, op in enumerate(self.ops) if op["name"] == line["at"]]
+            if not re.fullmatch(rf"{term}( \+ {term})*", expr):
+                yield Reason("formula", f"'{expr}' is no sum of products of dims and rows")
+                continue
+            if not at:
+                yield Reason("formula", f"'{expr}' is at no op: {line['at']!r}")
+                continue
+            value = eval(re.sub(r"\b0+(?=[0-9])", "", expr), {}, names)
+            highest = max(highest, value)
+            most, least = live[at[0]], live[at[0]] - slack[at[0]]
+            if value > most or value < least:
+                text = f"'{expr}' is {value}, at {self._op(at[0])} {least} to {most} bytes live"
+                yield Reason("formula", text, (), (at[0],))
+        if max(live) - max(slack) > highest:
+            yield Reason("formula", f"its maximum is {highest}, the largest live set {max(live)}")
+
+    def _slack(self) -> list[int]:
+        """By op, what rounding adds to the live bytes, and storage beyond an alias group's smallest member."""
+        roots = self._roots("workspace")
+        spare = {b: self.buffers[b]["size"] - min(map(self.raw_bytes, (b, *self._members(b)))) for b in roots}
+        live = {b: self.live(b) for b in roots}
+        return [sum(spare[b] for b in roots if i in live[b]) for i in range(self.end)]
+
+    def _trace(self) -> Iterator[Reason]:
+        d = self.document
+        config, page = d["config"], d["page_bytes"]
+        for k, step in enumerate(d["trace"]):
+            if step["config"].keys() != config.keys():
+                different = set(step["config"]) ^ set(config)
+                text = f"trace[{k}] and the plan have different knobs: {', '.join(different)}"
+                yield Reason("config", text)
+                continue
+            options = [key for key, value in config.items() if isinstance(value, str)]
+            if any(step["config"][key] != config[key] for key in options):
+                continue
+            if all(op["name"] != step["bottleneck"] for op in self.ops):
+                yield Reason("trace", f"trace[{k}]: no op is named {step['bottleneck']!r}")
+            total = d["total_bytes"] - d["components"]["workspace"] + -(-step["peak_bytes"] // page) * page
+            if step["total_bytes"] != total:
+                text = f"trace[{k}].total_bytes is {step['total_bytes']}, fixed bytes and its peak give {total}"
+                yield Reason("trace", text)
+            claims = (step["peak_bytes"], step["predicted_ms"]), (d["lower_bound_bytes"], d["predicted_step_ms"])
+            if step["config"] == config and claims[0] != claims[1]:
+                text = f"trace[{k}] has the plan's configuration and {claims[0]}, the plan {claims[1]}"
+                yield Reason("trace", text)
 
 
 def sorted_reasons(reasons: Iterable[Any]) -> list[Reason]:

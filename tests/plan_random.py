@@ -261,3 +261,105 @@ def break_somewhere(document: Document, rng: random.Random) -> None:
     elif value is None or isinstance(value, str):
         alike = [other for where, other in everywhere if where[-1] == path[-1] and len(where) == len(path)]
         put(document, path, rng.choice([other for other in alike if other != value] or [value]))
+
+
+def break_statement(document: Document, rng: random.Random) -> None:
+    """Change one thing that memory does not depend on."""
+    change = rng.choice((_dims, _config, _formula, _formula, _trace, _trace, _header, _header, _launch, _weights))
+    change(document, rng)
+
+
+def _vary(values: dict[str, Any], rng: random.Random, others: tuple[Any, ...]) -> None:
+    """Change, drop or add an entry."""
+    key = rng.choice([*values, "extra"])
+    if rng.random() < 0.2 and key in values:
+        del values[key]
+    elif type(values.get(key)) is int and rng.random() < 0.7:
+        values[key] = max(1, values[key] + rng.choice((-1, 1)))
+    else:
+        values[key] = rng.choice(others)
+
+
+def _dims(document: Document, rng: random.Random) -> None:
+    _vary(document["dims"], rng, (1, 2, 3, 4))
+    lengths = [row for row in document["buffers"] if row["kind"] in ("input", "state") and row["shape"]]
+    if rng.random() < 0.5 and lengths:
+        seqs = document["dims"].get("seqs", 1)
+        rng.choice(lengths)["shape"][0] = rng.choice((seqs + 1, *document["dims"].values()))
+
+
+def _config(document: Document, rng: random.Random) -> None:
+    _vary(document["config"], rng, (1, 2, 3, None, "fused", "other"))
+
+
+def _formula(document: Document, rng: random.Random) -> None:
+    line = rng.choice(document["formula"])
+    terms = line["expr"].split(" + ")
+    at = rng.randrange(len(terms))
+    number, *factors = terms[at].split("*")
+    moved = int(number) + rng.choice((-4096, -1024, -1, 1, 1024)) if number.lstrip("-").isdecimal() else 1
+    names = [*document["dims"], *(f"{row['knob']}_rows" for row in document["regions"]), "nobody", ""]
+    terms[at] = rng.choice((
+        "*".join((str(moved), *factors)), "*".join((number, *factors, rng.choice(names))),
+        f"{number}*{rng.choice(names)}**{rng.randint(0, 10)}", "0" * rng.choice((39, 40)) + "1", f"{number}^2", "*".join(factors),
+    ))  # fmt: skip
+    glue = " + " if rng.random() < 0.9 else "+"
+    line["expr"] = glue.join(terms)
+    if rng.random() < 0.3:
+        line["at"] = rng.choice((*(op["name"] for op in document["ops"]), "nowhere"))
+    if rng.random() < 0.2:
+        document["formula"].append({**line, "expr": str(moved)})
+
+
+def _trace(document: Document, rng: random.Random) -> None:
+    bound, page = document["lower_bound_bytes"], document["page_bytes"]
+    peak = bound + rng.choice((0, 0, 1, page))
+    fixed = document["total_bytes"] - document["components"]["workspace"]
+    step = {
+        "config": dict(document["config"]), "move": "", "bottleneck": rng.choice((*(op["name"] for op in document["ops"]), "no")),
+        "peak_bytes": peak, "total_bytes": fixed + -(-peak // page) * page + rng.choice((0, 0, 0, page)),
+        "predicted_ms": document["predicted_step_ms"] + rng.choice((0, 0, 0, 1)),
+    }  # fmt: skip
+    if rng.random() < 0.6 and step["config"]:
+        key = rng.choice([*step["config"]])
+        step["config"][key] = rng.choice((1, 2, "fused", "other", None))
+    if rng.random() < 0.1:
+        step["config"]["extra"] = None
+    document["trace"].append(step)
+
+
+def _header(document: Document, rng: random.Random) -> None:
+    components, dims = document["components"], document["dims"]
+    fixed = components["context"] + components["library"]
+    backend = rng.choice(("cuda", "cpu"))
+    document.update(rng.choice((
+        {"device_memory_bytes": fixed + rng.choice((-1, 0, 1))},
+        {"max_ctx_tokens": max(0, dims.get("tokens", 1) + rng.choice((-1, 0, 1)))},
+        {"fits": False, "max_ctx_tokens": 0},
+        {"mesh": {"size": rng.randint(1, 4), "axes": {"tensor": rng.randint(1, 2), "data": rng.randint(1, 2)}}},
+        {"implementations": rng.choice(({}, {"attention": "triton"}, {"attention": "cudnn"}, {"linear": "triton"}))},
+        {"implementations": {"attention": "cudnn"}, "phase": "example"},
+        {"phase": rng.choice(("full_step", "example"))}, {"backend": backend}, {"dtype": rng.choice(DTYPES)},
+    )))  # fmt: skip
+
+
+def _launch(document: Document, rng: random.Random) -> None:
+    """An attribute, a dtype or an operand of some op; most often of attention, if there is one."""
+    ops = [op for op in document["ops"] if op["kernel"] == "attention"] or document["ops"]
+    row = rng.choice(ops if rng.random() < 0.7 else document["ops"])
+    document["implementations"] = rng.choice((document["implementations"], {"attention": "cudnn"}))
+    sixteen = rng.choice(("float16", "bfloat16"))
+    for b in row["operands"].values():
+        if document["buffers"][b]["dtype"] == "float32" and rng.random() < 0.9:
+            document["buffers"][b]["dtype"] = sixteen
+    if rng.random() < 0.6:
+        row["attrs"][rng.choice(("block", "head_size", "head_size"))] = rng.choice((0, 4, 8, 12, 120, 128, 136, 0.5))
+    if rng.random() < 0.2 and row["operands"]:
+        del row["operands"][rng.choice([*row["operands"]])]
+
+
+def _weights(document: Document, rng: random.Random) -> None:
+    for row in document["buffers"]:
+        if rng.random() < 0.4:
+            row["tensor"] = rng.choice((None, f"model.{row['name']}"))
+            row["dtype"] = rng.choice(("float32", "bfloat16"))

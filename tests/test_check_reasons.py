@@ -162,7 +162,7 @@ def test_sizes_are_rounded_where_the_plan_places() -> None:
 
 # What stands in a field: types and ranges, of a document that is otherwise sound.
 
-FORMS = {"int": 3, "str": "x", "list": [], "dict": {}, "bool": True, "float": 0.5, "null": None}
+FORMS: dict[str, Any] = {"int": 3, "str": "x", "list": [], "dict": {}, "bool": True, "float": 0.5, "null": None}
 FIELDS = {
     "": {
         "mosaic_version model phase dtype device backend solver": "str",
@@ -201,10 +201,10 @@ def with_rows(label: str) -> Document:
 def test_every_field_has_its_type(label: str) -> None:
     """Each field, with a value of each type that it may not have: one message, which says what it may have."""
     for names, allowed in FIELDS[label].items():
-        for name, (form, value) in product(names.split(), FORMS.items()):
+        for name, form in product(names.split(), FORMS):
             document = with_rows(label)
             row = document[label][-1] if label else document
-            row[name] = value
+            row[name] = value = FORMS[form]
             if form in allowed.split(" or "):
                 assert not any(text.startswith(f"{name}: expected {allowed}") for text in text_of(document))
             elif label and (allowed, form) == ("int", "bool"):

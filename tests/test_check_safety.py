@@ -12,7 +12,7 @@ import pytest
 from plan_examples import EXAMPLES, Document, decoder
 from plan_mutations import MUTATIONS
 from plan_oracle import Oracle, sorted_reasons
-from plan_random import break_somewhere, malform, random_plan
+from plan_random import break_somewhere, break_statement, malform, random_plan
 
 from mosaic.errors import CheckFailed, PlanFormatError
 from mosaic.planner.check import Numbers, Records, Violation, check_plan, check_safety, prove_safe, require_safe
@@ -243,3 +243,29 @@ def test_each_slot_is_rounded_by_itself() -> None:
     assert [violation.code for violation in check_safety(document) if violation.buffers == (2,)] == ["size"]
     document["buffers"][2]["size"] = 1024
     assert "size" not in {violation.code for violation in check_safety(document)}
+
+
+STATEMENTS = {"config", "dtype", "dims", "context", "implementation", "mesh", "device", "trace", "formula"}
+
+
+def test_random_statements_are_judged_as_the_long_way_round_judges_them() -> None:
+    """Of configuration, dims, implementations, formula and search, on plans of the shipped step and others."""
+    seen: Counter[str] = Counter()
+    builds = [*EXAMPLES.values(), *(EXAMPLES["step"],) * 20]
+    for seed in range(900):
+        rng = random.Random(seed)
+        document = rng.choice(builds)()
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            break_statement(document, rng)
+        verdict = check_plan(document)
+        assert MALFORMED.isdisjoint(violation.code for violation in verdict), (seed, verdict)
+        said = [violation for violation in verdict if violation.code in STATEMENTS]
+        expected = sorted_reasons(Oracle(document).statements())
+        found = [
+            violation
+            for violation in said
+            if not (violation.code == "dims" and "runs over" in violation.message and violation.ops)
+        ]
+        assert sorted_reasons(found) == expected, seed
+        seen.update({reason.code for reason in expected} or {"sound"})
+    assert min(seen.values()) > 10 and seen.keys() == STATEMENTS | {"sound"}, seen

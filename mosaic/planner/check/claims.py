@@ -98,6 +98,8 @@ def _spare_bytes(plan: Columns) -> Sequence[int]:
 def _evaluate_sum(text: str, values: Mapping[str, int]) -> int | None:
     """Evaluate `3*a + 5*b*c**2 + 7`; None if it is written otherwise or names anything else."""
     total = 0
+    if "^" in text:
+        return None
     for term in text.split(" + "):
         number, *factors = term.replace("**", "^").split("*")
         digits = number.removeprefix("-")
