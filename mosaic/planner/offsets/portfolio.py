@@ -30,7 +30,7 @@ from .periodic import fold
 from .problem import Problem, Solution
 from .skyline import PREORDERS, skyline
 
-__all__ = ["SOLVERS", "Placer", "solve"]
+__all__ = ["SOLVERS", "Placer", "capacities_to_ask", "solve"]
 
 SOLVERS: Mapping[str, str] = MappingProxyType(
     {
@@ -320,7 +320,9 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
                 if best.done:
                     return
             turn = max(turn, min(2 * turn, _LONGEST_TURN))
-            rungs = _rungs(rungs, best, step, blocks.capacity)
+            begun = {rung.capacity: rung for rung in rungs}
+            asked = capacities_to_ask(list(begun), best.bound, best.peak, step, blocks.capacity)
+            rungs = [begun.get(value) or _Rung(value) for value in asked]
 
 
 def _take_turn(task: Search, *, quota: int, best: Incumbent) -> int:
@@ -331,24 +333,33 @@ def _take_turn(task: Search, *, quota: int, best: Incumbent) -> int:
     return task.status
 
 
-def _rungs(rungs: list[_Rung], best: Incumbent, step: int, capacity: int | None) -> list[_Rung]:
-    """Return the capacities to ask for: the bound, then the given capacity, else steps between bound and peak."""
-    bound, peak = best.bound, best.peak
+def capacities_to_ask(held: Sequence[int], bound: int, peak: int, step: int, capacity: int | None) -> list[int]:
+    """Return the capacities to ask for: the bound, then the given capacity, else steps between bound and peak.
+
+    Parameters
+    ----------
+    held : sequence of int
+        Capacities in bytes that were asked for so far.
+    step : int
+        Bytes that divide every peak.
+
+    Examples
+    --------
+    >>> capacities_to_ask([1000], 1000, 2000, 100, None)
+    [1000, 1500, 1700, 1800, 1900]
+    """
     room = (peak - bound) // step
-    kept = {rung.capacity: rung for rung in rungs if bound <= rung.capacity < peak}
+    kept = {value for value in held if bound <= value < peak}
     if capacity is not None and bound < capacity < peak:
-        wanted = [bound, capacity // step * step]
+        kept.add(capacity // step * step)
     elif len(kept) < 4:
-        wanted = [bound, *(bound + step * (room * part // 8) for part in (4, 6, 7)), peak - step]
+        kept.update(bound + step * (room * part // 8) for part in (4, 6, 7))
+        kept.add(peak - step)
     elif max(kept) < peak - step * (room // 4):  # the steps that were near are far by now: ask for a little less again
-        wanted = [bound, peak - step, bound + step * (room * 7 // 8)]
-    else:  # let searches under way go on rather than ask much the same again
-        wanted = [bound]
-    for value in wanted:
-        if bound <= value < peak:
-            kept.setdefault(value, _Rung(value))
-    highest = sorted((value for value in kept if value > bound), reverse=True)
-    return [kept[value] for value in (bound, *sorted(highest[: _RUNGS - 1]))]
+        kept.update((peak - step, bound + step * (room * 7 // 8)))
+    # else let searches under way go on rather than ask much the same again
+    above = sorted(value for value in kept if bound < value < peak)
+    return [bound, *above[1 - _RUNGS :]]
 
 
 def _by_model(blocks: Blocks, best: Incumbent, solver: str, timeout_s: float | None, seed: int) -> None:
