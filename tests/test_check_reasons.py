@@ -7,11 +7,13 @@ from itertools import product
 from typing import Any
 
 import pytest
-from plan_examples import EXAMPLES, KIB, Document, barrier
+from plan_examples import EXAMPLES, KIB, Document, barrier, buffer
+from plan_launches import LAUNCHES, Launch, launched, looped, resettled
 from plan_random import put
 
 from mosaic.errors import PlanFormatError
 from mosaic.planner.check import check_plan, check_safety, require_well_formed
+from mosaic.registrar.contracts import OPERATORS
 
 Change = Callable[[Document], Any]
 Reason = tuple[str, tuple[int, ...], tuple[int, ...], str]
@@ -299,6 +301,10 @@ def test_numbers_are_in_their_ranges(label: str, example: str, path: tuple[Any, 
         assert texts("x") == [f"{label}: expected integers"]
 
 
+MESHES: tuple[Any, ...] = (
+    {}, {"size": 1}, {"axes": {"tensor": 1}}, {"size": 0, "axes": {}}, {"size": 1, "axes": {"tensor": 0}},
+    {"size": 1, "axes": [1]}, {"size": True, "axes": {}},
+)  # fmt: skip
 MISFITS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("chunked", ("ops", 1, "slices", 0), ["r0", 0, "ffn"], "ops.slices: every entry must be [operand, axis, region, factor]"),
     ("chunked", ("ops", 1, "slices", 0), "r0ff", "ops.slices: every entry must be [operand, axis, region, factor]"),
@@ -318,19 +324,16 @@ MISFITS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("chain", ("buffers", 0, "rotate"), -1, "rotate: expected 1 or more, got -1"),
     *(("chain", ("dims", "tokens"), value, f"dims.tokens: expected an integer from 1, got {value!r}")
       for value in (0, "x", True, 1.0)),
-    *(("chain", ("mesh",), value, f"mesh: expected a size and axes from 1, got {value!r}") for value in (
-        {}, {"size": 1}, {"axes": {"tensor": 1}}, {"size": 0, "axes": {}}, {"size": 1, "axes": {"tensor": 0}},
-        {"size": 1, "axes": [1]}, {"size": True, "axes": {}},
-    )),
+    *(("chain", ("mesh",), mesh, f"mesh: expected a size and axes from 1, got {mesh!r}") for mesh in MESHES),
     *(("chain", ("config",), {"ffn": value}, f"config: expected rows, null or an option, got {{'ffn': {value!r}}}")
-      for value in (True, 0.5, [])),
+      for value in (True, 0.5, (1,))),
     ("chain", ("config",), {"ffn": 0, "idle": None}, "config: expected rows from 1, got {'ffn': 0, 'idle': None}"),
     ("step", ("trace", 0, "config"), {"ffn": 0}, "config: expected rows from 1, got {'ffn': 0}"),
     ("chain", ("implementations",), {"linear": 3}, "implementations: expected names, got 3"),
-    *((example, path, value, f"{label}: expected a finite time from 0, got {value!r}")
+    *((example, path, time, f"{label}: expected a finite time from 0, got {time!r}")
       for example, path, label in (
         ("chain", ("predicted_step_ms",), "predicted_step_ms"), ("step", ("trace", 0, "predicted_ms"), "trace.predicted_ms"),
-    ) for value in (-0.5, float("inf"), float("nan"))),
+    ) for time in (-0.5, float("inf"), float("nan"))),
     ("chain", ("components",), {"context": 0}, "components: expected context, library, weights, state, workspace, got context"),
     ("chain", ("page_bytes",), 0, "page_bytes: expected 1 or more, got 0"),
     ("chain", ("backend",), "tpu", "backend: unknown 'tpu'"),
@@ -401,3 +404,191 @@ def test_a_refusal_counts_what_it_does_not_say() -> None:
     for unlike in ("chain", {}, None, {"schema": "mosaic.plan/2"}):
         with pytest.raises(PlanFormatError, match=r"^expected schema 'mosaic.plan/1', got "):
             require_well_formed(unlike)  # type: ignore[arg-type]
+
+
+# Every shipped operator: a launch of it, and what it may not be.
+
+BY_KERNEL = {launch.kernel: launch for launch in LAUNCHES}
+ALIKE = {"float32": "int32", "int32": "float32", "int64": "float64", "uint8": "bool"}  # as many bytes
+
+
+def codes(document: Document) -> set[str]:
+    return {violation.code for violation in check_plan(document)}
+
+
+def names_of(launch: Launch) -> dict[str, int]:
+    operands: dict[str, int] = launched(launch)["ops"][0]["operands"]
+    return operands
+
+
+def test_every_shipped_operator_has_a_launch() -> None:
+    """The registrar's list: a kernel that it knows and the checker does not would pass unproved."""
+    assert BY_KERNEL.keys() == {*OPERATORS}
+
+
+@pytest.mark.parametrize("kernel", BY_KERNEL)
+def test_a_launch_says_what_it_computes_and_moves(kernel: str) -> None:
+    launch = BY_KERNEL[kernel]
+    assert check_plan(launched(launch)) == []
+    for key, noun in (("flops", "FLOPs, "), ("bytes", "bytes, its operands have ")):
+        for change in (-1, 1):
+            document = launched(launch)
+            true = document["ops"][0][key]
+            document["ops"][0][key] = max(0, true + change)
+            if true + change >= 0:
+                (found,) = check_plan(document)
+                assert (found.code, found.buffers, found.ops) == (key, (), (0,))
+                assert found.message.startswith(f"op 0 'launch': {true + change} {noun}")
+                assert found.message.endswith(f" {true}")
+
+
+@pytest.mark.parametrize("kernel", BY_KERNEL)
+def test_a_launch_in_a_loop(kernel: str) -> None:
+    """What is sliced moves once, what is not in every iteration; some operators need all rows at once."""
+    launch = BY_KERNEL[kernel]
+    if not launch.sliced:
+        return
+    document = looped(launch)
+    if launch.whole:
+        (found,) = [violation for violation in check_plan(document) if violation.code == "operator"]
+        assert found.message == f"op 0 'launch': {kernel} needs all of {launch.whole}, it sees [4 by 'rows']"
+        return
+    assert check_plan(document) == []
+    for k, (name, *_) in enumerate(document["ops"][0]["slices"]):
+        document = looped(launch)
+        del document["ops"][0]["slices"][k]
+        assert codes(document) & {"operator", "flops", "bytes"}, name
+
+
+@pytest.mark.parametrize("kernel", BY_KERNEL)
+def test_operands_have_their_dtypes_shapes_and_places(kernel: str) -> None:
+    launch = BY_KERNEL[kernel]
+    for name, b in names_of(launch).items():
+        document = launched(launch)
+        row = document["buffers"][b]
+        row["dtype"] = ALIKE[row["dtype"]]
+        assert codes(document) == (set() if name in launch.free.split() else {"operator"}), (name, "dtype")
+
+        for axis in range(len(row["shape"])):
+            document = launched(launch)
+            document["buffers"][b]["shape"][axis] += 1
+            loose = axis == 0 and name in launch.loose.split()
+            assert (codes(resettled(document)) & {"operator", "flops", "bytes"} == set()) == loose, (name, axis)
+
+        document = launched(launch)
+        document["buffers"][b]["shape"].insert(0, 1)
+        assert codes(document) == (set() if name in launch.any_rank.split() else {"operator"}), (name, "rank")
+
+        document = launched(launch)
+        kind = "host" if document["buffers"][b]["kind"] != "input" else "input"
+        document["buffers"][b].update(pool="host", kind=kind)
+        if kind == "input" or b not in document["ops"][0]["reads"]:
+            found = [violation for violation in check_plan(resettled(document)) if violation.code == "operator"]
+            assert (not found) == (name in launch.host.split()), (name, "host")
+            may = f"one of {', '.join(sorted(launch.host.split()))}" if launch.host else "none"
+            for violation in found:
+                assert (
+                    violation.message == f"op 0 'launch': {kernel} has {name} in host memory; it may have {may} there"
+                )
+                assert violation.buffers == (b,)
+
+
+@pytest.mark.parametrize("kernel", BY_KERNEL)
+def test_operands_and_attributes_are_all_there(kernel: str) -> None:
+    launch = BY_KERNEL[kernel]
+    optional = launch.optional.split()
+    for name, b in names_of(launch).items():
+        document = launched(launch)
+        row = document["ops"][0]
+        del row["operands"][name]
+        for side in ("reads", "writes"):
+            row[side] = [at for at in row[side] if at != b]
+        row["bytes"] = launched(launch)["ops"][0]["bytes"]
+        expected = {"bytes" if name in optional else "operator"}
+        assert codes(document) & {"operator", "operands", "flops", "bytes"} == expected, name
+        for side in ("reads", "writes"):
+            document = launched(launch)
+            if b in document["ops"][0][side]:
+                document["ops"][0][side].remove(b)
+                assert "operands" in codes(document), (name, side)
+    for name, value in launch.attrs.items():
+        document = launched(launch)
+        del document["ops"][0]["attrs"][name]
+        found = [violation.message for violation in check_plan(document) if violation.code == "operator"]
+        assert (found == []) == (name in optional), name
+        assert all(text.endswith(f"; amiss: {name}=None") for text in found)
+        document = launched(launch)
+        wrong = "x" if not isinstance(value, str) else 1
+        document["ops"][0]["attrs"][name] = wrong
+        found = [violation.message for violation in check_plan(document) if violation.code == "operator"]
+        assert [text.partition("; ")[2] for text in found] == [f"amiss: {name}={wrong!r}"], name
+    document = launched(launch)
+    document["ops"][0]["attrs"]["colour"] = 1
+    (violation,) = check_plan(document)
+    assert violation.message.endswith("; amiss: colour=1")
+    document = launched(launch)
+    document["ops"][0]["operands"]["colour"] = 0
+    assert "operator" in codes(document)
+
+
+@pytest.mark.parametrize("kernel", BY_KERNEL)
+def test_what_an_operator_overwrites_in_place(kernel: str) -> None:
+    launch = BY_KERNEL[kernel]
+    operands = names_of(launch)
+    row = launched(launch)["ops"][0]
+    for (new, a), (old, b) in product(operands.items(), operands.items()):
+        if a in row["writes"] and b in row["reads"] and a != b:
+            document = launched(launch)
+            document["ops"][0]["inplace"] = [[a, b]]
+            allowed = f"{new}/{old}" in launch.inplace.split()
+            assert codes(document) == (set() if allowed else {"operands"}), (new, old)
+
+
+RULES: list[tuple[str, dict[str, Any], str]] = [  # kernel, attributes, what is refused
+    ("attention", {"head_size": 3}, "head_size divides P: 3, 4"),
+    ("attention", {"head_size": 0}, "head_size divides P: 0, 4"),
+    ("attention", {"block": -1}, "0 at most block: 0, -1"),
+    ("kv_attention", {"kv_heads": 3}, "kv_heads*head_size divides Q: 6, 8"),
+    ("kv_attention", {"layer": 2}, "2*layer*kv_heads*head_size+1 at most X: 17, 16"),
+    ("kv_attention", {"layer": -1}, "0 at most layer: 0, -1"),
+    ("kv_attention", {"block": -1}, "0 at most block: 0, -1"),
+    ("kv_store", {"layer": 2}, "2*layer*W+1 at most X: 17, 16"),
+    ("kv_store", {"layer": -1}, "0 at most layer: 0, -1"),
+    ("moe_route", {"groups": 3}, "groups divides E: 3, 8"),
+    ("moe_route", {"top_groups": 5}, "top_groups at most groups: 5, 4"),
+    ("rotary", {"head_size": 5}, "head_size divides W: 5, 8"),
+    ("rotary", {"head_size": 2}, "2*R at most head_size: 4, 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "attrs", "text"), RULES)
+def test_rules_of_operators(kernel: str, attrs: dict[str, Any], text: str) -> None:
+    document = launched(BY_KERNEL[kernel])
+    document["ops"][0]["attrs"].update(attrs)
+    said = [violation.message for violation in check_plan(document) if violation.code == "operator"]
+    assert f"op 0 'launch': {kernel} needs {text}" in said
+
+
+@pytest.mark.parametrize(
+    ("kernel", "attrs"),
+    [
+        ("attention", {"head_size": 4}), ("attention", {"head_size": 1}), ("attention", {"block": 0}),
+        ("kv_attention", {"layer": 0}), ("kv_store", {"layer": 0}), ("moe_route", {"groups": 2}),
+        ("moe_route", {"groups": 8, "top_groups": 8}), ("rotary", {"head_size": 8}),
+    ],
+)  # fmt: skip
+def test_rules_hold_at_their_borders(kernel: str, attrs: dict[str, Any]) -> None:
+    document = launched(BY_KERNEL[kernel])
+    document["ops"][0]["attrs"].update(attrs)
+    assert codes(document) == set()
+
+
+def test_every_launch_has_scratch_where_its_kernel_takes_it() -> None:
+    for launch in LAUNCHES:
+        document = launched(launch)
+        row = document["ops"][0]
+        b = len(document["buffers"])
+        document["buffers"].append({**buffer("scratch", (0, 1), 0, kind="scratch"), "id": b})
+        row["operands"]["scratch"] = b
+        row["writes"].append(b)
+        assert codes(resettled(document)) == set(), launch.kernel

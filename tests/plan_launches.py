@@ -1,0 +1,156 @@
+"""One launch of every shipped operator, with what it moves and computes worked out by hand, as a plan of one op."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from plan_examples import barrier, buffer, op, plan, region
+from plan_oracle import ITEM_BYTES, Document, Oracle, Row
+from plan_random import settle_claims
+
+DTYPES = {"f": "float32", "l": "int64", "i": "int32", "u": "uint8"}
+STATISTICS = "token:l6 maximum:f6 second:f6 logsumexp:f6 entropy:f6"
+
+
+class Launch(NamedTuple):
+    """Operands as `name:dtype and shape`; one that is read and written has its shape where it is read.
+
+    `free` operands may be of any dtype. `loose` ones may have another first axis, nothing counts it; `any_rank` ones may
+    have more axes. `sliced` share their first axis, so a loop may slice it; `whole` says which letter forbids that.
+    """
+
+    kernel: str
+    reads: str
+    writes: str
+    flops: int = 0
+    attrs: Mapping[str, Any] = {}
+    moved: str = ""  # by default all that is read and all that is written
+    free: str = ""
+    loose: str = ""
+    any_rank: str = ""
+    optional: str = ""  # operands and attributes
+    host: str = ""
+    inplace: str = ""  # written/read
+    sliced: str = ""
+    whole: str = ""
+
+
+LAUNCHES = [
+    Launch("attention", "q:f6,8 k:f5,4 v:f5,4 cu_seqlens:i3", "y:f6,8", 4 * 4 * 6 * 8,
+           {"head_size": 2, "scale": 0.5, "span": 4, "block": 3}, free="k v cu_seqlens", any_rank="cu_seqlens",
+           optional="span block", inplace="y/q", sliced="q y"),
+    Launch("confidence", "maximum:f6 logsumexp:f6", "y:f6", 2 * 6, sliced="maximum logsumexp y"),
+    Launch("copy", "x:f6,4", "y:f6,4", host="x y", sliced="x y"),
+    Launch("embedding", "ids:l6 table:f9,4", "y:f6,4", moved="ids y y", loose="table", host="table", sliced="ids y"),
+    Launch("gather_rows", "x:f9,4 rows:l6", "y:f6,4", moved="rows y y", loose="x", host="x", sliced="rows y"),
+    Launch("grouped_linear", "x:f12,4 weight:f3,5,4 offsets:l4", "y:f12,5", 2 * 12 * 4 * 5, free="weight offsets",
+           sliced="x y"),
+    Launch("guide", "x:f6,4 uncond:f6,4 guidance:f1", "x", 3 * 6 * 4, sliced="x uncond"),
+    Launch("head_norm", "x:f6,8 weight:f2", "x", 4 * 6 * 8, {"eps": 1e-6}, free="x weight", any_rank="x", sliced="x"),
+    Launch("kv_attention", "q:f6,8 kv:f9,16 key_slots:l5 cu_seqlens:i3 cu_keys:i3 positions:i6", "y:f6,8", 4 * 4 * 6 * 8,
+           {"layer": 1, "kv_heads": 2, "head_size": 2, "scale": 0.5, "span": 4, "block": 3},
+           moved="q key_slots cu_seqlens cu_keys positions y kv=40", loose="kv", optional="span block", inplace="y/q",
+           sliced="q positions y"),
+    Launch("kv_store", "k:f6,4 v:f6,4 slots:l6 kv:f9,16", "kv", attrs={"layer": 1}, moved="slots k v k v", loose="kv",
+           sliced="k v slots"),
+    Launch("linear", "x:f6,4 weight:f3,4 bias:f3", "y:f6,3", 2 * 6 * 4 * 3, free="weight bias", optional="bias", sliced="x y"),
+    Launch("linear_add", "x:f6,4 weight:f3,4 y:f6,3", "y", 2 * 6 * 4 * 3, free="x weight y", sliced="x y"),
+    Launch("moe_combine", "y:f12,4 order:l12 scores:f6,2 x:f6,4", "x", 2 * 6 * 2 * 4, free="y order scores x"),
+    Launch("moe_gather", "x:f6,4 order:l12", "y:f12,4", attrs={"top_k": 2}, free="order"),
+    Launch("moe_route", "x:f6,4 weight:f8,4 bias:f8", "scores:f6,2 experts:l6,2", 2 * 6 * 4 * 8,
+           {"top_k": 2, "normalize": True, "scoring": "softmax", "groups": 4, "top_groups": 2, "scale": 1.0},
+           free="weight", optional="bias scoring groups top_groups scale", sliced="x scores experts"),
+    Launch("moe_sort", "experts:l6,2", "order:l12 offsets:l9", attrs={"num_experts": 8}, free="experts"),
+    Launch("perturb_score", "score:f6 keys:l6 temperature:f1", "score", 4 * 6, sliced="score keys"),
+    Launch("rms_norm", "x:f6,4 weight:f4", "y:f6,4", 4 * 6 * 4, {"eps": 1e-6}, free="weight", inplace="y/x", sliced="x y"),
+    Launch("rotary", "x:f6,8 positions:i6 inv_freq:f3,2 sequences:i6", "x", 6 * 6 * 8, {"head_size": 4, "factor": 1.0},
+           free="x positions inv_freq", any_rank="inv_freq", optional="sequences factor", sliced="x positions sequences"),
+    Launch("row_nucleus", "logits:f6,9 keys:l6 temperature:f1 top_p:f1 top_k:i1",
+           "sample:l6 probability:f6 margin:f6 entropy:f6", 10 * 6 * 9, free="logits",
+           sliced="logits keys sample probability margin entropy"),
+    Launch("row_sample", "logits:f6,9 keys:l6 temperature:f1", f"{STATISTICS} sample:l6 sample_logit:f6", 10 * 6 * 9,
+           free="logits", sliced="logits keys token maximum second logsumexp entropy sample sample_logit"),
+    Launch("row_score", "maximum:f6 second:f6 logsumexp:f6 entropy:f6 sample_logit:f6 keys:l6", "score:f6", 4 * 6,
+           {"kind": "margin"}, optional="keys",
+           sliced="maximum second logsumexp entropy sample_logit keys score", whole="M"),
+    Launch("row_stats", "logits:f6,9", STATISTICS, 6 * 6 * 9, free="logits",
+           sliced="logits token maximum second logsumexp entropy"),
+    Launch("shift_rows", "rows:l6 cu_seqlens:i3", "y:l6", free="k v cu_seqlens", any_rank="cu_seqlens", sliced="rows y"),
+    Launch("silu_mul", "gate:f6,4 up:f6,4", "gate", 5 * 6 * 4, sliced="gate up"),
+    Launch("transfer", "token:l6 score:f6 current:l6 cu_rows:i3 quota:i2 threshold:f2 edit_threshold:f2",
+           "chosen:l6 committed:u6", attrs={"rule": "quota", "mask_id": 3}, optional="edit_threshold",
+           sliced="token score current chosen committed", whole="M"),
+    Launch("unembed_sample", "x:f6,4 weight:f9,4 keys:l6 temperature:f1", f"{STATISTICS} sample:l6 sample_logit:f6",
+           2 * 6 * 4 * 9, free="x weight", sliced="x keys token maximum second logsumexp entropy sample sample_logit"),
+    Launch("unembed_stats", "x:f6,4 weight:f9,4", STATISTICS, 2 * 6 * 4 * 9, free="x weight",
+           sliced="x token maximum second logsumexp entropy"),
+]  # fmt: skip
+
+
+def launched(launch: Launch) -> Document:
+    """A plan of one op that is safe, and says of its launch what is so."""
+    rows: list[Row] = []
+    ids: dict[str, int] = {}
+    written = [entry.partition(":")[0] for entry in launch.writes.split()]
+    for entry in (*launch.reads.split(), *launch.writes.split()):
+        name, _, spec = entry.partition(":")
+        if name not in ids:
+            ids[name] = len(rows)
+            reads = entry in launch.reads.split()
+            kind = ("state" if name in written else "input") if reads else "output"
+            row = buffer(name, (0, 1), 0, kind=kind, pool="state" if kind == "state" else "workspace")
+            rows.append({**row, "dtype": DTYPES[spec[0]], "shape": [*map(int, spec[1:].split(","))]})
+    read = [ids[entry.partition(":")[0]] for entry in launch.reads.split()]
+    row = {
+        **op("launch", read, [ids[name] for name in written]), "kernel": launch.kernel, "operands": ids,
+        "attrs": dict(launch.attrs), "flops": launch.flops,
+    }  # fmt: skip
+    document = plan([row], rows, peak_at="launch", peak_kib=0, lower_bound_kib=0, workspace_kib=0, total_kib=0)
+    document["backend"] = "cpu"
+    row["bytes"] = moved_bytes(launch, document)
+    return resettled(document)
+
+
+def moved_bytes(launch: Launch, document: Document, passes: int = 1) -> int:
+    """What a launch moves in so many iterations: of sliced operands each a part, of others all."""
+    written = [entry.partition(":")[0] for entry in launch.writes.split()]
+    default = [*document["ops"][0]["operands"], *(name for name in written if f"{name}:" not in launch.writes)]
+    total = 0
+    for entry in launch.moved.split() or default:
+        name, _, count = entry.partition("=")
+        row = document["buffers"][document["ops"][0]["operands"][name]]
+        elements = int(count) if count else prod(row["shape"])
+        total += elements * ITEM_BYTES[row["dtype"]] * (1 if name in launch.sliced.split() else passes)
+    return total
+
+
+def resettled(document: Document) -> Document:
+    """Sizes, addresses and totals as shapes ask for."""
+    tops: dict[str, int] = {}
+    for row in document["buffers"]:
+        row["size"] = Oracle(document).size(row["id"])
+        row["offset"] = tops.get(row["pool"], 0)
+        tops[row["pool"]] = row["offset"] + row["size"]
+    settle_claims(document, random.Random(0))
+    document.update(budget_bytes=1 << 40, host_budget_bytes=1 << 40, fits=True)
+    document["formula"] = [{"expr": str(document["lower_bound_bytes"]), "at": "launch"}]
+    return document
+
+
+def looped(launch: Launch) -> Document:
+    """The launch in a loop that takes four rows of its first axis at a time."""
+    document = launched(launch)
+    row, sliced = document["ops"][0], launch.sliced.split()
+    extent = document["buffers"][row["operands"][sliced[0]]]["shape"][0]
+    passes = -(-extent // 4)
+    row.update(
+        region="rows", slices=[[name, 0, "rows", 1] for name in sliced], bytes=moved_bytes(launch, document, passes)
+    )
+    document["regions"] = [region("rows", (0, 1), extent, 4, passes)]
+    document["dims"]["rows"], document["config"]["rows"] = extent, 4
+    inputs = [b for b in row["reads"] if b not in row["writes"]]
+    document["barriers"] = [barrier("rows", (0, 1), of="rows", inputs=inputs, outputs=row["writes"])]
+    return document
