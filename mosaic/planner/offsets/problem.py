@@ -76,9 +76,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "sizes", _ints("size", self.sizes))
-        put(self, "starts", _ints("start", self.starts))
-        put(self, "ends", _ints("end", self.ends))
+        put(self, "sizes", integers("size", self.sizes))
+        put(self, "starts", integers("start", self.starts))
+        put(self, "ends", integers("end", self.ends))
         n = len(self.sizes)
         put(self, "ids", tuple(self.ids) if len(self.ids) else tuple(range(n)))
         for name in ("starts", "ends", "ids"):
@@ -87,7 +87,7 @@ class Problem:
         if isinstance(self.alignments, int):
             _check_alignment(self.alignments, "all buffers")
         else:
-            put(self, "alignments", _ints("alignment", self.alignments))
+            put(self, "alignments", integers("alignment", self.alignments))
             _same_length("alignments", len(self.alignments), n)
             for buffer, alignment in zip(self.ids, self.alignments, strict=True):
                 _check_alignment(alignment, f"buffer {buffer!r}")
@@ -266,7 +266,8 @@ def largest_load(starts: Sequence[int], ends: Sequence[int], sizes: Sequence[int
     return peak
 
 
-def _ints(what: str, column: Sequence[int]) -> tuple[int, ...]:
+def integers(what: str, column: Sequence[int]) -> tuple[int, ...]:
+    """Return a column as Python's integers; UsageError names what is none."""
     values = tuple(column)
     if set(map(type, values)) <= {int}:
         return values

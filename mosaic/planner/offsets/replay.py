@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mosaic.errors import PlanFormatError, UsageError
 
-from .problem import Interval, Problem, Solution, group_alignments, groups_of, rectangles
+from .problem import Interval, Problem, Solution, group_alignments, groups_of, integers, rectangles
 
 __all__ = ["Order"]
 
@@ -91,7 +91,7 @@ class Order:
             A wrong number of sizes, a negative or a non-integer size, or sizes at which pinned buffers would overlap.
         """
         if not isinstance(sizes, np.ndarray):
-            return self._replay_one(list(map(index, sizes)))
+            return self._replay_one(integers("size", sizes))
         if sizes.dtype.kind not in "iu":
             raise UsageError(f"sizes are {sizes.dtype}; bytes are integers, never floats")
         if sizes.ndim == 1:
@@ -120,27 +120,36 @@ class Order:
             If it is not such a document, or an edge does not lead upwards.
         """
         try:
-            rows = tuple(tuple(map(index, row)) for row in plain["rows"])
-            below = tuple(tuple(map(index, row)) for row in plain["below"])
-            alignments = plain["alignments"]
+            rows = _numbers(plain["rows"])
+            below = _numbers(plain["below"])
+            uniform = plain["alignments"]
             order = cls(
                 below=below,
                 rows=rows,
-                distances=tuple(map(tuple, plain.get("distances", [[0] * len(row) for row in rows]))),
-                alignments=(alignments,) * len(rows) if isinstance(alignments, int) else tuple(alignments),
-                pins=tuple(plain.get("pins", [None] * len(rows))),
-                fixed=tuple(map(tuple, plain.get("fixed", []))),
+                distances=_numbers(plain["distances"]) if "distances" in plain else tuple((0,) * len(r) for r in rows),
+                alignments=(uniform,) * len(rows) if isinstance(uniform, int) else tuple(map(index, uniform)),
+                pins=tuple(None if p is None else index(p) for p in plain.get("pins", [None] * len(rows))),
+                fixed=_numbers(plain.get("fixed", [])),
                 num_buffers=index(plain["num_buffers"]),
             )
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError) as error:
             raise PlanFormatError(f"not an order of buffers: {error!r}") from error
-        if len(below) != len(rows) or sorted(r for row in rows for r in row) != list(range(order.num_buffers)):
+        if sorted(r for row in rows for r in row) != list(range(order.num_buffers)):
             raise PlanFormatError(f"an order over {order.num_buffers} buffers must name each of them once")
+        if {len(below), len(order.alignments), len(order.pins), len(order.fixed) or len(rows)} != {len(rows)} or (
+            list(map(len, order.distances)) != list(map(len, rows))
+        ):
+            raise PlanFormatError(f"an order of {len(rows)} blocks must state as many of everything")
         if any(not 0 <= low < block for block, lows in enumerate(below) for low in lows):
             raise PlanFormatError("an order's edges must lead from lower blocks to higher ones")
+        if min(order.alignments, default=1) < 1:
+            raise PlanFormatError(f"an order's alignments must be at least 1; one is {min(order.alignments)}")
+        pinned = {block for block, pin in enumerate(order.pins) if pin is not None}
+        if not pinned.issuperset(other for around in order.fixed for other in around):
+            raise PlanFormatError("an order's blocks can only go around pinned ones")
         return order
 
-    def _replay_one(self, sizes: list[int]) -> tuple[list[int], int]:
+    def _replay_one(self, sizes: Sequence[int]) -> tuple[list[int], int]:
         self._check_sizes(len(sizes), min(sizes, default=0))
         blocks = self._block_sizes(sizes)
         tops: list[int] = []
@@ -235,7 +244,7 @@ class Order:
         if smallest < 0:
             raise UsageError(f"a size is {smallest} bytes; it must be at least 0")
 
-    def _block_sizes(self, sizes: list[int]) -> list[int]:
+    def _block_sizes(self, sizes: Sequence[int]) -> list[int]:
         if self._single:
             return [sizes[row[0]] for row in self.rows]
         pairs = zip(self.rows, self.distances, strict=True)
@@ -281,6 +290,10 @@ class _Layout:
     distances: Int64s
     block_of_row: Int64s
     distance_of_row: Int64s
+
+
+def _numbers(lists: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(index, numbers)) for numbers in lists)
 
 
 def _layout_of(order: Order) -> _Layout:
