@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,10 +81,12 @@ class Oracle:
             *self._trace(),
         ]  # fmt: skip
 
-    def _b(self, b: int) -> str:
+    def label_of(self, b: int) -> str:
+        """A buffer's name in messages."""
         return f"buffer {b} '{self.buffers[b]['name']}'"
 
-    def _op(self, i: int) -> str:
+    def label(self, i: int) -> str:
+        """An op's name in messages."""
         return f"op {i} '{self.ops[i]['name']}'"
 
     # Structure.
@@ -120,13 +123,13 @@ class Oracle:
             names = [name for name, row in self.regions.items() if row["start"] <= i < row["end"]]
             innermost = max(names, key=lambda name: len(self.around(name)), default=None)
             if op["region"] != innermost:
-                text = f"{self._op(i)} claims region {op['region']!r}, the intervals say {innermost!r}"
+                text = f"{self.label(i)} claims region {op['region']!r}, the intervals say {innermost!r}"
                 yield Reason("region", text, (), (i,))
 
     def _homes(self) -> Iterator[Reason]:
         for home in {row["region"] for row in self.buffers} - {None, *self.regions}:
             owners = tuple(b for b in self.ids if self.buffers[b]["region"] == home)
-            yield Reason("region", f"{self._b(owners[0])} has its home in unknown region {home!r}", owners)
+            yield Reason("region", f"{self.label_of(owners[0])} has its home in unknown region {home!r}", owners)
 
     def _barrier_bounds(self) -> Iterator[Reason]:
         for row in self.barriers:
@@ -157,14 +160,14 @@ class Oracle:
             for side, listed, touched, named in sides:
                 if touched != named:
                     values = sorted(self._named(op, side))
-                    text = f"{self._op(i)} {side} {sorted(listed)}, its operands are {values}"
+                    text = f"{self.label(i)} {side} {sorted(listed)}, its operands are {values}"
                     yield Reason("operands", text, tuple(sorted(touched ^ named)), (i,))
             for new, old in op["inplace"]:
                 if new == old or new not in writes or old not in reads:
-                    text = f"{self._op(i)} in place: {new} is not written or {old} not read"
+                    text = f"{self.label(i)} in place: {new} is not written or {old} not read"
                     yield Reason("operands", text, (new, old), (i,))
                 elif known is not None and (new, old) not in {(operands.get(a), operands.get(b)) for a, b in known[2]}:
-                    text = f"{self._op(i)}: {op['kernel']} does not write {self._b(new)} over {self._b(old)} in place"
+                    text = f"{self.label(i)}: {op['kernel']} does not write {self.label_of(new)} over {self.label_of(old)} in place"
                     yield Reason("operands", text, (new, old), (i,))
 
     def _named(self, op: Row, side: str) -> list[int]:
@@ -183,7 +186,7 @@ class Oracle:
         for edge in self.document["edges"]:
             if not self._is_edge(edge):
                 a, b = edge["from"], edge["to"]
-                from_, to = (f"{self._op(i)} on {self.ops[i]['stream']!r}" for i in (a, b))
+                from_, to = (f"{self.label(i)} on {self.ops[i]['stream']!r}" for i in (a, b))
                 text = f"'{edge['kind']}' from {from_} to {to}: a fork goes on from main to a side stream, a wait back"
                 yield Reason("edge", text, (), (a, b))
 
@@ -192,7 +195,7 @@ class Oracle:
             row = self.buffers[b]
             constant = row["kind"] == "weight" or (row["kind"] == "host" and row["tensor"] is not None)
             if constant and self._written(b):
-                yield Reason("read-only", f"{self._b(b)} holds a tensor of the checkpoint and is written", (b,))
+                yield Reason("read-only", f"{self.label_of(b)} holds a tensor of the checkpoint and is written", (b,))
 
     # Accesses.
 
@@ -232,18 +235,18 @@ class Oracle:
             )
             if not touched:
                 if not (lives_anyway or b in roots):
-                    yield Reason("unused", f"{self._b(b)} is touched by no op", (b,))
+                    yield Reason("unused", f"{self.label_of(b)} is touched by no op", (b,))
                 continue
             written = bool(self._written(b))
             holds = kind in (*BORN, "carry") or (kind == "host" and not written)
             carried = home is not None and written and row["rotate"] == 1
             if self.is_read_first(b) and not holds and not carried:
-                text = f"{self._b(b)} is read by {self._op(touched[0])} before any write"
+                text = f"{self.label_of(b)} is read by {self.label(touched[0])} before any write"
                 yield Reason("read-before-write", text, (b,), (touched[0],))
             if home is not None:
                 span = range(self.regions[home]["start"], self.regions[home]["end"])
                 if any(i not in span for i in touched):
-                    text = f"{self._b(b)} is touched outside its home region '{home}'"
+                    text = f"{self.label_of(b)} is touched outside its home region '{home}'"
                     yield Reason("region", text, (b,), (touched[0], touched[-1]))
 
     # Lifetimes.
@@ -274,8 +277,8 @@ class Oracle:
             if op["stream"] != "main" and op["region"] is None and self._side_window(i)[1] == self.end:
                 loose = [b for b in self.ids if i in self.touched(b) and self.buffers[b]["pool"] == "workspace"]
                 if loose:
-                    what = ", ".join(map(self._b, loose))
-                    text = f"{self._op(i)} is never joined and touches the workspace: {what}"
+                    what = ", ".join(map(self.label_of, loose))
+                    text = f"{self.label(i)} is never joined and touches the workspace: {what}"
                     yield Reason("stream-race", text, tuple(loose), (i,))
 
     def own_life(self, b: int) -> Span:
@@ -304,6 +307,11 @@ class Oracle:
                 spans.append((last, last))
         return min((start for start, _ in spans), default=end), max((stop for _, stop in spans), default=0)
 
+    def is_kept(self, b: int) -> bool:
+        """Whether a value is handed on after the last op."""
+        kind = self.buffers[b]["kind"]
+        return kind in KEPT or (kind == "carry" and self.own_life(b)[1] == self.end)
+
     @cached_property
     def life(self) -> list[Span]:
         """Lifetimes; a root's covers its aliases'."""
@@ -317,7 +325,7 @@ class Oracle:
     def _claims(self) -> Iterator[Reason]:
         for b, (first, last) in enumerate(self.life):
             start, end = self.buffers[b]["start"], self.buffers[b]["end"]
-            claim = f"{self._b(b)} claims [{start}, {end})"
+            claim = f"{self.label_of(b)} claims [{start}, {end})"
             text = f"{claim}, the ops, regions, barriers and streams give [{first}, {last})"
             if start > first or end < last:
                 yield Reason("lifetime-short", text, (b,))
@@ -385,9 +393,9 @@ class Oracle:
             row = self.buffers[b]
             kind, pool, unit = row["kind"], row["pool"], row["alignment"]
             if pool not in POOLS_OF.get(kind, ANYWHERE):
-                yield Reason("pool", f"{self._b(b)}: kind '{kind}' does not belong in pool '{pool}'", (b,))
+                yield Reason("pool", f"{self.label_of(b)}: kind '{kind}' does not belong in pool '{pool}'", (b,))
             if unit < 512 and pool != "external":
-                text = f"{self._b(b)}: alignment {unit}, in pool '{pool}' at least 512"
+                text = f"{self.label_of(b)}: alignment {unit}, in pool '{pool}' at least 512"
                 yield Reason("alignment", text, (b,))
 
     def _groups(self) -> Iterator[Reason]:
@@ -396,23 +404,23 @@ class Oracle:
             if root is not None:
                 base = self.buffers[root]
                 if b == root or base["alias_of"] is not None:
-                    text = f"{self._b(b)} is an alias of {self._b(root)}, which is not a root"
+                    text = f"{self.label_of(b)} is an alias of {self.label_of(root)}, which is not a root"
                     yield Reason("alias", text, (b, root))
                 if row["pool"] != base["pool"]:
-                    text = f"{self._b(b)} in pool '{row['pool']}' is an alias in pool '{base['pool']}'"
+                    text = f"{self.label_of(b)} in pool '{row['pool']}' is an alias in pool '{base['pool']}'"
                     yield Reason("alias", text, (b, root))
             group = (b, *self._members(b))
             if len(group) > 1 and any(self.buffers[m]["rotate"] > 1 for m in group):
-                names = ", ".join(map(self._b, group))
+                names = ", ".join(map(self.label_of, group))
                 yield Reason("alias", f"slots that rotate have no fixed address to share: {names}", group)
 
     def _gaps(self) -> Iterator[Reason]:
         for b, start, end, ordered, reasons in self._judged_gaps:
             if not ordered:
-                text = f"{self._b(b)}: gap [{start}, {end}) is empty, out of order or outside its lifetime"
+                text = f"{self.label_of(b)}: gap [{start}, {end}) is empty, out of order or outside its lifetime"
                 yield Reason("gap", text, (b,))
             for reason in reasons:
-                yield Reason("gap", f"{self._b(b)} claims no value in [{start}, {end}), but {reason}", (b,))
+                yield Reason("gap", f"{self.label_of(b)} claims no value in [{start}, {end}), but {reason}", (b,))
 
     @cached_property
     def _judged_gaps(self) -> list[tuple[int, int, int, bool, list[str]]]:
@@ -434,14 +442,13 @@ class Oracle:
     def _values_in(self, b: int, start: int, end: int) -> Iterator[str]:
         """Say what value a buffer holds somewhere in an interval."""
         row, touched = self.buffers[b], self.touched(b)
-        yield from (f"{self._op(i)} touches {self._b(b)}" for i in touched if i in range(start, end))
+        yield from (f"{self.label(i)} touches {self.label_of(b)}" for i in touched if i in range(start, end))
         for first, last in self.windows(b):
             if {*range(first, last)} & {*range(start, end)}:
-                yield f"a barrier or a side stream holds {self._b(b)} over [{first}, {last})"
+                yield f"a barrier or a side stream holds {self.label_of(b)} over [{first}, {last})"
         later = [i for i in touched if i >= end]
-        kept = row["kind"] in KEPT or (row["kind"] == "carry" and self.life[b][1] == self.end)
-        if kept and not later:
-            yield f"{self._b(b)} is handed on at the end of the step"
+        if not later and self.is_kept(b):
+            yield f"{self.label_of(b)} is handed on at the end of the step"
         firsts = later[:1]
         for region in self.regions.values():
             around = region["start"] < start < region["end"]
@@ -454,7 +461,7 @@ class Oracle:
             outer = [name for name in self.around(self.ops[i]["region"]) if not self.is_within(b, name)]
             begins = anew and not held and i == touched[0] and all(self.regions[n]["start"] >= end for n in outer)
             if not whole and not begins:
-                yield f"{self._op(i)} does not overwrite the whole of {self._b(b)} after it"
+                yield f"{self.label(i)} does not overwrite the whole of {self.label_of(b)} after it"
 
     def cuts_of(self, i: int, b: int) -> list[list[Any]]:
         """The slices by which an op sees a buffer that lives outside the loops; none if it is two operands."""
@@ -499,20 +506,20 @@ class Oracle:
             if row["size"] != expected and not bare:
                 shape = f"{row['dtype']}{row['shape']} needs {raw} bytes in {row['rotate']} slots"
                 aliases = f", aliases reach {covered}" if covered else ""
-                text = f"{self._b(b)}: size {row['size']}, expected {expected}: {shape}{aliases}"
+                text = f"{self.label_of(b)}: size {row['size']}, expected {expected}: {shape}{aliases}"
                 yield Reason("size", text, (b,))
 
     def _cut_names(self) -> Iterator[Reason]:
         for i, op in enumerate(self.ops):
             for operand, axis, name, _ in op["slices"]:
-                sliced = f"{self._op(i)} slices {operand}[{axis}] by '{name}'"
+                sliced = f"{self.label(i)} slices {operand}[{axis}] by '{name}'"
                 if name not in self.around(op["region"]):
                     yield Reason("slice", f"{sliced}: no region around it", (), (i,))
                 elif operand not in op["operands"]:
                     yield Reason("slice", f"{sliced}: no such operand", (), (i,))
             axes = [tuple(cut[:2]) for cut in op["slices"]]
             if any(axes.count(axis) > 1 for axis in axes):
-                yield Reason("slice", f"{self._op(i)} slices one axis of an operand twice", (), (i,))
+                yield Reason("slice", f"{self.label(i)} slices one axis of an operand twice", (), (i,))
 
     def span(self, b: int, name: str) -> int:
         """Rows of a loop as a buffer has them: of a full iteration if it is at home inside, else of all."""
@@ -529,7 +536,7 @@ class Oracle:
                 shape, span = self.buffers[b]["shape"], self.span(b, name)
                 length = shape[axis] if axis < len(shape) else "no axis"
                 if length != factor * span:
-                    sliced = f"{self._op(i)} slices {self._b(b)} axis {axis} of {length} by '{name}'"
+                    sliced = f"{self.label(i)} slices {self.label_of(b)} axis {axis} of {length} by '{name}'"
                     yield Reason("slice", f"{sliced}: {factor} x {span} expected", (b,), (i,))
 
     # Addresses.
@@ -543,9 +550,9 @@ class Oracle:
         for b in self.ids:
             offset, unit, pool = rows[b]["offset"], rows[b]["alignment"], rows[b]["pool"]
             if offset % unit and pool != "external":
-                yield Reason("alignment", f"{self._b(b)}: offset {offset} is not a multiple of {unit}", (b,))
+                yield Reason("alignment", f"{self.label_of(b)}: offset {offset} is not a multiple of {unit}", (b,))
             if self._top(b) > capacity.get(pool, self._top(b)):
-                text = f"{self._b(b)} ends at {self._top(b)}, pool '{pool}' has {capacity[pool]} bytes"
+                text = f"{self.label_of(b)} ends at {self._top(b)}, pool '{pool}' has {capacity[pool]} bytes"
                 yield Reason("pool-bounds", text, (b,))
         for pool in {row["pool"] for row in rows} - {"external"} - capacity.keys():
             text = f"pool '{pool}' is used but not listed"
@@ -561,14 +568,16 @@ class Oracle:
             at, root = row["alias_offset"], row["alias_of"]
             if root is None:
                 if at:
-                    yield Reason("alias", f"{self._b(b)} is no alias but has alias_offset {at}", (b,))
+                    yield Reason("alias", f"{self.label_of(b)} is no alias but has alias_offset {at}", (b,))
                 continue
             base, end = self.buffers[root], at + row["size"]
             if row["offset"] - base["offset"] != at:
-                text = f"{self._b(b)} is at {row['offset']}, its root {self._b(root)} at {base['offset']} + {at}"
+                text = f"{self.label_of(b)} is at {row['offset']}, its root {self.label_of(root)} at {base['offset']} + {at}"
                 yield Reason("alias", text, (b, root))
             if end > base["size"]:
-                text = f"{self._b(b)}: [{at}, {end}) is not inside the {base['size']} bytes of {self._b(root)}"
+                text = (
+                    f"{self.label_of(b)}: [{at}, {end}) is not inside the {base['size']} bytes of {self.label_of(root)}"
+                )
                 yield Reason("alias", text, (b, root))
 
     def _overlaps(self) -> Iterator[Reason]:
@@ -582,7 +591,9 @@ class Oracle:
                     starts = [self.buffers[x]["offset"] for x in (c, b)]
                     tops = [self._top(x) for x in (c, b)]
                     if (common or not comes_and_goes) and max(starts) < min(tops):
-                        where = [f"{self._b(x)} at [{s}, {t})" for x, s, t in zip((c, b), starts, tops, strict=True)]
+                        where = [
+                            f"{self.label_of(x)} at [{s}, {t})" for x, s, t in zip((c, b), starts, tops, strict=True)
+                        ]
                         ops = (max(common),) if common else ()
                         yield Reason("overlap", f"{where[0]} and {where[1]}: {reason}", (c, b), ops)
 
@@ -638,6 +649,31 @@ class Oracle:
                 yield Reason("pool", f"unknown pool {name!r}; known: {known}")
             elif name != "external" and (device == "cpu") != (name == "host" or d["backend"] == "cpu"):
                 yield Reason("pool", f"pool '{name}' is on {device!r}, the backend is {d['backend']!r}")
+
+    # Values of alias groups.
+
+    def stale(self) -> list[Reason]:
+        """What reads, overwrites or hands on a value that another member of its group has overwritten."""
+        return [reason for root in self._roots() if self._members(root) for reason in _Group(self, root).reasons()]
+
+    def launches(self) -> Iterator[tuple[int, dict[str, int]]]:
+        """Ops in the order in which they run, loops that run more than once for two iterations."""
+        yield from self._run(None, 0, self.end, {})
+
+    def _run(
+        self, inside: str | None, start: int, end: int, passes: dict[str, int]
+    ) -> Iterator[tuple[int, dict[str, int]]]:
+        at = start
+        while at < end:
+            loops = [name for name, row in self.regions.items() if row["parent"] == inside and row["start"] == at]
+            if not loops:
+                yield at, passes
+                at += 1
+                continue
+            row = self.regions[loops[0]]
+            for iteration in range(min(2, row["count"])):
+                yield from self._run(loops[0], at, row["end"], {**passes, loops[0]: iteration})
+            at = row["end"]
 
     # Statements.
 
@@ -706,7 +742,7 @@ class Oracle:
                 yield Reason("implementation", text)
         illegal = [i for i, op in enumerate(self.ops) if op["kernel"] == "attention" and not self._suits_cudnn(op)]
         if chosen.get("attention") == "cudnn" and illegal:
-            text = f"{self._op(illegal[0])}: cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"
+            text = f"{self.label(illegal[0])}: cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"
             yield Reason("implementation", text, (), (illegal[0],))
 
     def _suits_cudnn(self, op: Row) -> bool:
@@ -750,7 +786,7 @@ class Oracle:
             highest = max(highest, value)
             most, least = live[at[0]], live[at[0]] - slack[at[0]]
             if value > most or value < least:
-                text = f"'{expr}' is {value}, at {self._op(at[0])} {least} to {most} bytes live"
+                text = f"'{expr}' is {value}, at {self.label(at[0])} {least} to {most} bytes live"
                 yield Reason("formula", text, (), (at[0],))
         if max(live) - max(slack) > highest:
             yield Reason("formula", f"its maximum is {highest}, the largest live set {max(live)}")
@@ -784,6 +820,98 @@ class Oracle:
             if step["config"] == config and claims[0] != claims[1]:
                 text = f"trace[{k}] has the plan's configuration and {claims[0]}, the plan {claims[1]}"
                 yield Reason("trace", text)
+
+
+Cell = tuple[tuple[tuple[Any, ...], int], ...]
+
+
+class _Group:
+    """An alias group, each member as the cells into which the slices of the group's loops cut it."""
+
+    def __init__(self, oracle: Oracle, root: int) -> None:
+        self.oracle = oracle
+        self.rows = oracle.buffers
+        self.group = [b for b in oracle.ids if b == root or oracle.buffers[b]["alias_of"] == root]
+        cuts = sorted({cut for i in range(oracle.end) for b in self.group for cut in self.cuts(i, b)})
+        passes = [range(min(2, oracle.regions[cut[1]]["count"])) for cut in cuts]
+        self.cells: set[Cell] = {tuple(zip(cuts, at, strict=True)) for at in product(*passes)}
+        self.held = {b for b in self.group if self.rows[b]["kind"] in (*BORN, "carry", "host")}
+        self.lost: dict[int, set[Cell]] = {b: set() for b in self.group}
+        self.lost_whole: set[int] = set()
+        self.culprit: dict[int, int] = {}
+        self.found: dict[tuple[int, int], str] = {}
+
+    def cuts(self, i: int, b: int) -> list[tuple[Any, ...]]:
+        """Axis, loop and factor of each slice of a member."""
+        return sorted(tuple(cut[1:]) for cut in self.oracle.cuts_of(i, b))
+
+    def seen(self, i: int, b: int, passes: dict[str, int]) -> set[Cell]:
+        """The cells of a member that an op sees."""
+        here = {(cut, passes[cut[1]]) for cut in self.cuts(i, b)}
+        return {cell for cell in self.cells if here <= {*cell}}
+
+    def share(self, a: int, b: int) -> bool:
+        """Whether two members have bytes in common."""
+        starts = [self.rows[x]["alias_offset"] for x in (a, b)]
+        ends = [int(start) + self.oracle.raw_bytes(x) for start, x in zip(starts, (a, b), strict=True)]
+        return bool(max(starts) < min(ends))
+
+    def alike(self, a: int, b: int, *keys: str) -> bool:
+        """Whether two members agree in some fields."""
+        return all(self.rows[a][key] == self.rows[b][key] for key in keys)
+
+    def reasons(self) -> Iterator[Reason]:
+        for i, passes in self.oracle.launches():
+            op = self.oracle.ops[i]
+            for b in self.group:
+                if b in op["reads"] and self.seen(i, b, passes) & self.lost[b]:
+                    culprit = self.oracle.label(self.culprit[b])
+                    self.say(i, b, f"reads {self.oracle.label_of(b)}, overwritten by {culprit}")
+            order = sorted(self.group, key=lambda b: self.rows[b]["alias_of"] is not None)
+            for new in order:
+                if new in op["writes"]:
+                    self.write(i, new, passes)
+        for b in self.group:
+            if self.lost[b] and self.oracle.is_kept(b):
+                self.say(self.culprit[b], b, f"overwrites {self.oracle.label_of(b)}, which the step hands on")
+        for (i, b), text in self.found.items():
+            yield Reason("alias-stale-read", f"{self.oracle.label(i)} {text}", (b,), (i,))
+
+    def say(self, i: int, b: int, text: str) -> None:
+        """One reason per op and buffer: the first."""
+        self.found.setdefault((i, b), text)
+
+    def write(self, i: int, new: int, passes: dict[str, int]) -> None:
+        """Let an op write a member: others lose what they share with it."""
+        op, written = self.oracle.ops[i], self.seen(i, new, passes)
+        for old in self.group:
+            if old == new or not self.share(old, new):
+                continue
+            self.judge(i, old, new)
+            if old in self.held:
+                cut = self.alike(old, new, "alias_offset", "shape", "dtype")
+                self.lost[old] |= written if cut else self.cells
+                if not cut or not self.cuts(i, new):
+                    self.lost_whole.add(old)
+                self.culprit[old] = i
+        if new not in op["reads"]:
+            self.held.add(new)
+            self.lost[new] -= written
+            self.lost_whole.discard(new)
+
+    def judge(self, i: int, old: int, new: int) -> None:
+        """Whether an op may write one member over another in the first place."""
+        op, label = self.oracle.ops[i], self.oracle.label_of
+        cuts = self.cuts(i, new)
+        same_rows = cuts == self.cuts(i, old) and (not cuts or self.alike(old, new, "alias_offset", "shape", "dtype"))
+        same_bytes = self.alike(old, new, "alias_offset") and self.oracle.raw_bytes(old) == self.oracle.raw_bytes(new)
+        permitted = [new, old] in op["inplace"] and same_rows and same_bytes
+        if old in op["writes"] or (old in op["reads"] and not permitted):
+            self.say(i, old, f"writes {label(new)} over its own operand {label(old)}")
+        until = i + 1 if old in op["reads"] and permitted else i
+        held = old in self.held and old not in self.lost_whole
+        if held and any(start <= i and end > until for start, end in self.oracle.windows(old)):
+            self.say(i, old, f"overwrites {label(old)}, which a barrier or stream holds")
 
 
 def sorted_reasons(reasons: Iterable[Any]) -> list[Reason]:

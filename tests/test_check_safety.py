@@ -12,7 +12,7 @@ import pytest
 from plan_examples import EXAMPLES, Document, decoder
 from plan_mutations import MUTATIONS
 from plan_oracle import Oracle, sorted_reasons
-from plan_random import break_somewhere, break_statement, malform, random_plan
+from plan_random import break_somewhere, break_statement, malform, random_alias_group, random_plan
 
 from mosaic.errors import CheckFailed, PlanFormatError
 from mosaic.planner.check import Numbers, Records, Violation, check_plan, check_safety, prove_safe, require_safe
@@ -269,3 +269,17 @@ def test_random_statements_are_judged_as_the_long_way_round_judges_them() -> Non
         assert sorted_reasons(found) == expected, seed
         seen.update({reason.code for reason in expected} or {"sound"})
     assert min(seen.values()) > 10 and seen.keys() == STATEMENTS | {"sound"}, seen
+
+
+def test_random_alias_groups_lose_values_as_a_walk_through_cells_says() -> None:
+    """Each value as the cells that slices cut it into, each op of each iteration in turn."""
+    seen: Counter[str] = Counter()
+    for seed in range(500):
+        document = random_alias_group(random.Random(seed))
+        verdict = check_safety(document)
+        if any(violation.code == "region" for violation in verdict):  # no home, no cells
+            continue
+        stale = sorted_reasons(violation for violation in verdict if violation.code == "alias-stale-read")
+        assert stale == sorted_reasons(Oracle(document).stale()), seed
+        seen.update({reason.message.split("buffer")[-2].split("'")[-1] for reason in stale} or {"sound"})
+    assert min(seen["sound"], len(seen)) > 3, seen

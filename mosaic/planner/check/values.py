@@ -98,9 +98,19 @@ class _Lie(NamedTuple):
         return (a, b) in self.alike or (b, a) in self.alike
 
 
+def _own_life(plan: Skeleton, b: int) -> tuple[int, int]:
+    """The lifetime of a buffer's own value: of a root without its aliases'."""
+    return plan.own.get(b, (plan.start[b], plan.end[b]))
+
+
+def _is_handed_on(plan: Skeleton, b: int) -> bool:
+    """Whether a buffer's value is there after the last op."""
+    return plan.kind[b] in TO_END or (plan.kind[b] == "carry" and _own_life(plan, b)[1] == len(plan.op_name))
+
+
 def _is_plainly_legal(plan: Skeleton, lie: _Lie) -> bool:
     """Whether members that share bytes never hold values at the same time, but for plain in-place ops."""
-    own = {b: plan.own.get(b, (plan.start[b], plan.end[b])) for b in lie.group}
+    own = {b: _own_life(plan, b) for b in lie.group}
     ordered = sorted(lie.group, key=lambda b: own[b])
     for k, later in enumerate(ordered):
         t = own[later][0]
@@ -157,11 +167,7 @@ class _Walk:
             self._read(i, passes)
             self._write(i, passes)
         for b in self._group:
-            if (
-                self._lost[b]
-                and (plan.kind[b] in TO_END or plan.kind[b] == "carry")
-                and plan.end[b] == len(plan.op_name)
-            ):
+            if self._lost[b] and _is_handed_on(plan, b):
                 i = self._culprit[b]
                 text = f"{plan.say_op(i)} overwrites {plan.say(b)}, which the step hands on"
                 self._stale.setdefault((i, b), text)
@@ -266,7 +272,7 @@ def _cuts(plan: Skeleton, i: int, b: int) -> Sequence[_Cut]:
     operands of the op."""
     names = {operand for operand, at in plan.operands[i].items() if at == b}
     if len(names) != 1:
-        return ()
+        return []
     around = {name for name in plan.around(i) if not plan.is_within(plan.home[b], name)}
     return sorted(
         (axis, name, factor) for operand, axis, name, factor in plan.slices[i] if operand in names and name in around
@@ -311,8 +317,7 @@ def _values_in_gap(plan: Skeleton, b: int, touched: Ids, start: int, end: int) -
             yield f"a barrier or a side stream holds {plan.say(b)} over [{held_start}, {held_end})"
     following = next((i for i in touched if i >= end), len(plan.op_name))
     firsts = [following] if following < len(plan.op_name) else []
-    handed_on = plan.kind[b] in TO_END or (plan.kind[b] == "carry" and plan.end[b] == len(plan.op_name))
-    if not firsts and handed_on:
+    if not firsts and _is_handed_on(plan, b):
         yield f"{plan.say(b)} is handed on at the end of the step"
     for region in plan.regions.values():  # the way round: from the gap, or from after it, back to the loop's start
         if region.start < start < region.end and following >= region.end:
