@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -136,69 +136,73 @@ def times(blocks: Blocks) -> list[set[int]]:
     return [{t for start, end in blocks.pieces_of(row) for t in range(start, end)} for row in range(len(blocks))]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_blocks_are_the_groups_that_have_bytes(seed: int) -> None:
-    problem = any_problem(seed)
-    blocks = blocks_of(problem)
-    kept = [group for group in groups(problem) if group.size]
-    lived = [group.times for group in kept]
-    n = range(len(kept))
-    assert times(blocks) == lived and blocks.capacity == problem.capacity
-    assert blocks.sizes == [group.size for group in kept]
-    assert blocks.starts == [min(own) for own in lived] and blocks.ends == [max(own) + 1 for own in lived]
-    assert blocks.lengths == [len(own) for own in lived]
-    assert (blocks.pieces is None) == all(max(own) - min(own) + 1 == len(own) for own in lived)
-    for row in n:
-        assert all(a < b for a, b in blocks.pieces_of(row))
-        ends, starts = [b for _, b in blocks.pieces_of(row)], [a for a, _ in blocks.pieces_of(row)]
-        assert all(end < start for end, start in zip(ends, starts[1:], strict=False))  # those that touch are one
-    pins = [group.pin for group in kept]
-    assert blocks.pins == (pins if any(pin is not None for pin in pins) else None)
-    numbers = [*blocks.sizes, *(pin for pin in pins if pin is not None)]
-    steps = [group.alignment for group in kept]
-    needed = any(number % step for number in numbers for step in steps)
-    assert blocks.alignments == (steps if needed else None)
-    assert blocks.plain == (blocks.pieces is None and blocks.pins is None and not needed)
-    loads = [sum(group.size for group in kept if time in group.times) for time in range(-5, 20)]
-    pinned = [group.pin + group.size for group in groups(problem) if group.pin is not None]
-    assert blocks.lower_bound == lower_bound(problem) == max([*loads, *pinned])
-    assert blocks.conflicts == [[other for other in n if other != row and lived[row] & lived[other]] for row in n] or (
-        blocks.pieces is None  # there the order is by start
-    )
-    assert [set(near) for near in blocks.conflicts] == [{o for o in n if o != r and lived[r] & lived[o]} for r in n]
-    assert all(len(set(near)) == len(near) for near in blocks.conflicts)
-    assert all(blocks.meet(row, other) == bool(lived[row] & lived[other]) for row in n for other in n)
-    hulls = list(zip(blocks.starts, blocks.ends, strict=True))
-    assert blocks.num_pairs == sum(hulls[a][0] < hulls[b][1] and hulls[b][0] < hulls[a][1] for a in n for b in range(a))
-    near_pins = None
-    if blocks.pins is not None:
-        near_pins = [[o for p, o in sorted((p, o) for o, p in enumerate(pins) if p is not None)
-                      if o != row and lived[row] & lived[o]] for row in n]  # fmt: skip
-    assert blocks.neighbour_pins == near_pins
-    cuts = sections_of(lived)
-    assert blocks.sections.count == len(cuts)
-    for row in n:
-        inside = [at for a, b in blocks.sections.spans[row] for at in range(a, b)]
-        assert inside == [at for at, time in enumerate(cuts) if time in lived[row]]
-        assert len(blocks.sections.spans[row]) == len(blocks.pieces_of(row))
+def test_blocks_are_the_groups_that_have_bytes() -> None:
+    for seed in SEEDS:
+        problem = any_problem(seed)
+        blocks = blocks_of(problem)
+        kept = [group for group in groups(problem) if group.size]
+        lived = [group.times for group in kept]
+        n = range(len(kept))
+        assert times(blocks) == lived and blocks.capacity == problem.capacity
+        assert blocks.sizes == [group.size for group in kept]
+        assert blocks.starts == [min(own) for own in lived] and blocks.ends == [max(own) + 1 for own in lived]
+        assert blocks.lengths == [len(own) for own in lived]
+        assert (blocks.pieces is None) == all(max(own) - min(own) + 1 == len(own) for own in lived)
+        for row in n:
+            assert all(a < b for a, b in blocks.pieces_of(row))
+            ends, starts = [b for _, b in blocks.pieces_of(row)], [a for a, _ in blocks.pieces_of(row)]
+            assert all(end < start for end, start in zip(ends, starts[1:], strict=False))  # those that touch are one
+        pins = [group.pin for group in kept]
+        assert blocks.pins == (pins if any(pin is not None for pin in pins) else None)
+        numbers = [*blocks.sizes, *(pin for pin in pins if pin is not None)]
+        steps = [group.alignment for group in kept]
+        needed = any(number % step for number in numbers for step in steps)
+        assert blocks.alignments == (steps if needed else None)
+        assert blocks.plain == (blocks.pieces is None and blocks.pins is None and not needed)
+        loads = [sum(group.size for group in kept if time in group.times) for time in range(-5, 20)]
+        pinned = [group.pin + group.size for group in groups(problem) if group.pin is not None]
+        assert blocks.lower_bound == lower_bound(problem) == max([*loads, *pinned])
+        assert blocks.conflicts == [
+            [other for other in n if other != row and lived[row] & lived[other]] for row in n
+        ] or (
+            blocks.pieces is None  # there the order is by start
+        )
+        assert [set(near) for near in blocks.conflicts] == [{o for o in n if o != r and lived[r] & lived[o]} for r in n]
+        assert all(len(set(near)) == len(near) for near in blocks.conflicts)
+        assert all(blocks.meet(row, other) == bool(lived[row] & lived[other]) for row in n for other in n)
+        hulls = list(zip(blocks.starts, blocks.ends, strict=True))
+        assert blocks.num_pairs == sum(
+            hulls[a][0] < hulls[b][1] and hulls[b][0] < hulls[a][1] for a in n for b in range(a)
+        )
+        near_pins = None
+        if blocks.pins is not None:
+            near_pins = [[o for p, o in sorted((p, o) for o, p in enumerate(pins) if p is not None)
+                          if o != row and lived[row] & lived[o]] for row in n]  # fmt: skip
+        assert blocks.neighbour_pins == near_pins
+        cuts = sections_of(lived)
+        assert blocks.sections.count == len(cuts)
+        for row in n:
+            inside = [at for a, b in blocks.sections.spans[row] for at in range(a, b)]
+            assert inside == [at for at, time in enumerate(cuts) if time in lived[row]]
+            assert len(blocks.sections.spans[row]) == len(blocks.pieces_of(row))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_offsets_of_blocks_are_those_of_their_buffers(seed: int) -> None:
-    problem = any_problem(seed)
-    blocks = blocks_of(problem)
-    draw = random.Random(seed)
-    roots = [group.root for group in groups(problem) if group.size]
-    at = {root: draw.randrange(99) for root in roots}
-    for group in groups(problem):
-        if not group.size:
-            at[group.root] = group.pin or 0
-    assert blocks.expand([at[root] for root in roots]) == tuple(
-        at[root] + distance for root, distance in (root_of(problem, row) for row in range(len(problem)))
-    )
-    assert blocks.peak([at[root] for root in roots]) == max(
-        (at[group.root] + group.size for group in groups(problem) if group.size), default=0
-    )
+def test_offsets_of_blocks_are_those_of_their_buffers() -> None:
+    for seed in SEEDS:
+        problem = any_problem(seed)
+        blocks = blocks_of(problem)
+        draw = random.Random(seed)
+        roots = [group.root for group in groups(problem) if group.size]
+        at = {root: draw.randrange(99) for root in roots}
+        for group in groups(problem):
+            if not group.size:
+                at[group.root] = group.pin or 0
+        assert blocks.expand([at[root] for root in roots]) == tuple(
+            at[root] + distance for root, distance in (root_of(problem, row) for row in range(len(problem)))
+        )
+        assert blocks.peak([at[root] for root in roots]) == max(
+            (at[group.root] + group.size for group in groups(problem) if group.size), default=0
+        )
 
 
 def lifted(blocks: Blocks, row: int, offset: int) -> int:
@@ -211,19 +215,19 @@ def lifted(blocks: Blocks, row: int, offset: int) -> int:
     return offset
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_block_is_lifted_over_pins_byte_by_byte(seed: int) -> None:
-    blocks = blocks_of(any_problem(seed))
-    layout = layout_of(blocks)
-    fixed, free = layout.columns, layout.rows
-    for row in range(len(blocks)):
-        for offset in range(0, 40, 3):
-            expected = lifted(blocks, row, offset)
-            assert blocks.lift(row, offset) == expected
-            if row in free:
-                i = free.index(row)
-                pins = [fixed[name] for name in ("pin_cuts", "pin_low", "pin_top")]
-                assert kernels.lifted(i, offset, blocks.sizes[row], fixed["alignments"][i], *pins) == expected
+def test_a_block_is_lifted_over_pins_byte_by_byte() -> None:
+    for seed in SEEDS:
+        blocks = blocks_of(any_problem(seed))
+        layout = layout_of(blocks)
+        fixed, free = layout.columns, layout.rows
+        for row in range(len(blocks)):
+            for offset in range(0, 40, 3):
+                expected = lifted(blocks, row, offset)
+                assert blocks.lift(row, offset) == expected
+                if row in free:
+                    i = free.index(row)
+                    pins = [fixed[name] for name in ("pin_cuts", "pin_low", "pin_top")]
+                    assert kernels.lifted(i, offset, blocks.sizes[row], fixed["alignments"][i], *pins) == expected
 
 
 def naive_place(blocks: Blocks, order: Sequence[int], *, best: bool) -> list[int]:
@@ -253,38 +257,41 @@ def naive_place(blocks: Blocks, order: Sequence[int], *, best: bool) -> list[int
 
 
 @pytest.mark.parametrize("best", [False, True])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_first_and_best_fit_take_the_lowest_and_the_smallest_hole(seed: int, best: bool) -> None:
-    blocks = blocks_of(any_problem(seed, most=16))
-    draw = random.Random(seed)
-    in_order = best_fit_in_order if best else first_fit_in_order
-    order = sorted(range(len(blocks)), key=lambda _: draw.random())
-    expected = naive_place(blocks, order, best=best)
-    assert in_order(blocks, order) == expected
-    assert place_in_order(blocks, order, best=best, many_pairs=-1) == expected
-    by_start = sorted(range(len(blocks)), key=lambda row: (blocks.starts[row], row))
-    assert program_order(blocks) == by_start
-    expected = naive_place(blocks, by_start, best=best)
-    assert (best_fit if best else first_fit)(blocks) == expected
-    if blocks.plain:
-        assert place_online(blocks, best=best) == expected
-        if not best:
-            columns = [np.array(column) for column in (order, blocks.sizes, blocks.starts, blocks.ends)]
-            assert kernels.first_fit_scan(*columns).tolist() == naive_place(blocks, order, best=False)
+def test_first_and_best_fit_take_the_lowest_and_the_smallest_hole(best: bool) -> None:
+    for seed in SEEDS:
+        blocks = blocks_of(any_problem(seed, most=16))
+        draw = random.Random(seed)
+        in_order = best_fit_in_order if best else first_fit_in_order
+        order = sorted(range(len(blocks)), key=lambda _: draw.random())
+        expected = naive_place(blocks, order, best=best)
+        assert in_order(blocks, order) == expected
+        assert place_in_order(blocks, order, best=best, many_pairs=-1) == expected
+        by_start = sorted(range(len(blocks)), key=lambda row: (blocks.starts[row], row))
+        assert program_order(blocks) == by_start
+        expected = naive_place(blocks, by_start, best=best)
+        assert (best_fit if best else first_fit)(blocks) == expected
+        if blocks.plain:
+            assert place_online(blocks, best=best) == expected
+            if not best:
+                columns = [np.array(column) for column in (order, blocks.sizes, blocks.starts, blocks.ends)]
+                assert kernels.first_fit_scan(*columns).tolist() == naive_place(blocks, order, best=False)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_greedy_takes_the_most_important_first(seed: int) -> None:
-    blocks = blocks_of(any_problem(seed, most=16))
-    lived, sizes = times(blocks), blocks.sizes
-    degree = [sum(bool(own & other) for other in lived) for own in lived]
-    measures: dict[Callable[[Blocks], list[int]], Callable[[int], tuple[int, ...]]] = {
-        greedy_by_size: lambda row: (-sizes[row], -len(lived[row]), blocks.starts[row], row),
-        greedy_by_area: lambda row: (-sizes[row] * len(lived[row]), -sizes[row], row),
-        greedy_by_conflicts: lambda row: (-degree[row], -sizes[row], row),
-    }
-    for solver, measure in measures.items():
-        assert solver(blocks) == naive_place(blocks, sorted(range(len(blocks)), key=measure), best=False)
+def test_greedy_takes_the_most_important_first() -> None:
+    for seed in SEEDS:
+        blocks = blocks_of(any_problem(seed, most=16))
+        lived, sizes = times(blocks), blocks.sizes
+        degree = [sum(bool(own & other) for other in lived) for own in lived]
+        rows = range(len(blocks))
+        by_size = [(-sizes[row], -len(lived[row]), blocks.starts[row], row) for row in rows]
+        by_area = [(-sizes[row] * len(lived[row]), -sizes[row], row) for row in rows]
+        by_degree = [(-degree[row], -sizes[row], row) for row in rows]
+        for solver, keys in (
+            (greedy_by_size, by_size),
+            (greedy_by_area, by_area),
+            (greedy_by_conflicts, by_degree),
+        ):
+            assert solver(blocks) == naive_place(blocks, [key[-1] for key in sorted(keys)], best=False)
 
 
 def keys_of(blocks: Blocks) -> dict[str, list[int]]:
@@ -297,22 +304,22 @@ def keys_of(blocks: Blocks) -> dict[str, list[int]]:
     return {"T": [max(load[time] for time in own) for own in lived], "W": widths, "A": areas}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_skyline_takes_what_can_lie_lowest(seed: int) -> None:
-    blocks = blocks_of(any_problem(seed, most=16))
-    lived, columns, n = times(blocks), keys_of(blocks), len(blocks)
-    for keys in (*PREORDERS, "T", "W", "A"):
-        ranked = sorted(range(n), key=lambda row: [*(-columns[key][row] for key in keys), row])
-        assert preorder(blocks, keys) == ranked
-        placed = {row: pin for row, pin in enumerate(blocks.pins or ()) if pin is not None}
-        tops = dict.fromkeys(range(-5, 30), 0)
-        free = [row for row in ranked if row not in placed]
-        while free:
-            lows = [lifted(blocks, row, max(tops[time] for time in lived[row])) for row in free]
-            row = free.pop(lows.index(min(lows)))
-            placed[row] = min(lows)
-            tops |= dict.fromkeys(lived[row], placed[row] + blocks.sizes[row])
-        assert skyline(blocks, keys) == [placed[row] for row in range(n)]
+def test_skyline_takes_what_can_lie_lowest() -> None:
+    for seed in SEEDS:
+        blocks = blocks_of(any_problem(seed, most=16))
+        lived, columns, n = times(blocks), keys_of(blocks), len(blocks)
+        for keys in (*PREORDERS, "T", "W", "A"):
+            ranked = sorted(range(n), key=lambda row: [*(-columns[key][row] for key in keys), row])
+            assert preorder(blocks, keys) == ranked
+            placed = {row: pin for row, pin in enumerate(blocks.pins or ()) if pin is not None}
+            tops = dict.fromkeys(range(-5, 30), 0)
+            free = [row for row in ranked if row not in placed]
+            while free:
+                lows = [lifted(blocks, row, max(tops[time] for time in lived[row])) for row in free]
+                row = free.pop(lows.index(min(lows)))
+                placed[row] = min(lows)
+                tops |= dict.fromkeys(lived[row], placed[row] + blocks.sizes[row])
+            assert skyline(blocks, keys) == [placed[row] for row in range(n)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 512, 1_000])
@@ -342,75 +349,72 @@ def joined(layout: Layout, name: str, cuts: str, at: int) -> list[int]:
     return layout.columns[name][layout.columns[cuts][at] : layout.columns[cuts][at + 1]]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_layout_lists_what_its_names_say(seed: int) -> None:
-    blocks = blocks_of(any_problem(seed))
-    if not len(blocks):
-        return
-    layout = layout_of(blocks)
-    pins = blocks.pins if blocks.pins is not None else [None] * len(blocks)
-    lived, cuts, columns = times(blocks), sections_of(times(blocks)), layout.columns
-    assert layout.rows == [row for row in preorder(blocks, PREORDERS[0]) if pins[row] is None]
-    assert layout.num_sections == len(cuts) == len(columns["totals"]) == len(columns["crossing"])
-    rows = layout.rows
-    inside = [[i for i, row in enumerate(rows) if time in lived[row]] for time in cuts]
-    own = [[s for s, time in enumerate(cuts) if time in lived[row]] for row in rows]
-    assert columns["sizes"] == [blocks.sizes[row] for row in rows]
-    assert columns["alignments"] == [blocks.alignments[row] if blocks.alignments is not None else 1 for row in rows]
-    assert columns["low"] == [sections[0] for sections in own]
-    assert columns["high"] == [sections[-1] + 1 for sections in own]
-    assert columns["totals"] == [sum(columns["sizes"][i] for i in members) for members in inside]
-    assert columns["crossing"] == [sum(s[0] <= at < s[-1] for s in own) for at in range(len(cuts))]
-    assert len(set(columns["salts"])) == len(rows) and all(0 <= salt < 1 << 62 for salt in columns["salts"])
-    for i, row in enumerate(rows):
-        pieces = zip(*(joined(layout, f"piece_{end}", "piece_cuts", i) for end in ("low", "high")), strict=True)
-        assert list(pieces) == list(blocks.sections.spans[row])
-        assert joined(layout, "near", "near_cuts", i) == [
-            j for j, other in enumerate(rows) if j != i and lived[other] & lived[row]
-        ]
-        around = [o for o, pin in enumerate(pins) if pin is not None and lived[o] & lived[row]]
-        boxes = sorted((pins[o] or 0, (pins[o] or 0) + blocks.sizes[o]) for o in around)
-        lows, tops = (joined(layout, name, "pin_cuts", i) for name in ("pin_low", "pin_top"))
-        assert list(zip(lows, tops, strict=True)) == boxes
-        same = [
-            j
-            for j, other in enumerate(rows)
-            if (columns["sizes"][j], columns["alignments"][j], own[j]) == (columns["sizes"][i], columns["alignments"][i], own[i])
-            and blocks.sections.spans[other] == blocks.sections.spans[row]
-        ]  # fmt: skip
-        assert columns["twins"][i] == min((j for j in same if j > i), default=-1)
-        floor = 0
-        for _ in range(same.index(i) + 1):  # twins lie one on top of the other
-            start = lifted(blocks, row, floor)
-            floor = start + blocks.sizes[row]
-        assert columns["starts"][i] == start
-    for section, members in enumerate(inside):
-        before = inside[section - 1] if section else []
-        assert joined(layout, "members", "member_cuts", section) == members
-        assert joined(layout, "opening", "opening_cuts", section) == [i for i in members if i not in before]
-        assert joined(layout, "closing", "closing_cuts", section) == [i for i in before if i not in members]
-        assert joined(layout, "staying", "staying_cuts", section) == [i for i in members if i in before]
-    assert {key: [column[row] for row in rows] for key, column in keys_of(blocks).items()} == layout.keys or (
-        blocks.pins is not None  # loads without the pinned blocks
-    )
-    unpinned = [max(columns["totals"][s] for s in sections) for sections in own]
-    widths = [len(sections) for sections in own]
-    assert layout.keys == {
-        "T": unpinned,
-        "W": widths,
-        "A": [a * b for a, b in zip(columns["sizes"], widths, strict=True)],
-    }
-    parts, at = [], 0
-    while at < len(cuts):
-        end = at + 1
-        while any(sections[0] < end <= sections[-1] for sections in own):
-            end += 1
-        listed = [i for i, sections in enumerate(own) if at <= sections[0] < end]
-        if listed:
-            parts.append((at, end, listed))
-        at = end
-    assert layout.parts == parts
-    assert layout.array.tolist() == layout.records
+def test_a_layout_lists_what_its_names_say() -> None:
+    for seed in SEEDS:
+        blocks = blocks_of(any_problem(seed))
+        if not len(blocks):
+            continue
+        layout = layout_of(blocks)
+        pins = blocks.pins if blocks.pins is not None else [None] * len(blocks)
+        lived, cuts, columns = times(blocks), sections_of(times(blocks)), layout.columns
+        assert layout.rows == [row for row in preorder(blocks, PREORDERS[0]) if pins[row] is None]
+        assert layout.num_sections == len(cuts) == len(columns["totals"]) == len(columns["crossing"])
+        rows = layout.rows
+        inside = [[i for i, row in enumerate(rows) if time in lived[row]] for time in cuts]
+        own = [[s for s, time in enumerate(cuts) if time in lived[row]] for row in rows]
+        assert columns["sizes"] == [blocks.sizes[row] for row in rows]
+        assert columns["alignments"] == [blocks.alignments[row] if blocks.alignments is not None else 1 for row in rows]
+        assert columns["low"] == [sections[0] for sections in own]
+        assert columns["high"] == [sections[-1] + 1 for sections in own]
+        assert columns["totals"] == [sum(columns["sizes"][i] for i in members) for members in inside]
+        assert columns["crossing"] == [sum(s[0] <= at < s[-1] for s in own) for at in range(len(cuts))]
+        assert len(set(columns["salts"])) == len(rows) and all(0 <= salt < 1 << 62 for salt in columns["salts"])
+        spans = [blocks.sections.spans[row] for row in rows]
+        for i, row in enumerate(rows):
+            pieces = zip(*(joined(layout, f"piece_{end}", "piece_cuts", i) for end in ("low", "high")), strict=True)
+            assert list(pieces) == list(blocks.sections.spans[row])
+            assert joined(layout, "near", "near_cuts", i) == [
+                j for j, other in enumerate(rows) if j != i and lived[other] & lived[row]
+            ]
+            around = [o for o, pin in enumerate(pins) if pin is not None and lived[o] & lived[row]]
+            boxes = sorted((pins[o] or 0, (pins[o] or 0) + blocks.sizes[o]) for o in around)
+            lows, tops = (joined(layout, name, "pin_cuts", i) for name in ("pin_low", "pin_top"))
+            assert list(zip(lows, tops, strict=True)) == boxes
+            alike = [(columns["sizes"][j], columns["alignments"][j], span) for j, span in enumerate(spans)]
+            same = [j for j in range(len(rows)) if alike[j] == alike[i]]
+            assert columns["twins"][i] == min((j for j in same if j > i), default=-1)
+            floor = 0
+            for _ in range(same.index(i) + 1):  # twins lie one on top of the other
+                start = lifted(blocks, row, floor)
+                floor = start + blocks.sizes[row]
+            assert columns["starts"][i] == start
+        for section, members in enumerate(inside):
+            before = inside[section - 1] if section else []
+            assert joined(layout, "members", "member_cuts", section) == members
+            assert joined(layout, "opening", "opening_cuts", section) == [i for i in members if i not in before]
+            assert joined(layout, "closing", "closing_cuts", section) == [i for i in before if i not in members]
+            assert joined(layout, "staying", "staying_cuts", section) == [i for i in members if i in before]
+        assert {key: [column[row] for row in rows] for key, column in keys_of(blocks).items()} == layout.keys or (
+            blocks.pins is not None  # loads without the pinned blocks
+        )
+        unpinned = [max(columns["totals"][s] for s in sections) for sections in own]
+        widths = [len(sections) for sections in own]
+        assert layout.keys == {
+            "T": unpinned,
+            "W": widths,
+            "A": [a * b for a, b in zip(columns["sizes"], widths, strict=True)],
+        }
+        parts, at = [], 0
+        while at < len(cuts):
+            end = at + 1
+            while any(sections[0] < end <= sections[-1] for sections in own):
+                end += 1
+            listed = [i for i, sections in enumerate(own) if at <= sections[0] < end]
+            if listed:
+                parts.append((at, end, listed))
+            at = end
+        assert layout.parts == parts
+        assert layout.array.tolist() == layout.records
 
 
 class Climb:
@@ -469,31 +473,31 @@ class Climb:
         self.past[self.steps % 1000] = self.cost
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_local_search_climbs_as_late_acceptance_does(seed: int) -> None:
-    blocks = blocks_of(any_problem(seed, most=24))
-    layout = layout_of(blocks)
-    free = layout.rows
-    if not free:
-        return
-    begin = first_fit(blocks)
-    search = LocalSearch(blocks, layout, begin, seed=seed, fast=False)
-    climb = Climb(layout, sorted(range(len(free)), key=lambda i: begin[free[i]]), seed)
-    goal = 0 if seed % 3 else max(blocks.lower_bound, climb.peak - 3)
-    for steps in (0, 1, 40, 1_100 if seed > 20 else 200):
-        found = search.advance(steps, goal)
-        for _ in range(steps):
-            if climb.peak <= goal:
-                break
-            climb.step()
-        assert found == climb.peak
-        kept = list(climb.offsets)
-        climb.drop(climb.best, None)
-        expected = [pin or 0 for pin in blocks.pins] if blocks.pins is not None else [0] * len(blocks)
-        for row, offset in zip(free, climb.offsets, strict=True):
-            expected[row] = offset
-        climb.offsets = kept
-        assert search.offsets() == expected
+def test_local_search_climbs_as_late_acceptance_does() -> None:
+    for seed in range(30):
+        blocks = blocks_of(any_problem(seed, most=24))
+        layout = layout_of(blocks)
+        free = layout.rows
+        if not free:
+            continue
+        begin = first_fit(blocks)
+        search = LocalSearch(blocks, layout, begin, seed=seed, fast=False)
+        climb = Climb(layout, sorted(range(len(free)), key=lambda i: begin[free[i]]), seed)
+        goal = 0 if seed % 3 else max(blocks.lower_bound, climb.peak - 3)
+        for steps in (0, 1, 40, 1_100 if seed > 20 else 200):
+            found = search.advance(steps, goal)
+            for _ in range(steps):
+                if climb.peak <= goal:
+                    break
+                climb.step()
+            assert found == climb.peak
+            kept = list(climb.offsets)
+            climb.drop(climb.best, None)
+            expected = [pin or 0 for pin in blocks.pins] if blocks.pins is not None else [0] * len(blocks)
+            for row, offset in zip(free, climb.offsets, strict=True):
+                expected[row] = offset
+            climb.offsets = kept
+            assert search.offsets() == expected
 
 
 def test_a_search_of_nothing_but_pins_has_a_peak_of_nothing() -> None:

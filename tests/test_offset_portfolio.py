@@ -408,27 +408,27 @@ def test_local_search_has_its_turn_and_its_answers_are_kept(rig: Rig) -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_capacities_to_ask_for_lie_between_bound_and_peak(seed: int) -> None:
-    draw = random.Random(seed)
-    step = draw.choice((1, 1, 4))
-    bound = step * draw.randrange(20)
-    peak = bound + step * draw.randrange(1, draw.choice((12, 400)))
-    held = [step * draw.randrange(peak // step + 9) for _ in range(draw.randrange(7))]
-    capacity = draw.randrange(peak + 9) if draw.random() < 0.4 else None
-    room = (peak - bound) // step
-    near = [at for at in range(bound, peak) if at in held]
-    eighths = {part: bound + step * int(room * part / 8) for part in (4, 6, 7)}
-    if capacity is not None and bound < capacity < peak:
-        new = [capacity - capacity % step]
-    elif len(near) < 4:
-        new = [*eighths.values(), peak - step]
-    elif peak - near[-1] > step * (room // 4):
-        new = [eighths[7], peak - step]
-    else:
-        new = []
-    asked = portfolio.capacities_to_ask(held, bound, peak, step, capacity)
-    assert asked == [bound, *sorted({at for at in (*near, *new) if at > bound}, reverse=True)[3::-1]]
+def test_capacities_to_ask_for_lie_between_bound_and_peak() -> None:
+    for seed in range(300):
+        draw = random.Random(seed)
+        step = draw.choice((1, 1, 4))
+        bound = step * draw.randrange(20)
+        peak = bound + step * draw.randrange(1, draw.choice((12, 400)))
+        held = [step * draw.randrange(peak // step + 9) for _ in range(draw.randrange(7))]
+        capacity = draw.randrange(peak + 9) if draw.random() < 0.4 else None
+        room = (peak - bound) // step
+        near = [at for at in range(bound, peak) if at in held]
+        eighths = {part: bound + step * int(room * part / 8) for part in (4, 6, 7)}
+        if capacity is not None and bound < capacity < peak:
+            new = [capacity - capacity % step]
+        elif len(near) < 4:
+            new = [*eighths.values(), peak - step]
+        elif peak - near[-1] > step * (room // 4):
+            new = [eighths[7], peak - step]
+        else:
+            new = []
+        asked = portfolio.capacities_to_ask(held, bound, peak, step, capacity)
+        assert asked == [bound, *sorted({at for at in (*near, *new) if at > bound}, reverse=True)[3::-1]]
 
 
 # -- one solver by name ----------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class Problem:
     ------
     UsageError
         Columns of different lengths, a negative size, an empty lifetime, a duplicate id, a gap outside its lifetime,
-        an alignment below 1, a pin that is negative, misaligned or overlaps another, an alias that points nowhere or in
-        a circle. The message holds the numbers.
+        gaps that leave nothing of it, an alignment below 1, a pin that is negative, misaligned or overlaps another, an
+        alias that points nowhere or in a circle. The message holds the numbers.
 
     Examples
     --------
@@ -132,6 +132,11 @@ class Problem:
                 raise UsageError(
                     f"buffer {self.ids[row]!r}: gaps {list(intervals)} are not ascending, disjoint, non-empty parts of "
                     f"its lifetime [{self.starts[row]}, {self.ends[row]})"
+                )
+            if sum(b - a for a, b in intervals) == self.ends[row] - self.starts[row]:
+                raise UsageError(
+                    f"buffer {self.ids[row]!r}: gaps {list(intervals)} leave nothing of its lifetime "
+                    f"[{self.starts[row]}, {self.ends[row]}); leave the buffer out"
                 )
         return checked
 
