@@ -6,6 +6,7 @@ import copy
 
 import pytest
 from plan_examples import EXAMPLES, Document
+from plan_launches import LAUNCHES, Launch, launched
 
 from mosaic.planner import Planner, Request
 from mosaic.planner.check import check_plan, unproved_claims
@@ -97,3 +98,74 @@ def test_the_list_depends_on_what_a_plan_has() -> None:
     assert "ffn" not in claims(looped).split("dims ")[1].split(" (")[0]
     looped["config"]["idle"] = None
     assert "that idle could have been on" in claims(looped)
+
+
+COMMON = [
+    "model, mosaic_version, names, tensors (the graph is not compared with the model's)",
+    "device, estimated, device_memory_bytes, page_bytes, components.context, components.library (the device's profile)",
+    "predicted_step_ms and the trace's times (the cost model)",
+]
+FITS, CONTEXT = "max_ctx_tokens, but that 5 tokens fit (planning again)", "max_ctx_tokens (planning again)"
+SEARCH = "solver and the search's moves (the search)"
+FREE = "in this phase no loop and no rule shows them"
+UNKNOWN = "touch and cost (kernels that Mosaic does not ship)"
+NO_WEIGHTS = "dtype (the plan has no weights)"
+SILENT = "the model's configuration: no shape and no count tells them"
+
+
+def said(document: Document) -> list[str]:
+    found = [str(claim) for claim in unproved_claims(document)]
+    assert found[:3] == COMMON and found[4] == SEARCH
+    return [found[3], *found[5:]]
+
+
+def test_the_list_word_for_word() -> None:
+    chain = EXAMPLES["chain"]()
+    scratch, mixes = "sizes of scratch buffers (the backend's kernels)", f"what the kernels mix (3 ops) {UNKNOWN}"
+    assert said(chain) == [FITS, f"dims tokens, seqs ({FREE})", NO_WEIGHTS, mixes, scratch]
+    chain["buffers"][3]["kind"] = "transient"
+    chain["ops"][1]["kernel"] = "other"
+    chain["buffers"][0]["tensor"] = "model.x"
+    both = f"what the kernels mix (2 ops), other (1 ops) {UNKNOWN}"
+    assert said(chain) == [FITS, f"dims tokens, seqs ({FREE})", both]
+    chain["dims"] = {}
+    assert said(chain) == [CONTEXT, both]
+    for change in ({"fits": False}, {"dims": {"tokens": 5, "seqs": 2}}, {"dims": {"seqs": 1}}):
+        assert said({**EXAMPLES["chain"](), **change})[0] == CONTEXT
+    weighty = EXAMPLES["pools"]()
+    assert NO_WEIGHTS not in said(weighty)
+    looped = EXAMPLES["chunked"]()
+    looped["config"].update(idle=None, ffn=None, head="fused", order="late", more=3)
+    looped["dims"]["extra"] = 7
+    assert said(looped) == [
+        FITS, "config: the options of head, order (planning again)", "config: that idle could have been on (planning again)",
+        f"dims tokens, seqs, extra ({FREE})", NO_WEIGHTS, f"what the kernels mix (5 ops) {UNKNOWN}",
+    ]  # fmt: skip
+    looped.update(phase="full_step", config={}, dims={"ffn": 5})
+    assert said(looped) == [CONTEXT, NO_WEIGHTS, f"what the kernels mix (5 ops) {UNKNOWN}"]
+    looped["phase"] = "example"
+    assert said(looped) == [CONTEXT, NO_WEIGHTS, f"what the kernels mix (5 ops) {UNKNOWN}"]
+    step = EXAMPLES["step"]()
+    tokens = "max_ctx_tokens, but that 4 tokens fit (planning again)"
+    assert said(step) == [
+        tokens,
+        "config: the options of head (planning again)",
+        f"attributes head_size, scale ({SILENT})",
+    ]
+
+
+SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
+    "attention": "head_size, scale, block", "head_norm": "eps", "kv_attention": "layer, scale, block", "kv_store": "layer",
+    "moe_route": "normalize, scoring, groups, top_groups, scale", "rms_norm": "eps", "rotary": "head_size, factor",
+    "row_score": "kind", "transfer": "rule, mask_id",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=[launch.kernel for launch in LAUNCHES])
+def test_attributes_that_nothing_tells(launch: Launch) -> None:
+    document = launched(launch)
+    listed = [claim for claim in said(document) if claim.startswith("attributes ")]
+    silent = SILENT_OF.get(launch.kernel)
+    assert listed == ([f"attributes {silent} ({SILENT})"] if silent else [])
+    document["ops"][0]["attrs"] = {}
+    assert not any(claim.startswith("attributes ") for claim in said(document))
