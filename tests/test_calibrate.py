@@ -20,12 +20,8 @@ import torch
 from torch import Tensor
 
 from mosaic import cli
-from mosaic.devices import DEVICES, Device, load_device, to_toml
-from mosaic.errors import MissingExtra, RuntimeMemoryError
-from mosaic.kernels import load
-from mosaic.planner.planner import plan
-from mosaic.runtime import cuda_card
-from mosaic.runtime.calibrate import (
+from mosaic.calibration import cuda_card
+from mosaic.calibration.measure import (
     FULL,
     QUICK,
     Bench,
@@ -38,6 +34,10 @@ from mosaic.runtime.calibrate import (
     gemm_rates,
     link_rates,
 )
+from mosaic.devices import DEVICES, Device, load_device, to_toml
+from mosaic.errors import MissingExtra, RuntimeMemoryError
+from mosaic.kernels import load
+from mosaic.planner.planner import plan
 from mosaic.units import MIB
 
 LAUNCH_S, BANDWIDTH, UP, DOWN = 1e-14, 4e11, 5e10, 6e10
@@ -486,7 +486,7 @@ def with_card(monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(cuda_card, "cuda_bench", lambda *, target_s: card.bench())
     monkeypatch.setattr(cuda_card, "measure_fixed_part", fixed)
     for name in ("FULL", "QUICK"):
-        monkeypatch.setattr(f"mosaic.runtime.calibrate.{name}", SIZES)
+        monkeypatch.setattr(f"mosaic.calibration.measure.{name}", SIZES)
     return card
 
 

@@ -20,6 +20,7 @@ ALLOWED = {
     "viz": {"registrar", "planner", "models", "viz", "devices", "files"},
     "kernels": {"registrar", "kernels"},
     "runtime": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files"},
+    "calibration": {"registrar", "kernels", "runtime", "calibration", "devices", "files"},
     "decoding": {"registrar", "kernels", "runtime", "planner", "models", "decoding"},
     "bench": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files", "decoding", "bench"},
 }

@@ -15,7 +15,7 @@ from mosaic.cli.request import require_torch
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mosaic.runtime.calibrate import Calibration
+    from mosaic.calibration.measure import Calibration
 
 __all__ = ["calibrate", "name_of"]
 
@@ -40,9 +40,9 @@ def calibrate(
 
     check_targets([out])
     require_torch("calibrating a card")
-    from mosaic.runtime.calibrate import FULL, QUICK
-    from mosaic.runtime.calibrate import calibrate as measure
-    from mosaic.runtime.cuda_card import cuda_bench, measure_fixed_part
+    from mosaic.calibration.cuda_card import cuda_bench, measure_fixed_part
+    from mosaic.calibration.measure import FULL, QUICK
+    from mosaic.calibration.measure import calibrate as measure
 
     bench = cuda_bench(target_s=_QUICK_TARGET_S if quick else _TARGET_S)
     name = device_name or name_of(bench.title)

@@ -17,12 +17,14 @@ try:
 except ImportError as error:
     raise MissingExtra("triton", "torch", "a CUDA kernel") from error
 
-__all__ = ["DOT_MINIMUM", "Tile", "power_of_two", "since", "tile_for", "tl", "triton"]
+__all__ = ["DOT_MINIMUM", "Tile", "power_of_two", "processors", "since", "tile_for", "tl", "triton"]
 
 T = TypeVar("T")
 
 DOT_MINIMUM: Final = 16
 """Smallest side of a tile that tl.dot takes."""
+PROCESSORS: Final = 132
+"""Multiprocessors where the device is no GPU: an H200's."""
 
 
 class Tile(NamedTuple):
@@ -67,3 +69,13 @@ def capability(operand: Tensor) -> int:
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def processors(device: torch.device) -> int:
+    """Count the multiprocessors of a device."""
+    return _processors(device) if device.type == "cuda" else PROCESSORS
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

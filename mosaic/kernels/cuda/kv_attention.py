@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, since, tl, triton
-from mosaic.kernels.cuda.unembed_stats import processors
+from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.kv_attention import check, reference
 from mosaic.registrar.implementations.cuda import kv_splits
 

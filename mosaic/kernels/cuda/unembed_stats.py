@@ -9,7 +9,6 @@ Legend: C rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Final
 
 import torch
@@ -29,44 +28,17 @@ from mosaic.kernels.cuda._sampling import (
     random_words,
 )
 from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, join, rebase
-from mosaic.kernels.cuda._triton import Tile, power_of_two, since, tile_for, tl, triton
+from mosaic.kernels.cuda._triton import power_of_two, processors, tl, triton
+from mosaic.kernels.cuda._unembed_tiles import FEW_ROWS, TensorDescriptor, has_descriptors, narrow_columns, tile_of
 from mosaic.kernels.unembed_stats import reference
-from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, SAMPLED_PARTIAL_BYTES, UNEMBED_ROWS, unembed_splits
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
+from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, SAMPLED_PARTIAL_BYTES, unembed_splits
 
 __all__ = ["launch", "launch_unembedding", "reference"]
 
-# Tiles by item size, for many rows and for few, without and with samples. What bounds the product of many rows seems to
-# be how fast tiles come from the L2 cache, 1 / rows + 1 / columns bytes per FLOP: on an H200 (D 4,096, V 126,464,
-# bfloat16, 2,048 rows) tiles of 128x128 took 4.6 ms and of 64x128 7.4, both 7 TB/s. So the largest tile that spills on
-# no card; with descriptors, which need no registers for addresses, a larger one.
-POINTER_TILES: Final = {
-    False: {2: Tile(128, 128, 64, 8, 3), 4: Tile(64, 128, 32, 8, 2)},
-    True: {2: Tile(64, 128, 32, 8, 4), 4: Tile(32, 128, 32, 8, 2)},
-}
-FEW_POINTER_TILES: Final = {
-    False: {2: Tile(64, 128, 64, 8, 3), 4: Tile(64, 128, 32, 8, 2)},
-    True: POINTER_TILES[True],
-}
-# Of eight tiles with descriptors on an H200, for the statistics: 2,048 rows in 128x256x64, loops flattened, took 2.66 ms,
-# 0.97 of cuBLAS's bare product (3.37 with the loops apart); 32 rows in 64x256x64 took 0.26 ms, 1.03 of it. One tile of rows
-# waits for the weight alone: a fourth stage took 0.96 of the time of three at 128 rows, and 1.07 of it at 2,048.
-DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 3), True: Tile(128, 128, 64, 8, 3)}
-SINGLE_DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 4), True: DESCRIPTOR_TILES[True]}
-FEW_DESCRIPTOR_TILES: Final = {False: Tile(64, 256, 64, 8, 4), True: Tile(64, 128, 64, 8, 4)}
-DESCRIBED: Final = {0: False, 90: True, 100: False}
-"""From which architecture on loads go through tensor descriptors; the tiles for them are compiled for Hopper alone."""
-FEW_ROWS: Final = 64
 ROW_TILES: Final = 16
 """Tiles of rows that share the weight while it is in the L2 cache; their x is there all the time."""
 COMBINED: Final = 1024
 """Partials in one tile of the second kernel."""
-PROCESSORS: Final = 132
-"""Multiprocessors where the device is no GPU: an H200's."""
 
 
 @triton.jit
@@ -449,46 +421,6 @@ def launch_unembedding(
         SAMPLE=sampled,
         num_warps=4,
     )
-
-
-def has_descriptors(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether the GPU loads tiles by descriptor and these operands are aligned to the 16 bytes that it asks for."""
-    if TensorDescriptor is None or not x.is_cuda or x.element_size() != 2 or not since(DESCRIBED, x):
-        return False
-    return all(t.data_ptr() % 16 == 0 and 2 * t.stride(0) % 16 == 0 for t in (x, weight))
-
-
-def tile_of(x: Tensor, sampled: bool, described: bool) -> Tile:
-    """Choose the tile for so many rows."""
-    few = x.shape[0] <= FEW_ROWS
-    if not described:
-        return tile_for((FEW_POINTER_TILES if few else POINTER_TILES)[sampled], x)
-    if few:
-        return FEW_DESCRIPTOR_TILES[sampled]
-    return (SINGLE_DESCRIPTOR_TILES if x.shape[0] <= UNEMBED_ROWS else DESCRIPTOR_TILES)[sampled]
-
-
-def narrow_columns(tiles: int, splits: int, vocabulary: int, columns: int) -> int:
-    """Columns of a last tile of every split, half as wide, where those cover what whole rounds leave; else 0.
-
-    256 rows on 132 processors are 66 splits of 494 tiles: seven each, and eight for some, for which all would wait. There
-    are no more splits than tiles, so every split has a whole tile before its narrow one, which may lie past the end.
-
-    >>> narrow_columns(494, 66, 126464, 256), narrow_columns(494, 132, 126464, 256), narrow_columns(494, 33, 126464, 256)
-    (128, 0, 0)
-    """
-    rest = vocabulary - tiles // splits * splits * columns
-    return columns // 2 if 0 < rest <= splits * (columns // 2) else 0
-
-
-def processors(device: torch.device) -> int:
-    """Count the multiprocessors of a device."""
-    return _processors(device) if device.type == "cuda" else PROCESSORS
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _partials(kernel: str, scratch: Tensor | None, partials: int, partial_bytes: int) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from mosaic.devices import Device, load_device, to_toml
-from mosaic.errors import MosaicError, RuntimeMemoryError
-from mosaic.kernels import load
-from mosaic.runtime.calibrate import (
+from mosaic.calibration.measure import (
     QUICK,
     Bench,
     Call,
@@ -35,6 +32,9 @@ from mosaic.runtime.calibrate import (
     launch_times,
     unembed_rates,
 )
+from mosaic.devices import Device, load_device, to_toml
+from mosaic.errors import MosaicError, RuntimeMemoryError
+from mosaic.kernels import load
 from mosaic.version import __version__
 
 __all__ = ["CudaTimer", "cuda_bench", "hold_models", "measure_fixed_part"]
@@ -42,7 +42,7 @@ __all__ = ["CudaTimer", "cuda_bench", "hold_models", "measure_fixed_part"]
 _REPEATS: Final = range(3, 51)
 _WARM_UP_S: Final = 0.5
 _HELPER_TIMEOUT_S: Final = 120.0
-_HELPER: Final = "from mosaic.runtime.cuda_card import hold_models; import sys; hold_models(sys.argv[1])"
+_HELPER: Final = "from mosaic.calibration.cuda_card import hold_models; import sys; hold_models(sys.argv[1])"
 _DENSE: Final[dict[str, Any]] = {
     "model_type": "llada", "d_model": 1024, "n_layers": 2, "n_heads": 8, "mlp_hidden_size": 2048,
     "embedding_size": 4096, "mask_token_id": 4095, "torch_dtype": "bfloat16",
