@@ -42,7 +42,7 @@ class Reason(NamedTuple):
 
 
 class Oracle:
-    """A document and what is derived of it; `reasons` are the violations of memory but for stale reads and races."""
+    """A document and what is derived of it; `reasons` are the violations of memory but for stale reads."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -71,7 +71,7 @@ class Oracle:
             return skeleton + loops
         return [
             *skeleton, *self._sizes(), *self._cuts(), *self._bounds(), *self._aliases(), *self._overlaps(), *self._totals(),
-            *self._capacities(),
+            *self._capacities(), *self._races(), *self._meetings(),
         ]  # fmt: skip
 
     def statements(self) -> list[Reason]:
@@ -597,6 +597,107 @@ class Oracle:
                         ops = (max(common),) if common else ()
                         yield Reason("overlap", f"{where[0]} and {where[1]}: {reason}", (c, b), ops)
 
+    # Streams.
+
+    @cached_property
+    def _before(self) -> list[set[int]]:
+        """For each op the ops that have ended when it starts, by walks backwards through what waits for what."""
+        waits: dict[Any, list[Any]] = {}
+        latest: dict[str, list[Any]] = {}  # stream -> its latest event
+
+        def happen(event: Any, stream: str, *others: str) -> None:
+            waits[event] = [at for name in (stream, *others) for at in latest.get(name, [])]
+            latest[stream] = [event]
+
+        loops = sorted({(op["region"], op["stream"]) for op in self.ops if op["region"] and op["stream"] != "main"})
+        for i, op in enumerate(self.ops):
+            for name, side in loops:
+                if self.regions[name]["end"] == i:
+                    happen(("end", name, side), "main", side)
+            for name, side in loops:
+                if self.regions[name]["start"] == i:
+                    happen(("start", name, side), side, "main")
+            happen(i, op["stream"])
+            waits[i] += [edge["from"] for edge in self.document["edges"] if edge["to"] == i and self._is_edge(edge)]
+
+        def ended(event: Any) -> set[Any]:
+            return {at for other in waits[event] for at in (other, *ended(other))}
+
+        return [{at for at in ended(i) if type(at) is int} for i in range(self.end)]
+
+    def _unordered(self, i: int) -> set[int]:
+        """The ops of the same iteration that may run beside an op."""
+        return {j for j in range(self.end) if j != i and j not in self._before[i] and i not in self._before[j]}
+
+    def share_bytes(self, a: int, b: int) -> bool:
+        """Whether two members of a group have bytes of their own in common."""
+        starts = [self.buffers[x]["alias_offset"] for x in (a, b)]
+        ends = [int(start) + self.raw_bytes(x) for start, x in zip(starts, (a, b), strict=True)]
+        return max(starts) < min(ends)
+
+    def _group_of(self, b: int) -> list[int]:
+        root = b if self.buffers[b]["alias_of"] is None else self.buffers[b]["alias_of"]
+        return [root, *self._members(root)]
+
+    def _races(self) -> Iterator[Reason]:
+        for i, op in enumerate(self.ops):
+            for b in op["writes"]:
+                for m in self._group_of(b):
+                    racing = self._unordered(i).intersection(self.touched(m))
+                    if racing and self.share_bytes(b, m):
+                        other = max(racing)
+                        touches = f"{self.label(other)} touches {self.label_of(m)}"
+                        text = f"{self.label(i)} writes {self.label_of(b)}, {touches}, in no order"
+                        yield Reason("stream-race", text, tuple(sorted({b, m})), tuple(sorted((i, other))))
+        for i, op in enumerate(self.ops):
+            loop = self.regions.get(op["region"])
+            if loop is not None and op["stream"] != "main" and loop["count"] > 1 and not self._follows_main(i, loop):
+                for b in self.ids:
+                    why = self._iterations_clash(loop, b) if i in self.touched(b) else ""
+                    if why:
+                        where = f"{self.label(i)} runs beside other iterations of loop '{loop['name']}'"
+                        yield Reason("stream-race", f"{where}: {self.label_of(b)} {why}", (b,), (i,))
+
+    def _follows_main(self, i: int, loop: Row) -> bool:
+        """Whether ops of main in the same iteration fork and join a side op."""
+        main = [j for j in range(loop["start"], loop["end"]) if self.ops[j]["stream"] == "main"]
+        return any(j in self._before[i] for j in main) and any(i in self._before[j] for j in main)
+
+    def _iterations_clash(self, loop: Row, b: int) -> str:
+        row, name, aliases = self.buffers[b], loop["name"], "shares its storage with aliases"
+        inside = range(loop["start"], loop["end"])
+        if row["region"] == name:
+            return aliases if len(self._group_of(b)) > 1 else "has one slot" if row["rotate"] < 2 else ""
+        if row["pool"] == "workspace":
+            return f"has its home outside, in {row['region']!r}"
+        near = [m for m in self._group_of(b) if self.share_bytes(b, m)]
+        if not any(i in inside for m in near for i in self._written(m)):
+            return ""
+        if near != [b]:
+            return aliases
+        seen = set()
+        for i in inside:
+            for operand in [o for o, at in self.ops[i]["operands"].items() if at == b and i in self.touched(b)]:
+                cuts = [(axis, factor) for o, axis, by, factor in self.ops[i]["slices"] if (o, by) == (operand, name)]
+                seen.add(cuts[0] if cuts else None)
+        alike = len(seen) == 1 and None not in seen
+        return "" if alike else "is written in the loop, and not all its ops see the same rows of it"
+
+    def _meetings(self) -> Iterator[Reason]:
+        """Roots that live one after the other at common addresses, touched in no order all the same."""
+        sides = any(op["stream"] != "main" for op in self.ops)
+        clashing = {self.buffers[reason.buffers[0]]["pool"] for reason in self._overlaps()}
+        for pool in {"workspace", "host"} - clashing if sides else ():
+            ids = [b for b in self._roots(pool) if self.buffers[b]["size"]]
+            for c, b in ((c, b) for b in ids for c in ids if c < b):
+                touched = [{i for m in (x, *self._members(x)) for i in self.touched(m)} for x in (c, b)]
+                racing = {i for i in touched[0] if self._unordered(i) & touched[1]}
+                starts, tops = [self.buffers[x]["offset"] for x in (c, b)], [self._top(x) for x in (c, b)]
+                if racing and max(starts) < min(tops):
+                    where = [f"{self.label_of(x)} at [{s}, {t})" for x, s, t in zip((c, b), starts, tops, strict=True)]
+                    text = f"{where[0]} and {where[1]}: ops of two streams touch them in no order"
+                    yield Reason("stream-race", text, (c, b), (max(racing),))
+
     # Totals.
 
     def live_bytes(self) -> list[int]:
@@ -850,12 +951,6 @@ class _Group:
         here = {(cut, passes[cut[1]]) for cut in self.cuts(i, b)}
         return {cell for cell in self.cells if here <= {*cell}}
 
-    def share(self, a: int, b: int) -> bool:
-        """Whether two members have bytes in common."""
-        starts = [self.rows[x]["alias_offset"] for x in (a, b)]
-        ends = [int(start) + self.oracle.raw_bytes(x) for start, x in zip(starts, (a, b), strict=True)]
-        return bool(max(starts) < min(ends))
-
     def alike(self, a: int, b: int, *keys: str) -> bool:
         """Whether two members agree in some fields."""
         return all(self.rows[a][key] == self.rows[b][key] for key in keys)
@@ -885,7 +980,7 @@ class _Group:
         """Let an op write a member: others lose what they share with it."""
         op, written = self.oracle.ops[i], self.seen(i, new, passes)
         for old in self.group:
-            if old == new or not self.share(old, new):
+            if old == new or not self.oracle.share_bytes(old, new):
                 continue
             self.judge(i, old, new)
             if old in self.held:

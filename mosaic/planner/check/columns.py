@@ -251,10 +251,8 @@ class Columns(Skeleton):
 
     def share_bytes(self, a: int, b: int) -> bool:
         """Whether two members of one alias group overlap in bytes of their own; a root's size covers its aliases as well."""
-        return (
-            self.alias_offset[a] < self.alias_offset[b] + self.raw_bytes[b]
-            and self.alias_offset[b] < self.alias_offset[a] + self.raw_bytes[a]
-        )
+        at, raw = self.alias_offset, self.raw_bytes
+        return at[a] < at[b] + raw[b] and at[b] < at[a] + raw[a] and raw[a] > 0 and raw[b] > 0
 
 
 def round_up(value: int, multiple: int) -> int:
