@@ -14,13 +14,12 @@ from offset_instances import layered, staggered
 from test_offsets import problems, relaxed
 
 from mosaic.planner.offsets import Blocks, Guard, Problem, blocks_of, compiled, read_csv, solve, validate
-from mosaic.planner.offsets.best_fit import best_fit, best_fit_in_order
+from mosaic.planner.offsets.best_fit import best_fit
 from mosaic.planner.offsets.blocks import Tick
 from mosaic.planner.offsets.ejection import Ejection, squeeze
-from mosaic.planner.offsets.first_fit import first_fit, first_fit_in_order
+from mosaic.planner.offsets.first_fit import first_fit
 from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from mosaic.planner.offsets.incumbent import Incumbent
-from mosaic.planner.offsets.neighbours import Neighbours
 from mosaic.planner.offsets.skyline import skyline
 from mosaic.planner.offsets.stacked import place_in_order
 
@@ -32,15 +31,6 @@ def scattered(draw: random.Random, count: int, *, aligned: bool = False) -> Prob
     ends = [start + draw.randrange(1, 2 + count // 3) for start in starts]
     alignments = [draw.choice((1, 2, 3, 8)) for _ in starts] if aligned else 1
     return Problem(sizes=[draw.randrange(1, 30) for _ in starts], starts=starts, ends=ends, alignments=alignments)
-
-
-def test_program_order_needs_only_the_holes_between_what_is_live() -> None:
-    draw = random.Random(3)
-    for _ in range(300):
-        blocks = blocks_of(scattered(draw, draw.randrange(1, 50)))
-        order = sorted(range(len(blocks)), key=lambda row: blocks.starts[row])
-        assert first_fit(blocks) == first_fit_in_order(blocks, order)
-        assert best_fit(blocks) == best_fit_in_order(blocks, order)
 
 
 @pytest.mark.parametrize("best", [False, True])
@@ -57,27 +47,12 @@ def test_looking_neighbours_up_places_as_listing_them_does(numba: bool, best: bo
         assert place_in_order(blocks, order, best=best, many_pairs=-1) == listed
 
 
-def test_neighbours_are_those_that_share_time() -> None:
-    draw = random.Random(9)
-    for count in (1, 63, 64, 65, 300):
-        problem = scattered(draw, count)
-        near = Neighbours(problem.starts, problem.ends)
-        for place, row in enumerate(near.rows):
-            found = {int(near.rows[other]) for other in near.of(place)}
-            assert len(found) == len(near.of(place))
-            assert found == {
-                other
-                for other in range(count)
-                if problem.starts[other] < problem.ends[row] and problem.starts[row] < problem.ends[other]
-            }
-
-
 @pytest.mark.parametrize("aligned", [False, True])
 def test_what_is_in_lies_under_the_target_and_all_that_is_told_holds(aligned: bool) -> None:
     draw = random.Random(5 + aligned)
     met = missed = 0
-    for _ in range(100):
-        problem = scattered(draw, draw.randrange(2, 150), aligned=aligned)
+    for _ in range(40):
+        problem = scattered(draw, draw.randrange(2, 100), aligned=aligned)
         blocks, guard = blocks_of(problem), Guard(problem)
         start = first_fit(blocks)
         search = Ejection(blocks, start)
@@ -91,7 +66,7 @@ def test_what_is_in_lies_under_the_target_and_all_that_is_told_holds(aligned: bo
             assert not done or blocks.peak(offsets) <= target
         met, missed = met + done, missed + (target < blocks.lower_bound)
         assert not done or target >= blocks.lower_bound
-    assert met > 10 and missed > 20, (met, missed)
+    assert met > 4 and missed > 8, (met, missed)
 
 
 def test_a_target_may_move_either_way() -> None:
@@ -151,11 +126,7 @@ def test_squeezing_ends_at_the_bound() -> None:
     assert best.done and best.offered > 2
 
 
-def test_squeezing_asks_for_less_when_it_gets_stuck_and_ends_out_of_steps() -> None:
-    """Every 20,000 steps without getting on, less is asked for, and what there is is offered."""
-    hard = blocks_of(read_csv(INSTANCES / "A.1048576.csv"))
-    assert squeezed(hard, 0).offered == 2
-    assert 3 <= squeezed(hard, 45_000).offered <= 12
+def test_squeezing_that_ends_out_of_steps_has_got_on() -> None:
     large = blocks_of(staggered(read_csv(INSTANCES / "iopddl_G_1.csv"), 2, 1))
     assert squeezed(large, 1_000).peak < large.peak(first_fit(large))
 
@@ -210,10 +181,10 @@ def test_time_limits_hold_for_large_problems(solver: str) -> None:
     problem = staggered(read_csv(INSTANCES / "iop_B_max.csv"), 5 if solver != "auto" else 30, 0)
     solve(problem, solver=solver, timeout_s=0.01)
     began, times = time.perf_counter(), sum(os.times()[:2])
-    solution = solve(problem, solver=solver, timeout_s=1.0)
+    solution = solve(problem, solver=solver, timeout_s=0.5)
     assert validate(problem, solution) == []
-    assert solution.optimal or solution.seconds > 0.5
-    assert min(time.perf_counter() - began, sum(os.times()[:2]) - times) < 1.6
+    assert solution.optimal or solution.seconds > 0.25
+    assert min(time.perf_counter() - began, sum(os.times()[:2]) - times) < 1.1
 
 
 def test_no_time_at_all_still_gives_an_answer() -> None:
