@@ -631,8 +631,8 @@ class Oracle:
 
     def share_bytes(self, a: int, b: int) -> bool:
         """Whether two members of a group have bytes of their own in common."""
-        starts = [self.buffers[x]["alias_offset"] for x in (a, b)]
-        ends = [int(start) + self.raw_bytes(x) for start, x in zip(starts, (a, b), strict=True)]
+        starts = [int(self.buffers[x]["alias_offset"]) for x in (a, b)]
+        ends = [start + self.raw_bytes(x) for start, x in zip(starts, (a, b), strict=True)]
         return max(starts) < min(ends)
 
     def _group_of(self, b: int) -> list[int]:

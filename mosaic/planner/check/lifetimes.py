@@ -130,15 +130,16 @@ def _stretch_regions(plan: Skeleton, read_first: Sequence[int]) -> None:
             _stretch(plan, b, last, last)
         for b in outputs:
             _stretch(plan, b, first, last)
-        expected[name] = (inputs - unlisted, outputs - unlisted, carried[name] - unlisted)
+        crossing = {"inputs": inputs, "outputs": outputs, "carried": carried[name]}
+        expected[name] = {which: held - unlisted for which, held in crossing.items()}
     _check_barriers(plan, expected)
 
 
-def _check_barriers(plan: Skeleton, expected: Mapping[str, Sequence[set[int]]]) -> None:
+def _check_barriers(plan: Skeleton, expected: Mapping[str, Mapping[str, set[int]]]) -> None:
     """Check that each region has one barrier and that it lists what the region holds."""
     seen: set[str] = set()
     for barrier in plan.barriers:
-        label, name, first, last, *lists = barrier
+        label, name, first, last = barrier[:4]
         if name is None:
             continue
         if name not in expected or name in seen:
@@ -149,14 +150,14 @@ def _check_barriers(plan: Skeleton, expected: Mapping[str, Sequence[set[int]]]) 
         if first != region.start or last != region.end:
             text = f"barrier '{label}' covers [{first}, {last}), its region [{region.start}, {region.end})"
             plan.fail("barrier-mismatch", text)
-        for k, (claimed, derived) in enumerate(zip(lists, expected[name], strict=True)):
-            if len(claimed) != len(derived) or not derived.issuperset(claimed) or not derived.issubset(claimed):
-                which = ("inputs", "outputs", "carried")[k]
+        for which, derived in expected[name].items():
+            claimed = getattr(barrier, which)
+            if sorted(claimed) != sorted(derived):
                 text = f"barrier '{label}' lists {which} {sorted(claimed)}, the ops say {sorted(derived)}"
                 plan.fail("barrier-mismatch", text, sorted({*claimed} ^ derived))
     for name, held in expected.items():
         if name not in seen:
-            plan.fail("barrier-missing", f"region '{name}' has no barrier", sorted(set().union(*held)))
+            plan.fail("barrier-missing", f"region '{name}' has no barrier", sorted(set().union(*held.values())))
 
 
 # Streams.
@@ -164,23 +165,22 @@ def _check_barriers(plan: Skeleton, expected: Mapping[str, Sequence[set[int]]]) 
 
 def _stretch_streams(plan: Skeleton) -> None:
     """Hold what side ops touch: over the loop around them, else from their fork to their join."""
-    num_ops = len(plan.op_name)
-    forked: dict[int, int] = {}
-    joined: dict[int, int] = {}
+    forked: dict[int, list[int]] = defaultdict(list)
+    joined: dict[int, list[int]] = defaultdict(list)
     for kind, a, b in plan.edges:
         if kind == "fork":
-            forked[b] = max(forked.get(b, -1), a)
+            forked[b].append(a + 1)
         else:
-            joined[a] = min(joined.get(a, num_ops), b)
+            joined[a].append(b)
     lanes: dict[str, list[int]] = defaultdict(list)
     for i, stream in enumerate(plan.stream):
         if stream != MAIN:
             lanes[stream].append(i)
     for lane in lanes.values():
-        forks = accumulate((forked.get(i, -1) for i in lane), max)
-        waits = list(accumulate((joined.get(i, num_ops) for i in reversed(lane)), min))
-        for i, fork, wait in zip(lane, forks, reversed(waits), strict=True):
-            _hold_side_op(plan, i, fork + 1, wait)
+        starts = accumulate((max(forked[i], default=0) for i in lane), max)
+        ends = accumulate((min(joined[i], default=len(plan.op_name)) for i in reversed(lane)), min)
+        for i, start, end in zip(lane, starts, reversed([*ends]), strict=True):
+            _hold_side_op(plan, i, start, end)
 
 
 def _hold_side_op(plan: Skeleton, i: int, start: int, end: int) -> None:
