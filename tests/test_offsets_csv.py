@@ -10,8 +10,8 @@ from hypothesis import given
 from test_offsets import problems, relaxed
 
 from mosaic.errors import InstanceFormatError, UsageError
-from mosaic.planner.offsets import Problem, read_csv, solve, validate, write_csv
-from mosaic.planner.offsets.minimalloc_csv import read_offsets
+from mosaic.planner.offsets import Problem, names_end, read_csv, solve, validate, write_csv
+from mosaic.planner.offsets.minimalloc_csv import capacity_of_name, read_offsets
 
 
 def write(tmp_path: Path, text: str, name: str = "x.csv") -> Path:
@@ -93,6 +93,77 @@ def test_bad_files_are_named_by_line_and_column(tmp_path: Path, text: str, messa
     with pytest.raises(InstanceFormatError, match=message) as caught:
         read_csv(write(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_lines_end_as_any_machine_ends_them(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(ending.join(["id,lower,upper,size", "", "a,0,1,4", "b,1,2,x"]).encode())
+    with pytest.raises(InstanceFormatError, match="line 4, column size: 'x' is not an integer"):
+        read_csv(path)
+    path.write_bytes(ending.join(["id,lower,upper,size", "a,0,1,4", ""]).encode())
+    assert read_csv(path).sizes == (4,)
+
+
+def test_a_missing_file_and_broken_archives_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        InstanceFormatError, match=r"^cannot read .*none.csv: No such file or directory; check the path.$"
+    ):
+        read_csv(tmp_path / "none.csv")
+    path = tmp_path / "x.csv.gz"
+    for broken in (b"id,lower,upper,size", gzip.compress(b"id,lower,upper,size\n" * 99)[:-9]):
+        path.write_bytes(broken)
+        with pytest.raises(InstanceFormatError, match=r"^x.csv.gz: not a CSV text: "):
+            read_csv(path)
+
+
+def test_what_is_written_is_read_by_eye(tmp_path: Path) -> None:
+    problem = Problem(
+        ids=["a", "b"], sizes=[8, 4], starts=[0, 1], ends=[9, 3], gaps=[[(2, 3), (5, 8)], []], alignments=[4, 1],
+        pins=[None, 8],
+    )  # fmt: skip
+    path = tmp_path / "x.csv"
+    write_csv(path, problem)
+    assert path.read_text() == "id,lower,upper,size,alignment,gaps,offset\na,0,9,8,4,2-3 5-8,\nb,1,3,4,1,,8\n"
+    assert read_csv(path, pin=True) == problem and read_csv(path).pins is None
+    plain = Problem(sizes=[8], starts=[0], ends=[9], alignments=2)
+    write_csv(path, plain, solve(plain))
+    assert path.read_text() == "id,lower,upper,size,alignment,offset\n0,0,9,8,2,0\n"
+    write_csv(path, Problem(sizes=[8], starts=[0], ends=[9]))
+    assert path.read_text() == "id,lower,upper,size\n0,0,9,8\n" and read_offsets(path) is None
+    one, two = tmp_path / "one.csv.gz", tmp_path / "two.csv.gz"
+    for archive in (one, two):
+        write_csv(archive, plain)
+    assert one.read_bytes() == two.read_bytes() and one.read_bytes()[4:8] == bytes(4)  # no time of writing
+    assert gzip.decompress(one.read_bytes()) == b"id,lower,upper,size,alignment\n0,0,9,8,2\n"
+
+
+def test_ids_are_integers_only_where_all_of_them_are_plain(tmp_path: Path) -> None:
+    for cells, ids in (
+        (("7", "10"), (7, 10)),
+        (("7", "010"), ("7", "010")),
+        (("7", "b"), ("7", "b")),
+        (("7", "-1"), ("7", "-1")),
+    ):
+        text = "id,lower,upper,size\n" + "".join(f"{cell},0,1,4\n" for cell in cells)
+        assert read_csv(write(tmp_path, text)).ids == ids
+
+
+def test_empty_cells_are_alignments_of_one_and_no_pins(tmp_path: Path) -> None:
+    path = write(tmp_path, "id,lower,upper,size,alignment,offset\na,0,1,4,,\nb,1,2,4,4,8\n")
+    problem = read_csv(path, pin=True)
+    assert (problem.alignments, problem.pins) == ((1, 4), (None, 8))
+    with pytest.raises(InstanceFormatError, match="line 2, column offset: '' is not an integer"):
+        read_offsets(path)
+    with pytest.raises(InstanceFormatError, match="line 2, column size: '' is not an integer"):
+        read_csv(write(tmp_path, "id,lower,upper,size\na,0,1,\n"))
+
+
+def test_capacities_are_read_off_names_and_ends_off_headers(tmp_path: Path) -> None:
+    names = {"A.64.csv": 64, "A.64.csv.gz": 64, "A.csv": None, "64.csv": None, "A.64.csv.txt": None, "A.6x4.csv": None}
+    assert {name: capacity_of_name(name) for name in names} == names
+    for header, inclusive in (("id,start,end,size", True), ("id,lower,upper,size", False), ("ID,Start,END,Size", True)):
+        assert names_end(write(tmp_path, f"\n , ,\n{header}\nrest")) == inclusive
 
 
 def test_binary_files_are_refused(tmp_path: Path) -> None:

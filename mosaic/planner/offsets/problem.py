@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import index, le, lt
 
 from mosaic.errors import UsageError
@@ -263,12 +264,7 @@ def largest_load(starts: Sequence[int], ends: Sequence[int], sizes: Sequence[int
     for start, end, size in zip(starts, ends, sizes, strict=True):
         change[start] = get(start, 0) + size
         change[end] = get(end, 0) - size
-    load = peak = 0
-    for time in sorted(change):
-        load += change[time]
-        if load > peak:
-            peak = load
-    return peak
+    return max(accumulate([change[time] for time in sorted(change)]), default=0)
 
 
 def integers(what: str, column: Sequence[int]) -> tuple[int, ...]:
