@@ -37,14 +37,28 @@ def _as_tensors(what: str, values: Any) -> Tensor | list[Tensor]:
     """Read lists and arrays of numbers; a list of numbers is one sequence, any other list has a sequence an entry."""
     if isinstance(values, Tensor):
         return values
+    several = isinstance(values, Sequence) and not (values and all(isinstance(v, Integral) for v in values))
+    for part in values if several else (values,):
+        _not_mixed(what, part)
     try:
-        several = isinstance(values, Sequence) and not (values and all(isinstance(v, Integral) for v in values))
         return [torch.as_tensor(part) for part in values] if several else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         found = "None" if values is None else f"a {type(values).__name__}"
         raise UsageError(
             f"{what}: expected [S], [B, S] or a list of [S], as tensors or lists of numbers; got {found} instead."
         ) from None
+
+
+def _not_mixed(what: str, values: Any) -> None:
+    """Refuse booleans among numbers, which PyTorch would read as 0 and 1."""
+    if not isinstance(values, list | tuple):
+        return
+    booleans = [place for place, value in enumerate(values) if isinstance(value, bool)]
+    if 0 < len(booleans) < len(values):
+        place = booleans[0]
+        raise UsageError(
+            f"{what}: numbers and booleans are mixed, found {values[place]} at place {place}; give either."
+        )
 
 
 def pack(token_ids: TokenIds, vocabulary: int) -> tuple[Tensor, tuple[int, ...]]:
