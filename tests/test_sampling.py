@@ -646,7 +646,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip("triton is not installed")
     from test_triton_compiles import compiled_by
 
-    return compiled_by(__file__, tmp_path_factory.mktemp("triton"), every=request.param == "every kind")
+    return compiled_by(__file__, tmp_path_factory, every=request.param == "every kind")
 
 
 def test_samples_compile_without_spills_and_within_shared_memory(compiled: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ one card, in turn; `make soak` compiles every launch for every card.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -201,19 +202,31 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 
-def compiled_by(file: str, folder: Path, *, every: bool) -> list[dict[str, Any]]:
-    """Run such a file in a process of its own, with an empty cache; give its lines."""
+def compiled_by(file: str, folders: pytest.TempPathFactory, *, every: bool) -> list[dict[str, Any]]:
+    """Run such a file in a process of its own, with an empty cache, once for all workers; give its lines."""
+    own = folders.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    kept = folder / f"{Path(file).stem}-{every}.jsonl"
+    with open(kept.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            kept.write_text(run_alone(file, folders.mktemp("triton"), every=every))
+    return [json.loads(line) for line in kept.read_text().splitlines()]
+
+
+def run_alone(file: str, folder: Path, *, every: bool) -> str:
+    """What such a file prints, with its cache in a folder."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, file, *(["--every"] if every else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
 
 
 @pytest.fixture(scope="module", params=["each once", pytest.param("every card", marks=pytest.mark.soak)])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return compiled_by(__file__, tmp_path_factory.mktemp("triton"), every=request.param == "every card")
+    return compiled_by(__file__, tmp_path_factory, every=request.param == "every card")
 
 
 def test_every_triton_operator_is_compiled(compiled: list[dict[str, Any]]) -> None:

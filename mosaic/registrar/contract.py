@@ -72,7 +72,7 @@ def _one(*_: Any, **__: Any) -> Dim:
     return 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contract:
     """The meaning of one operator, shared by every backend.
 

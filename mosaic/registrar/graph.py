@@ -77,8 +77,7 @@ class Buffer:
     id: int
     name: str
     kind: Kind
-    shape: tuple[Dim, ...]
-    dtype: str
+    spec: Spec
     home: Region | None = None
     tensor: str | None = None
     rotate: int = 1
@@ -90,9 +89,14 @@ class Buffer:
         return POOL.get(self.kind, "workspace")
 
     @property
-    def spec(self) -> Spec:
-        """Shape and dtype as an operand."""
-        return Spec(self.shape, self.dtype)
+    def shape(self) -> tuple[Dim, ...]:
+        """Sizes of the axes."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> str:
+        """Type of the elements."""
+        return self.spec.dtype
 
     @property
     def bytes(self) -> Dim:
@@ -167,17 +171,6 @@ class Choice:
     options: tuple[str, ...]
     value: str
     escalating: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """What a contract says of one launch."""
-
-    outputs: tuple[Spec, ...]
-    flops: Dim
-    bytes: Dim
-    rate_rows: Dim
-    rate_columns: Dim
 
 
 @dataclass(slots=True)
@@ -343,7 +336,7 @@ class Graph:
             )
         home = None if outside or kind not in ("transient", "scratch") else self._region
         buffer = Buffer(
-            id=len(self.buffers), name=full, kind=kind, shape=tuple(shape), dtype=dtype, home=home, tensor=tensor,
+            id=len(self.buffers), name=full, kind=kind, spec=Spec(tuple(shape), dtype), home=home, tensor=tensor,
             rotate=rotate, source=source,
         )  # fmt: skip
         self.buffers.append(buffer)
@@ -438,15 +431,12 @@ class Graph:
         self._op_names.add(full)
         _plain_attributes(attrs, full, source)
         operands = self._operands(rule, reads, full, source)
-        views = {key: self._view(rule, key, buffer) for key, buffer in operands.items()}
-        sliced = self._sliced(views, operands, full, source)
-        specs = {key: view.seen for key, view in views.items()}
         given = tuple(attrs.items())
-        try:
-            work = _work(rule, tuple(specs.items()), given)
-        except (GraphError, TypeError, IndexError) as error:
-            shown = ", ".join(f"{key} {spec}" for key, spec in specs.items())
-            raise GraphError(f"{full} ({source}): {rule.name}({shown}): {error}") from None
+        asked = _asked(rule, self._seen(operands), self._loops, given)
+        slices = self._slices(asked.cuts, operands, full, source)
+        if asked.work is None:
+            raise GraphError(f"{full} ({source}): {asked.refused}")
+        work = asked.work
         created = self._outputs(rule, work.outputs, out, full, source)
         for buffer in created.values():
             if any(buffer is operand for operand in operands.values()):
@@ -454,26 +444,23 @@ class Graph:
                     f"{full} ({source}): out= gives {buffer}, which it also reads; write a buffer that aliases it, "
                     f"or use a contract that updates it"
                 )
-        views = {key: self._view(rule, key, buffer) for key, buffer in created.items()}
+        wrote = _results(self.backend, rule, asked.specs, self._seen(created), self._loops, given)
+        read = tuple(operands.values())
         operands.update(created)
-        specs.update((key, view.seen) for key, view in views.items())
-        scratch = _scratch(self.backend, rule.name, tuple(specs.items()), given)
-        if scratch != 0:
+        if wrote.scratch != 0:
             operands["scratch"] = self.buffer(
-                f"{name or rule.name}:scratch@{len(self.ops)}", (scratch,), "uint8", kind="scratch"
+                f"{name or rule.name}:scratch@{len(self.ops)}", (wrote.scratch,), "uint8", kind="scratch"
             )
-            views["scratch"] = self._view(rule, "scratch", operands["scratch"])
-        sliced += self._sliced(views, operands, full, source)
+        slices += self._slices(wrote.cuts, operands, full, source)
         updated = [operands[key] for key in rule.updates if key in operands]
         for buffer in (*created.values(), *updated):
             if buffer.kind == "weight":
                 raise GraphError(f"{full} ({source}): writes the weight {buffer} ({buffer.source}); use a state")
         op = Op(
             index=len(self.ops), name=full, contract=rule, operands=operands,
-            reads=tuple(operands[key] for key in specs if key not in created),
-            writes=(*created.values(), *updated, *([operands["scratch"]] if "scratch" in operands else [])),
+            reads=read, writes=(*created.values(), *updated, *([operands["scratch"]] if "scratch" in operands else [])),
             attrs=attrs, region=self._region, stream=self._stream.name if self._stream else MAIN,
-            slices=tuple(sliced), flops=work.flops, bytes=work.bytes, rate_rows=work.rate_rows, source=source,
+            slices=slices, flops=work.flops, bytes=work.bytes, rate_rows=work.rate_rows, source=source,
             rate="link" if any(b.pool == "host" for b in operands.values()) else rule.rate,
             rate_columns=work.rate_columns,
         )  # fmt: skip
@@ -498,25 +485,31 @@ class Graph:
     def _owns(self, buffer: object) -> TypeGuard[Buffer]:
         return isinstance(buffer, Buffer) and buffer.id < len(self.buffers) and self.buffers[buffer.id] is buffer
 
-    def _view(self, rule: Contract, key: str, buffer: Buffer) -> _View:
-        """The operand as the open regions see it."""
-        inside = sum(region.encloses(buffer.home) for region in self._open) if buffer.home is not None else 0
-        return _view(buffer.spec, self._loops, inside, key in rule.whole)
+    def _seen(self, operands: Mapping[str, Buffer]) -> _Seen:
+        """What of the operands one iteration's sizes follow from."""
+        return tuple((key, buffer.spec, self._inside(buffer)) for key, buffer in operands.items())
 
-    def _sliced(
-        self, views: Mapping[str, _View], operands: Mapping[str, Buffer], full: str, source: str
-    ) -> list[Slice]:
-        regions, found = self._open, []
-        for key, view in views.items():
-            for axis, index, factor, dim in view.cuts:
-                if factor is None:
-                    raise GraphError(
-                        f"{full} ({source}): region {regions[index].name} cannot slice axis {axis} of {key} {operands[key]}: "
-                        f"{dim} is no multiple of {regions[index].over}; let the contract take '{key}' whole, or define the "
-                        "buffer inside the region"
-                    )
-                found.append(Slice(key, axis, regions[index].name, factor))
-        return found
+    def _inside(self, buffer: Buffer) -> int:
+        """How many of the open regions a buffer's home lies in."""
+        home = buffer.home
+        if home is None or not self._open:
+            return 0
+        return len(self._open) if home is self._region else sum(region.encloses(home) for region in self._open)
+
+    def _slices(
+        self, cuts: Sequence[_Cut], operands: Mapping[str, Buffer], full: str, source: str
+    ) -> tuple[Slice, ...]:
+        found = []
+        for key, axis, index, factor, dim in cuts:
+            region = self._open[index]
+            if factor is None:
+                raise GraphError(
+                    f"{full} ({source}): region {region.name} cannot slice axis {axis} of {key} {operands[key]}: "
+                    f"{dim} is no multiple of {region.over}; let the contract take '{key}' whole, or define the "
+                    "buffer inside the region"
+                )
+            found.append(Slice(key, axis, region.name, factor))
+        return tuple(found)
 
     def _outputs(
         self, rule: Contract, inferred: Sequence[Spec], out: Buffer | Sequence[Buffer] | None, full: str, source: str
@@ -537,7 +530,7 @@ class Graph:
         if len(given) != len(inferred):
             raise GraphError(f"{full} ({source}): {rule.name} writes {', '.join(rule.writes)}, out= gives {len(given)}")
         for key, spec, buffer in zip(rule.writes, inferred, given, strict=True):
-            if self._view(rule, key, buffer).seen != spec:
+            if _view(buffer.spec, self._loops, self._inside(buffer), key in rule.whole).seen != spec:
                 raise GraphError(f"{full} ({source}): writes {key} {spec}, but out= is {buffer} ({buffer.source})")
         return dict(zip(rule.writes, given, strict=True))
 
@@ -711,9 +704,50 @@ def _symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, positive=True, integer=True)
 
 
-@lru_cache(maxsize=_KEPT)
-def _work(rule: Contract, specs: tuple[tuple[str, Spec], ...], attrs: tuple[tuple[str, Any], ...]) -> _Work:
+_Loops: TypeAlias = tuple[tuple[sympy.Symbol, sympy.Symbol], ...]
+"""Of nested regions, outermost first: the dim that each runs over, and the rows of one iteration."""
+_Seen: TypeAlias = tuple[tuple[str, Spec, int], ...]
+"""Operands: name, spec, and the number of open loops that hold its home."""
+_Specs: TypeAlias = tuple[tuple[str, Spec], ...]
+_Attributes: TypeAlias = tuple[tuple[str, Any], ...]
+_Cut: TypeAlias = tuple[str, int, int, int | None, Dim]
+"""One slicing of an operand: its name, axis, loop, factor (none: the axis cannot be sliced) and the dim that is sliced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
     """What a contract says of one launch."""
+
+    outputs: tuple[Spec, ...]
+    flops: Dim
+    bytes: Dim
+    rate_rows: Dim
+    rate_columns: Dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What one launch reads, as an iteration of the open loops sees it, and its work; none: why it is `refused`."""
+
+    specs: _Specs
+    cuts: tuple[_Cut, ...]
+    work: _Work | None
+    refused: str = ""
+
+
+@lru_cache(maxsize=_KEPT)
+def _asked(rule: Contract, reads: _Seen, loops: _Loops, attrs: _Attributes) -> _Asked:
+    specs, cuts = _iteration(rule, reads, loops)
+    if any(factor is None for *_, factor, _ in cuts):
+        return _Asked(specs=specs, cuts=cuts, work=None)
+    try:
+        return _Asked(specs=specs, cuts=cuts, work=_work(rule, specs, attrs))
+    except (GraphError, TypeError, IndexError) as error:
+        shown = ", ".join(f"{key} {spec}" for key, spec in specs)
+        return _Asked(specs=specs, cuts=cuts, work=None, refused=f"{rule.name}({shown}): {error}")
+
+
+def _work(rule: Contract, specs: _Specs, attrs: _Attributes) -> _Work:
     operands, given = dict(specs), dict(attrs)
     outputs = tuple(rule.infer(**operands, **given))
     return _Work(
@@ -725,15 +759,30 @@ def _work(rule: Contract, specs: tuple[tuple[str, Spec], ...], attrs: tuple[tupl
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What one launch writes as an iteration sees it, its scratch bytes among it."""
+
+    scratch: Dim
+    cuts: tuple[_Cut, ...]
+
+
 @lru_cache(maxsize=_KEPT)
-def _scratch(
-    backend: str, operator: str, specs: tuple[tuple[str, Spec], ...], attrs: tuple[tuple[str, Any], ...]
-) -> Dim:
-    return scratch_bytes(backend, operator, dict(specs), dict(attrs))
+def _results(backend: str, rule: Contract, reads: _Specs, writes: _Seen, loops: _Loops, attrs: _Attributes) -> _Results:
+    specs, cuts = _iteration(rule, writes, loops)
+    scratch = scratch_bytes(backend, rule.name, dict(reads + specs), dict(attrs))
+    if scratch != 0:
+        cuts += _iteration(rule, (("scratch", Spec((scratch,), "uint8"), len(loops)),), loops)[1]
+    return _Results(scratch, cuts)
 
 
-_Loops: TypeAlias = tuple[tuple[sympy.Symbol, sympy.Symbol], ...]
-"""Of nested regions, outermost first: the dim that each runs over, and the rows of one iteration."""
+def _iteration(rule: Contract, operands: _Seen, loops: _Loops) -> tuple[_Specs, tuple[_Cut, ...]]:
+    """Operands as one iteration of some nested loops sees them, and the slices that make it so."""
+    views = {key: _view(spec, loops, inside, key in rule.whole) for key, spec, inside in operands}
+    return (
+        tuple((key, view.seen) for key, view in views.items()),
+        tuple((key, *cut) for key, view in views.items() for cut in view.cuts),
+    )
 
 
 @dataclass(frozen=True, slots=True)

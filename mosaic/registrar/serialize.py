@@ -9,7 +9,7 @@ from typing import Any, Final
 import sympy
 
 from mosaic.errors import GraphError
-from mosaic.registrar.contract import Contract, Dim
+from mosaic.registrar.contract import Contract, Dim, Spec
 from mosaic.registrar.contracts import OPERATORS, contract
 from mosaic.registrar.graph import Barrier, Buffer, Choice, DimInfo, Edge, Graph, Op, Region, Slice
 
@@ -179,7 +179,7 @@ class _Reader:
         source: str,
     ) -> Buffer:
         return Buffer(
-            id=number, name=name, kind=kind, shape=tuple(self._dim(d) for d in shape), dtype=dtype,
+            id=number, name=name, kind=kind, spec=Spec(tuple(self._dim(d) for d in shape), dtype),
             home=self.regions.get(home) if home else None, tensor=tensor, rotate=rotate, source=source,
         )  # fmt: skip
 
