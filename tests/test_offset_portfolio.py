@@ -608,6 +608,7 @@ def test_unknown_solvers_and_empty_problems(rig: Rig) -> None:
     with pytest.raises(UnknownName, match="skyline"):
         solve(problem_of(), solver="skylines")
     nothing = Problem(sizes=[], starts=[], ends=[])
+    assert solve(nothing).peak_bytes == 0 and solve(nothing).optimal
     assert solve(nothing).solver == "first_fit" and solve(nothing, solver="ilp").solver == "ilp"
     assert not rig.asked
 

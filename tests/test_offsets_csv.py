@@ -79,8 +79,10 @@ def test_a_gap_with_a_window_is_no_gap(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "x.csv: the file is empty"),
-        ("id,lower,upper\n", "line 1: there is no column 'size'"),
-        ("id,lower,size\n", "line 1: there is no column 'upper'"),
+        ("id,lower,upper\n", r"^x.csv, line 1: there is no column 'size' in id,lower,upper$"),
+        ("id,lower,size\n", r"^x.csv, line 1: there is no column 'upper' \(or 'end'\) in id,lower,size$"),
+        ("id,size\n", r"^x.csv, line 1: there is no column 'lower' \(or 'start'\) in id,size$"),
+        ("size\n", r"^x.csv, line 1: there is no column 'id' \(or 'buffer'\) in size$"),
         ("id,lower,upper,size,start\n", "line 1: the header .* twice"),
         ("id,lower,upper,size\n0,1,2\n", "line 2: 3 fields, the header has 4"),
         ("id,lower,upper,size\n\n0,1,2,1e3\n", "line 3, column size: '1e3' is not an integer"),

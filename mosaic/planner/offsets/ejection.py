@@ -177,7 +177,7 @@ def squeeze(blocks: Blocks, best: Incumbent, steps: int | None) -> None:
             continue
         best.offer(search.offsets(best.tick), "ejection")
         search.aim(_next_target(search.target, best, met))
-        least, stale = math.inf, 0
+        least = math.inf
     if not best.done:
         best.offer(search.offsets(best.tick), "ejection")
 
