@@ -62,7 +62,7 @@ def test_models_find_what_every_order_finds(seed: int) -> None:
 
 
 ALIGNED = Problem(
-    sizes=[24, 40, 8], starts=[0, 0, 0], ends=[1, 1, 1], alignments=[16, 32, 8], pins=[None, None, 0], capacity=200
+    sizes=[24, 40, 8], starts=[0, 0, 0], ends=[1, 1, 1], alignments=[16, 32, 8], pins=[None, None, 8], capacity=200
 )
 
 
@@ -82,7 +82,7 @@ def test_the_integer_program_is_small_and_in_units(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pulp, "PULP_CBC_CMD", watched)
     blocks = blocks_of(ALIGNED)
     outcome = solve_ilp(blocks, 112, timeout_s=None)
-    assert outcome in [Outcome(offsets=found, bound=72, exhausted=True) for found in ([16, 64, 0], [80, 32, 0])]
+    assert outcome in [Outcome(offsets=found, bound=72, exhausted=True) for found in ([16, 64, 8], [80, 32, 8])]
     assert solver == {"msg": False, "timeLimit": 30}
     ranges = {v.name: (v.lowBound, v.upBound, v.cat) for v in models[0].variables()}
     assert ranges.pop("peak") == (9, 14, "Integer")
@@ -155,9 +155,9 @@ def test_the_constraint_program_is_in_units_and_has_hints_and_limits(
     monkeypatch.setattr(time, "perf_counter", clock)
     blocks = blocks_of(ALIGNED)
     best = incumbent(blocks)
-    assert best.offsets == [16, 64, 0] and best.peak == 104
+    assert best.offsets == [16, 64, 8] and best.peak == 104
     outcome = solve_cpsat(blocks, best, timeout_s=None, seed=5)
-    assert outcome in [Outcome(offsets=found, bound=104, exhausted=True) for found in ([16, 64, 0], [80, 32, 0])]
+    assert outcome in [Outcome(offsets=found, bound=104, exhausted=True) for found in ([16, 64, 8], [80, 32, 8])]
     given = Watched.kept.parameters
     assert (given.random_seed, given.num_workers, given.max_deterministic_time) == (5, 1, 20.0)
     assert math.isinf(given.max_time_in_seconds)
@@ -168,6 +168,9 @@ def test_the_constraint_program_is_in_units_and_has_hints_and_limits(
     names = [variable.name for variable in model.variables]
     hints = dict(zip([names[i] for i in model.solution_hint.vars], model.solution_hint.values, strict=True))
     assert hints == {"place0": 2, "place1": 8, "peak": 13}
+    free = blocks_of(Problem(sizes=[24, 8], starts=[0, 0], ends=[1, 1]))
+    assert solve_cpsat(free, incumbent(free), timeout_s=None, seed=5).exhausted
+    assert [v.name for v in Watched.kept.model.variables if v.name] == ["peak", "place0", "place1"]
     late = Incumbent(blocks, 10.0)
     late.offer(best.offsets, "hand")
     clock.now += 4

@@ -143,7 +143,7 @@ def test_forms_of_sizes() -> None:
     offsets, peak = order.replay(np.array([4, 4, 8], dtype=np.uint8))
     assert isinstance(offsets, np.ndarray) and offsets.dtype == np.int64 and peak == 12
     assert order.replay(list(np.array([4, 4, 8], dtype=np.int32)))[1] == 12
-    assert order.replay(np.array([[4, 4, 8]], dtype=np.uint8))[1].tolist() == [12]
+    assert order.replay(np.array([[200, 200, 200]], dtype=np.uint8))[1].tolist() == [400]
     placed, peaks = order.replay(np.zeros((0, 3), dtype=np.int64))
     assert placed.shape == (0, 3) and peaks.shape == (0,)
     bad: Any

@@ -97,7 +97,7 @@ class Order:
         if sizes.ndim == 1:
             offsets, peak = self._replay_one(sizes.tolist())
             return np.array(offsets, dtype=np.int64), peak
-        return self._replay_many(sizes.astype(np.int64, copy=False))
+        return self._replay_many(np.asarray(sizes, dtype=np.int64))
 
     def to_json(self) -> dict[str, Any]:
         """Return the order as plain lists of ints."""
