@@ -16,7 +16,10 @@ Document = dict[str, Any]
 Row = dict[str, Any]
 Span = tuple[int, int]
 
-ITEM_BYTES = {"int32": 4, "float32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "uint8": 1, "bool": 1}
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "float32": 4, "int64": 8, "float64": 8,
+}  # fmt: skip
 BORN = ("input", "weight", "state", "external")  # with a value
 KEPT = ("output", "weight", "state", "external")  # beyond the last op
 ANYWHERE = ("workspace", "state", "host", "external")  # where an input, output, carry, transient or scratch may be
@@ -1003,7 +1006,7 @@ class _Group:
         permitted = [new, old] in op["inplace"] and same_rows and same_bytes
         if old in op["writes"] or (old in op["reads"] and not permitted):
             self.say(i, old, f"writes {label(new)} over its own operand {label(old)}")
-        until = i + 1 if old in op["reads"] and permitted else i
+        until = i + 1 if permitted else i
         held = old in self.held and old not in self.lost_whole
         if held and any(start <= i and end > until for start, end in self.oracle.windows(old)):
             self.say(i, old, f"overwrites {label(old)}, which a barrier or stream holds")

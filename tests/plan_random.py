@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from typing import Any
 
 from plan_examples import barrier, buffer, op, plan, region
-from plan_oracle import ANYWHERE, Document, Oracle, Row
+from plan_oracle import ANYWHERE, ITEM_BYTES, Document, Oracle, Row
 
 KINDS = (
     "transient",
@@ -25,7 +25,7 @@ KINDS = (
     "external",
 )
 USUAL_POOL = {"host": "host", "weight": "weights", "state": "state", "external": "external"}
-DTYPES = ("float32", "float32", "int64", "bfloat16", "uint8", "bool")
+DTYPES = ("float32",) * 4 + tuple(ITEM_BYTES)
 Path = tuple[str | int, ...]
 
 

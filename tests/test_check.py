@@ -504,6 +504,10 @@ def test_a_loop_may_fill_after_a_gap_what_had_no_value_before() -> None:
     filled_before["ops"][1]["writes"], filled_before["ops"][1]["operands"]["w0"] = [4], 4
     filled_before["buffers"][4]["start"] = 1
     assert "gap" in codes(filled_before)
+    for kind in ("carry", "input"):  # these hold a value before
+        held = copy.deepcopy(document)
+        held["buffers"][4]["kind"] = kind
+        assert "gap" in codes(held)
 
 
 def test_barrier_protects_an_alias() -> None:

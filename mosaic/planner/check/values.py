@@ -70,32 +70,27 @@ class _Lie(NamedTuple):
     """
 
     group: tuple[int, ...]
-    shared: frozenset[tuple[int, int]]  # (lower, higher id) that overlap in bytes
+    shared: frozenset[tuple[int, int]]  # pairs, either way round, that overlap in bytes
     alike: frozenset[tuple[int, int]]  # those of them that begin at one address and have as many bytes
-    views: tuple[int, ...]  # per member the first one of its alias offset and shape
+    views: tuple[
+        int, ...
+    ]  # per member the first one of its alias offset, dtype and shape: equal cuts are the same bytes
     repeats: frozenset[str]  # loops that run more than once
 
     @classmethod
     def of(cls, plan: Columns, group: Sequence[int], repeats: frozenset[str]) -> _Lie:
         """Compare the members pair by pair."""
-        pairs = [pair for pair in combinations(sorted(group), 2) if plan.share_bytes(*pair)]
+        shared = [pair for pair in combinations(group, 2) if plan.share_bytes(*pair)]
+        shared += [(b, a) for a, b in shared]
         at, raw = plan.alias_offset, plan.raw_bytes
         views: dict[Any, int] = {}
         return cls(
             group=tuple(group),
-            shared=frozenset(pairs),
-            alike=frozenset((a, b) for a, b in pairs if at[a] == at[b] and raw[a] == raw[b]),
-            views=tuple(views.setdefault((at[b], *plan.shape[b]), b) for b in group),
+            shared=frozenset(shared),
+            alike=frozenset((a, b) for a, b in shared if at[a] == at[b] and raw[a] == raw[b]),
+            views=tuple(views.setdefault((at[b], plan.dtype[b], *plan.shape[b]), b) for b in group),
             repeats=repeats,
         )
-
-    def share_bytes(self, a: int, b: int) -> bool:
-        """Whether two members overlap in bytes."""
-        return (a, b) in self.shared or (b, a) in self.shared
-
-    def are_alike(self, a: int, b: int) -> bool:
-        """Whether two members begin at one address and have as many bytes."""
-        return (a, b) in self.alike or (b, a) in self.alike
 
 
 def _own_life(plan: Skeleton, b: int) -> tuple[int, int]:
@@ -118,7 +113,7 @@ def _is_plainly_legal(plan: Skeleton, lie: _Lie) -> bool:
             end = own[earlier][1]
             if (
                 end > t
-                and lie.share_bytes(earlier, later)
+                and (earlier, later) in lie.shared
                 and not (end == t + 1 and _is_plain_inplace(plan, lie, t, earlier, later))
             ):
                 return False
@@ -137,7 +132,7 @@ def _is_plain_inplace(plan: Skeleton, lie: _Lie, t: int, old: int, new: int) -> 
 
 
 def _may_overwrite(plan: Skeleton, lie: _Lie, t: int, old: int, new: int) -> bool:
-    return any(written == new and read == old for written, read in plan.inplace[t]) and lie.are_alike(old, new)
+    return any(written == new and read == old for written, read in plan.inplace[t]) and (old, new) in lie.alike
 
 
 class _Walk:
@@ -188,10 +183,10 @@ class _Walk:
                 continue
             piece = self._piece(i, new, passes)
             for old in self._group:
-                if old != new and self._lie.share_bytes(old, new):
+                if (old, new) in self._lie.shared:
                     self._check_overwrite(i, old, new)
                     if old in self._held:
-                        self._lost[old].add(piece if self._are_cut_alike(old, new) else _WHOLE)
+                        self._lost[old].add(piece if self._view[old] == self._view[new] else _WHOLE)
                         self._culprit[old] = i
             if new not in plan.reads[i]:
                 self._held.add(new)
@@ -202,20 +197,16 @@ class _Walk:
         plan = self._plan
         reads = old in plan.reads[i]
         cuts = _cuts(plan, i, new)
-        same = cuts == _cuts(plan, i, old) and (not cuts or self._are_cut_alike(old, new))
+        same = cuts == _cuts(plan, i, old) and (not cuts or self._view[old] == self._view[new])
         in_place = same and _may_overwrite(plan, self._lie, i, old, new)
         if old in plan.writes[i] or (reads and not in_place):
             text = f"{plan.say_op(i)} writes {plan.say(new)} over its own operand {plan.say(old)}"
             self._stale.setdefault((i, old), text)
-        last = i + 1 if reads and in_place else i  # an overwritten operand may be held up to this op
+        last = i + 1 if in_place else i  # an overwritten operand may be held up to this op
         holds = old in self._held and _WHOLE not in self._lost[old]
         if holds and any(start <= i and end > last for start, end in plan.windows[old]):
             text = f"{plan.say_op(i)} overwrites {plan.say(old)}, which a barrier or stream holds"
             self._stale.setdefault((i, old), text)
-
-    def _are_cut_alike(self, a: int, b: int) -> bool:
-        """Whether equal cuts of two members are the same bytes."""
-        return self._view[a] == self._view[b] and self._plan.dtype[a] == self._plan.dtype[b]
 
     def _piece(self, i: int, b: int, passes: _Passes) -> _Piece:
         """What op i sees of a member in these iterations of the loops outside which the member lives."""
@@ -320,7 +311,7 @@ def _values_in_gap(plan: Skeleton, b: int, touched: Ids, start: int, end: int) -
     if not firsts and _is_handed_on(plan, b):
         yield f"{plan.say(b)} is handed on at the end of the step"
     for region in plan.regions.values():  # the way round: from the gap, or from after it, back to the loop's start
-        if region.start < start < region.end and following >= region.end:
+        if start < region.end <= following:
             firsts += [i for i in touched if region.start <= i < start][:1]
     for i in firsts:
         if not _overwrites_whole(plan, i, b) and not _begins(plan, i, b, touched, end):
