@@ -177,3 +177,42 @@ def pages(size: int) -> int:
 def between(values: Sequence[int], share: float) -> int:
     """A budget part of the way from the least to the most."""
     return int(min(values) + share * (max(values) - min(values)))
+
+
+def intervals(seed: int, ops: int = 12, room: int = 20) -> list[tuple[int, int, int]]:
+    """Sizes, starts and ends of buffers that fill the room at every op: each op frees some, and fills what is free."""
+    rng = random.Random(seed)
+    alive: list[tuple[int, int]] = []
+    found: list[tuple[int, int, int]] = []
+    for op in range(ops):
+        rng.shuffle(alive)
+        for size, start in [alive.pop() for _ in range(rng.randint(1, max(1, len(alive) - 1)) if op else 0)]:
+            found.append((size, start, op))
+        while free := room - sum(size for size, _ in alive):
+            alive.append((rng.randint(1, free), op))
+    return found + [(size, start, ops) for size, start in alive]
+
+
+FRAGMENTED = (13, 30, 48, 288, 324)
+"""Seeds of `intervals` that no packing puts at the lower bound, proven by the exact solver."""
+
+
+def fragmented(seed: int, g: Graph) -> None:
+    """Ops over buffers of `intervals`, as many rows of each as there are tokens, and under a choice of another seed and
+    narrower: what needs less by its bound may need more as packed."""
+    tokens = g.dim("tokens")
+    narrow = g.choice("width", ("wide", "narrow")) == "narrow"
+    other = FRAGMENTED[FRAGMENTED.index(seed) - 1]
+    found, columns = intervals(other if narrow else seed), 124 if narrow else 128
+    buffers = [g.buffer(f"b{i}", (tokens, size * columns), "float32") for i, (size, _, _) in enumerate(found)]
+    x, out = g.input("x", (1,), "float32"), g.output("out", (1,), "float32")
+    for op in range(found[-1][2]):
+        reads = [b for b, (_, start, end) in zip(buffers, found, strict=True) if start < op == end - 1]
+        writes = [b for b, (_, start, _) in zip(buffers, found, strict=True) if start == op]
+        writes += [out] if op == found[-1][2] - 1 else []
+        names = [[f"{mark}{i}" for i in range(len(ends))] for mark, ends in (("r", reads), ("w", writes))]
+        specs = tuple(b.spec for b in writes)
+        rule = Contract(
+            name=f"op{op}", reads=("x", *names[0]), writes=tuple(names[1]), infer=lambda specs=specs, **_: specs
+        )
+        g.add_op(rule, x, *reads, out=writes)

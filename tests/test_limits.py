@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 
 import pytest
 
-from mosaic.planner.limits import is_feasible, max_context, smallest_host, smallest_total
-from mosaic.planner.space import Point
-from tests.small_programs import PAGE, Exact, dims, space
+from mosaic.planner import placement
+from mosaic.planner.limits import is_feasible, max_context, search_and_place, smallest_host, smallest_total
+from mosaic.planner.offsets import solve
+from mosaic.planner.placement import place
+from mosaic.planner.space import Point, Space
+from mosaic.planner.template import compile_template
+from mosaic.registrar.graph import Graph
+from tests.small_programs import CARD, FRAGMENTED, PAGE, Exact, dims, fragmented, pages, space
 
 PLENTY = 1 << 40
 
@@ -87,3 +93,55 @@ def test_contexts_far_beyond_the_probes_are_solved_exactly() -> None:
     grid = list(at(0, found).smallest(0))
     assert any(at(0, found).total_bytes(config) <= budget for config in grid)
     assert all(at(0, found + 1).total_bytes(config) > budget for config in at(0, found + 1).smallest(0))
+
+
+# -- packings above the lower bound -----------------------------------------------------------------------------------
+
+
+def broken(seed: int) -> Space:
+    """A program whose packings miss their bounds."""
+    return Space(compile_template(partial(_fragmented, seed)), CARD)
+
+
+def _fragmented(seed: int, choices: Mapping[str, str] | None) -> Graph:
+    g = Graph("fragmented", backend="cpu", choices=choices)
+    fragmented(seed, g)
+    return g
+
+
+def tokens_alone(tokens: int) -> dict[str, int]:
+    return {"tokens": tokens}
+
+
+def planned(point: Point, budget: int, solver: str) -> bool:
+    """Whether the plan fits, by its own addresses."""
+    result, (offsets, _, _) = search_and_place(point, budget, solver=solver)
+    sizes = point.root_sizes(result.config).tolist()
+    peak = max(int(offset) + size for offset, size in zip(offsets, sizes, strict=True))
+    fits = Exact(point).bytes(result.config)[0] - pages(point.lower_bound(result.config)) + pages(peak) <= budget
+    assert result.fits is fits
+    return fits
+
+
+@pytest.mark.parametrize("solver", ["first_fit", "greedy_by_size", "auto"])
+@pytest.mark.parametrize("seed", FRAGMENTED)
+def test_what_is_promised_holds_as_packed(seed: int, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under solvers that miss their bounds, and a portfolio that has but one of them and replays its orders."""
+    if solver == "auto":
+        monkeypatch.setattr(placement, "solve", lambda problem, **_: solve(problem, solver="first_fit"))
+    rng, space, missed = random.Random(seed), broken(seed), 0
+    for tokens in (rng.randrange(64, 256), rng.randrange(1000, 4000)):
+        point = space.at(tokens_alone(tokens))
+        needed, config = smallest_total(point, solver=solver)
+        missed += needed > min(map(point.total_bytes, point.smallest()))
+        for budget in (needed, needed + rng.randrange(PAGE), needed + rng.randrange(100 * PAGE), 2 * needed):
+            assert planned(point, budget, solver) and is_feasible(point, budget, solver=solver)
+        for budget in (needed - 1, needed - PAGE):
+            assert not planned(point, budget, solver) and not is_feasible(point, budget, solver=solver)
+        assert point.total_bytes(config, place(point, config, solver=solver).peak_bytes) == needed
+        budget = needed + rng.randrange(PAGE)
+        longest = max_context(space, tokens_alone, budget, limit=10**6, solver=solver)
+        assert planned(space.at(tokens_alone(longest)), budget, solver)
+        assert not planned(space.at(tokens_alone(longest + 1)), budget, solver)
+        assert max_context(space, tokens_alone, budget, limit=longest, solver=solver) == longest
+    assert missed

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from collections.abc import Callable
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 import pytest
+import sympy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +21,8 @@ from mosaic.planner import Plan, Planner, Request, plan, plan_graph
 from mosaic.planner.check import check_plan
 from mosaic.planner.limits import smallest_total
 from mosaic.planner.search import TOLERANCE, brute_force, search
+from mosaic.registrar.contract import Contract
+from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.graph import Graph
 from mosaic.units import GIB, MIB, round_up
 
@@ -380,3 +386,109 @@ def test_the_largest_context_is_solved_once_for_requests_that_differ_in_theirs(m
     assert len(solved) == 1 + len(others)
     fresh = [Planner("llada-8b", device="rtx-3090").with_pinned(planner.pinned) for planner, _ in others]
     assert found == [planner.max_context(request) for planner, (_, request) in zip(fresh, others, strict=True)]
+
+
+# -- graphs of one's own ----------------------------------------------------------------------------------------------
+
+Declare = Callable[[Graph, sympy.Symbol], object]
+
+
+def _knobs(g: Graph, over: sympy.Symbol, *names: str) -> None:
+    for name in names:
+        g.knob(name, over=over)
+
+
+UNLIKE: dict[str, tuple[Declare, Declare, str]] = {
+    "another dim": (
+        lambda g, n: g.dim("rows"),
+        lambda g, n: None,
+        "the dims tokens, with the first options tokens, rows:",
+    ),
+    "dims in another order": (
+        lambda g, n: (g.dim("a"), g.dim("b")),
+        lambda g, n: (g.dim("b"), g.dim("a")),
+        "the dims tokens, b, a, with the first options tokens, a, b",
+    ),
+    "a dim with another value": (
+        lambda g, n: g.dim("parts", value=4),
+        lambda g, n: g.dim("parts", value=8),
+        r"tokens, parts \(8\), with the first options tokens, parts \(4\)",
+    ),
+    "a dim with a bound": (
+        lambda g, n: g.dim("rows"),
+        lambda g, n: g.dim("rows", at_most="tokens"),
+        r"tokens, rows \(tokens\), with the first options tokens, rows:",
+    ),
+    "no knob": (
+        lambda g, n: g.knob("body", over=n, tile=16),
+        lambda g, n: None,
+        r"the chunk knobs none, with the first options body \(tokens, 16\): declare them ahead .* g\.knob",
+    ),
+    "knobs in another order": (
+        lambda g, n: _knobs(g, n, "a", "b"),
+        lambda g, n: _knobs(g, n, "b", "a"),
+        r"the chunk knobs b \(tokens, 128\), a \(tokens, 128\)",
+    ),
+    "a knob with another tile": (
+        lambda g, n: g.knob("a", over=n, tile=16),
+        lambda g, n: g.knob("a", over=n, tile=32),
+        r"a \(tokens, 32\), with the first options a \(tokens, 16\)",
+    ),
+    "another choice": (
+        lambda g, n: None,
+        lambda g, n: g.choice("inner", ("c", "d")),
+        "the choices other .*, way .*, inner .*, with the first options other .*, way [^,]*, [^,]*: declare",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_options_that_declare_other_dims_knobs_or_choices_are_refused(case: str) -> None:
+    """Bodies of a template share them, in order: their sizes are polynomials of the same variables."""
+    first, second, message = UNLIKE[case]
+
+    def build(g: Graph) -> None:
+        tokens = g.dim("tokens")
+        g.choice("other", ("x", "y"))
+        (first if g.choice("way", ("a", "b")) == "a" else second)(g, tokens)
+        x = g.input("x", (tokens, 64), "float32")
+        g.add_op("linear", x, g.weight("w", (64, 64), "float32"), out=g.output("y", (tokens, 64), "float32"))
+
+    with pytest.raises(GraphError, match=f"custom with way=b declares .*{message}"):
+        plan_graph(build, dims={"tokens": 100, "rows": 3, "a": 1, "b": 2}, device="cpu")
+
+
+MIX = Contract(name="mix", reads=("x", "w"), writes=("y",), infer=lambda x, w: (x,))
+DTYPES = ("float64", "float32", "bfloat16", "int8")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_says_the_dtype_of_most_of_the_weights_that_it_has(seed: int) -> None:
+    """Weights, those that lie in host memory, and those of others, under each option of a choice; whatever the checker counts."""
+
+    def build(g: Graph) -> None:
+        way = g.choice("way", ("a", "b"))
+        rng, tokens = random.Random(f"{seed} {way}"), g.dim("tokens")
+        x = g.input("x", (tokens, 64), "float32")
+        for i in range(rng.randrange(1, 8)):
+            kind: Any = rng.choice(("weight", "host", "external"))
+            tensor = None if kind == "weight" else f"t{i}"
+            w = g.buffer(f"w{i}", (64, 64), rng.choice(DTYPES), kind=kind, tensor=tensor)
+            g.add_op(MIX, x, w, name=f"op{i}")
+        g.add_op(MIX, x, x, out=g.output("y", (tokens, 64), "float32"))
+
+    for way in ("a", "b"):
+        made = plan_graph(build, dims={"tokens": 100}, device="cpu", host_budget="1GiB", config={"way": way})
+        assert [str(v) for v in check_plan(made.document)] == []
+
+
+def test_every_dtype_that_can_be_registered_can_be_checked() -> None:
+    def build(g: Graph) -> None:
+        tokens = g.dim("tokens")
+        x = g.input("x", (tokens, 64), "float32")
+        for dtype in ITEMSIZE:
+            g.add_op(MIX, x, g.weight(dtype, (64, 64), dtype), name=f"op_{dtype}")
+        g.add_op(MIX, x, x, out=g.output("y", (tokens, 64), "float32"))
+
+    made = plan_graph(build, dims={"tokens": 100}, device="cpu")
+    assert check_plan(made.document) == [] and {b["dtype"] for b in made.document["buffers"]} == set(ITEMSIZE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 from mosaic.errors import CheckFailed, UnsafePlan
 from mosaic.models import load
 from mosaic.models.phase import Phase
-from mosaic.planner import Planner, Request, plan, plan_graph, plan_program, planner
+from mosaic.planner import Planner, Request, limits, plan, plan_graph, plan_program, planner
 from mosaic.planner.check import check_plan, check_safety, prove_safe
 from mosaic.planner.document import Draft, assemble
-from mosaic.planner.placement import place
+from mosaic.planner.placement import Placement, place
 from mosaic.planner.search import search
 from mosaic.registrar.graph import Graph
 
@@ -31,8 +31,6 @@ CONFIGURATIONS: list[dict[str, Any] | None] = [
 ]
 REQUEST = Request(seq_lens=(400, 301), mask_ratio=0.5)
 
-Placed = tuple[Sequence[int], int, str]
-
 
 @pytest.fixture(scope="module")
 def small() -> Planner:
@@ -42,11 +40,12 @@ def small() -> Planner:
 def break_placement(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[int], int], tuple[list[int], int]]) -> None:
     """Let the planner's placement give other addresses, or another peak, than were found."""
 
-    def wrong(*args: Any, **more: Any) -> Placed:
+    def wrong(*args: Any, **more: Any) -> Placement:
         offsets, peak, _ = place(*args, **more)
-        return *change(list(map(int, offsets)), peak), "faulty"
+        return Placement(*change(list(map(int, offsets)), peak), "faulty")
 
-    monkeypatch.setattr(planner, "place", wrong)
+    for module in (planner, limits):
+        monkeypatch.setattr(module, "place", wrong)
 
 
 def all_at_zero(offsets: list[int], peak: int) -> tuple[list[int], int]:

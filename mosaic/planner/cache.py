@@ -69,7 +69,7 @@ def template_of(
     def compile_now(options: tuple[str, ...]) -> Body:
         if watcher is not None:
             watcher(f"{phase.name} ({', '.join(options)})")
-        return compile_choices(register, shell.choices, options)
+        return compile_choices(register, shell, options)
 
     def body(options: tuple[str, ...]) -> Body:
         name = "-".join([key, *options]).replace("%", "")

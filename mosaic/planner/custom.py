@@ -117,10 +117,8 @@ def _plan(
     point = space.at(
         {key: parse_tokens(value, what=f"the dim '{key}'", least=0) for key, value in dims.items() if key in known}
     )
-    dtypes = [b.dtype for b in space.template.first.buffers if b.kind == "weight"]
-    identity = {"model": name, "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32"}
     config = None if settings is None else point.config(settings)
     longest = None
     if dims_at is not None:
-        longest = max_context(space, dims_at, budgets[0], limit=MAX_TOKENS, host_budget_bytes=budgets[1])
-    return plan_point(point, *budgets, identity=identity, longest=longest, solver=solver, config=config)
+        longest = max_context(space, dims_at, budgets[0], limit=MAX_TOKENS, host_budget_bytes=budgets[1], solver=solver)
+    return plan_point(point, *budgets, identity={"model": name}, longest=longest, solver=solver, config=config)

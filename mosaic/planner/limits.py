@@ -1,18 +1,23 @@
-"""The largest context that fits: solved from the peak formula, then verified at L and L + 1.
+"""What fits: the smallest budgets and the largest context, each held by a packing and not by its lower bound alone.
 
-With every knob at its smallest chunk, each live set is linear in the context up
-to rounding, so two evaluations give its line and the line gives L_max.
+Limits are found by lower bounds, which cost microseconds: with every knob at its smallest chunk each live set is linear
+in the context up to rounding, so that two evaluations give its line and the line gives the limit. The answer is packed
+then. Where a packing misses its bound the answer yields, so that whatever is promised is what `search_and_place` gives.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Final
 
+from mosaic.planner.placement import Placement, place
+from mosaic.planner.search import SearchResult, lowest, search, trace_step
 from mosaic.planner.space import Config, Point, Space
 
-__all__ = ["DimsAt", "is_feasible", "max_context", "smallest_host", "smallest_total"]
+__all__ = ["DimsAt", "is_feasible", "max_context", "search_and_place", "smallest_host", "smallest_total"]
 
 DimsAt = Callable[[int], Mapping[str, int]]
 _PROBE: Final = 1 << 22
@@ -22,33 +27,128 @@ _LIKELY: Final = 4
 """Configurations that the search for the limit asks before all are asked to verify it."""
 
 
-def smallest_total(point: Point, host_budget_bytes: int = 0) -> tuple[int, Config]:
-    """Bytes of the configuration that needs least, at one point."""
-    return min(
-        ((point.total_bytes(config), config) for config in point.smallest(host_budget_bytes)), key=lambda item: item[0]
-    )
+class _Packer:
+    """The packings of one point by one solver, each found when it is first asked for."""
+
+    def __init__(self, point: Point, host_budget_bytes: int, solver: str) -> None:
+        self.point, self.host_budget_bytes = point, host_budget_bytes
+        self.place: Callable[[Config], Placement] = cache(lambda config: place(point, config, solver=solver))
+
+    def total_bytes(self, config: Config) -> int:
+        """Bytes of the whole request as packed."""
+        return self.point.total_bytes(config, self.place(config).peak_bytes)
+
+    def search(self, budget_bytes: int) -> SearchResult:
+        """Search by lower bounds; where a packing misses its own and overruns the budget, again with room for as much."""
+        allowance = budget_bytes
+        while True:
+            result = search(self.point, allowance, self.host_budget_bytes)
+            total = self.total_bytes(result.config)
+            if not result.fits or total <= budget_bytes:
+                return result
+            allowance = budget_bytes - (total - self.point.total_bytes(result.config))
+
+    def tightest(self) -> Config:
+        """Of the configurations with the smallest chunks, one per combination of choices, the one that packs lowest."""
+        best = lowest(self.point, self.host_budget_bytes)
+        for config in sorted(self.point.smallest(self.host_budget_bytes), key=self.point.total_bytes):
+            if self.point.total_bytes(config) >= self.total_bytes(best):
+                break
+            best = min(best, config, key=self.total_bytes)
+        return best
+
+    def floor(self) -> Config:
+        """The configuration found to pack lowest: the tightest, or what the search finds below it where that misses its
+        lower bound."""
+        best = self.tightest()
+        least = self.point.total_bytes(lowest(self.point, self.host_budget_bytes))
+        while self.total_bytes(best) > least:
+            result = self.search(self.total_bytes(best) - 1)
+            if not result.fits:
+                break
+            best = result.config
+        return best
+
+    def found(self, budget_bytes: int) -> SearchResult:
+        """The best configuration that fits as packed, or the floor."""
+        result = self.search(budget_bytes)
+        if result.fits:
+            return result
+        floor = min(result.config, self.floor(), key=self.total_bytes)
+        steps = [] if floor == result.config else [trace_step(self.point, floor, "packs lowest")]
+        return replace(
+            result, config=floor, fits=self.total_bytes(floor) <= budget_bytes, seconds=self.point.seconds(floor),
+            trace=(*result.trace, *steps),
+        )  # fmt: skip
 
 
-def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> bool:
-    """Whether any configuration fits the budgets, its workspace at the lower bound."""
-    return any(point.fits(config, budget_bytes, host_budget_bytes) for config in point.smallest(host_budget_bytes))
+def search_and_place(
+    point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, solver: str = "auto"
+) -> tuple[SearchResult, Placement]:
+    """Find the best configuration within the budgets as packed, and its addresses; where none fits, the one that packs lowest.
+
+    Whatever this module says to fit is found here: budgets from `smallest_total` on, contexts up to `max_context`.
+    """
+    packer = _Packer(point, host_budget_bytes, solver)
+    result = packer.found(budget_bytes)
+    return result, packer.place(result.config)
+
+
+def smallest_total(point: Point, host_budget_bytes: int = 0, *, solver: str = "auto") -> tuple[int, Config]:
+    """Bytes, as packed, of the configuration that needs least at one point: a plan fits every budget from there on."""
+    packer = _Packer(point, host_budget_bytes, solver)
+    config = packer.floor()
+    return packer.total_bytes(config), config
+
+
+def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, solver: str = "auto") -> bool:
+    """Whether a plan fits the budgets."""
+    return _overrun(point, budget_bytes, host_budget_bytes, solver) <= 0
+
+
+def _overrun(point: Point, budget_bytes: int, host_budget_bytes: int, solver: str) -> int:
+    """Bytes by which the workspace is larger than what the budget leaves, in whole pages; at most 0 where a plan fits.
+
+    Packed only where the lower bound fits.
+    """
+    page = point.space.device.page_bytes
+
+    def over(config: Config, workspace: int) -> int:
+        return workspace - (budget_bytes - point.fixed_bytes(config)) // page * page
+
+    packer = _Packer(point, host_budget_bytes, solver)
+    least = min(
+        (c for c in point.smallest(host_budget_bytes) if point.host_bytes(c.choices) <= host_budget_bytes),
+        key=point.total_bytes, default=None,
+    )  # fmt: skip
+    if least is None or point.total_bytes(least) > budget_bytes:
+        return budget_bytes if least is None else over(least, point.lower_bound(least))
+    if packer.total_bytes(least) > budget_bytes:
+        least = packer.found(budget_bytes).config
+    return over(least, packer.place(least).peak_bytes)
 
 
 def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> int | None:
-    """Least pinned host memory, within a budget of it, with which a configuration fits the device; None if none does.
+    """Least pinned host memory, within a budget of it, with which a plan fits the device; None if none does.
 
-    Higher rungs of a ladder need less of the device and more of the host, so the first that fits is found by bisection.
+    Higher rungs of a ladder need less of the device and more of the host, so the first that fits by its lower bound is
+    found by bisection; from there on the first that fits as packed is the answer.
     """
 
     def fitting(rung: tuple[str, ...]) -> bool:
         return point.total_bytes(point.lowest(rung)) <= budget_bytes
+
+    def packed(rung: tuple[str, ...]) -> bool:
+        config = point.lowest(rung)
+        return point.total_bytes(config, place(point, config).peak_bytes) <= budget_bytes
 
     least: int | None = None
     for _, ladders in point.groups():
         for ladder in ladders:
             rungs = point.affordable(ladder, host_budget_bytes if least is None else least - 1)
             if rungs and fitting(rungs[-1]):
-                least = point.host_bytes(rungs[bisect_left(rungs, True, key=fitting)])
+                above = rungs[bisect_left(rungs, True, key=fitting) :]
+                least = next((point.host_bytes(rung) for rung in above if packed(rung)), least)
     return least
 
 
@@ -60,8 +160,9 @@ def max_context(
     limit: int,
     host_budget_bytes: int = 0,
     pinned: Mapping[str, str] | None = None,
+    solver: str = "auto",
 ) -> int:
-    """Largest context L with a configuration that fits the budgets; 0 if none does.
+    """Largest context L at which a plan fits the budgets; 0 if none does.
 
     Parameters
     ----------
@@ -71,6 +172,8 @@ def max_context(
         Where to stop looking.
     pinned
         Choices that are not free.
+    solver
+        What packs.
 
     Needs that more tokens never need fewer bytes, which holds for sizes that grow with the dims.
     """
@@ -78,6 +181,37 @@ def max_context(
     def at(context: int) -> Point:
         return space.at(dims_at(context), pinned=pinned)
 
+    def overrun(context: int) -> int:
+        return _overrun(at(context), budget_bytes, host_budget_bytes, solver)
+
+    page = space.device.page_bytes
+    allowance, above, over_above = budget_bytes, limit + 1, 0
+    while context := _by_bounds(at, allowance, host_budget_bytes, limit):
+        if (over := overrun(context)) <= 0:
+            break
+        allowance, above, over_above = min(allowance, budget_bytes - over) - page, context, over
+    if above > limit:  # nothing larger fits its lower bound
+        return context
+    return _regula_falsi(context, above, over if context else -budget_bytes, over_above, overrun)
+
+
+def _regula_falsi(low: int, high: int, at_low: int, at_high: int, overrun: Callable[[int], int]) -> int:
+    """The largest context in [low, high) that fits, by interpolation and bisection in turns; `low` does, `high` does not."""
+    straight = True
+    while high - low > 1:
+        step = (high - low) * -at_low // (at_high - at_low) if straight else (high - low) // 2
+        middle = min(max(low + step, low + 1), high - 1)
+        over = overrun(middle)
+        if over <= 0:
+            low, at_low = middle, over
+        else:
+            high, at_high = middle, over
+        straight = not straight
+    return low
+
+
+def _by_bounds(at: Callable[[int], Point], budget_bytes: int, host_budget_bytes: int, limit: int) -> int:
+    """The largest context with a configuration whose lower bound fits the budgets; 0 if there is none."""
     # what the host has room for depends on the context: weights alone, or hidden states as well
     contexts = _SAMPLES if host_budget_bytes else _SAMPLES[:1]
     combinations = dict.fromkeys(c for context in contexts for c in at(context).frugal(host_budget_bytes))

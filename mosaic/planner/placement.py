@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from mosaic.planner.offsets import Guard, Order, Problem, Solution, solve
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
 
-__all__ = ["NODE_LIMIT", "place", "problem_of"]
+__all__ = ["NODE_LIMIT", "Placement", "place", "problem_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,34 +30,36 @@ REFERENCES: Final = ((4096, 256), (262144, 2048))
 """(every free dim, rows per chunk) at which a variant's orders are found: a short step, and a long one."""
 
 
-def place(point: Point, config: Config, *, solver: str = "auto") -> tuple[Sequence[int], int, str]:
-    """Place every root of the workspace.
+class Placement(NamedTuple):
+    """Offsets in the order of a variant's `formula.roots`, and the solver that found the order."""
 
-    Returns
-    -------
-    offsets, peak_bytes, solver
-        Offsets in the order of the variant's `formula.roots`; the solver that found the order.
-    """
+    offsets: Sequence[int]
+    peak_bytes: int
+    solver: str
+
+
+def place(point: Point, config: Config, *, solver: str = "auto") -> Placement:
+    """Place every root of the workspace."""
     variant = point.space.variant(config)
     sizes = point.root_sizes(config)
     if solver != "auto":
         solution = _solve(variant, sizes, solver)
-        return solution.offsets, solution.peak_bytes, solution.solver
-    best: tuple[Sequence[int], int, str] | None = None
+        return Placement(solution.offsets, solution.peak_bytes, solution.solver)
+    best: Placement | None = None
     for number in range(len(REFERENCES)):
         order, guard, found_by = _reference_order(point, variant, number)
         offsets, peak = order.replay(sizes)
         if fault := guard.fault(offsets, sizes):
             _log.warning("dropped a replayed order of the solver %s: %s", found_by, fault)
             continue
-        if best is None or peak < best[1]:
-            best = offsets, int(peak), f"{found_by}, replayed"
-        if best[1] == point.lower_bound(config):
+        if best is None or peak < best.peak_bytes:
+            best = Placement(offsets, int(peak), f"{found_by}, replayed")
+        if best.peak_bytes == point.lower_bound(config):
             return best
     solution = _solve(variant, sizes, solver)
-    if best is not None and best[1] <= solution.peak_bytes:
+    if best is not None and best.peak_bytes <= solution.peak_bytes:
         return best
-    return solution.offsets, solution.peak_bytes, solution.solver
+    return Placement(solution.offsets, solution.peak_bytes, solution.solver)
 
 
 def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order, Guard, str]:

@@ -6,7 +6,7 @@ requests cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,10 +25,10 @@ from mosaic.models.safetensors import Layout
 from mosaic.planner.cache import template_of
 from mosaic.planner.check import prove_safe
 from mosaic.planner.document import Draft, assemble
-from mosaic.planner.limits import DimsAt, max_context, smallest_total
+from mosaic.planner.limits import DimsAt, max_context, search_and_place, smallest_total
 from mosaic.planner.placement import place
 from mosaic.planner.plan import Plan
-from mosaic.planner.search import SearchResult, search
+from mosaic.planner.search import SearchResult
 from mosaic.planner.space import Config, Point, Space
 from mosaic.units import Size, parse_bytes, parse_lengths, parse_tokens
 from mosaic.version import __version__
@@ -293,22 +293,22 @@ class Planner:
         point = self.at(request)
         return plan_point(
             point, self.budget_bytes, self.host_budget_bytes, identity=identity,
-            longest=self.max_context(request) if limit else None, solver=solver,
+            longest=self.max_context(request, solver=solver) if limit else None, solver=solver,
             config=None if config is None else point.config(config),
         )  # fmt: skip
 
-    def max_context(self, request: Request) -> int:
-        """Largest context for requests like this one, in tokens; 0 if not even one token fits.
+    def max_context(self, request: Request, *, solver: str = "auto") -> int:
+        """Largest context for requests like this one, in tokens, at which a plan fits; 0 if not even one token fits.
 
         Solved once for all requests that differ in their context alone.
         """
         window = max(request.seq_lens) if request.phase.cached else None
-        kind = (request.kind, request.mask_ratio, request.masked, request.logit_rows, window)
+        kind = (solver, request.kind, request.mask_ratio, request.masked, request.logit_rows, window)
         key = (*kind, self.budget_bytes, self.host_budget_bytes, *self.pinned.items())
         if key not in self._longest:
             self._longest[key] = max_context(
                 self.space(request.kind), self._dims_at(request), self.budget_bytes, limit=MAX_TOKENS,
-                host_budget_bytes=self.host_budget_bytes, pinned=self.pinned,
+                host_budget_bytes=self.host_budget_bytes, pinned=self.pinned, solver=solver,
             )  # fmt: skip
         return self._longest[key]
 
@@ -339,6 +339,8 @@ def plan_point(
 
     Parameters
     ----------
+    identity
+        The model's name, and the dtype that it is said to be in; that of most weights, if not given.
     longest
         The largest context, for `max_ctx_tokens`; without it that is the context itself, or 0.
     config
@@ -350,7 +352,7 @@ def plan_point(
         If the checker refuses what was planned: nothing is handed out.
     """
     if config is None:
-        result, offsets, peak, used = _search_and_place(point, budget_bytes, host_budget_bytes, solver)
+        result, (offsets, peak, used) = search_and_place(point, budget_bytes, host_budget_bytes, solver=solver)
     else:
         result = SearchResult(config=config, fits=True, seconds=point.seconds(config), evaluations=0, trace=())
         offsets, peak, used = place(point, config, solver=solver)
@@ -358,10 +360,13 @@ def plan_point(
         point.total_bytes(result.config, peak) <= budget_bytes
         and point.host_bytes(result.config.choices) <= host_budget_bytes
     )
-    if longest is None:
-        longest = point.dims.get("keys", point.dims.get("tokens", 0)) if fits else 0
+    context = point.dims.get("keys", point.dims.get("tokens", 0)) if fits else 0
+    if longest is None or point.dims.get("seqs") == 1:  # a configuration of one's own may fit where the search's do not
+        longest = max(longest or 0, context)
+    body = point.space.template.bodies[result.config.choices]
     draft = assemble(
-        point, result, offsets, peak, identity={"mosaic_version": __version__, **identity}, budget_bytes=budget_bytes,
+        point, result, offsets, peak, budget_bytes=budget_bytes,
+        identity={"mosaic_version": __version__, "dtype": body.dtype, **identity},
         host_budget_bytes=host_budget_bytes, max_ctx_tokens=longest, solver=used,
     )  # fmt: skip
     _require_safe(draft)
@@ -375,20 +380,6 @@ def _require_safe(draft: Draft) -> None:
         dims = ", ".join(f"{name}={value:,}" for name, value in draft.header["dims"].items())
         what = f"{draft.header['model']} ({dims})"
         raise UnsafePlan(map(str, violations), what=what, solver=draft.header["solver"])
-
-
-def _search_and_place(
-    point: Point, budget_bytes: int, host_budget_bytes: int, solver: str
-) -> tuple[SearchResult, Sequence[int], int, str]:
-    """Search with the lower bound; where the packing misses it and overruns the budget, search below by the excess."""
-    allowance = budget_bytes
-    while True:
-        result = search(point, allowance, host_budget_bytes)
-        offsets, peak, used = place(point, result.config, solver=solver)
-        excess = point.total_bytes(result.config, peak) - budget_bytes
-        if not result.fits or excess <= 0:
-            return result, offsets, peak, used
-        allowance -= excess
 
 
 def plan(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from mosaic.planner.space import Config, Point
 
-__all__ = ["TOLERANCE", "SearchResult", "TraceStep", "brute_force", "lowest", "search"]
+__all__ = ["TOLERANCE", "SearchResult", "TraceStep", "brute_force", "lowest", "search", "trace_step"]
 
 TOLERANCE = 0.0025
 """Share of time within which two configurations count as equally fast."""
@@ -159,16 +159,16 @@ def _fitting_rungs(point: Point, rungs: Sequence[tuple[str, ...]], budget_bytes:
 
 def _descend(point: Point, config: Config, budget_bytes: int) -> _Run:
     """From the fastest setting down to one that fits, then back up wherever time can be saved for free."""
-    trace = [_step(point, config, "the fastest configuration")]
+    trace = [trace_step(point, config, "the fastest configuration")]
     while point.total_bytes(config) > budget_bytes:
         moves = list(_lowering(point, config))
         if not moves:
             return _Run(False, config, trace)
         config, move = _cheapest(moves)
-        trace.append(_step(point, config, move))
+        trace.append(trace_step(point, config, move))
     for better, move in _relaxations(point, config, budget_bytes):
         config = better
-        trace.append(_step(point, config, move))
+        trace.append(trace_step(point, config, move))
     return _Run(True, config, trace)
 
 
@@ -250,7 +250,7 @@ def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) 
         if not moves:
             break
         config, move = _cheapest(moves)
-        trace.append(_step(point, config, f"{move} (within the tolerance)"))
+        trace.append(trace_step(point, config, f"{move} (within the tolerance)"))
     for knob in range(len(config.rows)):
         for rows in point.options(config.choices, knob):
             kept = _with(config, knob, rows)
@@ -260,11 +260,12 @@ def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) 
                 break
         if kept != config:
             config = kept
-            trace.append(_step(point, config, f"{_describe(point, knob, rows)} (nothing gained by less)"))
+            trace.append(trace_step(point, config, f"{_describe(point, knob, rows)} (nothing gained by less)"))
     return config, trace
 
 
-def _step(point: Point, config: Config, move: str) -> TraceStep:
+def trace_step(point: Point, config: Config, move: str) -> TraceStep:
+    """Say of a configuration what a trace does, by its lower bound."""
     values = point.form_values(config)
     formula = point.space.variant(config).formula
     return TraceStep(

@@ -8,9 +8,10 @@ choices; a body's ops and buffers refer to rows of its polynomial table.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from itertools import product
@@ -166,6 +167,12 @@ class Body:
             starts.append(0 if buffer.kind in _FROM_START or constant or not seen else seen[0].op)
             ends.append(num_ops if buffer.kind in _TO_END or constant else (seen[-1].op + 1 if seen else 1))
         return starts, ends
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype of most weights, in host memory and outside the plan too; the first of equals, float32 where there are none."""
+        counts = Counter(b.dtype for b in self.buffers if b.kind == "weight" or b.tensor is not None)
+        return max(counts, key=counts.__getitem__, default="float32")
 
     @cached_property
     def has_streams(self) -> bool:
@@ -377,23 +384,31 @@ Register: TypeAlias = Callable[[Mapping[str, str] | None], Any]
 def compile_template(register: Register) -> Template:
     """Compile a model; its bodies follow when they are asked for."""
     first = register(None)
-    choices = tuple(ChoiceRecord(c.name, c.options, c.escalating) for c in first.choices.values())
-    return Template(
-        name=first.name,
-        backend=first.backend,
-        dims=tuple(DimRecord(name, info.at_most, info.value) for name, info in first.dims.items()),
-        knobs=tuple(KnobRecord(name, str(first.knob_dims[name]), tile) for name, tile in first.tiles.items()),
-        choices=choices,
-        bodies=Bodies(choices, partial(compile_choices, register, choices)),
-    )
+    shell = Template(
+        name=first.name, backend=first.backend, dims=_dims_of(first), knobs=_knobs_of(first),
+        choices=_choices_of(first), bodies={},
+    )  # fmt: skip
+    return replace(shell, bodies=Bodies(shell.choices, partial(compile_choices, register, shell)))
 
 
-def compile_choices(register: Register, choices: Sequence[ChoiceRecord], options: Sequence[str]) -> Body:
-    """Register the model with one option of every choice, validate and compile it."""
+def compile_choices(register: Register, shell: Template, options: Sequence[str]) -> Body:
+    """Register the model with one option of every choice, validate and compile it.
+
+    Parameters
+    ----------
+    shell
+        What all bodies share: their dims, knobs and choices, in order.
+
+    Raises
+    ------
+    GraphError
+        Where these options declare other dims, knobs or choices than the first ones: a template has one list of each.
+    """
     from mosaic.registrar.validate import validate
 
     with _collector_paused():
-        graph = register({choice.name: option for choice, option in zip(choices, options, strict=True)})
+        graph = register({choice.name: option for choice, option in zip(shell.choices, options, strict=True)})
+        _require_same(shell, graph, options)
         validate(graph)
         return compile_body(graph)
 
@@ -412,6 +427,43 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _dims_of(graph: Any) -> tuple[DimRecord, ...]:
+    return tuple(DimRecord(name, info.at_most, info.value) for name, info in graph.dims.items())
+
+
+def _knobs_of(graph: Any) -> tuple[KnobRecord, ...]:
+    return tuple(KnobRecord(name, str(graph.knob_dims[name]), tile) for name, tile in graph.tiles.items())
+
+
+def _choices_of(graph: Any) -> tuple[ChoiceRecord, ...]:
+    return tuple(ChoiceRecord(c.name, c.options, c.escalating) for c in graph.choices.values())
+
+
+def _require_same(shell: Template, graph: Any, options: Sequence[str]) -> None:
+    """Compare what some options declare with what the first ones do."""
+    pairs: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
+        ("dims", shell.dims, _dims_of(graph)),
+        ("chunk knobs", shell.knobs, _knobs_of(graph)),
+        ("choices", shell.choices, _choices_of(graph)),
+    )
+    for what, expected, found in pairs:
+        if tuple(expected) != tuple(found):
+            taken = ", ".join(
+                f"{choice.name}={option}" for choice, option in zip(shell.choices, options, strict=True)
+                if option != choice.options[0]
+            )  # fmt: skip
+            raise GraphError(
+                f"{graph.name} with {taken or 'the first options'} declares the {what} {_listed(found)}, with the first "
+                f"options {_listed(expected)}: declare them ahead of what depends on a choice, a knob with g.knob"
+            )
+
+
+def _listed(records: Sequence[Any]) -> str:
+    """Names of records with what they say besides it, such as "body (tokens, 16)"."""
+    said = ((record[0], [str(value) for value in record[1:] if value not in (None, False)]) for record in records)
+    return ", ".join(f"{name} ({', '.join(more)})" if more else name for name, more in said) or "none"
 
 
 def compile_body(graph: Any) -> Body:
