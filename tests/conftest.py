@@ -26,6 +26,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _CACHE = os.path.join(tempfile.gettempdir(), f"mosaic-tests-{os.getuid()}")
 os.environ["MOSAIC_CACHE"] = _CACHE
 
+# Processes that tests start compile each module once, not every time, where the environment writes no bytecode either.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(_CACHE, "bytecode")
+
 
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
