@@ -15,7 +15,7 @@ from test_offset_definitions import any_problem, groups, root_of, times_of
 
 from mosaic.errors import UsageError
 from mosaic.planner.offsets import Guard, Problem, Solution, blocks_of, lower_bound, validate
-from mosaic.planner.offsets.problem import largest_load
+from mosaic.planner.offsets.problem import largest_load, united
 from mosaic.planner.offsets.sweep import first_common
 
 BAD_GAPS = "are not ascending, disjoint, non-empty parts of its lifetime"
@@ -183,6 +183,15 @@ def test_the_largest_load_is_that_of_some_point_of_time() -> None:
         assert largest_load(starts, ends, sizes) == max(loads)
         if starts:
             assert lower_bound(Problem(sizes=sizes, starts=starts, ends=ends)) == max(loads)
+
+
+def test_united_intervals_hold_the_same_times_and_do_not_touch() -> None:
+    draw = random.Random(8)
+    for _ in range(500):
+        spans = [(start := draw.randrange(30), start + draw.randrange(1, 6)) for _ in range(draw.randrange(9))]
+        joined = united(iter(spans))
+        assert {t for a, b in joined for t in range(a, b)} == {t for a, b in spans for t in range(a, b)}
+        assert all(one[1] < two[0] for one, two in pairwise(joined)) and all(a < b for a, b in joined)
 
 
 CLASH = re.compile(

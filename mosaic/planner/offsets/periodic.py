@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .blocks import Blocks
-from .problem import Interval, Problem
+from .problem import Interval, Problem, united
 
 __all__ = ["Folded", "fold"]
 
@@ -117,7 +117,7 @@ def _folded_problem(blocks: Blocks, order: list[int], stretch: _Stretch) -> tupl
         if classes[row] < 0:
             classes[row] = len(members)
             members.append([row])
-    pieces = [_united(p for row in rows for p in _mapped(blocks, row, begin, period, last)) for rows in members]
+    pieces = [united(p for row in rows for p in _mapped(blocks, row, begin, period, last)) for rows in members]
     return (
         Problem(
             sizes=[blocks.sizes[rows[0]] for rows in members],
@@ -148,13 +148,3 @@ def _mapped(blocks: Blocks, row: int, begin: int, period: int, last: int) -> Ite
     else:
         yield begin, begin + b
         yield begin + a, begin + period
-
-
-def _united(intervals: Iterator[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged

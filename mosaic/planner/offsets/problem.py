@@ -298,7 +298,7 @@ def _occupied(problem: Problem, row: int) -> list[Interval]:
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
-def _united(intervals: Iterable[Interval]) -> list[Interval]:
+def united(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals as ascending disjoint ones; touching ones are joined."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
@@ -343,7 +343,7 @@ def _rectangles(
         members.setdefault(root, []).append(row)
     for root in sorted(members):
         size = max(distances[row] + problem.sizes[row] for row in members[root])
-        pieces = _united(piece for row in members[root] for piece in _occupied(problem, row))
+        pieces = united(piece for row in members[root] for piece in _occupied(problem, row))
         places = {pins[row] - distances[row] for row in members[root] if pins[row] is not None} if pins else set()  # type: ignore[operator]
         if len(places) > 1 or min(places, default=0) < 0:
             raise UsageError(f"the alias group of buffer {problem.ids[root]!r} is pinned to offsets {sorted(places)}")
