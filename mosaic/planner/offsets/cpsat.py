@@ -86,9 +86,9 @@ def _model(model: Any, blocks: Blocks, best: Incumbent, unit: int) -> tuple[list
 
 
 def _place(model: Any, blocks: Blocks, row: int, highest: int, unit: int) -> Any:
-    place = model.new_int_var(0, max(highest, 0), f"place{row}")
+    place = model.new_int_var(0, highest, f"place{row}")
     step = blocks.alignments[row] // unit if blocks.alignments is not None else 1
     if step > 1:
-        times = model.new_int_var(0, max(highest, 0) // step, f"step{row}")
+        times = model.new_int_var(0, highest // step, f"step{row}")
         model.add(place == times * step)
     return place
