@@ -208,21 +208,21 @@ def _explicit(rng: random.Random, num_ops: int, num_buffers: int) -> list[Row]:
 def random_alias_group(rng: random.Random) -> Document:
     """A plan of which all but one or two buffers share one storage, most of them as a whole."""
     num_ops = rng.randint(1, 6)
-    regions = [*_regions(rng, 0, num_ops, None, rng.choice((0, 1, 2)))]
+    regions = [*_regions(rng, 0, num_ops, None, rng.choice((0, 1, 1, 2)))]
     ops = []
     for i in range(num_ops):
         around = [row["name"] for row in regions if row["start"] <= i < row["end"]]
-        side = rng.random() < 0.1
+        side = rng.random() < 0.05
         ops.append(op(f"o{i}", [], [], region=max(around, key=len, default=None), stream="copy" if side else "main"))
     buffers = []
     for b in range(rng.randint(3, 5)):
         home = rng.choice(regions)["name"] if regions and rng.random() < 0.3 else None
         kind = rng.choice(("transient", "transient", "output", "input", "carry")) if home is None else "transient"
         row = buffer(f"b{b}", (0, 0), 0, kind=kind, region=home)
-        row["shape"] = [4, 128] if rng.random() < 0.8 else rng.choice(([2, 256], [2, 128], [512], [4, 64]))
-        row["dtype"] = rng.choice(("float32",) * 6 + ("int32", "uint8"))
+        row["shape"] = [4, 128] if rng.random() < 0.9 else rng.choice(([2, 256], [2, 128], [512], [4, 64]))
+        row["dtype"] = rng.choice(("float32",) * 12 + ("int32", "uint8"))
         if b != 1 and rng.random() < 0.8:
-            row.update(alias_of=1, alias_offset=512 * rng.choice((0, 0, 0, 0, 1, 2, 4)))
+            row.update(alias_of=1, alias_offset=512 * rng.choice((0,) * 9 + (1, 2, 4)))
         buffers.append(row)
         _touch(rng, b, row, ops, regions)
         row["gaps"] = []
@@ -231,9 +231,9 @@ def random_alias_group(rng: random.Random) -> Document:
         row["operands"] = {f"r{k}": b for k, b in enumerate(reads)} | {f"w{k}": b for k, b in enumerate(writes)}
         row["inplace"] = [[new, old] for new in writes for old in reads if rng.random() < 0.5]
         around = [loop for loop in regions if loop["start"] <= ops.index(row) < loop["end"]]
-        whole = rng.random() < 0.2
+        cut = rng.choice((0.0, 0.6, 0.8, 1.0))
         for operand, (axis, loop) in product(row["operands"], enumerate(around)):
-            if not whole and rng.random() < 0.8:
+            if rng.random() < cut:
                 row["slices"].append([operand, min(axis, 1), loop["name"], 1])
     document = plan(
         ops, buffers, peak_at="o0", peak_kib=0, lower_bound_kib=0, workspace_kib=0, total_kib=0, regions=regions,

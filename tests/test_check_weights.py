@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
-from plan_examples import EXAMPLES, Document
+from plan_examples import EXAMPLES, Document, Row
 from plan_mutations import settle_totals
+from plan_random import random_plan
 
 from mosaic.errors import CheckFailed
-from mosaic.planner.check import WeightMap, check_plan, require_valid, weight_map
+from mosaic.planner.check import WeightMap, check_plan, check_safety, require_safe, require_valid, weight_map
 
 
 def reasons(document: Document, weights: WeightMap) -> set[str]:
@@ -43,9 +45,8 @@ def test_every_wrong_entry_is_a_violation() -> None:
         weights = weight_map(document)
         for name, (pool, offset, size) in weights.items():
             for wrong in (("elsewhere", offset, size), (pool, offset + 512, size), (pool, offset, size + 512), None):
-                changed = {**weights, name: wrong}
-                if wrong is None:
-                    del changed[name]
+                changed = {other: place for other, place in weights.items() if other != name}
+                changed |= {} if wrong is None else {name: wrong}
                 found = check_plan(document, weights=changed)
                 assert {violation.code for violation in found} == {"weight-address"}
                 assert any(f"'{name}'" in violation.message for violation in found)
@@ -101,3 +102,63 @@ def test_random_maps_are_refused_wherever_they_differ() -> None:
         ids = {b for violation in found for b in violation.buffers}
         rows = [document["buffers"][b] for b in ids]
         assert {row["tensor"] or row["name"] for row in rows} == moved
+
+
+def is_loaded(row: Row) -> bool:
+    holds = row["kind"] == "weight" or (row["kind"] == "host" and row["tensor"] is not None)
+    return holds and row["alias_of"] is None
+
+
+def name_of(row: Row) -> str:
+    return str(row["name"] if row["tensor"] is None else row["tensor"])
+
+
+def wrong_places(document: Document, weights: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What the rules say, one buffer and one weight at a time."""
+    for b, row in enumerate(document["buffers"]):
+        said, name = f"buffer {b} '{row['name']}'", name_of(row)
+        pool, start, size = row["pool"], row["offset"], row["size"]
+        if is_loaded(row) and name not in weights:
+            yield f"{said} is the weight '{name}', which was not loaded", (b,)
+        elif is_loaded(row) and weights[name] != (pool, start, size):
+            at, first, loaded = weights[name]
+            claim = f"{said} reads the weight '{name}' as {size} bytes at {start} of pool '{pool}'"
+            yield f"{claim}; it was loaded as {loaded} bytes at {first} of pool '{at}'", (b,)
+        elif not is_loaded(row) and row["alias_of"] is None and pool != "external":
+            for other, (at, first, loaded) in weights.items():
+                if at == pool and not {*range(start, start + size)}.isdisjoint(range(first, first + loaded)):
+                    span = f"[{first}, {first + loaded})"
+                    yield f"{said} at [{start}, {start + size}) lies on the weight '{other}', loaded at {span}", (b,)
+
+
+def test_random_maps_are_judged_one_weight_at_a_time() -> None:
+    """Word for word; the map itself is what is loaded of the plan."""
+    refused = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        document = rng.choice([*EXAMPLES.values()])() if rng.random() < 0.5 else random_plan(rng)
+        weights = weight_map(document)
+        loaded = [row for row in document["buffers"] if is_loaded(row)]
+        assert weights == {name_of(row): (row["pool"], row["offset"], row["size"]) for row in loaded}
+        for name, place in list(weights.items()):
+            if rng.random() < 0.4:
+                pool, offset, size = place
+                weights[name] = rng.choice(
+                    (place, ("state", offset, size), (pool, offset + 512, size), (pool, offset, size - 1))
+                )
+            elif rng.random() < 0.2:
+                del weights[name]
+        for k in range(rng.randint(0, 3)):
+            row = rng.choice(document["buffers"])
+            near = row["offset"] + rng.choice((-512, -511, 0, row["size"] - 1, row["size"]))
+            weights[f"unread {k}"] = (row["pool"], max(0, near), rng.choice((0, 1, 511, 512)))
+        verdict = [v for v in check_safety(document, weights=weights) if v.code == "weight-address"]
+        assert sorted((v.message, v.buffers) for v in verdict) == sorted(wrong_places(document, weights)), seed
+        assert not any(v.ops for v in verdict)
+        refused += bool(verdict)
+        whole = [v for v in check_plan(document, weights=weights) if v.code == "weight-address"]
+        assert whole == verdict
+        if verdict:
+            with pytest.raises(CheckFailed):
+                require_safe(document, weights=weights)
+    assert 50 < refused < 140

@@ -37,11 +37,12 @@ def check_weights(plan: Columns, weights: WeightMap) -> None:
     """Check that each weight of a plan lies where it was loaded, and nothing else where a weight was."""
     at: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name, (pool, offset, size) in weights.items():
-        at[pool].append((offset, offset + size, name))
+        if size:
+            at[pool].append((offset, offset + size, name))
     for b, kind in enumerate(plan.kind):
         if _is_loaded(kind, plan.tensor[b], plan.alias_of[b]):
             _check_weight(plan, b, weights)
-        elif plan.alias_of[b] is None and plan.pool[b] in PLACED:
+        elif plan.alias_of[b] is None and plan.pool[b] in PLACED and plan.size[b]:
             _check_other(plan, b, at[plan.pool[b]])
 
 
