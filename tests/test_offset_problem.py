@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 import random
 import re
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from test_offset_definitions import any_problem, groups, root_of, times_of
 
 from mosaic.errors import UsageError
+from mosaic.planner import offsets
 from mosaic.planner.offsets import Guard, Problem, Solution, blocks_of, lower_bound, validate
 from mosaic.planner.offsets.problem import largest_load, united
 from mosaic.planner.offsets.sweep import first_common
@@ -341,6 +344,18 @@ def test_shifting_time_and_scaling_bytes_changes_nothing_else() -> None:
         one, other = blocks_of(replace(problem, alignments=1)), blocks_of(moved)
         assert other.lower_bound == 6 * one.lower_bound and other.conflicts == one.conflicts
         assert other.sections == one.sections and other.lengths == one.lengths
+
+
+def test_values_cannot_be_changed_and_are_given_by_name() -> None:
+    seen = set()
+    for module in pkgutil.iter_modules(offsets.__path__, f"{offsets.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, type) and value.__module__ == module.name and is_dataclass(value):
+                seen.add(value.__name__)
+                assert value.__dataclass_params__.frozen and all(part.kw_only for part in fields(value)), value  # type: ignore[attr-defined]
+    assert {"Problem", "Solution", "Blocks", "Sections", "Layout", "Folded", "Order", "Outcome"} <= seen
+    assert not hasattr(Problem(sizes=[], starts=[], ends=[]), "__dict__")
+    assert not hasattr(stated(Problem(sizes=[1], starts=[0], ends=[1]), [0]), "__dict__")
 
 
 def test_the_alignment_of_a_group_is_the_least_common_multiple() -> None:
