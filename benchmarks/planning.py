@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import ROOT, environment, median_seconds, replace_section, table, write
+from mosaic.models.step import MAX_TOKENS
 from mosaic.planner import Planner, Request
 from mosaic.planner.check import check_plan
 from mosaic.planner.limits import max_context
 from mosaic.planner.offsets import Order, Problem, solve
 from mosaic.planner.placement import place
-from mosaic.planner.planner import MAX_TOKENS, plan_point
+from mosaic.planner.planner import plan_point
 from mosaic.planner.search import search
 
 TOKENS = 131072
@@ -44,13 +45,13 @@ def in_memory(repeats: int = 200) -> dict[str, float]:
     for i in range(repeats):
         request = Request(seq_lens=(TOKENS - 7 * i,))
         began = time.perf_counter()
-        made = plan_point(planner.space().at(request.dims()), planner.budget_bytes, identity=identity)
+        made = plan_point(planner.space().at(request.size.dims()), planner.budget_bytes, identity=identity)
         parts["instantiate, search, offsets, proof"].append(time.perf_counter() - began)
         document = made.document
         began = time.perf_counter()
         assert check_plan(document) == []
         parts["check"].append(time.perf_counter() - began)
-        point = planner.space().at(request.dims())
+        point = planner.space().at(request.size.dims())
         began = time.perf_counter()
         result = search(point, planner.budget_bytes)
         parts["search"].append(time.perf_counter() - began)
@@ -59,7 +60,7 @@ def in_memory(repeats: int = 200) -> dict[str, float]:
         parts["offsets"].append(time.perf_counter() - began)
         began = time.perf_counter()
         max_context(
-            planner.space(), request.dims_at, planner.budget_bytes, limit=MAX_TOKENS,
+            planner.space(), lambda context, asked=request: asked.at(context).dims(), planner.budget_bytes, limit=MAX_TOKENS,
             host_budget_bytes=planner.host_budget_bytes,
         )  # fmt: skip
         parts["largest context"].append(time.perf_counter() - began)
@@ -68,7 +69,7 @@ def in_memory(repeats: int = 200) -> dict[str, float]:
 
 def formula_microseconds(repeats: int = 20000) -> float:
     """Microseconds of one evaluation of LLaDA-8B's peak formula."""
-    point = Planner("llada-8b", device="rtx-3090").space().at(Request(seq_lens=(TOKENS,)).dims())
+    point = Planner("llada-8b", device="rtx-3090").space().at(Request(seq_lens=(TOKENS,)).size.dims())
     config = point.config({"attention": "queries", "proj": 256, "ffn": 2048, "logits": 512})
     variant = point.space.variant(config)
     values = point.values(config)

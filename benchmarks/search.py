@@ -31,7 +31,7 @@ def compare_searches(model: str) -> dict[str, Any]:
     for device in DEVICES:
         space = Planner(model, device=device).space()
         for tokens, ratio in itertools.product(CONTEXTS, RATIOS):
-            dims = Request(seq_lens=(tokens,), mask_ratio=ratio).dims()
+            dims = Request(seq_lens=(tokens,), mask_ratio=ratio).size.dims()
             floor = smallest_total(space.at(dims))[0]
             for slack in SLACKS:
                 rows.append(_compare_once(space, dims, int(floor * slack)))
@@ -70,7 +70,7 @@ def compare_limits(model: str, device: str, budget: int) -> dict[str, Any]:
     heuristic = planner.max_context(request)
 
     def fits(tokens: int) -> bool:
-        point = space.at(request.dims_at(tokens))
+        point = space.at(request.at(tokens).dims())
         return any(point.total_bytes(config) <= budget for config in point.grid())
 
     low, high = 0, 1 << 24
@@ -86,7 +86,7 @@ def compare_packers(model: str, tokens: int, *, chunked: bool) -> dict[str, Any]
     `chunked` takes every knob at its smallest chunk instead of what the search would.
     """
     planner = Planner(model, device="rtx-3090")
-    point: Point = planner.space().at(Request(seq_lens=(tokens,)).dims())
+    point: Point = planner.space().at(Request(seq_lens=(tokens,)).size.dims())
     first = point.choice_combinations[0]
     smallest = Config(first, tuple(point.options(first, knob)[-1] for knob in range(len(point.space.template.knobs))))
     config = smallest if chunked else search(point, planner.budget_bytes).config

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from mosaic.planner.check import check_plan
     from mosaic.planner.custom import plan_graph, plan_program
     from mosaic.planner.plan import Plan
-    from mosaic.planner.planner import Planner, Request, plan
+    from mosaic.planner.planner import Planner, plan
+    from mosaic.planner.request import Request
     from mosaic.registrar.contract import Contract, Spec
     from mosaic.registrar.graph import Graph
     from mosaic.registrar.program import Program
@@ -34,7 +35,7 @@ _PUBLIC = {
     "Plan": "mosaic.planner.plan",
     "Planner": "mosaic.planner.planner",
     "Program": "mosaic.registrar.program",
-    "Request": "mosaic.planner.planner",
+    "Request": "mosaic.planner.request",
     "Spec": "mosaic.registrar.contract",
     "check_plan": "mosaic.planner.check",
     "compile": "mosaic.runtime.compiled",

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import mosaic
 from mosaic.models.architecture import Architecture
+from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan
-from mosaic.runtime.steps import KVSequence, StepRequest, StepResult, StepShape
+from mosaic.runtime.steps import KVSequence, StepRequest, StepResult
 
 __all__ = ["CompiledRunner"]
 
@@ -72,8 +73,8 @@ class CompiledRunner:
     def open_sequence(self) -> KVSequence:
         return self.model.open_sequence()
 
-    def check(self, shapes: Sequence[StepShape]) -> Plan:
-        self.checked, self.peak_bytes = self.model.check(shapes), 0
+    def check(self, sizes: Sequence[StepSize]) -> Plan:
+        self.checked, self.peak_bytes = self.model.check(sizes), 0
         return self.checked
 
     def close(self) -> None:

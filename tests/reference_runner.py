@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mosaic.kernels import _sampling
 from mosaic.models.architecture import Architecture
-from mosaic.runtime.steps import StepRequest, StepResult, StepShape
+from mosaic.models.step import StepSize
+from mosaic.runtime.steps import StepRequest, StepResult
 
 KV = list[tuple[Tensor, Tensor]]
 """Keys and values [R, W] of every layer."""
@@ -178,7 +179,7 @@ class ReferenceRunner:
         self.network, self.architecture = network, network.arch
         self.sequences: list[PlainSequence] = []
         self.packed: list[list[StepRequest]] = []
-        self.checked: list[StepShape] = []
+        self.checked: list[StepSize] = []
 
     def exclusive(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -187,8 +188,8 @@ class ReferenceRunner:
         self.sequences.append(PlainSequence(self.network))
         return self.sequences[-1]
 
-    def check(self, shapes: Sequence[StepShape]) -> Any:
-        self.checked = list(shapes)
+    def check(self, sizes: Sequence[StepSize]) -> Any:
+        self.checked = list(sizes)
         return SimpleNamespace(total_bytes=1)
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:

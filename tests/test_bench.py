@@ -120,7 +120,7 @@ def test_inputs_mask_what_a_request_masks(ratio: float) -> None:
     for tokens in (1, 7, 1000):
         inputs = make_inputs(arch, tokens, ratio, seed=1)
         masked = int((inputs.token_ids == arch.mask_token_id).sum())
-        assert masked == inputs.masked == Request(seq_lens=(tokens,), mask_ratio=ratio).dims()["masked"]
+        assert masked == inputs.masked == Request(seq_lens=(tokens,), mask_ratio=ratio).size.dims()["masked"]
         assert int(inputs.token_ids.min()) >= 0 and int(inputs.token_ids.max()) < arch.vocabulary
         assert torch.equal(inputs.token_ids, make_inputs(arch, tokens, ratio, seed=1).token_ids)
 

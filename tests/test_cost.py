@@ -13,8 +13,8 @@ import pytest
 
 from mosaic.devices import DEVICES, Device
 from mosaic.models import PRESETS, load
+from mosaic.planner import Planner, Request
 from mosaic.planner.cost import OpTimes
-from mosaic.planner.planner import Planner, Request
 from mosaic.planner.template import Body, compile_body
 from mosaic.planner.timeline import overlapping_loops
 from mosaic.registrar.graph import Graph
@@ -218,7 +218,7 @@ CONFIG = {
 
 def prepared(planner: Planner, tokens: int, **chosen: int | str) -> tuple[OpTimes, list[int], Mapping[str, int]]:
     """The times of the body with these choices, and the variables and extents of one configuration."""
-    point = planner.space().at(Request(seq_lens=(tokens,)).dims())
+    point = planner.space().at(Request(seq_lens=(tokens,)).size.dims())
     config = point.config(chosen)
     return point.space.times(config.choices), point.values(config), point.extents
 

@@ -605,11 +605,11 @@ def test_no_step_is_larger_than_predicted(way: tuple[str, dict[str, Any]], lengt
         tokens, rows = sum(len(r.token_ids) for r in requests), sum(len(r.rows) for r in requests)
         keys, phase = sum(r.key_len for r in requests), requests[0].phase
         size = (tokens, keys, rows)
-        own = [(sum(s.tokens), sum(s.key_lens), s.rows) for s in predicted if s.phase == phase]
+        own = [(s.tokens, sum(s.keys), s.rows) for s in predicted if s.phase == phase]
         assert any(all(a <= b for a, b in zip(size, most, strict=True)) for most in own), (size, own)
         reached |= {(phase, most) for most in own if most == size}
     if len(lengths) == 1:
-        assert len(reached) == len({(s.phase, sum(s.tokens), sum(s.key_lens), s.rows) for s in predicted})
+        assert len(reached) == len({(s.phase, s.tokens, sum(s.keys), s.rows) for s in predicted})
 
 
 def test_only_rows_that_may_be_committed_are_unembedded(way: tuple[str, dict[str, Any]]) -> None:

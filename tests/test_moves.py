@@ -10,8 +10,8 @@ import torch
 
 import mosaic
 from mosaic.models import load
+from mosaic.planner import Planner, Request
 from mosaic.planner.check import check_plan
-from mosaic.planner.planner import Planner, Request
 from mosaic.planner.search import brute_force, search
 from mosaic.units import GIB, MIB
 
@@ -79,7 +79,7 @@ def test_plans_of_every_move_are_valid(family: str) -> None:
 def test_the_search_finds_what_brute_force_finds(family: str) -> None:
     planner = Planner(load(SMALL[family]), device="h200", host_budget=GIB)
     for tokens in (700, 3000):
-        point = planner.space().at(Request(seq_lens=(tokens,)).dims())
+        point = planner.space().at(Request(seq_lens=(tokens,)).size.dims())
         totals = sorted({point.total_bytes(config) for config in point.grid()})
         for budget in (totals[0] - 1, totals[0], totals[len(totals) // 2], totals[-1]):
             for host in (0, 100 * 1024, MIB * 2, GIB):

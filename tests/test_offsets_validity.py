@@ -186,7 +186,7 @@ def test_bound_and_peak_of_no_blocks_are_those_of_the_pins() -> None:
 def test_a_replayed_order_that_does_not_hold_is_dropped_and_the_solver_asked(caplog: pytest.LogCaptureFixture) -> None:
     from mosaic.planner import Planner, Request, placement
 
-    point = Planner("small", device="cpu").space().at(Request(seq_lens=(300,), mask_ratio=0.5).dims())
+    point = Planner("small", device="cpu").space().at(Request(seq_lens=(300,), mask_ratio=0.5).size.dims())
     config = point.config({})
     expected = placement.place(point, config)
     variant = point.space.variant(config)

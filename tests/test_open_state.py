@@ -12,11 +12,12 @@ from torch import Tensor
 
 import mosaic
 from mosaic.errors import DoesNotFit, UsageError
-from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.models.phase import Phase
+from mosaic.models.step import StepSize
 from mosaic.planner import Planner, Request
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
-from mosaic.runtime.steps import StepRequest, StepShape
+from mosaic.runtime.steps import StepRequest
 
 ROW = 2 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head size, float32
 TOKENS = 300
@@ -66,7 +67,7 @@ def test_plan_check_and_call_agree_beside_open_sequences(ids: Tensor) -> None:
     """In budgets from too little to enough, none says that a step fits which another refuses."""
     with mosaic.compile(LLADA, host_budget=0) as free:
         step = free.plan(TOKENS, masked=TOKENS).total_bytes
-    shape = StepShape(phase=FULL_STEP, tokens=(TOKENS,), rows=TOKENS)
+    shape = StepSize(windows=(TOKENS,), rows=TOKENS)
     said = set()
     for rows in (0, 100, 1000, 4000):
         for extra in (0, 100, 600, 1100, 4500):
@@ -112,6 +113,6 @@ def test_a_request_counts_what_is_held() -> None:
         and planner.plan(Request(seq_lens=(9,), kv_rows=0)).dims.get("kv_rows") is None
     )
     cached = Request(seq_lens=(8,), key_lens=(40,), kv_rows=1040, phase=Phase(cached=True))
-    assert cached.dims_at(100)["kv_rows"] == 1100
+    assert cached.at(100).dims()["kv_rows"] == 1100
     with pytest.raises(UsageError, match="has the state itself"):
         Phase(cached=True, held=True)

@@ -39,7 +39,7 @@ def llada() -> Planner:
 
 def forms(planner: Planner, tokens: int = S, **knobs: int | str | None) -> dict[str, int]:
     """Bytes of each undominated live set, by the op where it occurs."""
-    point = planner.space().at(Request(seq_lens=(tokens,)).dims())
+    point = planner.space().at(Request(seq_lens=(tokens,)).size.dims())
     config = point.config(knobs)
     formula, body = point.space.variant(config).formula, point.space.variant(config).body
     return {body.ops[at].name: int(value) for at, value in zip(formula.at, point.form_values(config), strict=True)}
@@ -103,7 +103,7 @@ def test_max_context_of_24_gib_is_the_hand_computed_one(attention: str, per_toke
     more with queries or heads (one at a time) in turn as well."""
     planner = Planner("llada-8b", device="rtx-3090", budget=24 * GIB, pinned={"attention": attention})
     longest = planner.max_context(Request(seq_lens=(1,)))
-    point = planner.space().at(Request(seq_lens=(1,)).dims())
+    point = planner.space().at(Request(seq_lens=(1,)).size.dims())
     left = 24 * GIB - point.fixed_bytes(point.config({}))
     assert abs(longest / (left / per_token) - 1) < 0.01
 
@@ -157,7 +157,7 @@ def test_a_named_solver_gives_a_valid_plan(llada: Planner, solver: str) -> None:
 def test_search_equals_brute_force(name: str, device: str) -> None:
     space = Planner(name, device=device).space()
     for (tokens, ratio), slack in itertools.product(((2048, 0.9), (40000, 0.1)), (0.999, 1.0, 1.02, 1.5)):
-        dims = Request(seq_lens=(tokens,), mask_ratio=ratio).dims()
+        dims = Request(seq_lens=(tokens,), mask_ratio=ratio).size.dims()
         budget = int(smallest_total(space.at(dims))[0] * slack)
         found, best = search(space.at(dims), budget), brute_force(space.at(dims), budget)
         assert found.fits == best.fits == (slack >= 1)
@@ -176,7 +176,7 @@ def test_a_chunk_that_costs_nothing_is_taken_though_memory_suffices() -> None:
 
 def test_no_chunk_is_taken_that_costs_without_need(llada: Planner) -> None:
     """With room to spare the step is within the tolerance of the fastest configuration there is."""
-    point = llada.space().at(Request(seq_lens=(8192,)).dims())
+    point = llada.space().at(Request(seq_lens=(8192,)).size.dims())
     result = search(point, 1 << 50)
     fastest = min(point.seconds(config) for config in point.grid())
     assert result.seconds <= fastest * (1 + TOLERANCE)
@@ -243,7 +243,7 @@ def test_one_order_serves_every_context_and_chunk(name: str, monkeypatch: pytest
     planner = Planner(name, device="h200")
     chunk = "experts" if name == "llada-moe" else "ffn"
     for tokens in range(2048, 400_000, 29_973):
-        point = planner.space().at(Request(seq_lens=(tokens,), mask_ratio=0.4).dims())
+        point = planner.space().at(Request(seq_lens=(tokens,), mask_ratio=0.4).size.dims())
         config = point.config({"proj": 256, chunk: 512, "logits": 128})
         _, peak, _ = placement.place(point, config)
         assert peak == point.lower_bound(config)

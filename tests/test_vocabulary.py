@@ -14,7 +14,7 @@ from mosaic.bench.settings import Settings
 from mosaic.devices import DEVICES, load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
-from mosaic.planner.planner import DEFAULT_MASK_RATIO
+from mosaic.planner.request import DEFAULT_MASK_RATIO
 from mosaic.registrar.graph import Graph
 
 CONFIG = {

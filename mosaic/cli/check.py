@@ -104,7 +104,8 @@ def _plan_again(document: Mapping[str, Any], model: str) -> Plan:
     """Plan what a file says was asked for: one sequence of a full step, as `mosaic plan` asks for it."""
     from mosaic.errors import UsageError
     from mosaic.models import load
-    from mosaic.planner.planner import DEFAULT_MASK_RATIO, Planner, Request
+    from mosaic.planner import Planner
+    from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
 
     dims = document["dims"]
     if document["phase"] != "full_step" or dims["seqs"] != 1:
@@ -113,7 +114,7 @@ def _plan_again(document: Mapping[str, Any], model: str) -> Plan:
         )
     rows = {"logit_rows": dims.get("logit_rows", 0)}
     request = Request(seq_lens=(dims["tokens"],), mask_ratio=DEFAULT_MASK_RATIO, **rows)
-    if request.dims()["masked"] != dims["masked"]:
+    if request.size.rows != dims["masked"]:
         request = Request(seq_lens=(dims["tokens"],), masked=dims["masked"], **rows)
     loaded = load(model)
     if document["dtype"] != loaded.architecture.dtype:

@@ -14,7 +14,7 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.models import Model
-    from mosaic.planner.planner import Request
+    from mosaic.planner import Request
 
 __all__ = ["devices", "profile"]
 

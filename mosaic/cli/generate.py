@@ -153,7 +153,7 @@ def _outlook(job: _Job) -> list[str]:
     """What is to be said of a large model before it is loaded; a small one is done before anybody has read it."""
     from mosaic.cli.outlook import LARGE, available_bytes, outlook
     from mosaic.cli.progress import compiling
-    from mosaic.planner.planner import Planner, Request
+    from mosaic.planner import Planner, Request
 
     if job.model.architecture.parameters < LARGE:
         return []

@@ -14,7 +14,7 @@ __all__ = ["models"]
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False) -> None:
     """List the models that can be planned without any file."""
     from mosaic.models import PRESETS, load
-    from mosaic.planner.planner import Planner, Request
+    from mosaic.planner import Planner, Request
     from mosaic.units import format_bytes
 
     rows: list[dict[str, Any]] = []

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mosaic.models import Model
+    from mosaic.planner import Planner, Request
     from mosaic.planner.plan import Plan
-    from mosaic.planner.planner import Planner, Request
 
 __all__ = ["own_dtype", "read_model", "read_plan", "read_request", "require_torch"]
 
@@ -68,7 +68,7 @@ def read_request(
     A context that is asked for with `auto` and does not exist is answered with the smallest request there is, which
     does not fit.
     """
-    from mosaic.planner.planner import DEFAULT_MASK_RATIO, Request
+    from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
     from mosaic.units import parse_lengths, parse_tokens
 
     if (ctx is None) == (seq_lens is None):

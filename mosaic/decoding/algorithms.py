@@ -11,7 +11,7 @@ from mosaic.decoding.canvas import Canvas, Shapes, Steps, whole_blocks
 from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.models.architecture import Architecture
 from mosaic.models.phase import Phase
-from mosaic.runtime.steps import StepShape
+from mosaic.models.step import StepSize
 
 __all__ = ["Algorithm", "algorithm_of", "canvas_length", "shapes"]
 
@@ -50,7 +50,7 @@ def shapes(
     prompt_lens: Sequence[int],
     architecture: Architecture,
     request_ids: Sequence[int] | None = None,
-) -> list[StepShape]:
+) -> list[StepSize]:
     """Give the largest steps of a whole generation: none of its steps takes more memory than one of these.
 
     One request that nothing ends early reaches every one of them; several may meet their largest at different times.
@@ -59,7 +59,7 @@ def shapes(
     --------
     >>> from mosaic.models import load
     >>> config = GenerationConfig(gen_length=64, block_length=32)
-    >>> [(shape.tokens, shape.rows) for shape in shapes(config, [100, 7], load("llada-8b").architecture)]
+    >>> [(size.windows, size.rows) for size in shapes(config, [100, 7], load("llada-8b").architecture)]
     [((164, 71), 64)]
     """
     found = resolve(config, architecture)
@@ -68,17 +68,17 @@ def shapes(
         (canvas_length(found, architecture, length), algorithm_of(found).shapes(found, architecture, length, request))
         for length, request in zip(prompt_lens, asked, strict=True)
     ]
-    packed: dict[tuple[int, Phase], list[tuple[int, StepShape]]] = {}
+    packed: dict[tuple[int, Phase], list[tuple[int, StepSize]]] = {}
     for canvas, own in each:
-        for place, shape in enumerate(own):
-            if shape is not None:
-                packed.setdefault((place, shape.phase), []).append((canvas, shape))
+        for place, size in enumerate(own):
+            if size is not None:
+                packed.setdefault((place, size.phase), []).append((canvas, size))
     return [
-        StepShape(
+        StepSize(
             phase=phase,
-            tokens=tuple(shape.tokens[0] for _, shape in group),
-            key_lens=tuple(key_len for _, shape in group for key_len in shape.key_lens),
-            rows=sum(shape.rows for _, shape in group),
+            windows=tuple(size.tokens for _, size in group),
+            keys=tuple(seen for _, size in group for seen in size.keys),
+            rows=sum(size.rows for _, size in group),
             owned=tuple(canvas for canvas, _ in group) if phase.cached else (),
         )
         for (_, phase), group in packed.items()

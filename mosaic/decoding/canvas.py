@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mosaic.decoding.noise import row_keys
 from mosaic.models.phase import Phase
-from mosaic.runtime.steps import KVSequence, StepRequest, StepResult, StepShape
+from mosaic.models.step import StepSize
+from mosaic.runtime.steps import KVSequence, StepRequest, StepResult
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMIT", "Canvas", "Commit", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
 
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
-Shapes: TypeAlias = Sequence[StepShape | None]
+Shapes: TypeAlias = Sequence[StepSize | None]
 """The largest steps of one request; the same entries of all requests of a batch are packed together."""
 COMMIT: Final = Phase(cached=True, head="none")
 """Fill the cache, nothing else; a long one is a prefill."""
@@ -229,9 +230,9 @@ class Canvas:
         self.step += 1
 
 
-def cached_shape(phase: Phase, tokens: int, key_len: int, rows: int = 0) -> StepShape | None:
+def cached_shape(phase: Phase, tokens: int, key_len: int, rows: int = 0) -> StepSize | None:
     """The size of one request's cached step; None where there are no tokens, as for a prompt shorter than a block."""
-    return StepShape(phase=phase, tokens=(tokens,), key_lens=(key_len,), rows=rows) if tokens > 0 else None
+    return StepSize(phase=phase, windows=(tokens,), keys=(key_len,), rows=rows) if tokens > 0 else None
 
 
 def whole_blocks(config: GenerationConfig, prompt_len: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
 from mosaic.decoding.noise import row_keys
 from mosaic.kernels._sampling import uniforms
 from mosaic.models.phase import Phase
-from mosaic.runtime.steps import StepShape
+from mosaic.models.step import StepSize
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
@@ -105,4 +105,4 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     rows = config.gen_length
     if config.alg == "origin":
         rows = max(len(positions) for _, positions in _origin(config, request, prompt_len))
-    return [StepShape(phase=_phase(config), tokens=(prompt_len + config.gen_length,), rows=rows)]
+    return [StepSize(phase=_phase(config), windows=(prompt_len + config.gen_length,), rows=rows)]

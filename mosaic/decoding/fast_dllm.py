@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape
 from mosaic.decoding.llada import candidates, counts
 from mosaic.models.phase import Phase
-from mosaic.runtime.steps import StepShape
+from mosaic.models.step import StepSize
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
@@ -78,7 +78,7 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     phase, first = _phase(config, architecture), _phase(config, architecture, first=True)
     rows = max(counts(config)) if config.remasking == "random" else block
     if not config.cache:
-        return [StepShape(phase=phase, tokens=(length,), rows=rows)]
+        return [StepSize(phase=phase, windows=(length,), rows=rows)]
     if not architecture.shifted:
         return [cached_shape(phase, length, length, rows)]
     later = min(rows, block - 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
 from mosaic.kernels._sampling import uniforms
 from mosaic.models.phase import Phase
-from mosaic.runtime.steps import StepShape
+from mosaic.models.step import StepSize
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
@@ -81,4 +81,4 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     """The largest step: the first."""
     length = prompt_len + config.gen_length
     rows = max(counts(config)) if config.remasking == "random" else config.block_length or 0
-    return [StepShape(phase=phase_of(config), tokens=(length,), rows=rows)]
+    return [StepSize(phase=phase_of(config), windows=(length,), rows=rows)]

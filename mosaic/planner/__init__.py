@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mosaic.planner.custom import plan_graph, plan_program
 from mosaic.planner.plan import Plan
-from mosaic.planner.planner import Planner, Request, plan
+from mosaic.planner.planner import Planner, plan
+from mosaic.planner.request import Request
 
 __all__ = ["Plan", "Planner", "Request", "plan", "plan_graph", "plan_program"]

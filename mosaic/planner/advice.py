@@ -10,7 +10,8 @@ from typing import Any, Final
 from mosaic.devices import DEVICES
 from mosaic.planner.limits import is_feasible, smallest_host
 from mosaic.planner.plan import Plan
-from mosaic.planner.planner import Planner, Request
+from mosaic.planner.planner import Planner
+from mosaic.planner.request import Request
 from mosaic.planner.search import TOLERANCE
 from mosaic.units import MIB, format_bytes, format_seconds, format_tokens, round_up
 
@@ -228,9 +229,9 @@ def _named(other: Planner, planner: Planner) -> str:
 
 def _fewer_rows(planner: Planner, request: Request) -> Iterator[Option]:
     """As many masked rows as fit."""
-    if request.phase.head == "none":
+    if not request.size.has_rows:
         return
-    rows = _most(request.dims()["masked"], lambda n: _fits(planner, replace(request, masked=n)))
+    rows = _most(request.size.rows, lambda n: _fits(planner, replace(request, masked=n)))
     if rows:
         yield from _planned(planner, replace(request, masked=rows), "masked", f"--masked {rows}")
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mosaic.devices import Device, load_device
+from mosaic.models.step import MAX_TOKENS
 from mosaic.planner.limits import DimsAt, max_context
 from mosaic.planner.plan import Plan
-from mosaic.planner.planner import MAX_TOKENS, plan_point, read_budgets
+from mosaic.planner.planner import plan_point, read_budgets
 from mosaic.planner.space import Space
 from mosaic.planner.template import compile_template
 from mosaic.units import Size, parse_tokens

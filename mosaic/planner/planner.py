@@ -8,168 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import partial
 from itertools import count
-from math import ceil
-from numbers import Real
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from mosaic.devices import Device, load_device
 from mosaic.errors import UnsafePlan, UsageError
 from mosaic.models import Model, load
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.safetensors import Layout
+from mosaic.models.step import KV, MAX_TOKENS, StepSize
 from mosaic.planner.cache import template_of
 from mosaic.planner.check import prove_safe
 from mosaic.planner.document import Draft, assemble
-from mosaic.planner.limits import DimsAt, max_context, search_and_place, smallest_total
+from mosaic.planner.limits import max_context, search_and_place, smallest_total
 from mosaic.planner.placement import place
 from mosaic.planner.plan import Plan
+from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
 from mosaic.planner.search import SearchResult
 from mosaic.planner.space import Config, Point, Space
-from mosaic.units import Size, parse_bytes, parse_lengths, parse_tokens
+from mosaic.units import Size, parse_bytes
 from mosaic.version import __version__
 
-__all__ = ["DEFAULT_MASK_RATIO", "Planner", "Progress", "Request", "plan", "plan_point", "read_budgets"]
+__all__ = ["Planner", "Progress", "plan", "plan_point", "read_budgets"]
 
-DEFAULT_MASK_RATIO: Final = 0.5
 Progress: TypeAlias = Callable[[int, str], None]
 """Told (how many bodies have been compiled, the name of the next) before each."""
-MAX_TOKENS: Final = 2**31 - 1
-"""Positions and sequence bounds are int32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One step to plan. Counts are integers of any kind, or text like "128k".
-
-    Parameters
-    ----------
-    seq_lens
-        Tokens of each packed sequence; where keys are cached, of each window. One number is one sequence.
-    masked
-        Rows to unembed; None for `mask_ratio` of the tokens, rounded up.
-    mask_ratio
-        Share of masked tokens, in (0, 1].
-    logit_rows
-        Rows whose logits are returned as well; 0 for statistics only.
-    phase
-        The kind of step; the whole sequence with statistics of its masked rows, if not given.
-    key_lens
-        Of cached phases: keys that each window sees, itself included.
-    kv_rows
-        Rows of the state, for all sequences that are open; of cached phases the keys if not given, of others none.
-    """
-
-    seq_lens: tuple[int, ...]
-    masked: int | None = None
-    mask_ratio: float = DEFAULT_MASK_RATIO
-    logit_rows: int = 0
-    phase: Phase = FULL_STEP
-    key_lens: tuple[int, ...] = ()
-    kv_rows: int | None = None
-
-    def __post_init__(self) -> None:
-        self._read_counts()
-        if not self.seq_lens:
-            raise UsageError("a request needs at least one sequence.")
-        if self.tokens > MAX_TOKENS:
-            raise UsageError(f"at most {MAX_TOKENS:,} tokens (positions are 32-bit), got {self.tokens:,}.")
-        if self.masked is None and not (_is_number(self.mask_ratio) and 0 < self.mask_ratio <= 1):
-            raise UsageError(f"the mask ratio must be in (0, 1], got {self.mask_ratio!r}.")
-        if self.masked is not None and not 1 <= self.masked <= self.tokens:
-            raise UsageError(f"masked rows must be between 1 and the {self.tokens:,} tokens, got {self.masked:,}.")
-        if not 0 <= self.logit_rows <= self.tokens:
-            raise UsageError(f"logit rows must be between 0 and the {self.tokens:,} tokens, got {self.logit_rows:,}.")
-        self._check_keys()
-
-    def _read_counts(self) -> None:
-        """Numbers and text to ints."""
-        for name, what in (("seq_lens", "a context"), ("key_lens", "a number of keys")):
-            object.__setattr__(self, name, parse_lengths(getattr(self, name), what=what))
-        for name in ("masked", "logit_rows", "kv_rows"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, parse_tokens(value, what=name, least=0))
-
-    def _check_keys(self) -> None:
-        if not self.phase.cached:
-            if self.key_lens:
-                raise UsageError("key_lens are for cached phases.")
-            return
-        if len(self.key_lens) != len(self.seq_lens):
-            raise UsageError(f"{len(self.seq_lens)} windows need as many numbers of keys, got {len(self.key_lens)}.")
-        for window, keys in zip(self.seq_lens, self.key_lens, strict=True):
-            if keys < window:
-                raise UsageError(f"a window of {window:,} tokens sees at least its own keys, got {keys:,}.")
-        if self.kv_rows is not None and self.kv_rows < max(self.key_lens):
-            raise UsageError(f"{max(self.key_lens):,} keys do not fit {self.kv_rows:,} rows of the state.")
-
-    @property
-    def tokens(self) -> int:
-        """Packed total of all sequences."""
-        return sum(self.seq_lens)
-
-    @property
-    def kind(self) -> Phase:
-        """The phase, with logits where they are asked for, and with the state where others have rows of it."""
-        held = bool(self.kv_rows) and not self.phase.cached
-        return replace(self.phase, logits=self.phase.logits or bool(self.logit_rows), held=self.phase.held or held)
-
-    def dims(self, block: int = 0) -> dict[str, int]:
-        """Values of the symbolic dims: tokens, seqs, span, masked where there is a head, logit_rows where asked for,
-        keys where cached, and kv_rows where there is a state; `block` is the model's, if its attention is causal by blocks."""
-        keys = self.key_lens or self.seq_lens
-        pairs = sum(_pairs(n, k, block) for n, k in zip(self.seq_lens, keys, strict=True))
-        return self._dims(self.tokens, len(self.seq_lens), -(-pairs // self.tokens), sum(self.key_lens), self.kv_rows)
-
-    def dims_at(self, context: int, block: int = 0) -> dict[str, int]:
-        """The dims of one sequence of another length, the mask ratio (or the masked rows) kept; where keys are cached and
-        there is a head, the window is as it was and the keys are as many. Rows that others hold are kept, too."""
-        window = min(max(self.seq_lens), context) if self.phase.cached and self.phase.head != "none" else context
-        others = max((self.kv_rows or 0) - sum(self.key_lens), 0)
-        kv_rows = others + context if self.phase.cached else others
-        return self._dims(window, 1, -(-_pairs(window, context, block) // window), context, kv_rows)
-
-    def _dims(self, tokens: int, seqs: int, span: int, keys: int, kv_rows: int | None) -> dict[str, int]:
-        copies = 2 if self.phase.guided else 1
-        dims = {"tokens": tokens * copies, "seqs": seqs * copies, "span": span}
-        if self.phase.head != "none":
-            share = ceil(Fraction(str(self.mask_ratio)) * tokens)
-            dims["masked"] = min(self.masked, tokens) if self.masked is not None else max(1, share)
-        if self.logit_rows:
-            dims["logit_rows"] = min(self.logit_rows, tokens)
-        if self.phase.cached:
-            dims |= {"keys": keys, "kv_rows": keys if kv_rows is None else kv_rows}
-        elif kv_rows:
-            dims["kv_rows"] = kv_rows
-        return dims
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _pairs(window: int, keys: int, block: int) -> int:
-    """Keys that the queries of a window at the end of its keys see, all queries together.
-
-    >>> _pairs(8, 8, 0), _pairs(8, 8, 4), _pairs(4, 8, 4), _pairs(3, 7, 4)
-    (64, 48, 32, 21)
-    """
-    if not block:
-        return window * keys
-    first, whole = keys - window, keys // block * block
-    beyond = (keys - max(whole, first)) * (whole + block - keys) if keys > whole else 0
-    return _causal_pairs(keys, block) - _causal_pairs(first, block) - beyond
-
-
-def _causal_pairs(queries: int, block: int) -> int:
-    """Keys that the first so many queries see, each to the end of its block."""
-    blocks, rest = divmod(queries, block)
-    return block * block * blocks * (blocks + 1) // 2 + rest * (blocks + 1) * block
 
 
 class Planner:
@@ -243,12 +107,10 @@ class Planner:
         if self._progress is not None:
             self._progress(next(self._compiled), name)
 
-    def at(self, request: Request) -> Point:
-        """The space at a request's dims."""
-        return self.space(request.kind).at(request.dims(self.model.architecture.block), pinned=self.pinned)
-
-    def _dims_at(self, request: Request) -> DimsAt:
-        return partial(request.dims_at, block=self.model.architecture.block)
+    def at(self, step: Request | StepSize) -> Point:
+        """The space at a step's dims."""
+        size = _size(step)
+        return self.space(size.kind).at(size.dims(self.model.architecture), pinned=self.pinned)
 
     def verify_checkpoint(self) -> None:
         """Make sure that the model's directory, if it has weights, holds every tensor in its shape, by headers alone.
@@ -273,13 +135,13 @@ class Planner:
 
     def plan(
         self,
-        request: Request,
+        step: Request | StepSize,
         *,
         solver: str = "auto",
         config: Mapping[str, int | str | None] | None = None,
         limit: bool = True,
     ) -> Plan:
-        """Plan one request; a plan that does not fit says so, it is not an error.
+        """Plan one step; a plan that does not fit says so, it is not an error.
 
         Parameters
         ----------
@@ -290,31 +152,38 @@ class Planner:
             Solve the largest context as well; otherwise `max_ctx_tokens` is this one, where it fits.
         """
         identity = {"model": self.model.name, "dtype": self.model.architecture.dtype}
-        point = self.at(request)
+        point = self.at(step)
         return plan_point(
             point, self.budget_bytes, self.host_budget_bytes, identity=identity,
-            longest=self.max_context(request, solver=solver) if limit else None, solver=solver,
+            longest=self.max_context(step, solver=solver) if limit else None, solver=solver,
             config=None if config is None else point.config(config),
         )  # fmt: skip
 
-    def max_context(self, request: Request, *, solver: str = "auto") -> int:
-        """Largest context for requests like this one, in tokens, at which a plan fits; 0 if not even one token fits.
+    def max_context(self, step: Request | StepSize, *, solver: str = "auto") -> int:
+        """Largest context for steps like this one, in tokens; 0 if not even one token fits.
 
-        Solved once for all requests that differ in their context alone.
+        Solved once for all steps that differ in their context alone.
         """
-        window = max(request.seq_lens) if request.phase.cached else None
-        kind = (solver, request.kind, request.mask_ratio, request.masked, request.logit_rows, window)
+        size, arch = _size(step), self.model.architecture
+        share = step.mask_ratio if isinstance(step, Request) and step.masked is None else None
+        window = max(size.windows) if size.phase.cached else None
+        others = max(size.states.get(KV, 0) - sum(size.owned), 0)
+        kind = (solver, size.kind, share, size.rows if share is None else 0, size.logit_rows, window, others)
         key = (*kind, self.budget_bytes, self.host_budget_bytes, *self.pinned.items())
         if key not in self._longest:
             self._longest[key] = max_context(
-                self.space(request.kind), self._dims_at(request), self.budget_bytes, limit=MAX_TOKENS,
+                self.space(size.kind), lambda context: step.at(context).dims(arch), self.budget_bytes, limit=MAX_TOKENS,
                 host_budget_bytes=self.host_budget_bytes, pinned=self.pinned, solver=solver,
             )  # fmt: skip
         return self._longest[key]
 
-    def needed(self, request: Request) -> int:
-        """Bytes of the smallest budget that holds the request."""
-        return smallest_total(self.at(request), self.host_budget_bytes)[0]
+    def needed(self, step: Request | StepSize) -> int:
+        """Bytes of the smallest budget that holds the step."""
+        return smallest_total(self.at(step), self.host_budget_bytes)[0]
+
+
+def _size(step: Request | StepSize) -> StepSize:
+    return step.size if isinstance(step, Request) else step
 
 
 def read_budgets(device: Device, budget: Size | None, host_budget: Size | None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mosaic.errors import UsageError
 
-__all__ = ["Rows", "TokenIds", "bucket", "fill_rows", "pack", "rows_of"]
+__all__ = ["Rows", "TokenIds", "fill_rows", "pack", "rows_of"]
 
 TokenIds: TypeAlias = Tensor | Sequence[Tensor] | Sequence[int] | Sequence[Sequence[int]]
 """Besides tensors and lists of them: whatever `torch.as_tensor` reads, of one sequence or of each."""
@@ -94,25 +94,6 @@ def rows_of(what: str, rows: TokenIds, lengths: tuple[int, ...]) -> Tensor:
             f"{what}: expected a boolean mask of lengths {list(lengths)}, or row numbers; got lengths {list(given)}."
         )
     return torch.cat(masks).nonzero().view(-1)
-
-
-def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0) -> int:
-    """Round a number of rows up by at most an eighth, so that plans are reused while rows get fewer, or keys more.
-
-    Where there are any, `least` of them at least, as far as there are so many; numbers up to `doubled` go up to the next
-    power of two, which makes fewer plans of what takes about as long.
-
-    >>> [bucket(n, 1000) for n in (0, 7, 33, 100, 999)]
-    [0, 7, 36, 104, 1000]
-    >>> [bucket(n, 1000, least=16, doubled=256) for n in (0, 7, 33, 100, 999)]
-    [0, 16, 64, 128, 1000]
-    """
-    if not count:
-        return 0
-    count = max(count, least)
-    step = 1 << (count - 1).bit_length() if count <= doubled else 1 << max(count.bit_length() - 4, 0)
-    rounded = -(-count // step) * step
-    return rounded if most is None else min(rounded, most)
 
 
 def fill_rows(out: Tensor, rows: Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mosaic.errors import RuntimeMemoryError, UsageError
-from mosaic.models.phase import FULL_STEP
+from mosaic.models.step import KV, StepSize
 from mosaic.runtime.batch import Rows, TokenIds, fill_rows, pack, rows_of
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.frequencies import check_cached, sequence_frequencies
@@ -29,10 +29,10 @@ from mosaic.runtime.kv_memory import KVMemory
 from mosaic.runtime.kv_memory import Sequence as KVSequence
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
-from mosaic.runtime.packing import PackedStep, pack_step
+from mosaic.runtime.packing import pack_step
 from mosaic.runtime.page_pool import PagePool
-from mosaic.runtime.step_plans import Settings, StepPlans, StepSize
-from mosaic.runtime.steps import StepRequest, StepResult, StepShape
+from mosaic.runtime.step_plans import Settings, StepPlans
+from mosaic.runtime.steps import StepRequest, StepResult
 from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.threads import StepThreads
 from mosaic.runtime.turns import Turns
@@ -255,7 +255,7 @@ class CompiledModel:
         self._threads = StepThreads(self.model.architecture.parameters, threads)
         self._plans = StepPlans(planner, config)
         longest = 1 if max_tokens is None else max_tokens
-        self._current = self._plans.exact(StepSize(FULL_STEP, (longest,), (), 0, longest, 0))
+        self._current = self._plans.exact(StepSize(windows=(longest,), rows=longest))
         self.workspace = _open_workspace(planner)
         self._on_cuda = planner.device.backend == "cuda"
         self._turns = Turns(on_cuda=self._on_cuda)
@@ -337,7 +337,8 @@ class CompiledModel:
         rows = sum(lengths) if masked is None else parse_tokens(masked, what="masked")
         returned = parse_tokens(logit_rows, what="logit_rows", least=0)
         with self._turn():
-            return self._plans.exact(StepSize(FULL_STEP, lengths, (), self._kv.rows, rows, returned), config)
+            step = StepSize(windows=lengths, rows=rows, logit_rows=returned, states={KV: self._kv.rows})
+            return self._plans.exact(step, config)
 
     def __call__(
         self,
@@ -382,7 +383,7 @@ class CompiledModel:
             rows = rows_of("masked", packed == self.mask_token_id if masked is None else masked, lengths)
             chosen = rows_of("logits_for", logits_for, lengths) if logits_for is not None else rows[:0]
             self._warn_beyond(max(lengths))
-            size = StepSize(FULL_STEP, lengths, (), self._kv.rows, max(len(rows), 1), len(chosen))
+            size = StepSize(windows=lengths, rows=max(len(rows), 1), logit_rows=len(chosen), states={KV: self._kv.rows})
             executor = self._executor(size, config)
             _fill_step(executor.inputs, packed, lengths, rows, chosen, self.architecture.rotary)
             with self._threads.in_force():
@@ -441,22 +442,21 @@ class CompiledModel:
         """
         with self._turn():
             started = perf_counter()
-            packed = pack_step(requests, shifted=self.architecture.shifted, rotary=self.architecture.rotary)
+            arch = self.architecture
+            packed = pack_step(requests, shifted=arch.shifted, rotary=arch.rotary, states={KV: self._kv.rows})
             self._warn_beyond(max(request.start + request.token_ids.numel() for request in requests))
-            # planned for all keys that the sequences own: one plan, and one captured graph, while the window moves on
-            size = StepSize(packed.phase, packed.lengths, packed.owned, self._kv.rows, sum(packed.counts), 0)
-            executor = self._executor(size, config)
+            executor = self._executor(packed.size, config)
             inputs = executor.inputs
             for name, value in packed.inputs.items():
                 fill_rows(inputs[name], value)
             with self._threads.in_force():
                 executor.run()
-            return self._results(executor, packed, started)
+            return self._results(executor, requests, started)
 
-    def _results(self, executor: Executor, packed: PackedStep, started: float) -> list[StepResult]:
+    def _results(self, executor: Executor, requests: Sequence[StepRequest], started: float) -> list[StepResult]:
         """Copy the outcome to the host, and cut it up."""
-        counts, found = list(packed.counts), executor.outputs
-        if packed.phase.rule:
+        counts, found = [request.rows.numel() for request in requests], executor.outputs
+        if requests[0].phase.rule:
             outputs = [found[name][: sum(counts)].cpu() for name in ("token", "score", "committed", "chosen")]
         else:  # nothing is decided
             counts = [0] * len(counts)
@@ -470,8 +470,10 @@ class CompiledModel:
             for token, score, committed, chosen in zip(*(torch.split(x, counts) for x in outputs), strict=True)
         ]  # fmt: skip
 
-    def check(self, shapes: Sequence[StepShape]) -> Plan:
+    def check(self, sizes: Sequence[StepSize]) -> Plan:
         """Plan steps of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
+
+        The rows of the state are those of the open sequences, and of the step that sees the most keys.
 
         Raises
         ------
@@ -479,14 +481,10 @@ class CompiledModel:
             If one of them does not fit.
         """
         with self._turn():
-            check_cached(self.architecture.rotary, [length for shape in shapes for length in shape.key_lens])
-            owned = [shape.owned or shape.key_lens for shape in shapes]
-            rows = self._kv.rows + max(map(sum, owned), default=0)
-            sizes = [
-                StepSize(shape.phase, shape.tokens, keys, rows, shape.rows, 0)
-                for shape, keys in zip(shapes, owned, strict=True)
-            ]
-            return max(map(self._plans.plan, sizes), key=lambda plan: plan.total_bytes)
+            check_cached(self.architecture.rotary, [keys for size in sizes for keys in size.keys])
+            states = {KV: self._kv.rows + max((sum(size.owned) for size in sizes), default=0)}
+            plans = [self._plans.plan(size.beside(states)) for size in sizes]
+            return max(plans, key=lambda plan: plan.total_bytes)
 
     def generate(
         self,
@@ -525,7 +523,7 @@ class CompiledModel:
             plan, self.workspace, tensors=self._store.adopted, weights=self._store.places, debug=self.debug,
             streams=self._streams, capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
         )  # fmt: skip
-        rounded = step.rounded().request().dims(self.architecture.block)
+        rounded = step.rounded().dims(self.architecture)
         if rounded.items() <= plan.document["dims"].items():
             self._bound[key] = (plan, executor)  # a plan for the exact numbers serves no other
         while len(self._bound) > _KEPT_EXECUTORS:

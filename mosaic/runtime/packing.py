@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -13,6 +13,7 @@ from torch import Tensor
 from mosaic.errors import UsageError
 from mosaic.models.phase import Phase
 from mosaic.models.rotary import Rotary
+from mosaic.models.step import StepSize
 from mosaic.runtime import kv_memory
 from mosaic.runtime.frequencies import check_cached, sequence_frequencies
 from mosaic.runtime.steps import StepRequest
@@ -24,30 +25,22 @@ _Inputs: TypeAlias = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """One step over several requests.
+    """One step over several requests: its size, and its inputs by name.
 
-    Parameters
-    ----------
-    phase
-        Of all of them.
-    lengths
-        Tokens of each window.
-    owned
-        Where the phase is cached, tokens that each sequence has rows for: the most keys that a window may see.
-    counts
-        Rows that each request decides.
-    inputs
-        The step's inputs by name, on the host; those of rows may be shorter than the plan's, which are rounded up.
+    Inputs are on the host; those of rows may be shorter than the plan's, which are rounded up.
     """
 
-    phase: Phase
-    lengths: tuple[int, ...]
-    owned: tuple[int, ...]
-    counts: tuple[int, ...]
+    size: StepSize
     inputs: _Inputs
 
 
-def pack_step(requests: Sequence[StepRequest], *, shifted: bool, rotary: Rotary | None = None) -> PackedStep:
+def pack_step(
+    requests: Sequence[StepRequest],
+    *,
+    shifted: bool,
+    rotary: Rotary | None = None,
+    states: Mapping[str, int] | None = None,
+) -> PackedStep:
     """Lay the requests one after another; of a guided phase, all of them, then all of them without their prompts.
 
     Parameters
@@ -56,6 +49,8 @@ def pack_step(requests: Sequence[StepRequest], *, shifted: bool, rotary: Rotary 
         Row i - 1 of the model predicts position i; the first row of a window then predicts itself.
     rotary
         The model's, where frequencies may depend on each sequence's length.
+    states
+        Rows of each state that open sequences hold, by name.
 
     Raises
     ------
@@ -74,8 +69,12 @@ def pack_step(requests: Sequence[StepRequest], *, shifted: bool, rotary: Rotary 
         inputs |= _frequencies(rotary, phase, requests, lengths)
     if phase.head != "none":
         inputs |= _rows(phase, requests, lengths, counts, shifted)
-    owned = tuple(request.sequence.length for request in requests if request.sequence is not None)
-    return PackedStep(phase=phase, lengths=lengths, owned=owned if phase.cached else (), counts=counts, inputs=inputs)
+    kept = [(r.key_len, r.sequence.length) for r in requests if phase.cached and r.sequence is not None]
+    size = StepSize(
+        phase=phase, windows=lengths, keys=tuple(seen for seen, _ in kept), owned=tuple(owned for _, owned in kept),
+        rows=sum(counts), states=states or {},
+    )  # fmt: skip
+    return PackedStep(size=size, inputs=inputs)
 
 
 def _one_phase(requests: Sequence[StepRequest]) -> Phase:

@@ -13,9 +13,10 @@ from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
+    from mosaic.models.step import StepSize
     from mosaic.planner.plan import Plan
 
-__all__ = ["KVSequence", "StepRequest", "StepResult", "StepRunner", "StepShape"]
+__all__ = ["KVSequence", "StepRequest", "StepResult", "StepRunner"]
 
 
 class KVSequence(Protocol):
@@ -107,31 +108,6 @@ class StepResult:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
-    """The size of a step, to plan it ahead.
-
-    Parameters
-    ----------
-    phase
-        The kind of step.
-    tokens
-        Tokens of each sequence's window.
-    key_lens
-        Keys that each sequence sees; empty where the phase is not cached.
-    rows
-        Rows to decide, all sequences together.
-    owned
-        Tokens that each sequence has rows for by then; the keys it sees, if not given.
-    """
-
-    phase: Phase
-    tokens: tuple[int, ...]
-    key_lens: tuple[int, ...] = ()
-    rows: int = 0
-    owned: tuple[int, ...] = ()
-
-
 class StepRunner(Protocol):
     """What runs steps: a compiled model."""
 
@@ -148,8 +124,8 @@ class StepRunner(Protocol):
     def exclusive(self) -> AbstractContextManager[object]:
         """Keep other threads out until the block is left, so that what was checked stays true."""
 
-    def check(self, shapes: Sequence[StepShape]) -> Plan:
-        """Plan all of these steps and give the plan that takes the most memory.
+    def check(self, sizes: Sequence[StepSize]) -> Plan:
+        """Plan steps of all of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
 
         Raises
         ------

@@ -116,7 +116,11 @@ def _plan(rng: random.Random, tally: Tally) -> None:
     plan = planner.plan(request, limit=rng.random() < 0.5)
     where = f"{preset} ({layers or 'all'} layers) on {device}, {request}, budget {budget:,}, host budget {host:,}"
     tally.add(
-        "requests planned", f"preset {preset}", f"device {device}", f"phase {request.kind.name}", f"fits {plan.fits}"
+        "requests planned",
+        f"preset {preset}",
+        f"device {device}",
+        f"phase {request.size.kind.name}",
+        f"fits {plan.fits}",
     )
     _claims(plan, budget, host, where)
     require(plan.fits is (budget >= least), "fits", f"{where}: fits {plan.fits}, smallest budget {least:,}")

@@ -1,0 +1,213 @@
+"""The size of a step: what planning, admission, packing and execution are told of it, and all that they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from mosaic.errors import UsageError
+from mosaic.models.phase import FULL_STEP, Phase
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["KV", "MAX_TOKENS", "StepSize", "bucket"]
+
+KV: Final = "kv"
+"""The name of the state that holds keys and values."""
+MAX_TOKENS: Final = 2**31 - 1
+"""Positions and sequence bounds are int32."""
+FEWEST_ROWS: Final = 16
+FEWEST_KEYS: Final = 64
+MOST_DOUBLED: Final = 256
+"""What decoding steps are planned for at least, and up to how many rows plans are for powers of two: a few rows take about as
+long as one, and a generation whose masks get fewer then needs few plans, each of which is captured once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """The size of one step over one or more sequences.
+
+    Parameters
+    ----------
+    phase
+        The kind of step.
+    windows
+        Tokens of each sequence; where keys are cached, of each window.
+    keys
+        Of cached phases: keys that each window sees, its own included.
+    owned
+        Of cached phases: tokens that each sequence has rows of the state for, the keys it sees if not given. A step is
+        planned for all of them: one plan, and one captured graph, serves it while the window moves on.
+    rows
+        Rows to decide, of all sequences together; 0 where the phase has no head.
+    logit_rows
+        Rows whose logits are returned.
+    states
+        Rows of each state by name, for all sequences that are open; of cached phases, `kv` has the owned ones if not given.
+
+    Raises
+    ------
+    UsageError
+        If the numbers do not make a step.
+
+    Examples
+    --------
+    >>> StepSize(windows=(8, 3), rows=4).dims()
+    {'tokens': 11, 'seqs': 2, 'span': 7, 'masked': 4}
+    """
+
+    phase: Phase = FULL_STEP
+    windows: tuple[int, ...]
+    keys: tuple[int, ...] = ()
+    owned: tuple[int, ...] = ()
+    rows: int = 0
+    logit_rows: int = 0
+    states: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        states = {name: rows for name, rows in self.states.items() if rows}
+        if self.phase.cached:
+            object.__setattr__(self, "owned", self.owned or self.keys)
+            states.setdefault(KV, sum(self.owned))
+        object.__setattr__(self, "states", MappingProxyType(states))
+        if not self.has_rows:
+            object.__setattr__(self, "rows", 0)
+        if not self.windows or min(self.windows) < 1:
+            raise UsageError(f"a step has at least one window, of at least one token; got {list(self.windows)}.")
+        if self.tokens > MAX_TOKENS:
+            raise UsageError(f"at most {MAX_TOKENS:,} tokens (positions are 32-bit), got {self.tokens:,}.")
+        if self.has_rows and not 1 <= self.rows <= self.tokens:
+            raise UsageError(f"masked rows must be between 1 and the {self.tokens:,} tokens, got {self.rows:,}.")
+        if not 0 <= self.logit_rows <= self.tokens:
+            raise UsageError(f"logit rows must be between 0 and the {self.tokens:,} tokens, got {self.logit_rows:,}.")
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        if not self.phase.cached:
+            if self.keys or self.owned:
+                raise UsageError("keys are seen in cached phases.")
+            return
+        if not len(self.owned) == len(self.keys) == len(self.windows):
+            raise UsageError(f"{len(self.windows)} windows need as many numbers of keys, got {len(self.keys)}.")
+        for window, keys, owned in zip(self.windows, self.keys, self.owned, strict=True):
+            if keys < window:
+                raise UsageError(f"a window of {window:,} tokens sees at least its own keys, got {keys:,}.")
+            if owned < keys:
+                raise UsageError(f"a window that sees {keys:,} keys has rows for as many tokens, got {owned:,}.")
+        if self.states[KV] < max(self.owned):
+            raise UsageError(f"{max(self.owned):,} keys do not fit {self.states[KV]:,} rows of the state.")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all windows together."""
+        return sum(self.windows)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the phase decides rows."""
+        return self.phase.head != "none"
+
+    @property
+    def kind(self) -> Phase:
+        """The phase that is registered: with logits where rows of them are returned, beside the state where others have
+        rows of it."""
+        held = KV in self.states and not self.phase.cached
+        return replace(self.phase, logits=self.phase.logits or bool(self.logit_rows), held=self.phase.held or held)
+
+    def dims(self, architecture: Architecture | None = None) -> dict[str, int]:
+        """Values of the symbolic dims: tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys
+        where cached, and `NAME_rows` of each state.
+
+        Parameters
+        ----------
+        architecture
+            The model's: attention that is causal by blocks sees fewer keys. Not given, every key is seen.
+        """
+        block = 0 if architecture is None else architecture.block
+        seen = self.owned or self.windows
+        pairs = sum(_pairs(n, k, block) for n, k in zip(self.windows, seen, strict=True))
+        copies = 2 if self.phase.guided else 1
+        dims = {"tokens": self.tokens * copies, "seqs": len(self.windows) * copies, "span": -(-pairs // self.tokens)}
+        if self.has_rows:
+            dims["masked"] = self.rows
+        if self.logit_rows:
+            dims["logit_rows"] = self.logit_rows
+        if self.owned:
+            dims["keys"] = sum(self.owned)
+        return dims | {f"{name}_rows": rows for name, rows in self.states.items()}
+
+    def at(self, context: int) -> StepSize:
+        """One sequence of another length, the rows kept as far as there are so many. Where keys are cached and rows are
+        decided, the window is kept and the keys are `context`. Rows of the state that others hold are kept, too."""
+        window = min(max(self.windows), context) if self.phase.cached and self.has_rows else context
+        states = dict(self.states)
+        if KV in states:
+            others = max(states[KV] - sum(self.owned), 0)
+            states[KV] = others + context if self.phase.cached else others
+        return replace(
+            self, windows=(window,), keys=(context,) if self.phase.cached else (), owned=(),
+            rows=min(self.rows, window), logit_rows=min(self.logit_rows, window), states=states,
+        )  # fmt: skip
+
+    def beside(self, states: Mapping[str, int]) -> StepSize:
+        """The same step where the states have these rows."""
+        return replace(self, states={**self.states, **states})
+
+    def rounded(self) -> StepSize:
+        """Rows, keys and rows of the states rounded up, mostly by at most an eighth, so that the plan serves others too."""
+        owned = sum(self.owned)
+        more = bucket(owned, least=FEWEST_KEYS) - owned
+        rows = {"least": FEWEST_ROWS, "doubled": MOST_DOUBLED} if self.phase.rule else {}
+        return replace(
+            self, owned=(*self.owned[:-1], self.owned[-1] + more) if owned else (),
+            rows=bucket(self.rows, self.tokens, **rows), logit_rows=bucket(self.logit_rows, self.tokens),
+            states={name: bucket(count, least=FEWEST_KEYS) for name, count in self.states.items()},
+        )  # fmt: skip
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for steps that one plan, rounded, serves."""
+        found = self.rounded()
+        windows = len(self.windows), self.tokens
+        return self.phase, windows, sum(found.owned), found.rows, found.logit_rows, tuple(sorted(found.states.items()))
+
+
+def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0) -> int:
+    """Round a number of rows up by at most an eighth, so that plans are reused while rows get fewer, or keys more.
+
+    Where there are any, `least` of them at least, as far as there are so many; numbers up to `doubled` go up to the next
+    power of two, which makes fewer plans of what takes about as long.
+
+    >>> [bucket(n, 1000) for n in (0, 7, 33, 100, 999)]
+    [0, 7, 36, 104, 1000]
+    >>> [bucket(n, 1000, least=16, doubled=256) for n in (0, 7, 33, 100, 999)]
+    [0, 16, 64, 128, 1000]
+    """
+    if not count:
+        return 0
+    count = max(count, least)
+    step = 1 << (count - 1).bit_length() if count <= doubled else 1 << max(count.bit_length() - 4, 0)
+    rounded = -(-count // step) * step
+    return rounded if most is None else min(rounded, most)
+
+
+def _pairs(window: int, keys: int, block: int) -> int:
+    """Keys that the queries of a window at the end of its keys see, all queries together.
+
+    >>> _pairs(8, 8, 0), _pairs(8, 8, 4), _pairs(4, 8, 4), _pairs(3, 7, 4)
+    (64, 48, 32, 21)
+    """
+    if not block:
+        return window * keys
+    first, whole = keys - window, keys // block * block
+    beyond = (keys - max(whole, first)) * (whole + block - keys) if keys > whole else 0
+    return _causal_pairs(keys, block) - _causal_pairs(first, block) - beyond
+
+
+def _causal_pairs(queries: int, block: int) -> int:
+    """Keys that the first `queries` queries see, each to the end of its block."""
+    blocks, rest = divmod(queries, block)
+    return block * block * blocks * (blocks + 1) // 2 + rest * (blocks + 1) * block

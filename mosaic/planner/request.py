@@ -1,0 +1,94 @@
+"""A step as people ask for it: counts as text, masked rows as a share of the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil
+from numbers import Real
+from typing import Final
+
+from mosaic.errors import UsageError
+from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.models.step import KV, StepSize
+from mosaic.units import parse_lengths, parse_tokens
+
+__all__ = ["DEFAULT_MASK_RATIO", "Request"]
+
+DEFAULT_MASK_RATIO: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One step to plan. Counts are integers of any kind, or text like "128k".
+
+    Parameters
+    ----------
+    seq_lens
+        Tokens of each packed sequence; where keys are cached, of each window. One number is one sequence.
+    masked
+        Rows to unembed; None for `mask_ratio` of the tokens, rounded up.
+    mask_ratio
+        Share of masked tokens, in (0, 1].
+    logit_rows
+        Rows whose logits are returned as well; 0 for statistics only.
+    phase
+        The kind of step; the whole sequence with statistics of its masked rows, if not given.
+    key_lens
+        Of cached phases: keys that each window sees, itself included.
+    kv_rows
+        Rows of the state, for all sequences that are open; of cached phases the keys if not given, of others none.
+
+    Attributes
+    ----------
+    size
+        The step's size, in numbers.
+
+    Examples
+    --------
+    >>> Request(seq_lens="1k,512", mask_ratio=0.25).size.rows
+    384
+    """
+
+    seq_lens: tuple[int, ...]
+    masked: int | None = None
+    mask_ratio: float = DEFAULT_MASK_RATIO
+    logit_rows: int = 0
+    phase: Phase = FULL_STEP
+    key_lens: tuple[int, ...] = ()
+    kv_rows: int | None = None
+    size: StepSize = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._read_counts()
+        if not self.seq_lens:
+            raise UsageError("a request needs at least one sequence.")
+        if self.masked is None and not (_is_number(self.mask_ratio) and 0 < self.mask_ratio <= 1):
+            raise UsageError(f"the mask ratio must be in (0, 1], got {self.mask_ratio!r}.")
+        size = StepSize(
+            phase=self.phase, windows=self.seq_lens, keys=self.key_lens, rows=self._rows(sum(self.seq_lens)),
+            logit_rows=self.logit_rows, states={} if self.kv_rows is None else {KV: self.kv_rows},
+        )  # fmt: skip
+        object.__setattr__(self, "size", size)
+
+    def _read_counts(self) -> None:
+        """Numbers and text to ints."""
+        for name, what in (("seq_lens", "a context"), ("key_lens", "a number of keys")):
+            object.__setattr__(self, name, parse_lengths(getattr(self, name), what=what))
+        for name in ("masked", "logit_rows", "kv_rows"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_tokens(value, what=name, least=0))
+
+    def _rows(self, tokens: int) -> int:
+        return self.masked if self.masked is not None else max(1, ceil(Fraction(str(self.mask_ratio)) * tokens))
+
+    def at(self, context: int) -> StepSize:
+        """The step for one sequence of another length: `StepSize.at`, with the share of masked rows kept where rows were
+        asked for as a share."""
+        size = self.size.at(context)
+        return size if self.masked is not None else replace(size, rows=self._rows(size.tokens))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
