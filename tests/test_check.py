@@ -364,6 +364,19 @@ def test_alias_destroys_an_output() -> None:
     assert "alias-stale-read" in codes(document)
 
 
+def test_the_last_op_may_not_overwrite_in_place_what_the_step_hands_on() -> None:
+    """Nothing reads the queries after attention, and attention is the last op: an output is read after that."""
+    document = EXAMPLES["inplace"]()
+    document["ops"].pop()
+    document["buffers"].pop()
+    for row in document["buffers"][1:]:
+        row["end"] = min(row["end"], 3)
+    document["buffers"][3]["kind"] = "output"
+    assert codes(packed(document)) == set()
+    document["buffers"][1]["kind"] = "output"
+    assert codes(packed(document)) == {"alias-stale-read"}
+
+
 def test_inplace_at_another_address() -> None:
     """A permission to overwrite holds row by row, not for a shifted result."""
     document = EXAMPLES["inplace"]()

@@ -121,9 +121,13 @@ def _is_plainly_legal(plan: Skeleton, lie: _Lie) -> bool:
 
 
 def _is_plain_inplace(plan: Skeleton, lie: _Lie, t: int, old: int, new: int) -> bool:
-    """Whether op t reads `old` last and writes `new` over it, in one and the same loop body, as it says it may."""
+    """Whether op t reads `old` last and writes `new` over it, in one and the same loop body, as it says it may.
+
+    The last op of a step is no last reader of what the step hands on.
+    """
     return (
-        plan.op_region[t] == plan.home[old] == plan.home[new]
+        not _is_handed_on(plan, old)
+        and plan.op_region[t] == plan.home[old] == plan.home[new]
         and old in plan.reads[t]
         and old not in plan.writes[t]
         and new not in plan.reads[t]
