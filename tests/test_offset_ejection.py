@@ -102,6 +102,7 @@ def test_blocks_are_put_back_and_thrown_out_as_defined(seed: int) -> None:
     blocks = blocks_of(problem)
     start = first_fit(blocks)
     search, said = Ejection(blocks, start), Definition(blocks, start)
+    assert search.target == 0 and search.offsets() == said.offsets()
     for share in (1.0, 0.9, 1.1):
         target = max(*blocks.sizes, round(blocks.lower_bound * share))
         search.aim(target)

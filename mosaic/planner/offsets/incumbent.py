@@ -112,7 +112,7 @@ class Incumbent:
         assert self.offsets is not None
         problem = self._blocks.problem
         offsets = self._blocks.expand(self.offsets)
-        peak = max((o + s for o, s in zip(offsets, problem.sizes, strict=True)), default=0)
+        peak = max(map(int.__add__, offsets, problem.sizes), default=0)
         return Solution(
             offsets=offsets,
             peak_bytes=peak,

@@ -299,7 +299,7 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
     with ThreadPoolExecutor(LANES if fast else 1) as pool:
         while not best.done and not best.late and (nodes is None or spent < nodes):
             shares = [max(1, len(rungs) - 1), *(1 for _ in rungs[1:])]  # half of all placements ask for the bound
-            quota = turn if nodes is None else max(1, min(turn, (nodes - spent) // (LANES * sum(shares)) + 1))
+            quota = turn if nodes is None else min(turn, (nodes - spent) // (LANES * sum(shares)) + 1)
             for rung, share in zip(rungs, shares, strict=True):
                 lanes = [rung.search(layout, lane, fast) for lane in range(LANES)]
                 before = [task.nodes for task in lanes]
