@@ -108,7 +108,9 @@ def plan(
         row["index"] = i
     for b, row in enumerate(buffers):
         row["id"] = b
-    capacities = {"workspace": workspace_kib, "weights": weights_kib, "state": state_kib, "host": host_kib}
+    capacities = {"workspace": workspace_kib, "weights": weights_kib, "host": host_kib}
+    states = [row for row in buffers if row["pool"].startswith("state/")]
+    capacities |= {row["pool"]: -(-row["size"] // PAGE_BYTES) * PAGE_BYTES // KIB for row in states}
     devices = {"host": "cpu"}
     return {
         "schema": "mosaic.plan/1", "mosaic_version": "0.1.0", "model": "example", "phase": "example",
@@ -159,7 +161,7 @@ def pools() -> Document:
             buffer("w0", (0, 3), 0, 3, kind="weight", pool="weights"),
             buffer("x", (0, 1), 0, 2, kind="input"),
             buffer("a", (0, 3), 2, 2),
-            buffer("cache", (0, 3), 0, 4, kind="state", pool="state"),
+            buffer("cache", (0, 3), 0, 4, kind="state", pool="state/cache"),
             buffer("w1", (0, 3), 3, 2, kind="weight", pool="weights"),
             buffer("y", (2, 3), 0, 2, kind="output"),
         ],

@@ -101,7 +101,7 @@ def launched(launch: Launch) -> Document:
             ids[name] = len(rows)
             reads = entry in launch.reads.split()
             kind = ("state" if name in written else "input") if reads else "output"
-            row = buffer(name, (0, 1), 0, kind=kind, pool="state" if kind == "state" else "workspace")
+            row = buffer(name, (0, 1), 0, kind=kind, pool=f"state/{name}" if kind == "state" else "workspace")
             rows.append({**row, "dtype": DTYPES[spec[0]], "shape": [*map(int, spec[1:].split(","))]})
     read = [ids[entry.partition(":")[0]] for entry in launch.reads.split()]
     row = {

@@ -22,12 +22,12 @@ ITEM_BYTES = {
 }  # fmt: skip
 BORN = ("input", "weight", "state", "external")  # with a value
 KEPT = ("output", "weight", "state", "external")  # beyond the last op
-ANYWHERE = ("workspace", "state", "host", "external")  # where an input, output, carry, transient or scratch may be
+ANYWHERE = ("workspace", "host", "external")  # where an input, output, carry, transient or scratch may be
 POOLS_OF = {
-    "weight": ("weights", "host", "external"), "state": ("state", "host", "external"), "host": ("host",),
+    "weight": ("weights", "host", "external"), "state": ("host", "external"), "host": ("host",),
     "external": ("external",),
 }  # fmt: skip
-PLACED = ("workspace", "weights", "state", "host")
+POOLS = ("workspace", "weights", "host")  # and one for each state, of its name
 KERNELS = {  # kernel -> what it reads, what it writes, (written, read) in place
     "copy": (("x",), ("y",), ()),
     "rms_norm": (("x", "weight"), ("y",), (("y", "x"),)),
@@ -42,6 +42,11 @@ class Reason(NamedTuple):
     message: str
     buffers: tuple[int, ...] = ()
     ops: tuple[int, ...] = ()
+
+
+def row_is_root(row: Row) -> bool:
+    """Whether a buffer has storage of its own."""
+    return row["alias_of"] is None
 
 
 class Oracle:
@@ -345,7 +350,7 @@ class Oracle:
         """What crosses a region's border, by the lists of its barrier."""
         region = self.regions[name]
         first, last = region["start"], region["end"]
-        listed = {b for b in self.ids if self.buffers[b]["pool"] in ("workspace", "state")}
+        listed = {b for b in self.ids if self.buffers[b]["pool"].split("/")[0] in ("workspace", "state")}
         outside = {b for b in self.ids if not self.is_within(b, name)}
         written = {b for b in self.ids if any(first <= i < last for i in self._written(b))}
         read = {b for b in self.ids if any(first <= i < last for i in self._read(b))}
@@ -395,7 +400,8 @@ class Oracle:
         for b in self._roots():
             row = self.buffers[b]
             kind, pool, unit = row["kind"], row["pool"], row["alignment"]
-            if pool not in POOLS_OF.get(kind, ANYWHERE):
+            own = [f"state/{row['name']}"] if kind == "state" else []
+            if pool not in (*POOLS_OF.get(kind, ANYWHERE), *own):
                 yield Reason("pool", f"{self.label_of(b)}: kind '{kind}' does not belong in pool '{pool}'", (b,))
             if unit < 512 and pool != "external":
                 text = f"{self.label_of(b)}: alignment {unit}, in pool '{pool}' at least 512"
@@ -554,6 +560,8 @@ class Oracle:
             offset, unit, pool = rows[b]["offset"], rows[b]["alignment"], rows[b]["pool"]
             if offset % unit and pool != "external":
                 yield Reason("alignment", f"{self.label_of(b)}: offset {offset} is not a multiple of {unit}", (b,))
+            if pool.startswith("state/") and row_is_root(rows[b]) and offset:
+                yield Reason("pool-bounds", f"{self.label_of(b)} starts at {offset} of its own pool, not at 0", (b,))
             if self._top(b) > capacity.get(pool, self._top(b)):
                 text = f"{self.label_of(b)} ends at {self._top(b)}, pool '{pool}' has {capacity[pool]} bytes"
                 yield Reason("pool-bounds", text, (b,))
@@ -561,7 +569,7 @@ class Oracle:
             text = f"pool '{pool}' is used but not listed"
             yield Reason("pool-bounds", text, tuple(self._roots(pool)))
         for pool, size in capacity.items():
-            if pool in PLACED and size % page:
+            if pool in (*POOLS, *self._states()) and size % page:
                 text = f"pool '{pool}': capacity {size} is not a multiple of the page, {page}"
                 yield Reason("pool-bounds", text)
 
@@ -584,7 +592,7 @@ class Oracle:
                 yield Reason("alias", text, (b, root))
 
     def _overlaps(self) -> Iterator[Reason]:
-        for pool in PLACED:
+        for pool in POOLS:  # a state is alone in its own
             ids = [b for b in self._roots(pool) if self.buffers[b]["size"]]
             comes_and_goes = pool in ("workspace", "host")
             reason = "live at the same time" if comes_and_goes else "both live always"
@@ -709,9 +717,16 @@ class Oracle:
         return [sum(self.buffers[b]["size"] for b, ops in live.items() if i in ops) for i in range(self.end)]
 
     def pages(self, pool: str) -> int:
-        """Bytes of a pool in whole pages."""
+        """Bytes of a pool in whole pages; of all states' together, of "state"."""
+        if pool == "state":
+            return sum(map(self.pages, self._states()))
         page = int(self.document["page_bytes"])
         return -(-self.reach(pool) // page) * page
+
+    def _states(self) -> list[str]:
+        """Pools of states, those that buffers are in and those that are listed."""
+        named = (*(row["pool"] for row in self.buffers), *(pool["name"] for pool in self.document["pools"]))
+        return sorted({name for name in named if name.startswith("state/") and name != "state/"})
 
     def reach(self, pool: str) -> int:
         """Where a pool's last buffer ends."""
@@ -742,14 +757,18 @@ class Oracle:
     def _capacities(self) -> Iterator[Reason]:
         d = self.document
         capacity = {pool["name"]: pool["capacity"] for pool in d["pools"]}
-        for name in PLACED:
+        for name in self._states():
+            if capacity.get(name, 0) != self.pages(name):
+                text = f"pool '{name}' has {capacity.get(name)} bytes, its state takes {self.pages(name)} in pages"
+                yield Reason("pool", text)
+        for name in POOLS:
             stated = d["host_bytes"] if name == "host" else d["components"][name]
             if capacity.get(name, 0) != stated:
                 yield Reason("pool", f"pool '{name}' has {capacity.get(name)} bytes, the totals say {stated}")
         for pool in d["pools"]:
             name, device = pool["name"], pool["device"]
-            if name not in (*PLACED, "external"):
-                known = "external, host, state, weights, workspace"
+            if name not in (*POOLS, "external", *self._states()):
+                known = "external, host, state/NAME, weights, workspace"
                 yield Reason("pool", f"unknown pool {name!r}; known: {known}")
             elif name != "external" and (device == "cpu") != (name == "host" or d["backend"] == "cpu"):
                 yield Reason("pool", f"pool '{name}' is on {device!r}, the backend is {d['backend']!r}")

@@ -24,7 +24,7 @@ KINDS = (
     "state",
     "external",
 )
-USUAL_POOL = {"host": "host", "weight": "weights", "state": "state", "external": "external"}
+USUAL_POOL = {"host": "host", "weight": "weights", "external": "external"}
 DTYPES = ("float32",) * 4 + tuple(ITEM_BYTES)
 Path = tuple[str | int, ...]
 
@@ -89,11 +89,15 @@ def settle_claims(document: Document, rng: random.Random) -> None:
     """Make totals and capacities true."""
     found = Oracle(document)
     components = document["components"]
+    listed = [pool for pool in document["pools"] if not pool["name"].startswith("state/")]
+    states = sorted({row["pool"] for row in document["buffers"] if row["pool"].startswith("state/")})
+    document["pools"] = [*listed, *({"name": name, "device": "", "capacity": 0} for name in states)]
+    components["state"] = found.pages("state")
     for pool in document["pools"]:
         name = pool["name"]
         pool["capacity"] = found.pages(name)
         pool["device"] = "cpu" if name == "host" or document["backend"] == "cpu" else "cuda:0"
-        if name != "host":
+        if name in ("workspace", "weights"):
             components[name] = pool["capacity"]
     total, host = sum(components.values()), found.pages("host")
     peak, bound = found.reach("workspace"), max(found.live_bytes(), default=0)
@@ -119,7 +123,9 @@ def _regions(rng: random.Random, start: int, end: int, parent: str | None, left:
 
 def _buffer(rng: random.Random, b: int, regions: list[Row]) -> Row:
     kind = rng.choice(KINDS)
-    pool = USUAL_POOL.get(kind, "workspace") if rng.random() < 0.9 else rng.choice((*ANYWHERE, "weights"))
+    usual = f"state/b{b}" if kind == "state" else USUAL_POOL.get(kind, "workspace")
+    anywhere = (*ANYWHERE, "weights", f"state/b{rng.randrange(12)}")
+    pool = usual if rng.random() < 0.9 else rng.choice(anywhere)
     home = rng.choice(regions)["name"] if regions and kind in ("transient", "scratch") and rng.random() < 0.6 else None
     row = buffer(f"b{b}", (0, 0), 0, kind=kind, pool=pool, region=home)
     row.update(

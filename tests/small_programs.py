@@ -158,10 +158,15 @@ class Exact:
         sizes = body.evaluate(self.point.values(config)).tolist()
         return pages(sum(-(-sizes[b.bytes] // 512) * 512 * b.rotate for b in body.buffers if b.pool == pool))
 
+    def states(self, config: Config) -> list[str]:
+        """The pools of states, one each."""
+        return [b.pool for b in self.template.bodies[config.choices].buffers if b.kind == "state"]
+
     def bytes(self, config: Config) -> tuple[int, int]:
         """Bytes of the device, and of the host."""
         if config not in self._known:
-            fixed = CARD.context_bytes + CARD.library_bytes + self.pool(config, "weights") + self.pool(config, "state")
+            fixed = CARD.context_bytes + CARD.library_bytes + self.pool(config, "weights")
+            fixed += sum(self.pool(config, pool) for pool in self.states(config))
             self._known[config] = fixed + pages(max(self.live(config))), self.pool(config, "host")
         return self._known[config]
 

@@ -822,7 +822,7 @@ def test_host_memory_has_a_budget_of_its_own() -> None:
     assert codes(document) == {"fits"}
     document.update(fits=False)
     assert codes(document) == set()
-    document["pools"][3]["device"] = "cuda:0"
+    document["pools"][2]["device"] = "cuda:0"
     assert codes(document) == {"pool"}
 
 

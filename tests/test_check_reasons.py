@@ -317,7 +317,8 @@ MISFITS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("chain", ("ops", 0, "attrs", "x"), [], "ops.attrs: expected numbers, strings and booleans"),
     ("chain", ("buffers", 0, "kind"), "cache", "buffers.kind: unknown 'cache'; known: carry, external, host, input, "
      "output, scratch, state, transient, weight"),
-    ("chain", ("buffers", 0, "pool"), "heap", "buffers.pool: unknown 'heap'; known: external, host, state, weights, workspace"),
+    ("chain", ("buffers", 0, "pool"), "heap", "buffers.pool: unknown 'heap'; known: external, host, state/NAME, "
+     "weights, workspace"),
     ("chain", ("buffers", 0, "dtype"), "int4", "buffers.dtype: unknown 'int4'; known: bfloat16, bool, float16, float32, "
      "float64, float8_e4m3fn, float8_e5m2, int16, int32, int64, int8, uint8"),
     ("chain", ("buffers", 0, "alignment"), 0, "alignment: expected 1 or more, got 0"),

@@ -197,7 +197,7 @@ def test_the_soft_embedding_is_carried_between_steps_in_the_state() -> None:
     """2.75 MiB per canvas instead of the 128 MiB of logits that the reference carries."""
     plan = planned("one canvas", "h200")["denoise"]
     soft = by_name(plan)["soft_embedding"]
-    assert (soft["kind"], soft["pool"], soft["size"]) == ("state", "state", 256 * 2816 * 4)
+    assert (soft["kind"], soft["pool"], soft["size"]) == ("state", "state/soft_embedding", 256 * 2816 * 4)
     assert (soft["start"], soft["end"]) == (0, len(plan.document["ops"]))
     readers = [op["name"] for op in plan.document["ops"] if soft["id"] in op["reads"]]
     writers = [op["name"] for op in plan.document["ops"] if soft["id"] in op["writes"]]

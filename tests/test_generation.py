@@ -84,7 +84,7 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[
 def test_the_state_grows_without_copying() -> None:
     """A sequence that is longer from step to step: its rows stay where they are, and pages come at the end."""
     runner = runner_of("sdar")
-    sequence, state = runner.open_sequence(), runner.model.workspace.range("state")
+    sequence, state = runner.open_sequence(), runner.model.workspace.range("state/kv")
     sizes, address = [], state.address
     first: torch.Tensor | None = None
     for start in range(0, 512, 64):

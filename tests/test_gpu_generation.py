@@ -168,7 +168,7 @@ def test_pages_are_the_plans_at_every_step(opened: Any) -> None:
 def test_the_state_grows_where_it_is(opened: Any) -> None:
     """Pages come at the end of the state: what a sequence has written stays at its address, unmoved."""
     model = opened("sdar", DEVICE)
-    sequence, state = model.open_sequence(), model.workspace.range("state")
+    sequence, state = model.open_sequence(), model.workspace.range("state/kv")
     (prompt,) = prompts_of(FAMILIES["sdar"], (64,))
     nothing = torch.empty(0, dtype=torch.int64)
     row_bytes = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, float32
@@ -178,7 +178,7 @@ def test_the_state_grows_where_it_is(opened: Any) -> None:
         window: dict[str, Any] = {"token_ids": prompt, "start": start, "key_len": start + 64}
         (done,) = model.step([StepRequest(phase=COMMIT, sequence=sequence, rows=nothing, current=nothing, **window)])
         assert state.committed_bytes == done.plan.components["state"] >= rows * row_bytes
-        kept = model.workspace.view("state", 0, (64 * row_bytes,), "uint8")
+        kept = model.workspace.view("state/kv", 0, (64 * row_bytes,), "uint8")
         places.add(kept.data_ptr())
         first = kept.cpu() if first is None else first
         assert torch.equal(first, kept.cpu()) and first.any()

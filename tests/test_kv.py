@@ -557,7 +557,7 @@ class Dense:
 @pytest.fixture
 def workspace() -> Iterator[Workspace]:
     with Workspace() as opened:
-        for pool in ("workspace", "weights", "state"):
+        for pool in ("workspace", "weights", "state/kv"):
             opened.resize(pool, 1 << 22)
         yield opened
 
@@ -625,7 +625,7 @@ def test_plans_of_the_toy_are_proved_and_their_claims_checked(device: str) -> No
     document = plan.document
     assert check_plan(document) == [] and document["implementations"] == {}
     state = next(b for b in document["buffers"] if b["name"] == "kv")
-    assert (state["pool"], state["start"], state["end"]) == ("state", 0, len(document["ops"]))
+    assert (state["pool"], state["start"], state["end"]) == ("state/kv", 0, len(document["ops"]))
     ops = {
         kernel: [op for op in document["ops"] if op["kernel"] == kernel][1] for kernel in ("kv_store", "kv_attention")
     }

@@ -56,7 +56,7 @@ def test_a_step_counts_the_rows_that_others_hold(model: CompiledModel, ids: Tens
         for found in (step.plan, model.step([request_of(ids)])[0].plan):
             assert found.components["state"] >= model.kv_rows * ROW
             assert found.components["state"] <= max(model.kv_rows, 64) * 9 // 8 * ROW + 2 * 4096
-            assert model.workspace.committed_bytes()["state"] == found.components["state"]
+            assert model.workspace.committed_bytes()["state/kv"] == found.components["state"]
             assert model.memory().planned == model.memory().committed or found is step.plan
     for sequence in opened:
         sequence.close()

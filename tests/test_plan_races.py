@@ -214,7 +214,7 @@ def settle_barriers(document: Document) -> None:
     for loop, barrier in zip(document["regions"], document["barriers"], strict=True):
         ops = document["ops"][loop["start"] : loop["end"]]
         reads, writes = ({b for op in ops for b in op[side]} for side in ("reads", "writes"))
-        rows = [row for row in document["buffers"] if row["pool"] in ("workspace", "state")]
+        rows = [row for row in document["buffers"] if row["pool"].split("/")[0] in ("workspace", "state")]
         outside = {row["id"] for row in rows if not is_within(row["region"], loop["name"])}
         carried = {row["id"] for row in rows if row["id"] not in outside and first.get(row["id"])}
         barrier.update(

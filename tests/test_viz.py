@@ -41,7 +41,7 @@ class Builder:
         self.region: str | None = None
 
     def buffer(self, name: str, size: int, kind: str = "transient", **fields: Any) -> int:
-        pool = {"weight": "weights", "state": "state"}.get(kind, "workspace")
+        pool = {"weight": "weights", "state": f"state/{name}"}.get(kind, "workspace")
         self.buffers.append(
             {
                 "id": len(self.buffers),
@@ -109,7 +109,7 @@ class Builder:
 
     def document(self, **fields: Any) -> Doc:
         num_ops = len(self.ops)
-        capacity = dict.fromkeys(("workspace", "weights", "state"), 0)
+        capacity = dict.fromkeys(("workspace", "weights", *(b["pool"] for b in self.buffers)), 0)
         for buffer in self.buffers:
             if buffer["kind"] in ("weight", "state", "input"):
                 buffer["start"] = 0
@@ -129,7 +129,9 @@ class Builder:
         for buffer in self.buffers:
             if buffer["alias_of"] is not None:
                 buffer["offset"] = self.buffers[buffer["alias_of"]]["offset"] + buffer["alias_offset"]
-        components = {"context": 600 << 20, "library": 64 << 20} | capacity
+        states = sum(size for pool, size in capacity.items() if pool.startswith("state/"))
+        components = {"context": 600 << 20, "library": 64 << 20, "state": states}
+        components |= {pool: capacity[pool] for pool in ("workspace", "weights")}
         return {
             "schema": "mosaic.plan/1",
             "mosaic_version": "0.1.0",

@@ -258,7 +258,7 @@ def _run_model(models: ExitStack, config: dict[str, Any], device: Device) -> int
     for lengths in _BATCHES:
         sequences = [torch.full((length,), config["mask_token_id"], dtype=torch.int64) for length in lengths]
         model(sequences if len(sequences) > 1 else sequences[0])
-    return sum(model.memory().committed[pool] for pool in ("weights", "state", "workspace"))
+    return sum(size for pool, size in model.memory().committed.items() if pool != "host")
 
 
 def _load_kernels(bench: Bench) -> None:

@@ -56,7 +56,7 @@ def _components(document: Mapping[str, Any]) -> RenderableType:
     for label, names in _COMPONENTS:
         amount = sum(document["components"][name] for name in names)
         if amount or label != "state":
-            table.add_row(label, format_bytes(amount), _workspace_note(document) if label == "workspace" else "")
+            table.add_row(label, format_bytes(amount), _note(document, label))
     fits = document["fits"]
     verdict = Text("fits" if fits else "does not fit", style="bold green" if fits else "bold red")
     headroom = document["budget_bytes"] - document["total_bytes"]
@@ -66,6 +66,13 @@ def _components(document: Mapping[str, Any]) -> RenderableType:
     if document["host_bytes"]:
         table.add_row("pinned host memory", format_bytes(document["host_bytes"]), _host_note(document))
     return table
+
+
+def _note(document: Mapping[str, Any], label: str) -> str:
+    if label == "state":
+        pools = ((pool["name"].removeprefix("state/"), pool) for pool in document["pools"])
+        return ", ".join(f"{name} {format_bytes(pool['capacity'])}" for name, pool in pools if name != pool["name"])
+    return _workspace_note(document) if label == "workspace" else ""
 
 
 def _host_note(document: Mapping[str, Any]) -> str:

@@ -109,11 +109,12 @@ def assemble(
     device = point.space.device
     lower_bound = point.lower_bound(config)
     pages = device.page_bytes
+    states = point.state_bytes(config)
     components = {
         "context": device.context_bytes,
         "library": device.library_bytes,
         "weights": round_up(point.pool_bytes(config, "weights"), pages),
-        "state": round_up(point.pool_bytes(config, "state"), pages),
+        "state": sum(states.values()),
         "workspace": round_up(peak_bytes, pages),
     }
     total = sum(components.values())
@@ -133,8 +134,8 @@ def assemble(
         "page_bytes": pages,
         "mesh": {"size": 1, "axes": {"tensor": 1}},
         "pools": [
-            {"name": name, "device": on_device, "capacity": components[name]}
-            for name in ("workspace", "weights", "state")
+            {"name": name, "device": on_device, "capacity": size}
+            for name, size in (*((name, components[name]) for name in ("workspace", "weights")), *states.items())
         ]
         + [{"name": "host", "device": "cpu", "capacity": host}],
         "implementations": _implementations(point, config),

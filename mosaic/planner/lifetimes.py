@@ -17,7 +17,7 @@ from mosaic.planner.template import Access, Body
 
 __all__ = ["BarrierRecord", "Lifetimes", "derive"]
 
-_LISTED = frozenset({"workspace", "state"})
+_UNLISTED = frozenset({"weights", "host", "external"})
 
 
 class BarrierRecord(NamedTuple):
@@ -88,7 +88,7 @@ def _apply_region(
         for b in op.writes:
             touched[b] = True
     for b in sorted(touched):
-        written, listed = touched[b], body.buffers[b].pool in _LISTED
+        written, listed = touched[b], body.buffers[b].pool not in _UNLISTED
         if _is_inside(body, homes[b], index):
             if not accesses[b][0].read:
                 continue

@@ -92,6 +92,11 @@ class Plan:
         return dict(self._header["components"])
 
     @property
+    def pools(self) -> Mapping[str, int]:
+        """Bytes of every pool, in whole pages: workspace, weights, each state's (`state/NAME`), and pinned host memory."""
+        return {pool["name"]: int(pool["capacity"]) for pool in self._header["pools"]}
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of the whole request on the device."""
         return int(self._header["total_bytes"])

@@ -106,6 +106,10 @@ class Space:
             self._pool_rows[key] = rows
         return self._pool_rows[key]
 
+    def state_pools(self, choices: tuple[str, ...]) -> Sequence[str]:
+        """The pools of the states of a body, in order of registration."""
+        return [b.pool for b in self.template.bodies[choices].buffers if b.kind == "state"]
+
     def known(self, settings: Mapping[str, int | str | None]) -> dict[str, int | str | None]:
         """Those of some settings that this kind of step has."""
         options = {choice.name: choice.options for choice in self.template.choices}
@@ -337,17 +341,24 @@ class Point:
         return self.dominating(config)[0]
 
     def pool_bytes(self, config: Config, pool: str) -> int:
-        """Bytes of a pool outside the workspace (weights, state), packed at `ALIGNMENT`."""
+        """Bytes of a pool outside the workspace (weights, host, a state's), packed at `ALIGNMENT`."""
         polynomials = self.polynomials(config)
         rows = self.space.pool_rows(config.choices, pool)
         return sum(round_up(int(polynomials[row]), ALIGNMENT) * count for row, count in rows.items())
+
+    def state_bytes(self, config: Config) -> dict[str, int]:
+        """Bytes of each state's own pool, in whole pages: pool -> bytes, in order of registration."""
+        pages = self.space.device.page_bytes
+        pools = self.space.state_pools(config.choices)
+        return {pool: round_up(self.pool_bytes(config, pool), pages) for pool in pools}
 
     def fixed_bytes(self, config: Config) -> int:
         """Context, libraries, weights and state, in whole pages."""
         if config.choices not in self._fixed:
             device = self.space.device
-            pools = sum(round_up(self.pool_bytes(config, pool), device.page_bytes) for pool in ("weights", "state"))
-            self._fixed[config.choices] = device.context_bytes + device.library_bytes + pools
+            weights = round_up(self.pool_bytes(config, "weights"), device.page_bytes)
+            states = sum(self.state_bytes(config).values())
+            self._fixed[config.choices] = device.context_bytes + device.library_bytes + weights + states
         return self._fixed[config.choices]
 
     def host_bytes(self, choices: tuple[str, ...]) -> int:

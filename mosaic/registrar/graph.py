@@ -31,7 +31,7 @@ MAIN: Final = "main"
 ALIGNMENT: Final = 512
 """Bytes that every offset is a multiple of."""
 SHARED: Final = frozenset({"weight", "state", "carry"})
-POOL: Final[Mapping[str, str]] = {"weight": "weights", "state": "state", "host": "host", "external": "external"}
+POOL: Final[Mapping[str, str]] = {"weight": "weights", "host": "host", "external": "external"}
 _KEPT: Final = 4096
 """Results that each symbolic computation keeps, for the layers and graphs that repeat it."""
 
@@ -85,8 +85,8 @@ class Buffer:
 
     @property
     def pool(self) -> str:
-        """The pool that holds it: weights, state, host, external, or the workspace."""
-        return POOL.get(self.kind, "workspace")
+        """The pool that holds it: weights, host, external, a state's own (`state/NAME`), or the workspace."""
+        return f"state/{self.name}" if self.kind == "state" else POOL.get(self.kind, "workspace")
 
     @property
     def shape(self) -> tuple[Dim, ...]:

@@ -38,7 +38,7 @@ class Program:
     >>> program = Program("toy")
     >>> program.add_phase("prefill", encode)
     >>> program.graph("prefill").state("cache", (program.graph("prefill").dim("kv_tokens"), 8), "float32").pool
-    'state'
+    'state/cache'
     """
 
     def __init__(self, name: str, *, backend: str = "cuda") -> None:

@@ -539,7 +539,9 @@ class CompiledModel:
         self._release_views()
         self._bound.clear()
         self._store.forget()
-        self.workspace.resize_all({name: 0 for name in self.workspace.committed_bytes() if name != "state"})
+        self.workspace.resize_all(
+            {name: 0 for name in self.workspace.committed_bytes() if not name.startswith("state/")}
+        )
         self._current = plan
         self._plans.settle_on(plan)
         try:
@@ -549,9 +551,8 @@ class CompiledModel:
             raise
 
     def _commit(self, plan: Plan) -> None:
-        sizes = {"workspace": plan.components["workspace"], "state": plan.components["state"]}
-        if plan.document["host_bytes"]:
-            sizes["host"] = plan.document["host_bytes"]
+        sizes = dict.fromkeys((name for name in self.workspace.committed_bytes() if name.startswith("state/")), 0)
+        sizes |= {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != "host")}
         workspace = self.workspace.range("workspace")
         if sizes["workspace"] < workspace.committed_bytes:
             self._release_views()
@@ -580,14 +581,14 @@ class CompiledModel:
     def memory(self) -> MemoryReport:
         """Report planned, committed and resident bytes; planned are those of the last call's plan."""
         with self._turn():
-            components = {name: self._current.components[name] for name in ("weights", "state", "workspace")}
-            if self._current.document["host_bytes"]:
-                components["host"] = self._current.document["host_bytes"]
             adopted = {"weights": self._store.adopted_bytes} if self._store.adopted_bytes else {}
+            planned, committed = self._current.pools, self.workspace.committed_bytes()
+            device = ("weights", "workspace", *(name for name in {**planned, **committed} if name.startswith("state/")))
+            pools = dict.fromkeys((*device, "host") if planned["host"] else device, 0)
             return MemoryReport(
-                planned=components,
-                committed={**dict.fromkeys(components, 0), **self.workspace.committed_bytes(), **adopted},
-                resident={**dict.fromkeys(components, 0), **self.workspace.resident_bytes(), **adopted},
+                planned={name: planned.get(name, 0) for name in pools},
+                committed={**pools, **committed, **adopted},
+                resident={**pools, **self.workspace.resident_bytes(), **adopted},
                 budget_bytes=self.planner.budget_bytes,
                 in_use=_in_use() if self._on_cuda else None,
             )

@@ -79,7 +79,7 @@ def output_of(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int, plan: Pl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Bytes by component (`weights`, `state`, `workspace`, pinned `host`): planned, committed and resident.
+    """Bytes by pool (`weights`, `workspace`, each state, pinned `host`): planned, committed and resident.
 
     `resident` is measured by the operating system. Adopted parameters are the caller's: counted, not measured.
     `in_use` is what a CUDA device's own counter shows, all processes together; None on the CPU.

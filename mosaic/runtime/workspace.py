@@ -1,7 +1,8 @@
 """Workspace: the ranges of one device into which the offsets of plans point, and typed views of them.
 
-One range per pool of the plan document (`workspace`, `weights`, `state`, `host`), reserved large, committed as plans
-need. `host` is memory of the host that the device copies from and reads: pinned where the device is a CUDA card.
+One range per pool of the plan document (`workspace`, `weights`, `state/NAME` for each state, `host`), reserved large and
+committed as plans need: a state that grows moves nothing of another. `host` is memory of the host that the device copies
+from and reads: pinned where the device is a CUDA card.
 """
 
 from __future__ import annotations

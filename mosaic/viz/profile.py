@@ -26,6 +26,7 @@ __all__ = [
     "live_profile",
     "optimality",
     "placed_roots",
+    "pool_names",
     "root_categories",
     "sizes_text",
 ]
@@ -198,9 +199,19 @@ def optimality(doc: Document) -> str:
 
 
 def placed_roots(doc: Document, pools: Iterable[str] = ("workspace",)) -> list[Mapping[str, Any]]:
-    """Return the buffers that own storage in some pools; aliases live inside them."""
+    """Return the buffers that own storage in some pools; aliases live inside them. "state" is every state's pool."""
     wanted = frozenset(pools)
-    return [buffer for buffer in doc["buffers"] if buffer["alias_of"] is None and buffer["pool"] in wanted]
+    return [b for b in doc["buffers"] if b["alias_of"] is None and not wanted.isdisjoint(pool_names(b["pool"]))]
+
+
+def pool_names(pool: str) -> tuple[str, ...]:
+    """What a pool may be asked for by: its name, and the family that it is of.
+
+    >>> pool_names("state/kv"), pool_names("weights")
+    (('state/kv', 'state'), ('weights',))
+    """
+    family, slash, _ = pool.partition("/")
+    return (pool, family) if slash else (pool,)
 
 
 def held_intervals(buffer: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
@@ -271,7 +282,7 @@ def live_profile(doc: Document, pools: Iterable[str] = ("workspace",)) -> LivePr
     doc
         A plan document.
     pools
-        Which pools count; `("workspace", "state", "weights")` gives all that is placed on the device.
+        Which pools count, "state" for all states; `("workspace", "state", "weights")` gives all that is placed on the device.
 
     Raises
     ------

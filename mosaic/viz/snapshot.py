@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any, Final
 
-from mosaic.viz.profile import Document, check_schema, held_intervals, placed_roots, root_categories
+from mosaic.viz.profile import Document, check_schema, held_intervals, placed_roots, pool_names, root_categories
 
 __all__ = ["memory_snapshot", "snapshot_pickle"]
 
@@ -45,7 +45,7 @@ def memory_snapshot(doc: Document, *, pools: Iterable[str] = ("workspace",)) -> 
     doc
         A plan document.
     pools
-        Which pools become segments; add `"weights"` and `"state"` to see all that the plan places.
+        Which pools become segments, one for each state; add `"weights"` and `"state"` to see all that the plan places.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def memory_snapshot(doc: Document, *, pools: Iterable[str] = ("workspace",)) -> 
         If `doc` is not of schema `mosaic.plan/1`.
     """
     check_schema(doc)
-    ranges = [pool for name in pools for pool in doc["pools"] if pool["name"] == name]
+    ranges = [pool for name in pools for pool in doc["pools"] if name in pool_names(pool["name"])]
     devices = [_device_index(pool["device"]) for pool in ranges]
     traces: list[list[_Record]] = [[] for _ in range(max(devices, default=0) + 1)]
     segments = []

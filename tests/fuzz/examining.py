@@ -38,7 +38,6 @@ SOLVERS: Final = (
 IDENTITY: Final = {"model": "fuzz", "dtype": "float64"}
 BOUNDS: Final = {"float64": 1e-6, "float32": 2e-3}
 """Of a result's scale. Rotary angles and statistics are float32 by contract."""
-POOLS: Final = ("workspace", "weights", "state", "host")
 
 
 class Way(NamedTuple):
@@ -137,8 +136,8 @@ def _load(plan: Plan, loaded: Plan | None, given: Mapping[str, Tensor], workspac
     if loaded is not None and same:
         moved = [name for name, place in _weights(plan).items() if _weights(loaded)[name] != place]
         require(not moved, "weights moved", f"{moved} lie elsewhere than under {loaded.config}; this is {plan.config}")
-    for pool in POOLS:
-        size = {**plan.components, "host": plan.document["host_bytes"]}[pool]
+    closed = [pool for pool in workspace.committed_bytes() if pool not in plan.pools]
+    for pool, size in {**dict.fromkeys(closed, 0), **plan.pools}.items():
         if pool != "weights" or not same:
             workspace.resize(pool, 0)
         workspace.resize(pool, size)

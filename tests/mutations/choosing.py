@@ -44,8 +44,10 @@ def settle_totals(document: Document) -> None:
         pool["capacity"] = -(-max(tops, default=0) // page) * page
         if pool["name"] == "host":
             document["host_bytes"] = pool["capacity"]
-        else:
+        elif pool["name"] in components:
             components[pool["name"]] = pool["capacity"]
+    states = (pool["capacity"] for pool in document["pools"] if pool["name"].startswith("state/"))
+    components["state"] = sum(states)
     peak = max((row["offset"] + row["size"] for row in roots), default=0)
     document.update(peak_bytes=peak, lower_bound_bytes=max(live), optimal=peak == max(live))
     document["total_bytes"] = sum(components.values())

@@ -7,11 +7,10 @@ import copy
 from mutations.choosing import Broken, Document, Pick, Row, choose
 
 PAGED = ("workspace", "weights", "state")
-PLACED = (*PAGED, "host")
 
 
 def _placed(row: Row) -> bool:
-    return row["pool"] in PLACED
+    return row["pool"] != "external"
 
 
 def misalign(document: Document, pick: Pick) -> Broken:

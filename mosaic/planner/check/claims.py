@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import sub
 from typing import Any, Final
 
-from mosaic.planner.check.columns import DEVICE_POOLS, HOST, POOLS, Columns, round_up
+from mosaic.planner.check.columns import EXTERNAL, HOST, KNOWN_POOLS, Columns, is_known_pool, round_up, state_of
 from mosaic.planner.check.placement import live_bytes
 
 __all__ = ["check_formula", "check_totals", "check_trace"]
@@ -27,16 +27,21 @@ def check_totals(plan: Columns) -> None:
 def _check_capacities(plan: Columns) -> None:
     """Check that pools are known, as large as the totals say, and on the device that the backend has them on."""
     header = plan.header
-    stated = {name: header["components"][name] for name in DEVICE_POOLS} | {HOST: header["host_bytes"]}
+    stated = {name: header["components"][name] for name in ("workspace", "weights")} | {HOST: header["host_bytes"]}
     for name, size in stated.items():
         if plan.pools.get(name, 0) != size:
             plan.fail("pool", f"pool '{name}' has {plan.pools.get(name)} bytes, the totals say {size}")
+    states = _state_pages(plan)
+    for name in sorted({*states, *filter(state_of, plan.pools)}):
+        if plan.pools.get(name, 0) != states.get(name, 0):
+            text = f"pool '{name}' has {plan.pools.get(name)} bytes, its state takes {states.get(name, 0)} in pages"
+            plan.fail("pool", text)
     for pool in header["pools"]:
         name, device = pool["name"], pool["device"]
         on_cpu = name == HOST or header["backend"] == "cpu"
-        if name not in POOLS:
-            plan.fail("pool", f"unknown pool {name!r}; known: {', '.join(sorted(POOLS))}")
-        elif name != "external" and (device == "cpu") != on_cpu:
+        if not is_known_pool(name):
+            plan.fail("pool", f"unknown pool {name!r}; known: {KNOWN_POOLS}")
+        elif name != EXTERNAL and (device == "cpu") != on_cpu:
             plan.fail("pool", f"pool '{name}' is on {device!r}, the backend is {header['backend']!r}")
 
 
@@ -47,7 +52,8 @@ def _facts(plan: Columns, lower_bound: int) -> list[tuple[str, str, Any, Any, st
     peak, total = plan.reach.get("workspace", 0), sum(components.values())
     budget, host_budget, host = (document[key] for key in ("budget_bytes", "host_budget_bytes", "host_bytes"))
     fits = f"whether {total} is within {budget}, and {host} of the host within {host_budget}"
-    pages = {name: round_up(plan.reach.get(name, 0), page) for name in (*DEVICE_POOLS, HOST)}
+    pages = {name: round_up(plan.reach.get(name, 0), page) for name in ("workspace", "weights", HOST)}
+    pages["state"] = sum(_state_pages(plan).values())
     return [
         ("peak", "peak_bytes", document["peak_bytes"], peak, "the top of the workspace's buffers"),
         ("lower-bound", "lower_bound_bytes", document["lower_bound_bytes"], lower_bound, "the largest live set"),
@@ -57,9 +63,15 @@ def _facts(plan: Columns, lower_bound: int) -> list[tuple[str, str, Any, Any, st
         ("fits", "fits", document["fits"], total <= budget and host <= host_budget, fits),
         *(
             ("components", f"components.{name}", components[name], pages[name], "the pages in use")
-            for name in DEVICE_POOLS
+            for name in ("workspace", "weights", "state")
         ),
     ]
+
+
+def _state_pages(plan: Columns) -> dict[str, int]:
+    """What each state's pool takes, in whole pages."""
+    page = plan.header["page_bytes"]
+    return {name: round_up(reach, page) for name, reach in plan.reach.items() if state_of(name)}
 
 
 # Formula.

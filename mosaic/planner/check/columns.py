@@ -13,14 +13,14 @@ from typing import Any, Final, NamedTuple
 
 __all__ = [
     "COMPONENTS",
-    "DEVICE_POOLS",
+    "EXTERNAL",
     "FROM_START",
     "FULL_STEP",
     "HOST",
     "ITEM_BYTES",
     "KINDS",
+    "KNOWN_POOLS",
     "MAIN",
-    "PLACED",
     "POOLS",
     "TO_END",
     "Barrier",
@@ -33,15 +33,17 @@ __all__ = [
     "Region",
     "Skeleton",
     "Violation",
+    "is_known_pool",
     "round_up",
+    "state_of",
 ]
 
 FULL_STEP: Final = "full_step"  # the phase whose dims are known by name
 MAIN: Final = "main"
 HOST: Final = "host"
-DEVICE_POOLS: Final = ("workspace", "weights", "state")  # whose pages count against the budget
-PLACED: Final = (*DEVICE_POOLS, HOST)  # pools that the plan places page by page
-POOLS: Final = frozenset({*PLACED, "external"})
+EXTERNAL: Final = "external"  # the one pool that the plan does not place page by page
+POOLS: Final = frozenset({"workspace", "weights", HOST, EXTERNAL})  # beside those of states
+KNOWN_POOLS: Final = ", ".join(sorted({*POOLS, "state/NAME"}))
 COMPONENTS: Final = ("context", "library", "weights", "state", "workspace")
 FROM_START: Final = frozenset({"input", "weight", "state", "external"})  # these hold a value before op 0
 TO_END: Final = frozenset({"output", "weight", "state", "external"})  # these hold a value after the last op
@@ -253,6 +255,28 @@ class Columns(Skeleton):
         """Whether two members of one alias group overlap in bytes of their own; a root's size covers its aliases as well."""
         at, raw = self.alias_offset, self.raw_bytes
         return at[a] < at[b] + raw[b] and at[b] < at[a] + raw[a] and raw[a] > 0 and raw[b] > 0
+
+
+def state_of(pool: str) -> str | None:
+    """The state whose own pool this is, or None.
+
+    Examples
+    --------
+    >>> state_of("state/kv"), state_of("workspace")
+    ('kv', None)
+    """
+    return pool.removeprefix("state/") if pool.startswith("state/") else None
+
+
+def is_known_pool(pool: str) -> bool:
+    """Whether a plan may have a pool of this name: one of `POOLS`, or that of a state.
+
+    Examples
+    --------
+    >>> is_known_pool("host"), is_known_pool("state/kv"), is_known_pool("state")
+    (True, True, False)
+    """
+    return pool in POOLS or bool(state_of(pool))
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -12,7 +12,19 @@ from math import prod
 from operator import add, mod, mul
 from typing import Final
 
-from mosaic.planner.check.columns import HOST, ITEM_BYTES, PLACED, Columns, Cut, Ids, Marks, Skeleton, round_up
+from mosaic.planner.check.columns import (
+    EXTERNAL,
+    HOST,
+    ITEM_BYTES,
+    Columns,
+    Cut,
+    Ids,
+    Marks,
+    Skeleton,
+    is_known_pool,
+    round_up,
+    state_of,
+)
 
 __all__ = [
     "check_addresses",
@@ -45,19 +57,19 @@ def check_pools(plan: Skeleton) -> None:
         plan.roots[pool] = [b for b in ids if plan.alias_of[b] is None]
     for pool, ids in plan.roots.items():
         for b in ids:
-            if not _may_live_in(plan.kind[b], pool):
+            if not _may_live_in(plan.kind[b], plan.name[b], pool):
                 plan.fail("pool", f"{plan.say(b)}: kind '{plan.kind[b]}' does not belong in pool '{pool}'", (b,))
-            if plan.alignment[b] < UNIT_BYTES and pool in PLACED:
+            if plan.alignment[b] < UNIT_BYTES and pool != EXTERNAL:
                 text = f"{plan.say(b)}: alignment {plan.alignment[b]}, in pool '{pool}' at least {UNIT_BYTES}"
                 plan.fail("alignment", text, (b,))
 
 
-def _may_live_in(kind: str, pool: str) -> bool:
-    """Whether a pool suits a kind: other plans share the workspace, so what outlives a step may not be in it."""
-    if kind == "weight":
-        return pool not in ("workspace", "state")
-    if kind == "state":
-        return pool not in ("workspace", "weights")
+def _may_live_in(kind: str, name: str, pool: str) -> bool:
+    """Whether a pool suits a buffer: other plans share the workspace, so what outlives a step may not be in it."""
+    if (state := state_of(pool)) is not None:
+        return kind == "state" and name == state
+    if kind in ("weight", "state"):
+        return pool in (HOST, EXTERNAL) or (kind, pool) == ("weight", "weights")
     return pool != "weights" and (pool == kind or kind not in ("host", "external"))
 
 
@@ -102,7 +114,7 @@ def check_sizes(plan: Columns) -> None:
         raw, size = plan.raw_bytes[b], plan.size[b]
         covered = max((plan.alias_offset[m] + plan.size[m] for m in plan.members.get(b, ())), default=0)
         expected = max(own[b], round_up(covered, plan.alignment[b]))
-        if size == expected or (size == max(raw, covered) and plan.pool[b] not in PLACED):
+        if size == expected or (size == max(raw, covered) and plan.pool[b] == EXTERNAL):
             continue
         shape = f"{plan.dtype[b]}{list(plan.shape[b])} needs {raw} bytes in {plan.rotate[b]} slots"
         aliases = f", aliases reach {covered}" if covered else ""
@@ -134,17 +146,21 @@ def check_placement(plan: Columns) -> None:
     """Check alignment and pool bounds; fill `top` and `reach`."""
     if any(map(mod, plan.offset, plan.alignment)):
         for b, (offset, unit, pool) in enumerate(zip(plan.offset, plan.alignment, plan.pool, strict=True)):
-            if offset % unit and pool != "external":
+            if offset % unit and pool != EXTERNAL:
                 plan.fail("alignment", f"{plan.say(b)}: offset {offset} is not a multiple of {unit}", (b,))
     plan.top = list(map(add, plan.offset, plan.size))
     plan.reach = {pool: max(map(plan.top.__getitem__, ids)) for pool, ids in plan.located.items()}
+    for pool, ids in plan.roots.items():
+        for b in ids:
+            if state_of(pool) is not None and plan.offset[b]:
+                plan.fail("pool-bounds", f"{plan.say(b)} starts at {plan.offset[b]} of its own pool, not at 0", (b,))
     page = plan.header["page_bytes"]
     for pool, capacity in plan.pools.items():
-        if pool in PLACED and capacity % page:
+        if pool != EXTERNAL and is_known_pool(pool) and capacity % page:
             plan.fail("pool-bounds", f"pool '{pool}': capacity {capacity} is not a multiple of the page, {page}")
     for pool, reach in plan.reach.items():
         limit = plan.pools.get(pool)
-        if limit is None and pool in PLACED:
+        if limit is None and pool != EXTERNAL:
             plan.fail("pool-bounds", f"pool '{pool}' is used but not listed", plan.roots[pool])
         elif limit is not None and reach > limit:
             for b in plan.located[pool]:
@@ -166,8 +182,7 @@ def check_addresses(plan: Columns) -> Mapping[str, Ids]:
         Roots by pool, for those pools in which none do and values come and go.
     """
     roots = plan.roots if 0 not in plan.size else {p: [b for b in ids if plan.size[b]] for p, ids in plan.roots.items()}
-    for pool in ("weights", "state"):
-        _check_constants(plan, roots.get(pool, ()))
+    _check_constants(plan, roots.get("weights", ()))
     sound: dict[str, Ids] = {}
     for pool in ("workspace", HOST):
         ids = roots.get(pool, ())

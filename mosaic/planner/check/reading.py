@@ -17,13 +17,14 @@ from mosaic.planner.check.columns import (
     COMPONENTS,
     ITEM_BYTES,
     KINDS,
-    POOLS,
+    KNOWN_POOLS,
     Barrier,
     Columns,
     Loop,
     Region,
     Skeleton,
     Violation,
+    is_known_pool,
 )
 
 __all__ = [
@@ -367,10 +368,13 @@ def _read_slices(slices: Sequence[Sequence[Any]], found: _Found) -> None:
 
 
 def _read_vocabulary(buffer: _Named, found: _Found) -> None:
-    known: tuple[tuple[str, Collection[str]], ...] = (("kind", KINDS), ("pool", POOLS), ("dtype", ITEM_BYTES))
+    known: tuple[tuple[str, Collection[str]], ...] = (("kind", KINDS), ("dtype", ITEM_BYTES))
     for label, words in known:
         for value in sorted(set(buffer[label]).difference(words)):
             _fail(found, f"buffers.{label}: unknown {value!r}; known: {', '.join(sorted(words))}")
+    for pool in sorted({*buffer["pool"]}):
+        if not is_known_pool(pool):
+            _fail(found, f"buffers.pool: unknown {pool!r}; known: {KNOWN_POOLS}")
     for label in ("alignment", "rotate"):
         if min(buffer[label], default=1) < 1:
             _fail(found, f"{label}: expected 1 or more, got {min(buffer[label])}")

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from mosaic.planner.check.columns import PLACED, Columns
+from mosaic.planner.check.columns import EXTERNAL, Columns
 
 __all__ = ["WeightMap", "check_weights", "weight_map"]
 
@@ -42,7 +42,7 @@ def check_weights(plan: Columns, weights: WeightMap) -> None:
     for b, kind in enumerate(plan.kind):
         if _is_loaded(kind, plan.tensor[b], plan.alias_of[b]):
             _check_weight(plan, b, weights)
-        elif plan.alias_of[b] is None and plan.pool[b] in PLACED and plan.size[b]:
+        elif plan.alias_of[b] is None and plan.pool[b] != EXTERNAL and plan.size[b]:
             _check_other(plan, b, at[plan.pool[b]])
 
 
