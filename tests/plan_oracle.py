@@ -927,7 +927,7 @@ class Oracle:
         for k, step in enumerate(d["trace"]):
             if step["config"].keys() != config.keys():
                 different = set(step["config"]) ^ set(config)
-                text = f"trace[{k}] and the plan have different knobs: {', '.join(different)}"
+                text = f"trace[{k}] and the plan have different knobs: {', '.join(sorted(different))}"
                 yield Reason("config", text)
                 continue
             options = [key for key, value in config.items() if isinstance(value, str)]

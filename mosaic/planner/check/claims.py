@@ -138,7 +138,7 @@ def check_trace(plan: Columns) -> None:
     for k, step in enumerate(document["trace"]):
         other = step["config"]
         if other.keys() != config.keys():
-            knobs = ", ".join(other.keys() ^ config.keys())
+            knobs = ", ".join(sorted(other.keys() ^ config.keys()))
             plan.fail("config", f"trace[{k}] and the plan have different knobs: {knobs}")
             continue
         if any(type(value) is str and other[key] != value for key, value in config.items()):
