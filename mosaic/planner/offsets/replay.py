@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import index
 from typing import Any
 
@@ -311,21 +311,21 @@ def _layout_of(order: Order) -> _Layout:
         position[block] = at
     cuts = [0, *(i for i in range(1, n) if keys[blocks[i]] != keys[blocks[i - 1]]), n] if n else []
     levels = [_level_of(order, blocks, position, a, b) for a, b in pairwise(cuts)]
-    rows = [row for block in blocks for row in order.rows[block]]
-    distances = [distance for block in blocks for distance in order.distances[block]]
-    block_of_row, distance_of_row = [0] * order.num_buffers, [0] * order.num_buffers
-    for block in blocks:
-        for row, distance in zip(order.rows[block], order.distances[block], strict=True):
-            block_of_row[row], distance_of_row[row] = position[block], distance
+    rows = np.array([row for block in blocks for row in order.rows[block]], dtype=np.int64)
+    distances = np.array([distance for block in blocks for distance in order.distances[block]], dtype=np.int64)
+    counts = np.array([len(order.rows[block]) for block in blocks], dtype=np.int64)
+    block_of_row, distance_of_row = np.empty_like(rows), np.empty_like(rows)
+    block_of_row[rows] = np.repeat(np.arange(n), counts)
+    distance_of_row[rows] = distances
     return _Layout(
         levels=levels,
         blocks=blocks,
         position=position,
-        rows=np.array(rows, dtype=np.int64),
-        row_cuts=np.array([0, *accumulate(len(order.rows[block]) for block in blocks)][:n], dtype=np.int64),
-        distances=np.array(distances, dtype=np.int64),
-        block_of_row=np.array(block_of_row, dtype=np.int64),
-        distance_of_row=np.array(distance_of_row, dtype=np.int64),
+        rows=rows,
+        row_cuts=np.cumsum(counts) - counts,
+        distances=distances,
+        block_of_row=block_of_row,
+        distance_of_row=distance_of_row,
     )
 
 
