@@ -346,6 +346,18 @@ def test_alias_reads_old_value() -> None:
     assert codes(document) == {"alias-stale-read"}
 
 
+def test_an_alias_of_no_bytes_overwrites_none() -> None:
+    """It lies in the middle of its root and of another alias, and lives beside both."""
+    document = EXAMPLES["alias_group"]()
+    document["buffers"][3].update(shape=[0, 256], size=0, alias_offset=512, offset=2560)
+    document["buffers"][4].update(alias_offset=0, offset=2048)
+    document["ops"][2]["reads"].append(1)
+    document["ops"][2]["operands"]["r1"] = 1
+    assert "alias-stale-read" not in codes(document)
+    document["buffers"][3].update(shape=[1, 128], size=512)
+    assert "alias-stale-read" in codes(document)
+
+
 def test_alias_beyond_its_root() -> None:
     document = EXAMPLES["alias_group"]()
     document["buffers"][4].update(alias_offset=3072, offset=5120)

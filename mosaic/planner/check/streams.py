@@ -84,9 +84,8 @@ def _borders(plan: Skeleton) -> tuple[Mapping[int, Sequence[str]], Mapping[int, 
     """Which side streams fork from main where a loop starts, and which join it where one ends, by op index."""
     opening: dict[int, list[str]] = defaultdict(list)
     closing: dict[int, list[str]] = defaultdict(list)
-    pairs = zip(plan.op_region, plan.stream, strict=True)
-    for name, stream in dict.fromkeys(pair for pair in pairs if pair[0] is not None and pair[1] != MAIN):
-        if name is not None:
+    for name, stream in dict.fromkeys(zip(plan.op_region, plan.stream, strict=True)):
+        if name is not None and stream != MAIN:
             opening[plan.regions[name].start].append(stream)
             closing[plan.regions[name].end].append(stream)
     return opening, closing
@@ -122,10 +121,10 @@ def _check_iterations(plan: Columns) -> None:
 
 def _is_within_main(loop: Region, i: int, before: Sequence[int], main: int) -> bool:
     """Whether ops of the same iteration fork and join a side op, so that it follows main through the iterations."""
-    start = loop.start
-    inside = main >> start & ((1 << loop.end - start) - 1)
-    last = start + inside.bit_length() - 1
-    return inside != 0 and before[i] >> start & inside != 0 and before[last] >> i & 1 != 0
+    inside = main & (1 << loop.end) - (1 << loop.start)
+    if not before[i] & inside:
+        return False
+    return bool(before[inside.bit_length() - 1] & 1 << i)
 
 
 def _iterations_clash(plan: Columns, loop: Region, b: int, written: set[int]) -> str:
