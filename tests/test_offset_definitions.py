@@ -331,6 +331,24 @@ def test_long_passes_look_at_the_clock_every_so_many_blocks(count: int) -> None:
     assert seen == list(range(count)) and ticks == list(range(255, count, 256))
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_every_solver_looks_at_the_clock_every_so_many_blocks(aligned: bool) -> None:
+    """Online placing takes next to no time for a block; the others look twice as often."""
+    online = {first_fit, best_fit} if not aligned else set()
+    for count in (255, 256, 510, 512, 1_022, 1_024):
+        steps = [1 + row % 2 for row in range(count)] if aligned else 1
+        problem = Problem(sizes=[3] * count, starts=range(count), ends=range(2, count + 2), alignments=steps)
+        blocks = blocks_of(problem)
+        assert blocks.plain == (not aligned)
+        for solver in (first_fit, best_fit, greedy_by_size, greedy_by_area, greedy_by_conflicts):
+            ticks: list[None] = []
+            solver(blocks, lambda ticks=ticks: ticks.append(None))
+            assert len(ticks) == count // (512 if solver in online else 256)
+        ticks = []
+        skyline(blocks, tick=lambda ticks=ticks: ticks.append(None))
+        assert count // 256 <= len(ticks) <= 1 + count // 64  # some are looked up again
+
+
 def test_neighbours_are_those_that_share_time() -> None:
     draw = random.Random(9)
     for count in (1, 2, 63, 64, 65, 128, 129, 300):

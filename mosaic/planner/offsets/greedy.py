@@ -33,9 +33,9 @@ def greedy_by_conflicts(blocks: Blocks, tick: Tick = on) -> list[int]:
 
 
 def _degrees(blocks: Blocks) -> list[int]:
-    """Return how many blocks share time with each: those begun before its end, less those over before its start."""
+    """Return how many blocks share time with each, itself among them: those begun before its end that are not over."""
     if blocks.pieces is not None:
-        return [len(others) for others in blocks.conflicts]
+        return [1 + len(others) for others in blocks.conflicts]
     starts, ends = sorted(blocks.starts), sorted(blocks.ends)
     spans = zip(blocks.starts, blocks.ends, strict=True)
-    return [bisect_left(starts, end) - bisect_right(ends, start) - 1 for start, end in spans]
+    return [bisect_left(starts, end) - bisect_right(ends, start) for start, end in spans]

@@ -30,9 +30,10 @@ class Neighbours:
     """
 
     def __init__(self, starts: Sequence[int], ends: Sequence[int]) -> None:
-        self.rows = np.argsort(np.array(starts, dtype=np.int64), kind="stable")
+        begins = np.array(starts, dtype=np.int64)
+        self.rows = np.argsort(begins, kind="stable")
         """The row of each place in the order."""
-        self.starts = np.array(starts, dtype=np.int64)[self.rows]
+        self.starts = begins[self.rows]
         self.ends = np.array(ends, dtype=np.int64)[self.rows]
         self._until = np.searchsorted(self.starts, self.ends)
         self._live: list[Int64s] = []
