@@ -584,6 +584,41 @@ def test_rules_hold_at_their_borders(kernel: str, attrs: dict[str, Any]) -> None
     assert codes(document) == set()
 
 
+SEEN: list[tuple[str, str, list[int], str]] = [  # kernel, operand, its shape, what is said
+    ("attention", "v", [4, 4], "sees v buffer 2 'v' as [4, 4], expected [5, 4]"),
+    ("attention", "y", [5, 8], "sees y buffer 4 'y' as [5, 8], expected [6, 8]"),
+    ("linear", "weight", [3, 5], "sees weight buffer 1 'weight' as [3, 5], expected [3, 4]"),
+    ("linear", "weight", [3], "sees weight buffer 1 'weight' as [3], expected [O, 4]"),
+    ("attention", "q", [], "sees q buffer 0 'q' as [], expected [T, Q]"),
+    ("moe_sort", "offsets", [8], "sees offsets buffer 2 'offsets' as [8], expected [9]"),
+    ("moe_gather", "order", [11], "sees order buffer 1 'order' as [11], expected [12]"),
+    ("grouped_linear", "offsets", [5], "sees offsets buffer 2 'offsets' as [5], expected [4]"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "operand", "shape", "text"), SEEN)
+def test_what_an_operator_sees_of_an_operand(kernel: str, operand: str, shape: list[int], text: str) -> None:
+    document = launched(BY_KERNEL[kernel])
+    document["buffers"][names_of(BY_KERNEL[kernel])[operand]]["shape"] = shape
+    found = [violation.message for violation in check_plan(resettled(document)) if violation.code == "operator"]
+    assert found == [f"op 0 'launch': {kernel} {text}"]
+
+
+def test_what_an_operator_sees_in_a_loop() -> None:
+    document = looped(BY_KERNEL["copy"])
+    document["ops"][0]["slices"].pop()
+    (found,) = [violation.message for violation in check_plan(document) if violation.code == "operator"]
+    assert found == "op 0 'launch': copy sees y buffer 1 'y' as [6, 4], expected [4 by 'rows', 4]"
+
+
+def test_heads_of_a_norm_divide_its_rows() -> None:
+    document = launched(BY_KERNEL["head_norm"])
+    document["buffers"][1]["shape"] = [3]
+    document["ops"][0]["bytes"] += 4
+    (violation,) = check_plan(document)
+    assert violation.message == "op 0 'launch': head_norm needs H divides W: 3, 8"
+
+
 def test_every_launch_has_scratch_where_its_kernel_takes_it() -> None:
     for launch in LAUNCHES:
         document = launched(launch)
