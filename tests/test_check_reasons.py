@@ -89,6 +89,12 @@ FAULTS: list[tuple[str, Change, list[Reason]]] = [
 # Of structure, and of statements that only the whole check looks at.
 WHOLE: list[tuple[str, Change, list[Reason]]] = [
     ("chunked", lambda d: reshape(d, 2, region="nowhere"), [("region", (2,), (), "unknown region 'nowhere'")]),
+    ("chunked", lambda d: d["regions"][0].update(start=-1), [("region", (), (), "region 'ffn' covers no op: [-1, 4) of 5")]),
+    ("chunked", lambda d: d["regions"][0].update(end=6), [("region", (), (), "region 'ffn' covers no op: [1, 6) of 5")]),
+    ("chunked", lambda d: d["barriers"][0].update(start=-1), [("barrier-mismatch", (), (), "covers no op: [-1, 4)")]),
+    ("step", lambda d: [d["ops"][i].update(flops=1) for i in (2, 3)], [
+        ("flops", (), (i,), "1 FLOPs, 2*T*I*O is") for i in (2, 3)
+    ]),
     ("chunked", lambda d: d["regions"][0].update(count=2), [("region", (), (), "2 chunks of 2 rows do not cover 5")]),
     ("chunked", lambda d: d["barriers"][0].update(start=9, end=9), [("barrier-mismatch", (), (), "covers no op: [9, 9)")]),
     ("chain", lambda d: d["ops"][1].update(inplace=[[2, 0]]), [("operands", (2, 0), (1,), "2 is not written or 0 not read")]),

@@ -72,12 +72,12 @@ def _launches(plan: Columns, work: Work) -> Iterator[tuple[Any, ...]]:
 
 
 def _number_loops(plan: Columns) -> tuple[dict[str | None, int], dict[str | None, dict[str, int]]]:
-    """Number the loops so that loops of one knob in different layers are equal; the depth of each loop's parents."""
+    """Number the loops so that loops of as many rows in different layers are equal; the depth of each loop's parents."""
     numbers: dict[Any, int] = {}
     loops: dict[str | None, int] = {None: -1}
     depths: dict[str | None, dict[str, int]] = {None: {}}
     for name, around in plan.enclosing.items():
-        nest = tuple([(*plan.regions[at][1:3], *plan.loops[at]) for at in around])
+        nest = tuple(map(plan.loops.__getitem__, around))
         loops[name] = numbers.setdefault(nest, len(numbers))
         depths[name] = {at: depth for depth, at in enumerate(around)}
     return loops, depths
