@@ -73,8 +73,8 @@ class CompiledRunner:
     def open_sequence(self) -> KVSequence:
         return self.model.open_sequence()
 
-    def check(self, sizes: Sequence[StepSize]) -> Plan:
-        self.checked, self.peak_bytes = self.model.check(sizes), 0
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> Plan:
+        self.checked, self.peak_bytes = self.model.check(sizes, more=more), 0
         return self.checked
 
     def close(self) -> None:

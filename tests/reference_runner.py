@@ -7,7 +7,7 @@ itself, keys and values as plain tensors, one row at a time for the rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -188,7 +188,7 @@ class ReferenceRunner:
         self.sequences.append(PlainSequence(self.network))
         return self.sequences[-1]
 
-    def check(self, sizes: Sequence[StepSize]) -> Any:
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> Any:
         self.checked = list(sizes)
         return SimpleNamespace(total_bytes=1)
 

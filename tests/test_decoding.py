@@ -656,7 +656,7 @@ def test_sequences_are_closed_when_a_step_fails() -> None:
 
 def test_a_generation_that_does_not_fit_runs_no_step() -> None:
     class Small(ReferenceRunner):
-        def check(self, shapes: Any) -> Any:
+        def check(self, sizes: Any, *, more: Any = None) -> Any:
             raise DoesNotFit("at most 100 tokens fit", needed_bytes=2, available_bytes=1)
 
     arch = models.load(CONFIGS["sdar"]).architecture

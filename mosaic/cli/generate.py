@@ -23,7 +23,7 @@ from mosaic.units import format_bytes, format_tokens
 if TYPE_CHECKING:
     from mosaic.cli.live import Lines, LiveView, Record
     from mosaic.decoding.config import GenerationConfig
-    from mosaic.decoding.loop import Generation
+    from mosaic.decoding.live import Generation
     from mosaic.decoding.streaming import Step
     from mosaic.decoding.text import TextStreamer
     from mosaic.decoding.tokenizer import Tokenizer

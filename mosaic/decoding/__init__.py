@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mosaic.decoding.algorithms import shapes
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
-from mosaic.decoding.loop import Generation
+from mosaic.decoding.live import Generation, LiveRequest, Submission
 from mosaic.decoding.loop import generate as generate_ids
 from mosaic.decoding.noise import row_keys
+from mosaic.decoding.session import Session
 from mosaic.decoding.streaming import DraftStreamer, OnStep, Step, Streamer
 from mosaic.decoding.text import TextStreamer
 from mosaic.decoding.tokenizer import Tokenizer
@@ -28,9 +29,12 @@ __all__ = [
     "DraftStreamer",
     "Generation",
     "GenerationConfig",
+    "LiveRequest",
     "Prompt",
+    "Session",
     "Step",
     "Streamer",
+    "Submission",
     "TextStreamer",
     "Tokenizer",
     "generate",

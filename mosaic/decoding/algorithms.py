@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mosaic.decoding import dream, fast_dllm, fast_dllm_v2, llada, llada2, sdar
@@ -13,7 +13,7 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 
-__all__ = ["Algorithm", "algorithm_of", "canvas_length", "shapes"]
+__all__ = ["Algorithm", "algorithm_of", "canvas_length", "largest_steps", "shapes", "shared_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +64,54 @@ def shapes(
     """
     found = resolve(config, architecture)
     asked = range(len(prompt_lens)) if request_ids is None else request_ids
-    each = [
-        (canvas_length(found, architecture, length), algorithm_of(found).shapes(found, architecture, length, request))
-        for length, request in zip(prompt_lens, asked, strict=True)
+    return shared_sizes(
+        [largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)]
+    )
+
+
+def largest_steps(
+    config: GenerationConfig, architecture: Architecture, prompt_len: int, request_id: int
+) -> list[StepSize]:
+    """The largest steps of one request, options resolved: none of its steps is larger than all of these."""
+    canvas = canvas_length(config, architecture, prompt_len)
+    sizes = algorithm_of(config).shapes(config, architecture, prompt_len, request_id)
+    return [
+        replace(size, owned=(canvas,), states={}) if size.phase.cached else size for size in sizes if size is not None
     ]
-    packed: dict[tuple[int, Phase], list[tuple[int, StepSize]]] = {}
-    for canvas, own in each:
-        for place, size in enumerate(own):
-            if size is not None:
-                packed.setdefault((place, size.phase), []).append((canvas, size))
+
+
+def shared_sizes(requests: Sequence[Sequence[StepSize]]) -> list[StepSize]:
+    """The largest steps that requests may come to share, whatever each of them is at when they meet.
+
+    Of several requests, one whose largest steps of a phase differ counts with the most of each: window, keys and rows.
+
+    Parameters
+    ----------
+    requests
+        The largest steps of each.
+    """
+    if len(requests) == 1:
+        return list(requests[0])
+    packed: dict[Phase, list[StepSize]] = {}
+    for largest in requests:
+        for phase in dict.fromkeys(size.phase for size in largest):
+            packed.setdefault(phase, []).append(_most([size for size in largest if size.phase == phase]))
     return [
         StepSize(
             phase=phase,
-            windows=tuple(size.tokens for _, size in group),
-            keys=tuple(seen for _, size in group for seen in size.keys),
-            rows=sum(size.rows for _, size in group),
-            owned=tuple(canvas for canvas, _ in group) if phase.cached else (),
+            windows=tuple(size.tokens for size in group),
+            keys=tuple(seen for size in group for seen in size.keys),
+            owned=tuple(owned for size in group for owned in size.owned),
+            rows=sum(size.rows for size in group),
         )
-        for (_, phase), group in packed.items()
+        for phase, group in packed.items()
     ]
+
+
+def _most(sizes: Sequence[StepSize]) -> StepSize:
+    """One request's size that is at least as large as each of these, of one phase."""
+    keys = [seen for size in sizes for seen in size.keys]
+    return replace(
+        sizes[0], windows=(max(size.tokens for size in sizes),), keys=(max(keys),) if keys else (),
+        rows=max(size.rows for size in sizes),
+    )  # fmt: skip

@@ -169,10 +169,15 @@ class Canvas:
     def sequence(self) -> KVSequence:
         """The keys and values of this request. All of its rows are taken at once: they are planned for anyway, and one
         plan, and one captured graph, then serves every step of a kind."""
+        self.reserve()
+        assert self._sequence is not None
+        return self._sequence
+
+    def reserve(self) -> None:
+        """Take the rows of the cache, if that has not been done."""
         if self._sequence is None:
             self._sequence = self.open_sequence()
             self._sequence.reserve(self.length)
-        return self._sequence
 
     def close(self) -> None:
         """Give the cache back."""

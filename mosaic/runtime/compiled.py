@@ -42,7 +42,7 @@ from mosaic.runtime.workspace import Workspace
 from mosaic.units import Size, parse_lengths, parse_tokens
 
 if TYPE_CHECKING:
-    from mosaic.decoding import Generation, GenerationConfig, Prompt, Streamer
+    from mosaic.decoding import Generation, GenerationConfig, Prompt, Session, Streamer
     from mosaic.decoding.streaming import OnStep
     from mosaic.devices import Device
     from mosaic.models import Model
@@ -470,10 +470,14 @@ class CompiledModel:
             for token, score, committed, chosen in zip(*(torch.split(x, counts) for x in outputs), strict=True)
         ]  # fmt: skip
 
-    def check(self, sizes: Sequence[StepSize]) -> Plan:
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> Plan:
         """Plan steps of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
 
-        The rows of the state are those of the open sequences, and of the step that sees the most keys.
+        Parameters
+        ----------
+        more
+            Rows of each state that will be reserved by then, besides those that open sequences have; those of the step
+            that owns the most, if not given.
 
         Raises
         ------
@@ -482,7 +486,8 @@ class CompiledModel:
         """
         with self._turn():
             check_cached(self.architecture.rotary, [keys for size in sizes for keys in size.keys])
-            states = {KV: self._kv.rows + max((sum(size.owned) for size in sizes), default=0)}
+            rows = max((sum(size.owned) for size in sizes), default=0) if more is None else more.get(KV, 0)
+            states = {KV: self._kv.rows + rows}
             plans = [self._plans.plan(size.beside(states)) for size in sizes]
             return max(plans, key=lambda plan: plan.total_bytes)
 
@@ -499,6 +504,12 @@ class CompiledModel:
         from mosaic.decoding import generate  # upwards, but only when called: the algorithms stand on the runtime
 
         return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
+
+    def session(self) -> Session:
+        """Open a session: requests that come and go, advanced by steps that they share; see `mosaic.decoding.Session`."""
+        from mosaic.decoding import Session
+
+        return Session(self)
 
     # --- plans and executors --------------------------------------------------------------------------------------
 

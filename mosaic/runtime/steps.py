@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -124,8 +124,10 @@ class StepRunner(Protocol):
     def exclusive(self) -> AbstractContextManager[object]:
         """Keep other threads out until the block is left, so that what was checked stays true."""
 
-    def check(self, sizes: Sequence[StepSize]) -> Plan:
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> Plan:
         """Plan steps of all of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
+
+        `more` are rows of each state that will be reserved by then, besides those that open sequences have.
 
         Raises
         ------

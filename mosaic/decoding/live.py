@@ -1,0 +1,188 @@
+"""Live requests: what is submitted, what runs for it, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from mosaic.decoding.algorithms import algorithm_of
+from mosaic.decoding.canvas import Canvas, Steps
+from mosaic.decoding.config import GenerationConfig
+from mosaic.decoding.streaming import DraftStreamer, OnStep, Step, Streamer
+
+if TYPE_CHECKING:
+    from mosaic.models.step import StepSize
+    from mosaic.runtime.steps import StepRequest, StepResult
+
+__all__ = ["Generation", "LiveRequest", "Submission"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What one request generated.
+
+    Parameters
+    ----------
+    prompt_ids
+        int64 [P].
+    token_ids
+        int64 [n], the answer, up to and with the first end-of-sequence token where generation stops at it.
+    confidence
+        float32 [n], the score that each token was committed by.
+    finish
+        "eos", "length", or "cancelled": then the tokens are those that were final by then.
+    steps
+        Steps that were run for it, prefill and commits included.
+    text
+        The answer as text, where the prompt was text.
+    """
+
+    prompt_ids: Tensor
+    token_ids: Tensor
+    confidence: Tensor
+    finish: Literal["eos", "length", "cancelled"]
+    steps: int
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request as it is submitted.
+
+    Parameters
+    ----------
+    prompt
+        int64 [P].
+    config
+        As given by the caller; what it leaves out is the algorithm's own.
+    request_id
+        The number that stands for the request in random draws: with the same one a request draws the same tokens, alone
+        or beside others.
+    streamer
+        Is fed the answer as it becomes final.
+    on_step
+        Called with every `Step` of the request.
+    """
+
+    prompt: Tensor
+    config: GenerationConfig = field(default_factory=GenerationConfig)
+    request_id: int = 0
+    streamer: Streamer | None = None
+    on_step: OnStep | None = None
+
+
+class LiveRequest:
+    """One request of a session: its canvas, its algorithm, what that waits for, and what has been shown.
+
+    Attributes
+    ----------
+    number
+        Its place among all requests that the session was given.
+    generation
+        The outcome; None while the request is live.
+    steps
+        Steps that were run for it.
+    largest
+        The largest steps that it asks for.
+    pending
+        The step that it waits for; None once it has ended.
+    waiting_since
+        The turn of the session since which it waits.
+    """
+
+    def __init__(self, number: int, submission: Submission, canvas: Canvas, largest: Sequence[StepSize]) -> None:
+        self.number, self.steps = number, 0
+        self.generation: Generation | None = None
+        self.largest = tuple(largest)
+        self.pending: StepRequest | None = None
+        self.waiting_since = 0
+        self._canvas, self._submission = canvas, submission
+        self._algorithm: Steps = algorithm_of(canvas.config).decode(canvas)
+        self._shown = canvas.prompt_len
+
+    @property
+    def config(self) -> GenerationConfig:
+        """The options, those that were left out included."""
+        return self._canvas.config
+
+    def begin(self) -> None:
+        """Ask for the first step."""
+        self.pending = next(self._algorithm, None)
+        if self._submission.streamer is not None:
+            self._submission.streamer.put(self._canvas.prompt.clone())
+        if self.pending is None:
+            self.end()
+
+    def take(self, result: StepResult) -> Step:
+        """Go on with an outcome, to the next step or the end; tell the streamer and the callback."""
+        assert self.pending is not None
+        canvas, phase = self._canvas, self.pending.phase
+        canvas.last = None
+        block = canvas.block
+        try:
+            self.pending = self._algorithm.send(result)
+        except StopIteration:
+            self.pending = None
+        self.steps += 1
+        step = self._report(phase.name, block, result)
+        if self.pending is None:
+            self.end()
+        if self._submission.on_step is not None:
+            self._submission.on_step(step)
+        self._show()
+        return step
+
+    def end(self, *, cancelled: bool = False) -> None:
+        """Give back what it holds, and say what came of it."""
+        canvas = self._canvas
+        self.pending = None
+        self._algorithm.close()
+        canvas.close()
+        answer = slice(canvas.prompt_len, self._final)
+        self.generation = Generation(
+            prompt_ids=canvas.prompt,
+            token_ids=canvas.tokens[answer].clone(),
+            confidence=canvas.confidence[answer].clone(),
+            finish="cancelled" if cancelled else "length" if canvas.eos is None else "eos",
+            steps=self.steps,
+        )
+
+    @property
+    def _final(self) -> int:
+        """Where the final text ends: after the first end-of-sequence token, if generation stops at it."""
+        return self._canvas.final if self._canvas.eos is None else self._canvas.eos + 1
+
+    def _report(self, phase: str, block: int, result: StepResult) -> Step:
+        canvas, last = self._canvas, self._canvas.last
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Step(
+            request=self.number,
+            step=self.steps,
+            block=block,
+            phase=phase,
+            masked=int(canvas.masked[canvas.prompt_len : canvas.end].sum()),
+            positions=last.positions if last else nothing,
+            token_ids=last.token_ids if last else nothing.clone(),
+            confidence=last.confidence if last else torch.empty(0),
+            plan=result.plan,
+            peak_bytes=result.plan.total_bytes,
+            seconds=result.seconds,
+        )
+
+    def _show(self) -> None:
+        """Feed the streamer what is new."""
+        canvas, streamer = self._canvas, self._submission.streamer
+        if streamer is None:
+            return
+        if isinstance(streamer, DraftStreamer):
+            answer = slice(canvas.prompt_len, canvas.end)
+            streamer.put_draft(canvas.tokens[answer].clone(), canvas.confidence[answer].clone())
+        if self._final > self._shown:
+            streamer.put(canvas.tokens[self._shown : self._final].clone())
+            self._shown = self._final
+        if self.pending is None:
+            streamer.end()

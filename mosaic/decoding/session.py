@@ -1,0 +1,226 @@
+"""Sessions: requests of one model, submitted and cancelled at any time, advanced by steps that they share.
+
+Requests share nothing but the steps, so each gets the tokens that it would get alone. Those of one phase are one step;
+groups take turns, the one that has waited longest first. A request is refused when it is submitted, or runs to its end:
+what is admitted fits in every future step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from mosaic.decoding.algorithms import canvas_length, largest_steps, shared_sizes
+from mosaic.decoding.canvas import Canvas
+from mosaic.decoding.config import GenerationConfig, resolve
+from mosaic.decoding.live import LiveRequest, Submission
+from mosaic.decoding.prompts import check_prompt
+from mosaic.decoding.streaming import OnStep, Step, Streamer
+from mosaic.errors import DoesNotFit, UsageError
+from mosaic.models.step import KV, StepSize
+
+if TYPE_CHECKING:
+    from mosaic.runtime.steps import StepRunner
+
+__all__ = ["Session"]
+
+
+class _Described(NamedTuple):
+    """A request before it is live: its options whole, the positions of its canvas, and its largest steps."""
+
+    submission: Submission
+    config: GenerationConfig
+    length: int
+    largest: list[StepSize]
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether it takes rows of the state."""
+        return any(size.phase.cached for size in self.largest)
+
+
+class Session:
+    """The live requests of a model.
+
+    Closing it, or leaving its `with` block, cancels what is live. Each call holds the model for its time, so threads may
+    submit and cancel while another one advances.
+
+    Parameters
+    ----------
+    runner
+        What runs the steps: a compiled model.
+
+    Examples
+    --------
+    >>> import mosaic, torch
+    >>> config = {"model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48,
+    ...           "embedding_size": 64, "mask_token_id": 63, "torch_dtype": "float32"}
+    >>> options = GenerationConfig(gen_length=4, block_length=4, steps=2)
+    >>> with mosaic.compile(config) as model, Session(model) as session:
+    ...     first = session.submit(torch.tensor([1, 2]), options)
+    ...     _ = session.advance()
+    ...     second = session.submit(torch.tensor([3]), options, steps=4)
+    ...     while session.live:
+    ...         _ = session.advance()
+    ...     len(first.generation.token_ids), len(second.generation.token_ids), second.steps
+    (4, 4, 4)
+    """
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._live: dict[int, LiveRequest] = {}
+        self._submitted = self._turns = 0
+        self._closed = False
+
+    @property
+    def live(self) -> tuple[LiveRequest, ...]:
+        """Requests that are neither finished nor cancelled, in order of submission."""
+        return tuple(self._live.values())
+
+    def admits(self, *submissions: Submission) -> bool:
+        """Whether every future step fits the budget, with all that is live and these requests added."""
+        with self._runner.exclusive():
+            try:
+                self._require_room(self._described(submissions))
+            except DoesNotFit:
+                return False
+            return True
+
+    def submit(
+        self,
+        prompt: Tensor,
+        config: GenerationConfig | None = None,
+        *,
+        request_id: int | None = None,
+        streamer: Streamer | None = None,
+        on_step: OnStep | None = None,
+        **options: Any,
+    ) -> LiveRequest:
+        """Add a request. Nothing runs before `advance`.
+
+        Parameters
+        ----------
+        prompt
+            int64 [P].
+        config
+            How to generate; `options` are its fields by name, and come before it.
+        request_id, streamer, on_step
+            As for `Submission`; without a `request_id` the request's place among all that were submitted.
+
+        Raises
+        ------
+        UsageError
+            If an option or the prompt cannot be.
+        DoesNotFit
+            If a future step would not fit the budget beside what is live.
+        """
+        chosen = replace(config or GenerationConfig(), **options)
+        number = self._submitted if request_id is None else request_id
+        submission = Submission(prompt=prompt, config=chosen, request_id=number, streamer=streamer, on_step=on_step)
+        return self.submit_all([submission])[0]
+
+    def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
+        """Add several requests, or none where one of them cannot be; as for `submit`."""
+        with self._runner.exclusive():
+            if self._closed:
+                raise UsageError("the session is closed: open another one.")
+            described = self._described(submissions)
+            self._require_room(described)
+            return [self._started(one) for one in described]
+
+    def _described(self, submissions: Sequence[Submission]) -> list[_Described]:
+        """What requests will be: options whole, prompts checked, sizes known."""
+        arch, found = self._runner.architecture, []
+        for place, submission in enumerate(submissions):
+            config, prompt = resolve(submission.config, arch), submission.prompt
+            which = f"prompt {place}" if len(submissions) > 1 else "the prompt"
+            check_prompt(prompt, config, arch, which=which)
+            largest = largest_steps(config, arch, prompt.numel(), submission.request_id)
+            found.append(_Described(submission, config, canvas_length(config, arch, prompt.numel()), largest))
+        return found
+
+    def _require_room(self, more: Sequence[_Described]) -> None:
+        """Plan the largest steps that the live requests and these may come to share."""
+        demands = [request.largest for request in self.live] + [described.largest for described in more]
+        if demands:
+            rows = sum(described.length for described in more if described.keeps_keys)
+            self._runner.check(shared_sizes(demands), more={KV: rows})
+
+    def _started(self, described: _Described) -> LiveRequest:
+        canvas = Canvas(
+            prompt=described.submission.prompt.to("cpu", torch.int64),
+            config=described.config,
+            architecture=self._runner.architecture,
+            request=described.submission.request_id,
+            length=described.length,
+            open_sequence=self._runner.open_sequence,
+        )
+        request = LiveRequest(self._submitted, described.submission, canvas, described.largest)
+        self._submitted += 1
+        request.waiting_since = self._turns
+        if described.keeps_keys:
+            canvas.reserve()  # the rows that were counted on are taken at once: nobody else gets them meanwhile
+        self._live[request.number] = request
+        request.begin()
+        if request.pending is None:
+            del self._live[request.number]
+        return request
+
+    def advance(self, steps: int = 1) -> list[Step]:
+        """Run steps, each for the group of requests that has waited longest; fewer, where nothing is left to do.
+
+        Returns
+        -------
+        list of Step
+            What each step did for each of its requests, in order.
+        """
+        done: list[Step] = []
+        for _ in range(steps):
+            with self._runner.exclusive():
+                group = self._next_group()
+                if not group:
+                    break
+                results = self._runner.step([request.pending for request in group if request.pending is not None])
+                self._turns += 1
+                for request, result in zip(group, results, strict=True):
+                    request.waiting_since = self._turns
+                    done.append(request.take(result))
+                    if request.generation is not None:
+                        del self._live[request.number]
+        return done
+
+    def _next_group(self) -> list[LiveRequest]:
+        """Requests whose steps can be one, those of the request that has waited longest."""
+        groups: dict[Hashable, list[LiveRequest]] = {}
+        for request in self.live:
+            asked = request.pending
+            assert asked is not None
+            settings = (asked.temperature, asked.top_p, asked.top_k, asked.score_temperature, asked.guidance)
+            groups.setdefault((asked.phase, *settings), []).append(request)
+        longest = min(self.live, key=lambda request: request.waiting_since, default=None)
+        return next((group for group in groups.values() if longest in group), [])
+
+    def cancel(self, request: LiveRequest) -> None:
+        """End a request now; what was final by then is its `generation`. One that has ended stays as it is."""
+        with self._runner.exclusive():
+            if self._live.pop(request.number, None) is not None:
+                request.end(cancelled=True)
+
+    def close(self) -> None:
+        """Cancel what is live. Closing twice is fine."""
+        for request in self.live:
+            self.cancel(request)
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
