@@ -334,7 +334,7 @@ class FakeModel:
         self.calls.append({"model": model.name, **options})
         return self
 
-    def check(self, steps: Any) -> None:
+    def check(self, steps: Any, *, more: Any = None) -> None:
         if max(step.tokens for step in steps) > self.limit:
             raise DoesNotFit("too long", needed_bytes=3 * MIB, available_bytes=2 * MIB)
 
