@@ -19,9 +19,8 @@ from mosaic.devices import Device, load_device
 from mosaic.models import load
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Planner, Request
-from mosaic.registrar.contract import Spec
-from mosaic.registrar.contracts import contract
-from mosaic.registrar.implementations import scratch_bytes
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator as contract
 
 ROWS = "32,64,128,256,512,1024,2048,4096,8192,16384"
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
@@ -77,7 +76,7 @@ class Bench:
             name: self.torch.empty(spec.shape, dtype=getattr(self.torch, spec.dtype), device=self.where)
             for name, spec in zip(meaning.writes, meaning.infer(**specs), strict=True)
         }
-        size = scratch_bytes(self.device.backend, operator, specs, {})
+        size = meaning.scratch_bytes(self.device.backend, specs, {})
         scratch = self.torch.empty(int(size), dtype=self.torch.uint8, device=self.where) if size else None
         launch = self.kernels.load(operator, self.device.backend).launch
         return lambda: launch(**reads, **made, scratch=scratch)

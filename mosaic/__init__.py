@@ -20,23 +20,24 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner, plan
     from mosaic.planner.request import Request
-    from mosaic.registrar.contract import Contract, Spec
     from mosaic.registrar.graph import Graph
+    from mosaic.registrar.operator import Implementation, Operator, Spec
     from mosaic.registrar.program import Program
     from mosaic.runtime.compiled import CompiledModel, compile
 
 _PUBLIC = {
     "CompiledModel": "mosaic.runtime.compiled",
-    "Contract": "mosaic.registrar.contract",
     "DEVICES": "mosaic.devices",
     "Device": "mosaic.devices",
     "Graph": "mosaic.registrar.graph",
+    "Implementation": "mosaic.registrar.operator",
     "MosaicError": "mosaic.errors",
+    "Operator": "mosaic.registrar.operator",
     "Plan": "mosaic.planner.plan",
     "Planner": "mosaic.planner.planner",
     "Program": "mosaic.registrar.program",
     "Request": "mosaic.planner.request",
-    "Spec": "mosaic.registrar.contract",
+    "Spec": "mosaic.registrar.operator",
     "check_plan": "mosaic.planner.check",
     "compile": "mosaic.runtime.compiled",
     "load_device": "mosaic.devices",
@@ -48,10 +49,11 @@ _PUBLIC = {
 __all__ = [
     "DEVICES",
     "CompiledModel",
-    "Contract",
     "Device",
     "Graph",
+    "Implementation",
     "MosaicError",
+    "Operator",
     "Plan",
     "Planner",
     "Program",

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import sympy
 
-from mosaic.registrar.contract import Contract, Dim, Spec, require
 from mosaic.registrar.graph import Buffer, Graph
+from mosaic.registrar.operator import Dim, Operator, Spec, require
 from mosaic.registrar.program import Program
 
 HIDDEN: Final = 2816
@@ -142,33 +142,33 @@ def _only_rows(specs: Mapping[str, Spec], _: Mapping[str, Any]) -> Dim:
     return total
 
 
-ADD = Contract(name="add", reads=("x", "y"), updates=("x",), infer=_same)
-SCALE = Contract(name="scale", reads=("x", "factor?"), updates=("x",), infer=lambda x, factor=None, **_: ())
-NORM = Contract(name="norm_to", reads=("x", "weight?"), writes=("y",), inplace=(("y", "x"),), infer=_norm)
-HEAD_VALUES = Contract(name="head_values", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=_head_values)
-GELU_MUL = Contract(name="gelu_mul", reads=("gate", "up"), updates=("gate",), infer=lambda gate, up: _same(gate, up))
-GELU_PACKED = Contract(name="gelu_mul_packed", reads=("x",), writes=("y",), infer=_packed_gate)
-ROUTER = Contract(
+ADD = Operator(name="add", reads=("x", "y"), updates=("x",), infer=_same)
+SCALE = Operator(name="scale", reads=("x", "factor?"), updates=("x",), infer=lambda x, factor=None, **_: ())
+NORM = Operator(name="norm_to", reads=("x", "weight?"), writes=("y",), inplace=(("y", "x"),), infer=_norm)
+HEAD_VALUES = Operator(name="head_values", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=_head_values)
+GELU_MUL = Operator(name="gelu_mul", reads=("gate", "up"), updates=("gate",), infer=lambda gate, up: _same(gate, up))
+GELU_PACKED = Operator(name="gelu_mul_packed", reads=("x",), writes=("y",), infer=_packed_gate)
+ROUTER = Operator(
     name="scaled_route", reads=("x", "scale", "weight", "per_expert"), writes=("scores", "experts"), infer=_router,
     flops=lambda x, scale, weight, per_expert, **_: 2 * x.elements * weight.shape[0], rate="gemm",
 )  # fmt: skip
-EXPERT_SUM = Contract(name="expert_sum", reads=("y", "order", "scores"), writes=("x",), infer=_expert_sum)
-CACHED_ATTENTION = Contract(
+EXPERT_SUM = Operator(name="expert_sum", reads=("y", "order", "scores"), writes=("x",), infer=_expert_sum)
+CACHED_ATTENTION = Operator(
     name="cached_attention", reads=("q", "k", "v", "keys", "values", "lengths"), writes=("y",),
     whole=frozenset({"k", "v", "keys", "values"}), inplace=(("y", "q"),), infer=_cached, flops=_cached_flops, rate="attention",
 )  # fmt: skip
-COMMIT = Contract(
+COMMIT = Operator(
     name="commit", reads=("k", "v", "lengths", "keys", "values"), updates=("keys", "values"), infer=_commit
 )
-SOFTCAP_TILE = Contract(name="softcap_tile", reads=("logits", "temperature"), writes=("scores",), infer=_softcap)
-VOCABULARY_START = Contract(
+SOFTCAP_TILE = Operator(name="softcap_tile", reads=("logits", "temperature"), writes=("scores",), infer=_softcap)
+VOCABULARY_START = Operator(
     name="vocab_start", reads=("h",), writes=ACCUMULATORS, infer=_vocabulary_start, bytes_moved=_only_rows
 )
-VOCABULARY_TILE = Contract(
+VOCABULARY_TILE = Operator(
     name="vocab_tile_update", reads=("scores", "table", "seed", *ACCUMULATORS), updates=ACCUMULATORS,
     infer=_vocabulary_tile, flops=_vocabulary_tile_flops, rate="gemm",
 )  # fmt: skip
-VOCABULARY_FINISH = Contract(
+VOCABULARY_FINISH = Operator(
     name="vocab_finish", reads=("maximum", "total", "weighted", "soft"), writes=("entropy",), updates=("soft",),
     infer=_vocabulary_finish,
 )  # fmt: skip

@@ -15,8 +15,8 @@ from itertools import product
 from mosaic.devices import DEVICES
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import Template, compile_template
-from mosaic.registrar.contract import Contract, Spec
 from mosaic.registrar.graph import Buffer, Graph
+from mosaic.registrar.operator import Operator, Spec
 
 PAGE = 4096
 CARD = replace(
@@ -25,8 +25,8 @@ CARD = replace(
 )  # fmt: skip
 """Slow enough that small programs differ in time."""
 STREAMS = ("none", "half", "all")
-OVER = Contract(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
-PEEK = Contract(name="peek", reads=("x",), writes=("y",), infer=lambda x: (Spec((x.shape[0], 1), "float32"),))
+OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
+PEEK = Operator(name="peek", reads=("x",), writes=("y",), infer=lambda x: (Spec((x.shape[0], 1), "float32"),))
 
 
 class _Program:

@@ -13,7 +13,7 @@ from plan_random import put
 
 from mosaic.errors import PlanFormatError
 from mosaic.planner.check import check_plan, check_safety, require_well_formed
-from mosaic.registrar.contracts import OPERATORS
+from mosaic.registrar.operators import OPERATORS
 
 Change = Callable[[Document], Any]
 Reason = tuple[str, tuple[int, ...], tuple[int, ...], str]

@@ -155,7 +155,7 @@ def test_what_is_computed_as_a_key_says() -> None:
 @pytest.mark.parametrize(("chosen", "normalized"), [(1, False), (2, True)])
 def test_llada2_leaves_the_weight_of_a_single_expert_as_it_is(chosen: int, normalized: bool) -> None:
     graph = load(TINY["llada2"] | {"num_experts_per_tok": chosen}).graph()
-    route = next(op for op in graph.ops if op.contract.name == "moe_route")
+    route = next(op for op in graph.ops if op.operator.name == "moe_route")
     assert (route.attrs["normalize"], route.attrs["scoring"]) == (normalized, "sigmoid")
     if chosen == 1:  # then it makes no difference
         load(TINY["llada2"] | {"num_experts_per_tok": 1, "norm_topk_prob": False})

@@ -105,9 +105,9 @@ def test_a_transfer_takes_half_of_its_bytes_over_the_link() -> None:
 BOTH = {"cudnn": {1 << 10: 4e12, 1 << 14: 8e12}, "triton": {1 << 10: 2e12, 1 << 14: 4e12}}
 
 
-def attention(dtype: str = "bfloat16", head_size: int = 64) -> Body:
+def attention(dtype: str = "bfloat16", head_size: int = 64, backend: str = "cuda") -> Body:
     """Eight heads, all queries at once."""
-    g = Graph("attention")
+    g = Graph("attention", backend=backend)
     tokens, seqs, span = g.dim("tokens"), g.dim("seqs"), g.dim("span")
     q, k, v = (g.input(name, (tokens, 8 * head_size), dtype) for name in "qkv")
     bounds = g.input("cu_seqlens", (seqs + 1,), "int32")
@@ -131,15 +131,15 @@ def test_attention_takes_the_best_that_is_legal(
     body: Body, rates: Mapping[str, Mapping[int, float]], seqs: int, implementation: str, rate: float
 ) -> None:
     card = replace(CARD, bandwidth=FAST, attention_rates=rates)
-    assert OpTimes(body, card).attention_implementation(seqs) == implementation
+    assert OpTimes(body, card).implementations([512, seqs, 99]) == {"attention": implementation}
     width = 8 * body.ops[0].attrs["head_size"]
     tokens = 512  # times 8 heads: 2^12, half way
     assert times(body, card, tokens=tokens, seqs=seqs, span=99) == pytest.approx([4 * 99 * tokens * width / rate])
 
 
 def test_where_there_is_no_choice_none_is_named() -> None:
-    assert OpTimes(product(8, 8), CARD).attention_implementation(1) is None
-    assert OpTimes(attention(), DEVICES["cpu"]).attention_implementation(1) is None
+    assert OpTimes(product(8, 8), CARD).implementations([8]) == {}
+    assert OpTimes(attention(backend="cpu"), DEVICES["cpu"]).implementations([512, 1, 99]) == {}
 
 
 # -- streams --------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from operator_tables import attention_options
 
 from mosaic.devices import ANY_COLUMNS, DEVICES, Device, load_device, to_toml
 from mosaic.errors import UsageError
-from mosaic.registrar.implementations import attention_options
 
 CARD = DEVICES["rtx-4090"]
 

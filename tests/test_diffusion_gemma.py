@@ -249,7 +249,7 @@ def test_it_can_be_drawn(graph: Graph) -> None:
 
 
 def test_it_needs_kernels_that_are_not_shipped(graph: Graph) -> None:
-    from mosaic.registrar.contracts import OPERATORS
+    from mosaic.registrar.operators import OPERATORS
 
     with pytest.raises(GraphError, match=r"diffusion_gemma_toy\.py:\d+\): no kernel 'scale'"):
         validate(graph, kernels=OPERATORS)

@@ -31,7 +31,7 @@ from test_triton_kernels import (
 from mosaic.errors import GraphError
 from mosaic.kernels import load
 from mosaic.kernels.cuda import attention_cudnn
-from mosaic.registrar.implementations.cuda import CUDNN_WORKSPACE_BYTES
+from mosaic.registrar.operators.attention import CUDNN_WORKSPACE_BYTES
 
 pytestmark = [
     pytest.mark.gpu,

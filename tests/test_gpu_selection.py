@@ -31,7 +31,7 @@ from test_selection import (
 from test_triton_kernels import INTERPRETED, moved, run, scratch_for
 
 from mosaic.kernels import load
-from mosaic.registrar.contracts import transfer
+from mosaic.registrar.operators import transfer
 
 pytestmark = [
     pytest.mark.gpu,

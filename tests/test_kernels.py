@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from operator_tables import attention_options, scratch_rules
 from runtime_helpers import StorageWatch, allocated_bytes, storages
 from torch import Tensor
 
 from mosaic.errors import GraphError, RuntimeMemoryError, UnknownName
-from mosaic.kernels import IMPLEMENTATIONS, KERNELS, load
-from mosaic.registrar.contract import Spec
-from mosaic.registrar.contracts import contract
-from mosaic.registrar.implementations import attention_options, cpu
+from mosaic.kernels import load
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import OPERATORS
+from mosaic.registrar.operators import operator as contract
 
+SCRATCH = scratch_rules("cpu")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 DTYPES = (F32, F64, BF16, F16)
 
@@ -49,7 +51,7 @@ class Case:
     attrs: dict[str, Any] = field(default_factory=dict)
 
     def scratch(self) -> Tensor | None:
-        function = cpu.SCRATCH.get(self.kernel)
+        function = SCRATCH.get(self.kernel)
         everything = self.operands | self.outputs
         shapes = {name: tuple(t.shape) for name, t in everything.items()}
         dtypes = {name: name_of(t.dtype) for name, t in everything.items()}
@@ -97,7 +99,7 @@ def rounding(expected: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def test_registry_loads_every_kernel() -> None:
-    for name in KERNELS:
+    for name in OPERATORS:
         module = load(name)
         assert callable(module.launch) and callable(module.reference)
 
@@ -108,12 +110,12 @@ def test_registry_names_the_nearest_kernel() -> None:
 
 
 def test_registry_and_scratch_table_do_not_import_torch() -> None:
-    code = "import sys, mosaic.kernels, mosaic.registrar.implementations.cpu; assert 'torch' not in sys.modules"
+    code = "import sys, mosaic.kernels, mosaic.registrar.tiles; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_scratch_table_names_only_kernels() -> None:
-    assert set(cpu.SCRATCH) <= set(KERNELS)
+    assert set(SCRATCH) <= set(OPERATORS)
 
 
 def test_an_implementation_is_loaded_by_name() -> None:
@@ -135,7 +137,7 @@ def test_attention_options_are_those_that_serve_the_step() -> None:
     assert attention_options("cpu", **step) == ()
     with pytest.raises(UnknownName, match="cuda"):
         attention_options("cudaa", **step)
-    assert set(attention_options("cuda", **step)) == set(IMPLEMENTATIONS["attention", "cuda"])
+    assert set(attention_options("cuda", **step)) == {way.name for way in contract("attention").on("cuda")}
 
 
 # --- contracts whose widths a region over heads slices ---------------------------------------------------------------
@@ -212,11 +214,11 @@ def test_scratch_is_a_polynomial_of_sliced_widths(dtype: str) -> None:
 
     for name, symbolic in shapes(TOKENS, HEADS).items():
         dtypes = dict.fromkeys((*symbolic, "q"), dtype)
-        formula = sympy.sympify(cpu.SCRATCH[name](symbolic, dtypes, {"head_size": 64}))
+        formula = sympy.sympify(SCRATCH[name](symbolic, dtypes, {"head_size": 64}))
         assert formula.is_polynomial(TOKENS, HEADS)
         assert name not in ("linear", "linear_add") or not formula.free_symbols  # tiles of one size whatever the widths
         for rows, heads in ((1, 1), (300, 4)):
-            exact = cpu.SCRATCH[name](shapes(rows, heads)[name], dtypes, {"head_size": 64})
+            exact = SCRATCH[name](shapes(rows, heads)[name], dtypes, {"head_size": 64})
             assert formula.subs({TOKENS: rows, HEADS: heads}) == exact
 
 
@@ -769,7 +771,7 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
 
 
 def test_memory_cases_cover_every_kernel() -> None:
-    assert {case.kernel for case in memory_cases(F32)} == set(KERNELS) - {
+    assert {case.kernel for case in memory_cases(F32)} == set(OPERATORS) - {
         "kv_attention",  # test_kv
         "kv_store",
         "row_sample",  # test_sampling
@@ -783,7 +785,7 @@ def test_memory_cases_cover_every_kernel() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", OPERATORS)
 def test_kernels_allocate_nothing(kernel: str, dtype: torch.dtype) -> None:
     for case in memory_cases(dtype):
         if case.kernel == kernel:
@@ -807,7 +809,7 @@ def test_the_allocation_counter_counts() -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 def test_scratch_sizes_agree_with_symbolic_ones(dtype: torch.dtype) -> None:
     for case in memory_cases(dtype):
-        if case.kernel not in cpu.SCRATCH:
+        if case.kernel not in SCRATCH:
             continue
         everything = case.operands | case.outputs
         varying = [t.shape[0] for n, t in everything.items() if n not in ("weight", "bias", "table", "inv_freq")]
@@ -817,7 +819,7 @@ def test_scratch_sizes_agree_with_symbolic_ones(dtype: torch.dtype) -> None:
             n: s if n in ("weight", "bias", "table", "inv_freq") else (symbols[s[0]], *s[1:]) for n, s in shapes.items()
         }
         dtypes = {n: name_of(t.dtype) for n, t in everything.items()}
-        function = cpu.SCRATCH[case.kernel]
+        function = SCRATCH[case.kernel]
         formula = sympy.sympify(function(symbolic, dtypes, case.attrs))
         assert formula.subs({symbol: size for size, symbol in symbols.items()}) == function(shapes, dtypes, case.attrs)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from operator_tables import attention_options, scratch_bytes
 from test_kernels import (
     BF16,
     DTYPES,
@@ -36,11 +37,10 @@ from mosaic.kernels import load
 from mosaic.planner import plan_graph
 from mosaic.planner.check import check_plan
 from mosaic.planner.plan import Plan
-from mosaic.registrar.contract import Spec
-from mosaic.registrar.contracts import contract
 from mosaic.registrar.graph import Graph
-from mosaic.registrar.implementations import attention_options, scratch_bytes
-from mosaic.registrar.implementations.cuda import kv_splits
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator as contract
+from mosaic.registrar.operators.kv_attention import kv_splits
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.workspace import Workspace
 

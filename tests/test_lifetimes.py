@@ -10,14 +10,14 @@ import sympy
 
 from mosaic.planner.lifetimes import Lifetimes, derive
 from mosaic.planner.template import compile_body
-from mosaic.registrar.contract import Contract, Spec
 from mosaic.registrar.graph import Buffer, Graph
+from mosaic.registrar.operator import Operator, Spec
 from mosaic.registrar.validate import validate
 
-COPY = Contract(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
-OVER = Contract(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
-ADD = Contract(name="add", reads=("x", "y"), updates=("y",), infer=lambda x, y: ())
-LOOK = Contract(
+COPY = Operator(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
+OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
+ADD = Operator(name="add", reads=("x", "y"), updates=("y",), infer=lambda x, y: ())
+LOOK = Operator(
     name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),)
 )
 
@@ -39,7 +39,7 @@ class Small:
     def output(self, name: str) -> Buffer:
         return self.g.output(name, (self.tokens, 4), "float32")
 
-    def copy(self, x: Buffer, name: str | None = None, *, out: Buffer | None = None, rule: Contract = COPY) -> Buffer:
+    def copy(self, x: Buffer, name: str | None = None, *, out: Buffer | None = None, rule: Operator = COPY) -> Buffer:
         made: Buffer = self.g.add_op(rule, x, name=name, out=out)
         return made
 
@@ -130,7 +130,7 @@ def nested() -> Small:
         acc = s.g.buffer("acc", (1,), "float32")
         with s.g.chunk("inner", over=other):
             t = s.g.add_op(LOOK, h, name="t")
-            s.g.add_op(Contract(name="take", reads=("x", "w"), writes=("y",), infer=lambda x, w: (x,)), t,
+            s.g.add_op(Operator(name="take", reads=("x", "w"), writes=("y",), infer=lambda x, w: (x,)), t,
                        s.g.weight("w", (other, 4), "float32"), out=acc)  # fmt: skip
         s.g.add_op(COPY, acc, name="n")
         s.copy(h, "o", out=out)

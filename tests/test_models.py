@@ -42,10 +42,10 @@ def test_weights_are_those_of_the_checkpoint(name: str) -> None:
 @pytest.mark.parametrize("backend", ["cuda", "cpu"])
 @pytest.mark.parametrize("logits", [False, True])
 def test_every_variant_validates(name: str, choices: dict[str, str], backend: str, logits: bool) -> None:
-    from mosaic.kernels import KERNELS
+    from mosaic.registrar.operators import OPERATORS
 
     graph = load(name).graph(backend=backend, choices=choices, phase=Phase(logits=logits))
-    validate(graph, kernels=KERNELS)
+    validate(graph, kernels=OPERATORS)
     assert ("logits" in graph._names) == logits
 
 
@@ -70,7 +70,7 @@ def test_llada2_takes_its_projections_from_one_tensor() -> None:
 def test_the_first_layers_of_llada2_are_dense_and_the_others_share_an_expert() -> None:
     config = dict(PRESETS["llada2-mini"][1]) | {"num_hidden_layers": 4, "first_k_dense_replace": 2}
     graph = load(config).graph()
-    routed = [op.name.split("/")[0] for op in graph.ops if op.contract.name == "moe_route"]
+    routed = [op.name.split("/")[0] for op in graph.ops if op.operator.name == "moe_route"]
     assert routed == ["layers.2", "layers.3"]
     assert [op.name for op in graph.ops if op.name.endswith("shared_down")] == [
         f"layers.{i}/shared_down" for i in (2, 3)
@@ -80,11 +80,11 @@ def test_the_first_layers_of_llada2_are_dense_and_the_others_share_an_expert() -
 
 
 def test_a_router_without_extras_is_registered_as_ever() -> None:
-    (route, *_) = (op for op in load("llada-moe").graph().ops if op.contract.name == "moe_route")
+    (route, *_) = (op for op in load("llada-moe").graph().ops if op.operator.name == "moe_route")
     assert dict(route.attrs) == {"top_k": 8, "normalize": False}
     plain = {"n_group": 1, "routed_scaling_factor": 1.0, "num_shared_experts": 0, "use_qkv_bias": True}
     graph = load(dict(PRESETS["llada2-mini"][1]) | plain).graph()
-    route = next(op for op in graph.ops if op.contract.name == "moe_route")
+    route = next(op for op in graph.ops if op.operator.name == "moe_route")
     assert dict(route.attrs) == {"top_k": 8, "normalize": True, "scoring": "sigmoid"}
     assert not any("shared" in op.name for op in graph.ops)
     assert any(b.tensor == "model.layers.0.attention.query_key_value.bias[2048:2560]" for b in graph.buffers)
@@ -144,8 +144,8 @@ def test_logits_exist_only_in_the_logits_variant() -> None:
 
 def test_dream_shifts_row_indices_and_never_logits() -> None:
     graph = load("dream-7b").graph()
-    assert [op.contract.name for op in graph.ops].count("shift_rows") == 1
-    assert not any(op.contract.name == "shift_rows" for op in load("llada-8b").graph().ops)
+    assert [op.operator.name for op in graph.ops].count("shift_rows") == 1
+    assert not any(op.operator.name == "shift_rows" for op in load("llada-8b").graph().ops)
 
 
 def write_config(tmp_path: Path, **changes: Any) -> Path:

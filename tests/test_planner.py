@@ -21,9 +21,9 @@ from mosaic.planner import Plan, Planner, Request, plan, plan_graph
 from mosaic.planner.check import check_plan
 from mosaic.planner.limits import smallest_total
 from mosaic.planner.search import TOLERANCE, brute_force, search
-from mosaic.registrar.contract import Contract
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.graph import Graph
+from mosaic.registrar.operator import Operator
 from mosaic.units import GIB, MIB, round_up
 
 S, M = 131072, 65536
@@ -458,7 +458,7 @@ def test_options_that_declare_other_dims_knobs_or_choices_are_refused(case: str)
         plan_graph(build, dims={"tokens": 100, "rows": 3, "a": 1, "b": 2}, device="cpu")
 
 
-MIX = Contract(name="mix", reads=("x", "w"), writes=("y",), infer=lambda x, w: (x,))
+MIX = Operator(name="mix", reads=("x", "w"), writes=("y",), infer=lambda x, w: (x,))
 DTYPES = ("float64", "float32", "bfloat16", "int8")
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,27 @@ import diffusion_gemma_toy as toy
 import pytest
 import sympy
 
-import mosaic.registrar.contracts as contracts
+import mosaic.registrar.operators as operators
 from mosaic.errors import GraphError, UnknownName
-from mosaic.kernels import KERNELS
+from mosaic.kernels import load as load_kernel
 from mosaic.models import PRESETS, load
 from mosaic.models.phase import Phase
-from mosaic.registrar.contract import Contract, Spec
-from mosaic.registrar.contracts import OPERATORS, contract
 from mosaic.registrar.draw import to_dot, to_mermaid, to_networkx
 from mosaic.registrar.graph import Buffer, Edge, Graph, Slice
-from mosaic.registrar.implementations import BACKENDS, cpu, cuda, scratch_bytes
+from mosaic.registrar.operator import BACKENDS, Operator, Spec
+from mosaic.registrar.operators import OPERATORS
+from mosaic.registrar.operators import operator as contract
 from mosaic.registrar.program import Program
 from mosaic.registrar.serialize import from_json, to_json
 from mosaic.registrar.validate import validate
 
-COPY = Contract(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
-OVER = Contract(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
-TOUCH = Contract(name="touch", reads=("x",), updates=("x",), infer=lambda x: ())
-LOOK = Contract(
+COPY = Operator(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
+OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
+TOUCH = Operator(name="touch", reads=("x",), updates=("x",), infer=lambda x: ())
+LOOK = Operator(
     name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),)
 )
-PAIR = Contract(name="pair", reads=("x", "y?"), writes=("z",), infer=lambda x, y=None: (x,))
+PAIR = Operator(name="pair", reads=("x", "y?"), writes=("z",), infer=lambda x, y=None: (x,))
 WIDE = 64
 
 
@@ -121,7 +122,7 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
     "an unknown attribute": (r"rms_norm\(x .*\): .*unexpected keyword argument 'epsilon'", lambda g, t, x: g.add_op(
         "rms_norm", x, g.weight("w", (WIDE,), "float32"), epsilon=1.0)),
     "an attribute that is no JSON": (r"attribute rows=\[1, 2\] must be a number", lambda g, t, x: g.add_op(
-        Contract(name="any", reads=("x",), writes=("y",), infer=lambda x, **_: (x,), flops=lambda *_, **__: 0,
+        Operator(name="any", reads=("x",), writes=("y",), infer=lambda x, **_: (x,), flops=lambda *_, **__: 0,
                  rate_rows=lambda *_, **__: 1), x, rows=[1, 2])),
     "out= of another shape": (r"writes y float32\[tokens, 64\], but out= is y: float32\[tokens, 8\] \(test_registrar",
         lambda g, t, x: g.add_op(COPY, x, out=g.output("y", (t, 8), "float32"))),
@@ -201,13 +202,13 @@ def test_refused_at_registration(what: str) -> None:
 
 def test_an_unknown_operator_is_guessed() -> None:
     g, _, x = start()
-    with pytest.raises(UnknownName, match=r"Did you mean 'rms_norm'\?.*Pass a Contract of your own"):
+    with pytest.raises(UnknownName, match=r"Did you mean 'rms_norm'\?.*Pass an Operator of your own"):
         g.add_op("rmsnorm", x)
 
 
 def test_a_contract_cannot_update_what_it_does_not_read() -> None:
-    with pytest.raises(GraphError, match=r"contract 'bad' updates \['y'\]"):
-        Contract(name="bad", reads=("x",), updates=("y",))
+    with pytest.raises(GraphError, match=r"operator 'bad' updates \['y'\]"):
+        Operator(name="bad", reads=("x",), updates=("y",))
 
 
 def test_optional_operands_may_be_left_out_or_none() -> None:
@@ -229,7 +230,7 @@ def test_results_are_what_the_op_writes_or_updates() -> None:
 
 def test_a_contract_may_read_nothing() -> None:
     g, tokens, _ = start()
-    zeros = Contract(name="zeros", reads=(), writes=("y",), infer=lambda *, rows: (Spec((rows, 2), "float32"),))
+    zeros = Operator(name="zeros", reads=(), writes=("y",), infer=lambda *, rows: (Spec((rows, 2), "float32"),))
     with g.chunk("a", over=tokens) as rows:
         y = g.add_op(zeros, rows=rows)
     assert y.shape == (rows, 2)
@@ -313,7 +314,7 @@ def _slices_overwritten_by_the_next_iteration(g: Graph, t: sympy.Symbol, x: Buff
 
 
 def _both_written_at_once(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
-    two = Contract(name="two", reads=("x",), writes=("y", "z"), infer=lambda x: (x, x))
+    two = Operator(name="two", reads=("x",), writes=("y", "z"), infer=lambda x: (x, x))
     y, z = g.add_op(two, x, name="two")
     g.add_alias(z, y)
     finish(g, z)
@@ -357,7 +358,7 @@ def _in_place_beside_itself(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
 
 def _in_place_over_two_operands(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     """The contract lets y overwrite x, but x is r as well."""
-    mix = Contract(name="mix", reads=("x", "r"), writes=("y",), inplace=(("y", "x"),), infer=lambda x, r: (x,))
+    mix = Operator(name="mix", reads=("x", "r"), writes=("y",), inplace=(("y", "x"),), infer=lambda x, r: (x,))
     y = g.add_op(COPY, x, name="y")
     g.add_alias(g.add_op(mix, y, y, name="z"), y)
 
@@ -367,7 +368,7 @@ def _whole_read_written_by_slices(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     y = g.add_op(COPY, x, name="y")
     z = g.buffer("z", (t, WIDE), "float32")
     g.add_alias(z, y)
-    whole = Contract(
+    whole = Operator(
         name="mix",
         reads=("x", "r"),
         writes=("y",),
@@ -757,22 +758,23 @@ def unquoted(dot: str) -> str:
 # -- one name for an operator everywhere ---------------------------------------------------------------------------
 
 
-def test_operators_are_the_contract_files() -> None:
-    folder = Path(contracts.__file__).parent
+def test_operators_are_the_files_of_their_room() -> None:
+    folder = Path(operators.__file__).parent
     assert tuple(sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")) == OPERATORS
     assert all(contract(name).name == name for name in OPERATORS)
 
 
 def test_operators_are_the_kernels() -> None:
-    assert tuple(sorted(KERNELS)) == OPERATORS
+    for name in OPERATORS:
+        assert load_kernel(name).__name__ == f"mosaic.kernels.{name}"
+        kernels = {way.kernel for way in contract(name).on("cuda")}
+        assert f"mosaic.kernels.cuda.{name}" in kernels and all(map(find_spec, kernels))
 
 
-def test_scratch_is_declared_for_operators_only() -> None:
-    for table in (cpu.SCRATCH, cuda.SCRATCH):
-        assert set(table) <= set(OPERATORS)
+def test_scratch_is_that_of_a_backend() -> None:
     with pytest.raises(UnknownName, match="unknown backend 'tpu'"):
-        scratch_bytes("tpu", "linear", {}, {})
-    assert {scratch_bytes(backend, "silu_mul", {}, {}) for backend in BACKENDS} == {0}
+        contract("linear").scratch_bytes("tpu", {}, {})
+    assert {contract("silu_mul").scratch_bytes(backend, {}, {}) for backend in BACKENDS} == {0}
 
 
 def test_contracts_say_only_what_they_have() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from operator_tables import scratch_rules
 from runtime_helpers import StorageWatch, allocated_bytes
 from torch import Tensor
 
@@ -16,10 +17,11 @@ from mosaic.errors import PlanFormatError, UsageError
 from mosaic.kernels import load
 from mosaic.models import load as load_model
 from mosaic.planner import Planner, Request
-from mosaic.registrar.implementations.cpu import SCRATCH
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.weights import fill_randomly, weight_views
 from mosaic.runtime.workspace import Workspace, torch_dtype
+
+SCRATCH = scratch_rules("cpu")
 
 Slices = Sequence[tuple[str, int, str, int]]
 

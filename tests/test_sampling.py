@@ -93,6 +93,7 @@ import numpy as np  # noqa: E402
 import sympy  # noqa: E402
 import torch  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
+from operator_tables import scratch_rules  # noqa: E402
 from runtime_helpers import StorageWatch, allocated_bytes, storages  # noqa: E402
 from test_kernels import (  # noqa: E402
     BF16,
@@ -112,9 +113,9 @@ from torch import Tensor  # noqa: E402
 
 from mosaic.errors import GraphError  # noqa: E402
 from mosaic.kernels import _sampling, load  # noqa: E402
-from mosaic.registrar.contract import Spec  # noqa: E402
-from mosaic.registrar.contracts import contract  # noqa: E402
-from mosaic.registrar.implementations import cpu  # noqa: E402
+from mosaic.registrar import tiles  # noqa: E402
+from mosaic.registrar.operator import Spec  # noqa: E402
+from mosaic.registrar.operators import operator as contract  # noqa: E402
 
 KERNELS = ("row_sample", "unembed_sample")
 NOISE_ERROR = 1.2e-5  # of g, in float32 and with a GPU's fast logarithm
@@ -369,7 +370,7 @@ def test_a_sample_does_not_depend_on_chunks_places_or_tiles(kernel: str, monkeyp
         part.operands |= {name: case.operands[name][chosen] for name in (first, "keys")}
         part.launch()
         assert torch.equal(part.outputs["sample"], whole["sample"][chosen])
-    monkeypatch.setattr(cpu, "VOCABULARY_COLUMNS", 256)
+    monkeypatch.setattr(tiles, "VOCABULARY_COLUMNS", 256)
     case.launch()
     assert torch.equal(case.outputs["sample"], whole["sample"])
 
@@ -436,17 +437,17 @@ def test_scratch_is_one_formula_in_the_rows(kernel: str) -> None:
     first = "logits" if kernel == "row_sample" else "x"
     symbolic = shapes | {first: (rows, *shapes[first][1:]), "keys": (rows,)}
     dtypes = {name: name_of(t.dtype) for name, t in case.operands.items()}
-    formula = sympy.sympify(cpu.SCRATCH[kernel](symbolic, dtypes, {}))
-    assert formula.subs({rows: 300}) == cpu.SCRATCH[kernel](shapes, dtypes, {})
+    formula = sympy.sympify(scratch_rules("cpu")[kernel](symbolic, dtypes, {}))
+    assert formula.subs({rows: 300}) == scratch_rules("cpu")[kernel](shapes, dtypes, {})
 
 
 def test_partials_of_the_fused_kernel_fit_the_scratch() -> None:
     """The scratch is linear in the rows and knows no card: no card's splits may exceed it, with any tile."""
-    from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, SCRATCH, UNEMBED_PROGRAMS, unembed_splits
+    from mosaic.registrar.operators.unembed_stats import PARTIAL_BYTES, UNEMBED_PROGRAMS, unembed_splits
 
     for tile_rows in (32, 64, 128):
         for rows in (1, 63, 64, 65, 500, 2047, 2048, 2049, 40_000):
-            available = SCRATCH["unembed_stats"]({"x": (rows, 64)}, {}, {})
+            available = scratch_rules("cuda")["unembed_stats"]({"x": (rows, 64)}, {}, {})
             for places in (1, 7, 82, 132, 264, 400):
                 row_tiles = -(-rows // tile_rows)
                 splits = unembed_splits(row_tiles, places)

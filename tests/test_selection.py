@@ -17,6 +17,7 @@ import pytest
 import sympy
 import torch
 from numpy.typing import NDArray
+from operator_tables import scratch_rules
 from runtime_helpers import allocated_bytes
 from test_kernels import (
     BF16,
@@ -44,10 +45,10 @@ from mosaic.kernels import transfer as transfer_kernel
 from mosaic.models.phase import Rule, Score
 from mosaic.planner import plan_graph
 from mosaic.planner.check import check_plan
-from mosaic.registrar.contract import Spec
-from mosaic.registrar.contracts import contract, row_score, transfer
 from mosaic.registrar.graph import Graph
-from mosaic.registrar.implementations import cpu
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator as contract
+from mosaic.registrar.operators import row_score, transfer
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.workspace import Workspace
 
@@ -607,7 +608,7 @@ def test_scratch_is_one_formula_in_the_rows(dtype: torch.dtype) -> None:
         swap = {37: rows, 2: few, 3: few + 1}
         symbolic = {name: (swap.get(shape[0], shape[0]), *shape[1:]) for name, shape in shapes.items()}
         dtypes = {name: name_of(t.dtype) for name, t in everything.items()}
-        function = cpu.SCRATCH[case.kernel]
+        function = scratch_rules("cpu")[case.kernel]
         formula = sympy.sympify(function(symbolic, dtypes, case.attrs))
         assert formula.subs({rows: 37, few: 2}) == function(shapes, dtypes, case.attrs)
 

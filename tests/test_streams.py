@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -12,13 +14,13 @@ import torch
 from stream_log import CALLER, Policy, StreamLog, Wait, annotate, execute, races
 from torch import Tensor
 
-from mosaic import kernels
 from mosaic.errors import DeviceLost
 from mosaic.kernels import load
 from mosaic.models import load as load_model
 from mosaic.planner import Planner, Request
 from mosaic.planner.custom import plan_graph
 from mosaic.registrar.graph import Buffer, Graph
+from mosaic.registrar.operators import operator
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.streams import device_lost
@@ -681,9 +683,7 @@ def test_a_plan_is_bound_anew_where_its_memory_has_moved() -> None:
         assert executor.buffer("y").data_ptr() == executor.outputs["y"].data_ptr()
 
 
-def test_kernels_reach_host_memory_by_the_devices_address_and_copies_by_the_hosts(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_reach_host_memory_by_the_devices_address_and_copies_by_the_hosts(workspace: Workspace) -> None:
     def build(g: Graph) -> None:
         tokens = g.dim("tokens")
         ids, table = (
@@ -702,15 +702,30 @@ def test_kernels_reach_host_memory_by_the_devices_address_and_copies_by_the_host
             asked.append((name, tuple(shape), on_device))
             return super().view(name, offset, shape, dtype, on_device=on_device)
 
-    loaded = []
-    monkeypatch.setattr(kernels, "load", lambda name, *more: loaded.append((name, *more)) or load(name))
+    launchers = {name: load(name).launch for name in ("embedding", "copy", "gather_rows")}
+    ours = {
+        name: replace(
+            operator(name),
+            implementations=tuple(replace(way, kernel=launch) for way in operator(name).implementations),
+        )
+        for name, launch in launchers.items()
+    }
+    special = replace(
+        ours["copy"].implementation("cuda"), name="special", kernel=(seen := SimpleNamespace(launch=print))
+    )
+    ours["copy"] = replace(ours["copy"], implementations=(*ours["copy"].implementations, special))
     for backend in ("cpu", "cuda"):
         asked.clear()
-        document = {**planned(build, tokens=5), "backend": backend, "implementations": {"copy": "special"}}
+        chosen = {"copy": "special"} if backend == "cuda" else {}
+        document = {**planned(build, tokens=5), "backend": backend, "implementations": chosen}
         with Watched() as watched:
             for pool in ("workspace", "host"):
                 watched.resize(pool, 1 << 16)
-            Executor(document, watched, streams=StreamLog())
+            executor = Executor(document, watched, operators=ours, streams=StreamLog())
+            copying = seen.launch if backend == "cuda" else launchers["copy"]
+            assert [call.function for call in executor.calls] == [
+                launchers["embedding"], copying, launchers["gather_rows"]
+            ]  # fmt: skip
         assert {entry for entry in asked if entry[0] == "workspace"} == {
             ("workspace", shape, False) for shape in ((5,), (5, WIDTH))
         }
@@ -718,4 +733,3 @@ def test_kernels_reach_host_memory_by_the_devices_address_and_copies_by_the_host
         assert {entry for entry in asked if entry[0] == "host"} == {
             ("host", (9, WIDTH), kernel_side), ("host", (5, WIDTH), False), ("host", (5, WIDTH), kernel_side),
         }  # fmt: skip
-    assert loaded[-3:] == [("embedding", "cuda", None), ("copy", "cuda", "special"), ("gather_rows", "cuda", None)]

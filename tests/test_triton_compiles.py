@@ -107,11 +107,11 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
 def recorded(capability: int, *, every: bool) -> list[tuple[str, Any, dict[str, Any]]]:
     """Run the launchers as on such a card; list (operator, kernel, arguments by name) of every launch, or of this card's."""
     import torch
+    from operator_tables import scratch_rules
     from triton.runtime.jit import JITFunction
 
     from mosaic.kernels import load
     from mosaic.kernels.cuda import _triton
-    from mosaic.registrar.implementations.cuda import SCRATCH
 
     found: list[tuple[str, Any, dict[str, Any]]] = []
 
@@ -131,7 +131,7 @@ def recorded(capability: int, *, every: bool) -> list[tuple[str, Any, dict[str, 
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-        rule = SCRATCH.get(operator)
+        rule = scratch_rules("cuda").get(operator)
         size = rule(shapes, dtypes, given) if rule else 0
         scratch = torch.empty(int(size), dtype=torch.uint8, device="meta") if size else None
         load(operator, "cuda").launch(**given, scratch=scratch)
@@ -230,12 +230,12 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_every_triton_operator_is_compiled(compiled: list[dict[str, Any]]) -> None:
-    from mosaic.kernels import KERNELS
+    from mosaic.registrar.operators import OPERATORS
 
     # cuBLAS carries out two, the driver copies; gather_rows launches the kernel of embedding; samples: test_sampling
     elsewhere = {"linear", "linear_add", "copy", "gather_rows", "row_sample", "unembed_sample"}
     for cards in ((80, 86, 89), (90,)):
-        assert {line["operator"] for line in compiled if line["capability"] in cards} == set(KERNELS) - elsewhere
+        assert {line["operator"] for line in compiled if line["capability"] in cards} == set(OPERATORS) - elsewhere
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)

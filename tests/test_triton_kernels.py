@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from operator_tables import scratch_rules
 from test_kernels import (
     BF16,
     F32,
@@ -37,9 +38,9 @@ from test_kernels import (
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError, UnknownName
-from mosaic.kernels import KERNELS, load
-from mosaic.registrar.contracts import contract
-from mosaic.registrar.implementations import cuda
+from mosaic.kernels import load
+from mosaic.registrar.operators import OPERATORS
+from mosaic.registrar.operators import operator as contract
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -77,7 +78,8 @@ def scratch_for(case: Case, device: str) -> Tensor | None:
     everything = case.operands | case.outputs
     shapes = {name: tuple(t.shape) for name, t in everything.items()}
     dtypes = {name: name_of(t.dtype) for name, t in everything.items()}
-    size = cuda.SCRATCH[case.kernel](shapes, dtypes, case.attrs) if case.kernel in cuda.SCRATCH else 0
+    rules = scratch_rules("cuda")
+    size = rules[case.kernel](shapes, dtypes, case.attrs) if case.kernel in rules else 0
     return torch.full((int(size),), 0xFF, dtype=torch.uint8, device=device) if size else None
 
 
@@ -459,7 +461,7 @@ def test_kernel(name: str, dtype: torch.dtype) -> None:
 
 
 def test_cases_cover_every_kernel() -> None:
-    assert {name.split()[0].rstrip(",") for name in CASES} == set(KERNELS) - {
+    assert {name.split()[0].rstrip(",") for name in CASES} == set(OPERATORS) - {
         "kv_attention",  # test_kv
         "kv_store",
         "row_sample",  # test_sampling

@@ -12,13 +12,13 @@ from mosaic import viz
 from mosaic.errors import MissingExtra
 from mosaic.models import PRESETS, load
 from mosaic.planner import plan_program
-from mosaic.registrar.contract import Contract, Spec
 from mosaic.registrar.graph import Graph
+from mosaic.registrar.operator import Operator, Spec
 from mosaic.viz.graph_picture import _Picture, graph_figure, graph_png
 
-COPY = Contract(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
-OVER = Contract(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
-LOOK = Contract(name="look", reads=("x",), writes=("y",), infer=lambda x: (Spec((1,), "float32"),))
+COPY = Operator(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
+OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
+LOOK = Operator(name="look", reads=("x",), writes=("y",), infer=lambda x: (Spec((1,), "float32"),))
 
 
 def layered(layers: int, *, odd: int | None = None) -> Graph:

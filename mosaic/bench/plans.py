@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mosaic.devices import Device
-from mosaic.planner.cost import attention_grid, product_grids
-from mosaic.registrar.contract import Spec
-from mosaic.registrar.contracts import contract
+from mosaic.planner.cost import RateGrids
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator
 
 __all__ = ["alive_by_plan", "launch_shapes", "op_seconds", "weight_slots"]
 
@@ -46,18 +46,18 @@ def op_seconds(document: Mapping[str, Any], device: Device) -> list[float]:
 
     Ops of side streams take none: they run beside the others.
     """
-    grids = product_grids(device) | {
-        "attention": attention_grid(device, document.get("implementations", {}).get("attention"))
-    }
+    grids, backend, chosen = RateGrids(device), document["backend"], document["implementations"]
     seconds = []
     for op in document["ops"]:
-        rule = contract(op["kernel"])
+        rule = operator(op["kernel"])
+        way = rule.implementation(backend, chosen.get(op["kernel"]))
+        grid = grids.grid(way.rate or rule.rate, way.name)
         work = 0.0
-        if op["stream"] == "main" and rule.rate in grids:
+        if op["stream"] == "main" and grid is not None:
             shapes, named = launch_shapes(document, op), {name.rstrip("?") for name in rule.reads}
             reads = {name: Spec(shapes[name], _dtype(document, op, name)) for name in op["operands"] if name in named}
             rows, columns = (count(**reads, **op["attrs"]) for count in (rule.rate_rows, rule.rate_columns))
-            work = op["flops"] / float(grids[rule.rate](np.array([float(rows)]), np.array([float(columns)]))[0])
+            work = op["flops"] / float(grid(np.array([float(rows)]), np.array([float(columns)]))[0])
         seconds.append(max(work, op["bytes"] / device.bandwidth) if op["stream"] == "main" else 0.0)
     return seconds
 

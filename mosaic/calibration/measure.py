@@ -17,8 +17,8 @@ from torch import Tensor
 from mosaic.devices import Device
 from mosaic.errors import MosaicError, RuntimeMemoryError
 from mosaic.kernels._scratch import dtype_name
-from mosaic.registrar.contract import Spec
-from mosaic.registrar.implementations import attention_options, scratch_bytes
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator as shipped
 from mosaic.units import MIB, format_bytes, round_up
 
 __all__ = [
@@ -109,7 +109,7 @@ class Bench:
     ) -> Call:
         """Bind one launch, with the scratch that the plan would give it."""
         specs = {name: Spec(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
-        size = int(scratch_bytes(self.backend, operator, specs, attrs))
+        size = int(shipped(operator).scratch_bytes(self.backend, specs, attrs))
         scratch = torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
         launch = self.load(operator, implementation).launch
         return lambda: launch(**tensors, **attrs, scratch=scratch)
@@ -393,9 +393,9 @@ def attention_rates(
     WrongResult
         If none is left.
     """
-    options = attention_options(bench.backend, seqs=1, head_size=sizes.head_size, dtype="bfloat16") or (bench.backend,)
     rates: dict[str, dict[int, float]] = {}
-    for implementation in options:
+    specs = {"q": Spec((1, sizes.head_size), "bfloat16"), "cu_seqlens": Spec((2,), "int32")}
+    for implementation in shipped("attention").serving(bench.backend, specs, {"head_size": sizes.head_size}):
         progress(f"attention, {implementation}")
         try:
             rates[implementation] = {
@@ -415,8 +415,7 @@ def _attention_rate(bench: Bench, sizes: Sizes, implementation: str, rows: int, 
     operands = {"q": q, "k": k, "v": v, "y": bench.empty(rows, width)}
     operands["cu_seqlens"] = torch.tensor([0, keys], dtype=torch.int32, device=bench.device)
     attrs = {"head_size": sizes.head_size, "scale": sizes.head_size**-0.5, "span": keys}
-    only = implementation if implementation != bench.backend else None
-    call = bench.call("attention", operands, attrs, only)
+    call = bench.call("attention", operands, attrs, implementation)
     call()
     _check_attention(operands, sizes.head_size, implementation)
     return 4 * rows * keys * width / _work(bench.timer.captured([call]), launch_s)

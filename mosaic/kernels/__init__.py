@@ -1,69 +1,26 @@
-"""The kernels, one operator a file: `KERNELS` lists them, `load` imports one; only `load` imports torch (and triton)."""
+"""The kernels, one operator a file, found by what the operator's record says; only `load` imports torch (and triton)."""
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-from typing import Final
+from importlib import import_module
+from typing import Any
 
-from mosaic.errors import UnknownName
-from mosaic.registrar.implementations import BACKENDS
+from mosaic.registrar.operator import Implementation
+from mosaic.registrar.operators import operator
 
-__all__ = ["IMPLEMENTATIONS", "KERNELS", "load"]
-
-KERNELS: Final[dict[str, str]] = {
-    name: f"mosaic.kernels.{name}"
-    for name in (
-        "attention",
-        "confidence",
-        "copy",
-        "embedding",
-        "gather_rows",
-        "grouped_linear",
-        "guide",
-        "head_norm",
-        "kv_attention",
-        "kv_store",
-        "linear",
-        "linear_add",
-        "moe_combine",
-        "moe_gather",
-        "moe_route",
-        "moe_sort",
-        "perturb_score",
-        "rms_norm",
-        "rotary",
-        "row_nucleus",
-        "row_sample",
-        "row_score",
-        "row_stats",
-        "shift_rows",
-        "silu_mul",
-        "transfer",
-        "unembed_sample",
-        "unembed_stats",
-    )
-}
-"""Operator name -> module that holds its `launch` and its `reference`."""
+__all__ = ["kernel_of", "load"]
 
 
-IMPLEMENTATIONS: Final[dict[tuple[str, str], dict[str, str]]] = {
-    ("attention", "cuda"): {
-        "triton": "mosaic.kernels.cuda.attention",
-        "cudnn": "mosaic.kernels.cuda.attention_cudnn",
-    }
-}
-"""(Operator, backend) -> implementation -> module, where there are several."""
-
-
-def load(name: str, backend: str = "cpu", implementation: str | None = None) -> ModuleType:
+def load(name: str, backend: str = "cpu", implementation: str | None = None) -> Any:
     """Import the module of one operator for a backend: "cpu" or "cuda", with the same `launch` signature.
 
     Parameters
     ----------
+    name
+        An operator that Mosaic ships.
     implementation
         Which one, where the backend has several (a plan's `implementations` says): "triton" or "cudnn" for attention
-        on "cuda". None takes the one that serves every batch.
+        on "cuda". None takes the first that serves every launch.
 
     Raises
     ------
@@ -75,16 +32,13 @@ def load(name: str, backend: str = "cpu", implementation: str | None = None) -> 
 
     Examples
     --------
-    >>> "attention" in KERNELS
-    True
+    >>> load("silu_mul").__name__
+    'mosaic.kernels.silu_mul'
     """
-    if name not in KERNELS:
-        raise UnknownName("kernel", name, KERNELS)
-    if backend not in BACKENDS:
-        raise UnknownName("backend", backend, BACKENDS)
-    if implementation is not None:
-        known = IMPLEMENTATIONS.get((name, backend), {})
-        if implementation not in known:
-            raise UnknownName(f"implementation of {name} on {backend}", implementation, known)
-        return importlib.import_module(known[implementation])
-    return importlib.import_module(KERNELS[name] if backend == "cpu" else f"mosaic.kernels.cuda.{name}")
+    return kernel_of(operator(name).implementation(backend, implementation))
+
+
+def kernel_of(implementation: Implementation) -> Any:
+    """Get what launches an implementation: an object with a `launch`, such as its module, or the launcher itself."""
+    kernel = implementation.kernel
+    return import_module(kernel) if isinstance(kernel, str) else kernel

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels._scratch import beginning
-from mosaic.registrar.implementations.cpu import KEY_ROWS, QUERY_ROWS, SCORES, WHOLE_KEYS
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, WHOLE_KEYS
 
 __all__ = ["evenly", "keys_seen", "online_softmax", "parted", "tile_shape", "visible"]
 

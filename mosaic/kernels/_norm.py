@@ -13,7 +13,7 @@ __all__ = ["bind_norm", "normalise_reference"]
 
 
 def bind_norm(x_TD: Tensor, weight_H: Tensor, y_TD: Tensor, eps: float, tiles: list[Tensor]) -> Run:
-    """Bind x / rms(x) * weight per head of H columns, written to y; y may be x; tiles as in `TILES['rms_norm']`."""
+    """Bind x / rms(x) * weight per head of H columns, written to y; y may be x; tiles as `norm_tiles` lists them."""
     epsilon, inverse_TN, *converted = tiles
     width = weight_H.shape[0]
     if not converted:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mosaic.kernels._binding import Run
 from mosaic.kernels._scratch import beginning, carve, dtype_name
-from mosaic.registrar.implementations.cpu import PRODUCT_TILE, linear_tiles
+from mosaic.registrar.tiles import PRODUCT_TILE, linear_tiles
 
 __all__ = ["product"]
 

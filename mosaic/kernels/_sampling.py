@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mosaic.kernels._operands import INDEX, check_shapes
 from mosaic.kernels._scratch import beginning
-from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, ROW_NUMBERS, SAMPLE_TILES
+from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, ROW_NUMBERS, SAMPLE_TILES
 
 __all__ = [
     "RowSamples",

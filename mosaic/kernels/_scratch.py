@@ -1,4 +1,4 @@
-"""Carves the typed tiles of a kernel out of its scratch buffer, by `mosaic.registrar.implementations.cpu`."""
+"""Carves the typed tiles of a kernel out of its scratch buffer, as its operator's file lists them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.registrar.implementations.cpu import ITEM_BYTES, TILE_ALIGNMENT, TILES, Tile
+from mosaic.registrar.dtypes import ITEMSIZE
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator
+from mosaic.registrar.tiles import TILE_ALIGNMENT, Tile, Tiled
 from mosaic.units import round_up
 
 __all__ = ["beginning", "carve", "dtype_name", "tiles_of"]
@@ -49,10 +52,11 @@ def beginning(tile: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def tiles_of(kernel: str, scratch: Tensor | None, operands: dict[str, Tensor], **attrs: Any) -> list[Tensor]:
-    """Carve the tiles that `TILES[kernel]` lists for these operands."""
-    shapes = {name: tuple(operand.shape) for name, operand in operands.items()}
-    dtypes = {name: dtype_name(operand.dtype) for name, operand in operands.items()}
-    return carve(scratch, TILES[kernel](shapes, dtypes, attrs), kernel)
+    """Carve the tiles that the operator's CPU implementation lists for these operands."""
+    rule = operator(kernel).implementation("cpu").scratch
+    assert isinstance(rule, Tiled), f"{kernel} lists no tiles"
+    specs = {name: Spec(tuple(operand.shape), dtype_name(operand.dtype)) for name, operand in operands.items()}
+    return carve(scratch, rule.tiles(specs, attrs), kernel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,11 +73,11 @@ def _layout(tiles: tuple[Tile, ...]) -> _Layout:
     """Lay tiles out: a step asks for the same few again and again."""
     offset, places = 0, []
     for tile in tiles:
-        offset, item = round_up(offset, TILE_ALIGNMENT), ITEM_BYTES[tile.dtype]
+        offset, item = round_up(offset, TILE_ALIGNMENT), ITEMSIZE[tile.dtype]
         strides = tuple(math.prod(tile.shape[axis + 1 :]) for axis in range(len(tile.shape)))
         places.append((getattr(torch, tile.dtype), offset // item, tuple(tile.shape), strides))
         offset += math.prod(tile.shape) * item
-    needed = sum(math.prod(tile.shape) * ITEM_BYTES[tile.dtype] + TILE_ALIGNMENT for tile in tiles)
+    needed = sum(math.prod(tile.shape) * ITEMSIZE[tile.dtype] + TILE_ALIGNMENT for tile in tiles)
     return _Layout(end=offset, needed=needed, places=tuple(places))
 
 
@@ -84,7 +88,7 @@ def _views(scratch: Tensor | None, layout: _Layout, kernel: str) -> list[Tensor]
     if scratch is None or layout.end > available:
         raise RuntimeMemoryError(
             f"{kernel}: scratch of {available:,} bytes, {layout.needed:,} needed: give the plan's scratch buffer, "
-            f"sized by SCRATCH['{kernel}']."
+            f"sized by the scratch of {kernel} on the CPU."
         )
     whole: dict[torch.dtype, tuple[Tensor, int]] = {}
     views = []

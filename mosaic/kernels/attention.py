@@ -19,7 +19,7 @@ from mosaic.kernels._attention import evenly, keys_seen, online_softmax, parted,
 from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import check_attention
 from mosaic.kernels._scratch import beginning, tiles_of
-from mosaic.registrar.implementations.cpu import KEY_ROWS
+from mosaic.registrar.tiles import KEY_ROWS
 
 __all__ = ["bind", "launch", "reference"]
 

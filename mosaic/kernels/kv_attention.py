@@ -22,7 +22,7 @@ from mosaic.kernels._attention import evenly, keys_seen, online_softmax, parted,
 from mosaic.kernels._binding import Run, launcher
 from mosaic.kernels._operands import INDEX, check_kv_row, check_shapes, heads_of
 from mosaic.kernels._scratch import beginning, tiles_of
-from mosaic.registrar.implementations.cpu import KEY_ROWS
+from mosaic.registrar.tiles import KEY_ROWS
 
 __all__ = ["bind", "check", "launch", "reference"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mosaic.kernels import row_sample
 from mosaic.kernels._statistics import RowStatistics
 from mosaic.kernels.unembed_stats import multiply_in
-from mosaic.registrar.implementations.cpu import SAMPLE_TILES
+from mosaic.registrar.tiles import SAMPLE_TILES
 
 __all__ = ["launch", "reference"]
 

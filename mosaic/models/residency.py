@@ -13,8 +13,8 @@ from math import ceil
 from typing import Final
 
 from mosaic.models.architecture import Architecture
-from mosaic.registrar.contract import Dim
 from mosaic.registrar.graph import Buffer, Graph
+from mosaic.registrar.operator import Dim
 
 __all__ = ["SLOTS", "Hidden", "Matrix", "Residency", "fetched", "stored"]
 

@@ -14,8 +14,8 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.head import Head
 from mosaic.models.phase import Phase
 from mosaic.models.residency import SLOTS, Hidden, Matrix, Residency, fetched, stored
-from mosaic.registrar.contract import Dim
 from mosaic.registrar.graph import Buffer, Graph, Kind
+from mosaic.registrar.operator import Dim
 
 __all__ = ["register_step"]
 

@@ -39,7 +39,7 @@ from mosaic.version import __version__
 
 __all__ = ["Watcher", "cache_directory", "template_of"]
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 Kept = TypeVar("Kept")
 Watcher: TypeAlias = Callable[[str], None]
 """Told the name of a body before it is compiled."""

@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import ANY_COLUMNS, Device, Rates
-from mosaic.planner.template import Body
+from mosaic.planner.template import Body, OpRecord
 from mosaic.planner.timeline import Timeline, overlapping_loops
-from mosaic.registrar.implementations import attention_options
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import find
 
-__all__ = ["Grid", "OpTimes", "attention_grid", "op_totals", "product_grids"]
+__all__ = ["Grid", "OpTimes", "RateGrids", "op_totals"]
 
 _Vector: TypeAlias = npt.NDArray[np.float64]
 _Key = TypeVar("_Key")
@@ -33,10 +34,13 @@ _KEPT: Final = 4096
 
 
 class _CostClass(NamedTuple):
-    """Ops that cost the same: their rate, the knobs of the regions around them, that of the one whose iterations overlap
-    ("": none), and polynomial rows of FLOPs, bytes, rate rows and rate columns."""
+    """Ops that cost the same: their rate, the kernel whose implementation decides about it ("": none does), that of the
+    only one, the knobs of the regions around them, that of the one whose iterations overlap ("": none), and polynomial
+    rows of FLOPs, bytes, rate rows and rate columns."""
 
     rate: str
+    kernel: str
+    way: str
     knobs: tuple[str, ...]
     loop: str
     flops: int
@@ -47,10 +51,10 @@ class _CostClass(NamedTuple):
 
 class _Part(NamedTuple):
     """Some of the cost classes: [monomials, 4 x classes] of their FLOPs, bytes, rate rows and rate columns, which of them
-    have which rate, and how many ops each stands for."""
+    have which rate, kernel and way, and how many ops each stands for."""
 
     coefficients: _Vector
-    spans: Mapping[str, slice]
+    spans: Mapping[tuple[str, str, str], slice]
     counts: _Vector
 
 
@@ -92,20 +96,29 @@ class Grid:
         return rates
 
 
-def product_grids(device: Device) -> dict[str, Grid]:
-    """FLOP/s of matrix products and of the fused unembeddings, by what contracts call their `rate`."""
-    fused = device.unembed_rates or device.gemm_rates[max(device.gemm_rates)]
-    return {
-        "gemm": Grid(device.gemm_rates),
-        "unembed": Grid({ANY_COLUMNS: fused}),
-        "sampled_unembed": Grid({ANY_COLUMNS: device.sampled_unembed_rates or fused}),
-    }
+class RateGrids:
+    """FLOP/s on a device by what operators call their rate, and for attention by implementation."""
 
+    def __init__(self, device: Device) -> None:
+        fused = device.unembed_rates or device.gemm_rates[max(device.gemm_rates)]
+        self._products = {
+            "gemm": Grid(device.gemm_rates),
+            "unembed": Grid({ANY_COLUMNS: fused}),
+            "sampled_unembed": Grid({ANY_COLUMNS: device.sampled_unembed_rates or fused}),
+        }
+        self._attention = {name: Grid({ANY_COLUMNS: rates}) for name, rates in device.attention_rates.items()}
 
-def attention_grid(device: Device, implementation: str | None) -> Grid:
-    """FLOP/s of an implementation of attention; where the profile has none of it, those it has stand in."""
-    rates = device.attention_rates
-    return Grid({ANY_COLUMNS: rates.get(implementation or "", rates.get("triton", next(iter(rates.values()))))})
+    def known(self, rate: str, implementation: str) -> bool:
+        """Whether the profile has this rate of this implementation: only rates of attention are by implementation."""
+        return rate != "attention" or implementation in self._attention
+
+    def grid(self, rate: str, implementation: str = "") -> Grid | None:
+        """The rates by rows and columns; None where memory or the link bounds. Of an implementation that the profile does
+        not have, those that it has stand in."""
+        if rate == "attention":
+            others = self._attention
+            return others.get(implementation) or others.get("triton") or next(iter(others.values()))
+        return self._products.get(rate)
 
 
 class OpTimes:
@@ -144,38 +157,76 @@ class OpTimes:
             group: _part(body, [c for c in self.classes if c.knobs == group], counts) for group in self.groups
         }
         self._whole = _part(body, self.classes, counts)
-        self._seqs = body.variables.index("seqs") if "seqs" in body.variables else None
-        self._attention = {single: _attention(body, device, seqs=1 if single else 2) for single in (True, False)}
-        self._grids = product_grids(device)
+        self._grids = RateGrids(device)
+        kernels = sorted({c.kernel for c in self.classes if c.kernel})
+        records = {kernel: found for kernel in kernels if (found := find(kernel, body.operators)) is not None}
+        self._ways = {
+            kernel: {way.name: way for way in record.on(device.backend)} for kernel, record in records.items()
+        }
+        self._rates = {kernel: record.rate for kernel, record in records.items()}
+        self._part_of = {
+            kernel: _part(body, [c for c in self.classes if c.kernel == kernel], counts) for kernel in kernels
+        }
+        self._chosen: dict[tuple[int, ...], dict[str, str]] = {}
         number = {c: i for i, c in enumerate(self.classes)}
         self.class_of, self._loop_of = [number[key] for key in keys], loop_of
         self._totals: dict[tuple[int, ...], float] = {}
         self._parts: dict[tuple[Any, ...], _Vector] = {}
 
-    def attention_implementation(self, seqs: int) -> str | None:
-        """The implementation of attention that a step of so many sequences takes: of those that are legal for all its
-        attention, the one with the highest rate. None: there is no attention, or only one way to do it."""
-        return self._attention[seqs == 1][0]
+    def implementations(self, values: Sequence[int]) -> Mapping[str, str]:
+        """The implementation of each operator of which the backend has several: of those that serve all its launches and
+        whose rate is known, the one that takes the least time for them, every region in one pass.
+
+        Parameters
+        ----------
+        values
+            Of the body's variables; those of knobs change nothing.
+        """
+        dims = tuple([values[i] for i in self._dims])
+        if dims not in self._chosen:
+            _keep(self._chosen, dims, {kernel: self._cheapest(kernel, values) for kernel in self._ways})
+        return self._chosen[dims]
+
+    def _cheapest(self, kernel: str, values: Sequence[int]) -> str:
+        point = list(values)
+        for region in self.body.regions:
+            point[self.columns[region.knob]] = point[self.body.variables.index(region.dim)]
+        ways, part = self._ways[kernel], self._part_of[kernel]
+        launches = _launches(self.body, kernel, point)
+        serving = [way for way in ways.values() if way.serves is None or all(way.serves(*each) for each in launches)]
+        rated = [way for way in serving if self._grids.known(way.rate or self._rates[kernel], way.name)]
+        seconds = {
+            way.name: float((self._launch_seconds(part, [point], {kernel: way.name}) @ part.counts)[0])
+            for way in rated or serving[:1]
+        }
+        return min(seconds, key=seconds.__getitem__)
 
     def launch_seconds(self, points: Sequence[Sequence[int]]) -> _Vector:
         """Seconds of one launch of each cost class, [points, classes], at values that differ in the knobs' rows only."""
         return self._launch_seconds(self._whole, points)
 
-    def _launch_seconds(self, part: _Part, points: Sequence[Sequence[int]]) -> _Vector:
+    def _launch_seconds(
+        self, part: _Part, points: Sequence[Sequence[int]], chosen: Mapping[str, str] | None = None
+    ) -> _Vector:
         table = np.array([(*values, 1) for values in points], dtype=np.float64)
         monomials = np.multiply.reduce(table[:, self.body.factors], axis=1)
         amounts = (monomials @ part.coefficients).reshape(len(points), 4, len(part.counts))
         flops, moved, rows, columns = amounts.transpose(1, 0, 2)
         seconds: _Vector = moved / self.device.bandwidth
-        single = self._seqs is not None and points[0][self._seqs] == 1
-        for rate, span in part.spans.items():
+        if chosen is None and self._ways:
+            chosen = self.implementations(points[0])
+        for (rate, kernel, way), span in part.spans.items():
             if rate == "link":
                 work = moved[:, span] * (_LINK_SHARE / self.device.host_link)
-            elif rate != "memory":
-                grid = self._attention[single][1] if rate == "attention" else self._grids[rate]
-                work = flops[:, span] / grid(rows[:, span], columns[:, span])
             else:
-                continue
+                if kernel:
+                    assert chosen is not None
+                    way = chosen[kernel]
+                    rate = self._ways[kernel][way].rate or rate
+                grid = self._grids.grid(rate, way)
+                if grid is None:
+                    continue
+                work = flops[:, span] / grid(rows[:, span], columns[:, span])
             np.maximum(seconds[:, span], work, out=seconds[:, span])
         seconds += self.device.launch_s
         return seconds
@@ -281,7 +332,7 @@ def _part(body: Body, classes: Sequence[_CostClass], counts: Mapping[_CostClass,
     """The numbers of some classes, sorted by rate; float64, as predictions need no exact FLOPs and products beyond 64 bits
     stay finite."""
     used = [getattr(c, kind) for kind in ("flops", "bytes", "rate_rows", "rate_columns") for c in classes]
-    rates = [c.rate for c in classes]
+    rates = [c[:3] for c in classes]
     return _Part(
         coefficients=(body.coefficients[used] / body.denominators[used, None]).T,
         spans={rate: slice(rates.index(rate), rates.index(rate) + rates.count(rate)) for rate in rates},
@@ -294,9 +345,37 @@ def _cost_classes(body: Body, loop_of: Sequence[int | None]) -> list[_CostClass]
     chains = {region: _knob_chain(body, region) for region in (None, *range(len(body.regions)))}
     loops = {None: ""} | {region: record.knob for region, record in enumerate(body.regions)}
     return [
-        _CostClass(op.rate, chains[op.region], loops[loop], op.flops, op.bytes, op.rate_rows, op.rate_columns)
+        _CostClass(
+            op.rate, *_way(op), chains[op.region], loops[loop], op.flops, op.bytes, op.rate_rows, op.rate_columns
+        )
         for op, loop in zip(body.ops, loop_of, strict=True)
     ]
+
+
+def _way(op: OpRecord) -> tuple[str, str]:
+    """The kernel of an op of which the backend has several implementations, and the only one where the rate is its own."""
+    if len(op.ways) > 1:
+        return op.kernel, ""
+    return "", op.ways[0] if op.ways and op.rate == "attention" else ""
+
+
+def _launches(body: Body, kernel: str, values: Sequence[int]) -> list[tuple[dict[str, Spec], Mapping[str, Any]]]:
+    """Specs of the operands, and the attributes, of all launches of a kernel that differ in them."""
+    found: dict[Any, tuple[dict[str, Spec], Mapping[str, Any]]] = {}
+    powers: list[int] | None = None
+    for op in body.ops:
+        if op.kernel != kernel:
+            continue
+        buffers = {name: body.buffers[b] for name, b in op.operands.items() if name != "scratch"}
+        key = (*[(name, b.dtype, *b.shape) for name, b in buffers.items()], *op.attrs.items())
+        if key not in found:
+            powers = powers or _exact_monomials(body, values)
+            specs = {
+                name: Spec(tuple([_value(body, row, powers) for row in b.shape]), b.dtype)
+                for name, b in buffers.items()
+            }
+            found[key] = specs, op.attrs
+    return list(found.values())
 
 
 def _keep(results: dict[_Key, _Value], key: _Key, value: _Value) -> None:
@@ -304,27 +383,6 @@ def _keep(results: dict[_Key, _Value], key: _Key, value: _Value) -> None:
     if len(results) >= _KEPT:
         results.clear()
     results[key] = value
-
-
-def _attention(body: Body, device: Device, *, seqs: int) -> tuple[str | None, Grid]:
-    """The best implementation that is legal for all attention of a body, and its rates.
-
-    Where the profile has rates for none that is legal, those it has stand in.
-    """
-    needs = {
-        (op.attrs["head_size"], body.buffers[op.operands["q"]].dtype, op.attrs.get("block", 0))
-        for op in body.ops
-        if op.kernel == "attention"
-    }
-    options = [
-        attention_options(device.backend, seqs=seqs, head_size=head_size, dtype=dtype, block=block)
-        for head_size, dtype, block in sorted(needs)
-    ]
-    legal = [name for name in options[0] if all(name in other for other in options)] if options else []
-    rates = device.attention_rates
-    rated = [name for name in legal if name in rates]
-    best = max(rated, key=lambda name: max(rates[name].values())) if rated else legal[0] if legal else None
-    return best, attention_grid(device, best)
 
 
 def _knob_chain(body: Body, region: int | None) -> tuple[str, ...]:
@@ -372,8 +430,12 @@ def _exact_monomials(body: Body, values: Sequence[int]) -> list[int]:
 
 def _total(body: Body, row: int, points: Sequence[tuple[int, Sequence[int]]]) -> int:
     """One polynomial over all iterations in Python integers: FLOPs of long contexts exceed 64 bits."""
-    coefficients, denominator = body.coefficients[row].tolist(), int(body.denominators[row])
-    return sum(weight * (sum(map(mul, coefficients, powers)) // denominator) for weight, powers in points)
+    return sum(weight * _value(body, row, powers) for weight, powers in points)
+
+
+def _value(body: Body, row: int, powers: Sequence[int]) -> int:
+    """One polynomial in Python integers."""
+    return int(sum(map(mul, body.coefficients[row].tolist(), powers))) // int(body.denominators[row])
 
 
 def _iterations(

@@ -18,6 +18,7 @@ from mosaic.planner.peaks import formula_text
 from mosaic.planner.records import numbers_of, records_of
 from mosaic.planner.search import SearchResult
 from mosaic.planner.space import Config, Point, Space
+from mosaic.registrar.operator import Operator
 from mosaic.units import round_up
 
 __all__ = ["SCHEMA", "Draft", "assemble"]
@@ -36,6 +37,8 @@ class Draft:
         All fields of the document up to the first list of rows.
     records, numbers
         The rows of its lists, and their numbers.
+    operators
+        Those of its ops that Mosaic does not ship, by name.
     statements
         Gives what is said besides: formula, trace, and each op's FLOPs and bytes.
     """
@@ -43,6 +46,7 @@ class Draft:
     header: Mapping[str, Any]
     records: Records
     numbers: Numbers
+    operators: Mapping[str, Operator]
     statements: Callable[[], tuple[list[Any], list[Any], Sequence[tuple[int, int]]]]
 
     def document(self) -> dict[str, Any]:
@@ -138,7 +142,7 @@ def assemble(
             for name, size in (*((name, components[name]) for name in ("workspace", "weights")), *states.items())
         ]
         + [{"name": "host", "device": "cpu", "capacity": host}],
-        "implementations": _implementations(point, config),
+        "implementations": dict(point.space.times(config.choices).implementations(point.values(config))),
         "budget_bytes": budget_bytes,
         "host_budget_bytes": host_budget_bytes,
         "fits": total <= budget_bytes and host <= host_budget_bytes,
@@ -155,6 +159,7 @@ def assemble(
     }
     return Draft(
         header=header, records=records_of(variant), numbers=numbers_of(point, config, offsets),
+        operators=variant.body.operators,
         statements=partial(_state, point.space, result, point.values(config), dict(point.extents)),
     )  # fmt: skip
 
@@ -166,12 +171,6 @@ def _state(
     trace = [_trace_step(space, step) for step in result.trace]
     body = space.variant(result.config).body
     return [{**line} for line in formula(space, result.config)], trace, op_totals(body, values, extents)
-
-
-def _implementations(point: Point, config: Config) -> dict[str, str]:
-    """The implementation of each operator that has several."""
-    chosen = point.space.times(config.choices).attention_implementation(point.dims.get("seqs", 0))
-    return {} if chosen is None else {"attention": chosen}
 
 
 def describe(space: Space, config: Config) -> dict[str, int | str | None]:

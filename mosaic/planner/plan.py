@@ -12,6 +12,7 @@ from mosaic.errors import PlanFormatError
 from mosaic.files import write_atomic
 from mosaic.planner.check import WeightMap, require_safe, require_valid, require_well_formed, weight_map
 from mosaic.planner.document import SCHEMA, Draft
+from mosaic.registrar.operator import Operator
 
 __all__ = ["Plan"]
 
@@ -23,6 +24,13 @@ class Plan:
     ----------
     document
         The JSON form, or a planner's draft, whose document is written when it is first asked for.
+    operators
+        Operators of its ops that Mosaic does not ship, by name: a draft brings its own, JSON has none.
+
+    Attributes
+    ----------
+    operators
+        The same, for whoever runs the plan. They are no part of the document.
 
     Examples
     --------
@@ -32,9 +40,10 @@ class Plan:
     (True, True)
     """
 
-    __slots__ = ("_document", "_draft")
+    __slots__ = ("_document", "_draft", "operators")
 
-    def __init__(self, document: Mapping[str, Any] | Draft) -> None:
+    def __init__(self, document: Mapping[str, Any] | Draft, *, operators: Mapping[str, Operator] | None = None) -> None:
+        self.operators = {**(document.operators if isinstance(document, Draft) else {}), **(operators or {})}
         self._draft: Draft | None = None
         self._document: Mapping[str, Any] | None = None
         if isinstance(document, Draft):

@@ -11,7 +11,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from itertools import product
@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.errors import GraphError
+from mosaic.registrar.operator import Operator
+from mosaic.registrar.operators import find
 
 __all__ = [
     "Access",
@@ -62,7 +64,10 @@ class KnobRecord(NamedTuple):
 
 
 class OpRecord(NamedTuple):
-    """One launch; reads, writes and operands are buffer ids, the last four fields rows of the polynomial table."""
+    """One launch; reads, writes and operands are buffer ids, `flops` to `rate_columns` rows of the polynomial table.
+
+    `ways` names the implementations that the backend has; where it is one, `rate` is its rate, else the operator's.
+    """
 
     name: str
     kernel: str
@@ -80,6 +85,7 @@ class OpRecord(NamedTuple):
     bytes: int
     rate_rows: int
     rate_columns: int
+    ways: list[str]
 
 
 class BufferRecord(NamedTuple):
@@ -130,7 +136,8 @@ class Body:
     """One registration of the model, compiled.
 
     `exponents` [monomials, variables] and `coefficients` [polynomials, monomials] hold every symbolic quantity;
-    variables are the dims, then one `<knob>_rows` per knob. `factors` is `factor_columns` of the exponents.
+    variables are the dims, then one `<knob>_rows` per knob. `factors` is `factor_columns` of the exponents. `operators`
+    are those of its ops that Mosaic does not ship.
     """
 
     variables: tuple[str, ...]
@@ -143,6 +150,7 @@ class Body:
     barriers: tuple[tuple[str, list[int], int | None, int], ...]
     edges: tuple[tuple[str, int, int], ...]
     factors: npt.NDArray[np.int64]
+    operators: Mapping[str, Operator] = field(default_factory=dict)
 
     @cached_property
     def accesses(self) -> list[list[Access]]:
@@ -481,19 +489,19 @@ def compile_body(graph: Any) -> Body:
         )  # fmt: skip
 
     def op_record(op: Any) -> OpRecord:
-        updates = [op.operands[name].id for name in op.contract.updates]
+        ways = op.operator.on(graph.backend)
+        rate = ways[0].rate or op.operator.rate if len(ways) == 1 else op.operator.rate
+        updates = [op.operands[name].id for name in op.operator.updates]
         inplace = [
-            [op.operands[w].id, op.operands[r].id]
-            for w, r in op.contract.inplace
-            if w in op.operands and r in op.operands
+            [op.operands[w].id, op.operands[r].id] for w, r in op.inplace if w in op.operands and r in op.operands
         ]
         return OpRecord(
-            op.name, op.contract.name, op.stream, at(op.region.name) if op.region else None,
+            op.name, op.operator.name, op.stream, at(op.region.name) if op.region else None,
             _unique(b.id for b in op.reads), _unique(b.id for b in op.writes), updates,
             {name: b.id for name, b in op.operands.items()}, _plain(op.attrs), inplace,
-            [[s.operand, s.axis, s.region, s.factor] for s in op.slices], op.rate,
+            [[s.operand, s.axis, s.region, s.factor] for s in op.slices], "link" if op.rate == "link" else rate,
             polynomials.row(op.flops), polynomials.row(op.bytes), polynomials.row(op.rate_rows),
-            polynomials.row(op.rate_columns),
+            polynomials.row(op.rate_columns), [way.name for way in ways],
         )  # fmt: skip
 
     ops = tuple(map(op_record, graph.ops))
@@ -508,6 +516,7 @@ def compile_body(graph: Any) -> Body:
         ops=ops, buffers=buffers, regions=regions,
         barriers=tuple((b.name, [x.id for x in b.buffers], b.start, b.end) for b in graph.barriers),
         edges=tuple((e.kind, e.source, e.target) for e in graph.edges), factors=factor_columns(exponents),
+        operators={name: found for name, found in graph.operators.items() if found is not find(name, {})},
     )  # fmt: skip
 
 

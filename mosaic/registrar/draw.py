@@ -18,7 +18,7 @@ def to_networkx(graph: Graph) -> nx.MultiDiGraph:
     """
     found = nx.MultiDiGraph(name=graph.name)
     for op in graph.ops:
-        found.add_node(op.name, kernel=op.contract.name, stream=op.stream, region=op.region.name if op.region else None)
+        found.add_node(op.name, kernel=op.operator.name, stream=op.stream, region=op.region.name if op.region else None)
     for source, target, name, shape in _flow(graph):
         found.add_edge(source.name, target.name, buffer=name, shape=shape)
     return found
@@ -82,7 +82,7 @@ def _mermaid_block(graph: Graph, region: Region | None, indent: str) -> list[str
 
 
 def _label(op: Op) -> str:
-    return op.name if op.name.endswith(op.contract.name) else f"{op.name} ({op.contract.name})"
+    return op.name if op.name.endswith(op.operator.name) else f"{op.name} ({op.operator.name})"
 
 
 def _region_label(region: Region) -> str:

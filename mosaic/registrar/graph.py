@@ -1,6 +1,6 @@
 """The graph of one forward phase: ops in program order, symbolic dims, no numbers.
 
-A model is described, not traced. `add_op` infers shapes from contracts and
+A model is described, not traced. `add_op` infers shapes from operators and
 refuses a mismatch on the line that wrote it; `chunk` opens a loop whose body
 is laid out once; `add_alias`, `add_barrier` and `stream` state what lifetimes
 cannot derive. Nothing here imports torch or knows a device.
@@ -18,10 +18,9 @@ from typing import Any, Final, Literal, TypeAlias, TypeGuard
 import sympy
 
 from mosaic.errors import GraphError, MissingExtra
-from mosaic.registrar.contract import Contract, Dim, Rate, Spec, divides, require
-from mosaic.registrar.contracts import contract as shipped_contract
 from mosaic.registrar.dtypes import ITEMSIZE
-from mosaic.registrar.implementations import scratch_bytes
+from mosaic.registrar.operator import Dim, Operator, Rate, Spec, divides, require
+from mosaic.registrar.operators import operator as shipped
 
 __all__ = ["Barrier", "Buffer", "Choice", "DimInfo", "Edge", "Graph", "Kind", "Op", "Region", "Slice"]
 
@@ -119,11 +118,11 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Op:
-    """One launch: a contract bound to buffers."""
+    """One launch: an operator bound to buffers; `inplace` are the pairs (write, read) that may share storage here."""
 
     index: int
     name: str
-    contract: Contract
+    operator: Operator
     operands: Mapping[str, Buffer]
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
@@ -131,6 +130,7 @@ class Op:
     region: Region | None
     stream: str
     slices: tuple[Slice, ...]
+    inplace: tuple[tuple[str, str], ...]
     flops: Dim
     bytes: Dim
     rate: Rate
@@ -210,6 +210,7 @@ class Graph:
         self.dims: dict[str, DimInfo] = {}
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
+        self.operators: dict[str, Operator] = {}
         self.regions: list[Region] = []
         self.barriers: list[Barrier] = []
         self.edges: list[Edge] = []
@@ -398,7 +399,7 @@ class Graph:
 
     def add_op(
         self,
-        contract: str | Contract,
+        operator: str | Operator,
         *reads: Buffer | None,
         out: Buffer | Sequence[Buffer] | None = None,
         name: str | None = None,
@@ -408,22 +409,22 @@ class Graph:
 
         Parameters
         ----------
-        contract
-            An operator's name, or a `Contract` of your own.
+        operator
+            The name of one that Mosaic ships, or an `Operator` of your own.
         reads
-            Operands in the contract's order; `None` or nothing for an optional one.
+            Operands in the operator's order; `None` or nothing for an optional one.
         out
             Buffers to write into instead of new ones: outputs, or ones defined outside a region and filled slice by slice.
         attrs
-            The contract's attributes. Symbolic ones inform the cost model; plain ones also reach the kernel.
+            The operator's attributes. Symbolic ones inform the cost model; plain ones also reach the kernel.
 
         Raises
         ------
         GraphError
             Where shapes do not agree, naming the op, the shapes and the source line.
         """
-        rule = shipped_contract(contract) if isinstance(contract, str) else contract
         source = _caller()
+        rule = self._record(operator, source)
         full = self._full(name or rule.name)
         serial = 2
         while full in self._op_names:
@@ -442,7 +443,7 @@ class Graph:
             if any(buffer is operand for operand in operands.values()):
                 raise GraphError(
                     f"{full} ({source}): out= gives {buffer}, which it also reads; write a buffer that aliases it, "
-                    f"or use a contract that updates it"
+                    f"or use an operator that updates it"
                 )
         wrote = _results(self.backend, rule, asked.specs, self._seen(created), self._loops, given)
         read = tuple(operands.values())
@@ -457,10 +458,11 @@ class Graph:
             if buffer.kind == "weight":
                 raise GraphError(f"{full} ({source}): writes the weight {buffer} ({buffer.source}); use a state")
         op = Op(
-            index=len(self.ops), name=full, contract=rule, operands=operands,
+            index=len(self.ops), name=full, operator=rule, operands=operands,
             reads=read, writes=(*created.values(), *updated, *([operands["scratch"]] if "scratch" in operands else [])),
             attrs=attrs, region=self._region, stream=self._stream.name if self._stream else MAIN,
-            slices=slices, flops=work.flops, bytes=work.bytes, rate_rows=work.rate_rows, source=source,
+            slices=slices, inplace=rule.inplace_on(self.backend), flops=work.flops, bytes=work.bytes,
+            rate_rows=work.rate_rows, source=source,
             rate="link" if any(b.pool == "host" for b in operands.values()) else rule.rate,
             rate_columns=work.rate_columns,
         )  # fmt: skip
@@ -469,7 +471,15 @@ class Graph:
         results = tuple(created.values()) or tuple(updated)
         return results[0] if len(results) == 1 else results
 
-    def _operands(self, rule: Contract, reads: Sequence[Buffer | None], full: str, source: str) -> dict[str, Buffer]:
+    def _record(self, operator: str | Operator, source: str) -> Operator:
+        """The record of an operator, which plans bring along: one for each name."""
+        if isinstance(operator, str):
+            operator = self.operators.get(operator) or shipped(operator)
+        if self.operators.setdefault(operator.name, operator) is not operator:
+            raise GraphError(f"{operator.name} ({source}): another operator of this graph has the same name")
+        return operator
+
+    def _operands(self, rule: Operator, reads: Sequence[Buffer | None], full: str, source: str) -> dict[str, Buffer]:
         required = sum(not name.endswith("?") for name in rule.reads)
         if not required <= len(reads) <= len(rule.reads):
             raise GraphError(f"{full} ({source}): {rule.name} reads {', '.join(rule.reads)}, got {len(reads)} operands")
@@ -505,14 +515,14 @@ class Graph:
             if factor is None:
                 raise GraphError(
                     f"{full} ({source}): region {region.name} cannot slice axis {axis} of {key} {operands[key]}: "
-                    f"{dim} is no multiple of {region.over}; let the contract take '{key}' whole, or define the "
+                    f"{dim} is no multiple of {region.over}; let the operator take '{key}' whole, or define the "
                     "buffer inside the region"
                 )
             found.append(Slice(key, axis, region.name, factor))
         return tuple(found)
 
     def _outputs(
-        self, rule: Contract, inferred: Sequence[Spec], out: Buffer | Sequence[Buffer] | None, full: str, source: str
+        self, rule: Operator, inferred: Sequence[Spec], out: Buffer | Sequence[Buffer] | None, full: str, source: str
     ) -> dict[str, Buffer]:
         if len(inferred) != len(rule.writes):
             raise GraphError(f"{full} ({source}): {rule.name} infers {len(inferred)} specs for writes {rule.writes}")
@@ -716,7 +726,7 @@ _Cut: TypeAlias = tuple[str, int, int, int | None, Dim]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What a contract says of one launch."""
+    """What an operator says of one launch."""
 
     outputs: tuple[Spec, ...]
     flops: Dim
@@ -736,7 +746,7 @@ class _Asked:
 
 
 @lru_cache(maxsize=_KEPT)
-def _asked(rule: Contract, reads: _Seen, loops: _Loops, attrs: _Attributes) -> _Asked:
+def _asked(rule: Operator, reads: _Seen, loops: _Loops, attrs: _Attributes) -> _Asked:
     specs, cuts = _iteration(rule, reads, loops)
     if any(factor is None for *_, factor, _ in cuts):
         return _Asked(specs=specs, cuts=cuts, work=None)
@@ -747,7 +757,7 @@ def _asked(rule: Contract, reads: _Seen, loops: _Loops, attrs: _Attributes) -> _
         return _Asked(specs=specs, cuts=cuts, work=None, refused=f"{rule.name}({shown}): {error}")
 
 
-def _work(rule: Contract, specs: _Specs, attrs: _Attributes) -> _Work:
+def _work(rule: Operator, specs: _Specs, attrs: _Attributes) -> _Work:
     operands, given = dict(specs), dict(attrs)
     outputs = tuple(rule.infer(**operands, **given))
     return _Work(
@@ -768,15 +778,15 @@ class _Results:
 
 
 @lru_cache(maxsize=_KEPT)
-def _results(backend: str, rule: Contract, reads: _Specs, writes: _Seen, loops: _Loops, attrs: _Attributes) -> _Results:
+def _results(backend: str, rule: Operator, reads: _Specs, writes: _Seen, loops: _Loops, attrs: _Attributes) -> _Results:
     specs, cuts = _iteration(rule, writes, loops)
-    scratch = scratch_bytes(backend, rule.name, dict(reads + specs), dict(attrs))
+    scratch = rule.scratch_bytes(backend, dict(reads + specs), dict(attrs))
     if scratch != 0:
         cuts += _iteration(rule, (("scratch", Spec((scratch,), "uint8"), len(loops)),), loops)[1]
     return _Results(scratch, cuts)
 
 
-def _iteration(rule: Contract, operands: _Seen, loops: _Loops) -> tuple[_Specs, tuple[_Cut, ...]]:
+def _iteration(rule: Operator, operands: _Seen, loops: _Loops) -> tuple[_Specs, tuple[_Cut, ...]]:
     """Operands as one iteration of some nested loops sees them, and the slices that make it so."""
     views = {key: _view(spec, loops, inside, key in rule.whole) for key, spec, inside in operands}
     return (
@@ -796,7 +806,7 @@ class _View:
 
 @lru_cache(maxsize=_KEPT)
 def _view(spec: Spec, loops: _Loops, inside: int, whole: bool) -> _View:
-    """The outermost `inside` loops hold the operand's home; the others slice it, unless the contract takes it whole."""
+    """The outermost `inside` loops hold the operand's home; the others slice it, unless the operator takes it whole."""
     cuts: list[tuple[int, int, int | None, Dim]] = []
     shape = spec.shape
     for index, (over, rows) in enumerate(loops):

@@ -9,9 +9,9 @@ from typing import Any, Final
 import sympy
 
 from mosaic.errors import GraphError
-from mosaic.registrar.contract import Contract, Dim, Spec
-from mosaic.registrar.contracts import OPERATORS, contract
 from mosaic.registrar.graph import Barrier, Buffer, Choice, DimInfo, Edge, Graph, Op, Region, Slice
+from mosaic.registrar.operator import Dim, Operator, Spec
+from mosaic.registrar.operators import find
 
 __all__ = ["SCHEMA", "from_json", "to_json"]
 
@@ -23,8 +23,13 @@ def to_json(graph: Graph) -> str:
     return json.dumps(_graph(graph), separators=(",", ":")) + "\n"
 
 
-def from_json(text: str) -> Graph:
-    """Read a graph back. Shapes, lifetimes and costs survive; a contract of the user's own comes back without its rules.
+def from_json(text: str, *, operators: Mapping[str, Operator] | None = None) -> Graph:
+    """Read a graph back. Shapes, lifetimes and costs survive.
+
+    Parameters
+    ----------
+    operators
+        Operators that Mosaic does not ship, by name. One that is not given comes back without rules and implementations.
 
     Raises
     ------
@@ -39,7 +44,7 @@ def from_json(text: str) -> Graph:
         found = plain.get("schema") if isinstance(plain, dict) else None
         raise GraphError(f"not a graph of schema '{SCHEMA}', found {found!r}")
     try:
-        return _Reader(plain).graph
+        return _Reader(plain, operators or {}).graph
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise GraphError(f"damaged graph: {type(error).__name__}: {error}") from None
 
@@ -76,7 +81,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
 
 
 def _op(op: Op) -> dict[str, Any]:
-    rule = op.contract
+    rule = op.operator
     return {
         "name": op.name,
         "contract": rule.name,
@@ -124,7 +129,8 @@ def _terms(value: Dim) -> Any:
 class _Reader:
     """Rebuilds a graph from its plain form."""
 
-    def __init__(self, plain: Mapping[str, Any]) -> None:
+    def __init__(self, plain: Mapping[str, Any], operators: Mapping[str, Operator]) -> None:
+        self.operators = operators
         self.symbols: dict[str, sympy.Symbol] = {}
         self.graph = graph = Graph(plain["name"], backend=plain["backend"])
         for name, at_most, value in plain["dims"]:
@@ -186,21 +192,20 @@ class _Reader:
     def _op(self, index: int, plain: Mapping[str, Any]) -> Op:
         buffers = self.graph.buffers
         reads, writes, updates, whole, inplace, rate = plain["rule"]
-        rule = (
-            contract(plain["contract"])
-            if plain["contract"] in OPERATORS
-            else Contract(
-                name=plain["contract"], reads=tuple(reads), writes=tuple(writes), updates=tuple(updates), whole=frozenset(whole),
-                inplace=tuple((w, r) for w, r in inplace), rate=rate,
-            )
+        name = plain["contract"]
+        rule = self.graph.operators.get(name) or find(name, self.operators) or Operator(
+            name=name, reads=tuple(reads), writes=tuple(writes), updates=tuple(updates), whole=frozenset(whole),
+            inplace=tuple((w, r) for w, r in inplace), rate=rate,
         )  # fmt: skip
+        self.graph.operators[name] = rule
         return Op(
-            index=index, name=plain["name"], contract=rule,
+            index=index, name=plain["name"], operator=rule,
             operands={key: buffers[b] for key, b in plain["operands"].items()},
             reads=tuple(buffers[b] for b in plain["reads"]), writes=tuple(buffers[b] for b in plain["writes"]),
             attrs={key: self._dim(v["terms"]) if isinstance(v, dict) else v for key, v in plain["attrs"].items()},
             region=self.regions[plain["region"]] if plain["region"] else None, stream=plain["stream"],
-            slices=tuple(Slice(*s) for s in plain["slices"]), flops=self._dim(plain["flops"]),
+            slices=tuple(Slice(*s) for s in plain["slices"]), inplace=rule.inplace_on(self.graph.backend),
+            flops=self._dim(plain["flops"]),
             bytes=self._dim(plain["bytes"]), rate=plain["rate"], rate_rows=self._dim(plain["rate_rows"]),
             rate_columns=self._dim(plain["rate_columns"]), source=plain["source"],
         )  # fmt: skip

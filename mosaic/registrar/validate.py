@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, permutations
 
 from mosaic.errors import GraphError
-from mosaic.registrar.contract import Dim
 from mosaic.registrar.graph import MAIN, Buffer, Graph, Op, Region
+from mosaic.registrar.operator import Dim
 
 __all__ = ["validate"]
 
@@ -34,9 +34,9 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
     _aliases_are_legal(graph)
     _streams_are_closed(graph)
     for op in graph.ops:
-        if kernels is not None and op.contract.name not in kernels:
+        if kernels is not None and op.operator.name not in kernels:
             raise GraphError(
-                f"{op.name} ({op.source}): no kernel '{op.contract.name}'; there are {', '.join(sorted(kernels))}"
+                f"{op.name} ({op.source}): no kernel '{op.operator.name}'; there are {', '.join(sorted(kernels))}"
             )
 
 
@@ -221,9 +221,9 @@ def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
 
 
 def _works_in_place(graph: Graph, op: Op, new: Buffer, old: Buffer) -> bool:
-    """Whether an op may write `new` over `old`: byte for byte, as the operand that its contract names and as no other."""
+    """Whether an op may write `new` over `old`: byte for byte, as the operand that its operator names and as no other."""
     operands = op.operands
-    named = any(operands.get(w) is new and operands.get(r) is old for w, r in op.contract.inplace)
+    named = any(operands.get(w) is new and operands.get(r) is old for w, r in op.inplace)
     alone = sum(buffer is old for buffer in operands.values()) == 1
     return named and alone and _extent(graph, new) == _extent(graph, old) and _cuts(op, new) == _cuts(op, old)
 

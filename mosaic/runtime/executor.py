@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mosaic.errors import PlanFormatError, UsageError
 from mosaic.planner.check import WeightMap
+from mosaic.registrar.operator import Operator
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.segments import Segment
@@ -58,6 +59,9 @@ class Executor:
         A plan document (`mosaic.plan/1`), or an object with one as `document`.
     workspace
         Its pools must be committed as far as the plan reaches.
+    operators
+        Operators of the plan's ops that Mosaic does not ship, by name, beside those that the plan itself brings. A document
+        read from a file brings none, and nothing is imported by a name found in it.
     tensors
         Tensors to use for weight, state and external buffers instead of the plan's offsets, by the buffers' `tensor`
         names: parameters adopted from a module.
@@ -87,6 +91,7 @@ class Executor:
         plan: Any,
         workspace: Workspace,
         *,
+        operators: Mapping[str, Operator] | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         weights: WeightMap | None = None,
         debug: Debug = None,
@@ -103,6 +108,7 @@ class Executor:
         if weights is not None:
             require_in_place(self.document, weights)
         self.workspace, self.debug = workspace, debug
+        self._operators = {**getattr(plan, "operators", {}), **(operators or {})}
         self._tensors = dict(tensors or {})
         self._streams = CudaStreams() if streams is None and self.document.get("backend") == "cuda" else streams
         self._capture, self._warm = capture, False
@@ -124,7 +130,9 @@ class Executor:
         self._inputs, self._outputs = self._named("input"), self._named("output")
         poison = Poison(self.document, regions, self._views) if self.debug == "poison" else None
         self._guard = WeightGuard(self.document, self._views, self.workspace) if self.debug == "poison" else None
-        self._segments: tuple[Segment, ...] = unroll(self.document, regions, self._views, self._streams, poison)
+        self._segments: tuple[Segment, ...] = unroll(
+            self.document, self._operators, regions, self._views, self._streams, poison
+        )
 
     def _moves(self) -> dict[str, int]:
         """How often each pool has moved: slabs do when they grow, ranges of virtual memory never."""

@@ -10,11 +10,13 @@ bound once instead of launched anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, partial
-from inspect import signature
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from mosaic import kernels
+from mosaic.errors import PlanFormatError, UnknownName
+from mosaic.kernels import kernel_of
+from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.operators import find
 from mosaic.runtime.ordering import Body, Signal, bodies_of
 from mosaic.runtime.poison import Fill, Poison, Times
 from mosaic.runtime.regions import Chunks, Region, Regions
@@ -29,7 +31,6 @@ _NO_SIGNALS: Final = Body()
 _ONCE: Final = range(1)
 _FEW: Final = 16
 """Iterations of a loop on the CPU that are bound one by one, which saves each launch its checks and views."""
-_ON_HOST: Final = "copy"  # the one kernel that takes host memory by the host's address
 
 
 class _Bound(NamedTuple):
@@ -38,33 +39,47 @@ class _Bound(NamedTuple):
     launch: Callable[..., object]
     bind: Callable[..., Callable[[], object]] | None
     slices: Mapping[str, tuple[SliceOf, ...]]
-    takes_row_start: bool
+    way: Implementation
 
 
 def unroll(
-    document: Mapping[str, Any], regions: Regions, views: Views, streams: Streams | None, poison: Poison | None
+    document: Mapping[str, Any],
+    operators: Mapping[str, Operator],
+    regions: Regions,
+    views: Views,
+    streams: Streams | None,
+    poison: Poison | None,
 ) -> tuple[Segment, ...]:
     """Bind a document.
 
     Parameters
     ----------
+    operators
+        Those of its ops that Mosaic does not ship, by name.
     streams
         What carries the launches; None runs everything in program order.
     poison
         What to fill, if anything.
+
+    Raises
+    ------
+    PlanFormatError
+        An op of an operator that was not given and that Mosaic does not ship, or of one that cannot run here.
     """
-    return tuple(_Unroller(document, regions, views, streams, poison).segments())
+    return tuple(_Unroller(document, operators, regions, views, streams, poison).segments())
 
 
 class _Unroller:
     def __init__(
         self,
         document: Mapping[str, Any],
+        operators: Mapping[str, Operator],
         regions: Regions,
         views: Views,
         streams: Streams | None,
         poison: Poison | None,
     ) -> None:
+        self._operators = operators
         self._ops: Sequence[Mapping[str, Any]] = document["ops"]
         self._backend: str = document.get("backend", "cpu")
         self._implementations: Mapping[str, str] = document.get("implementations", {})
@@ -218,17 +233,18 @@ class _Unroller:
     def _launch(self, op: Mapping[str, Any], chunks: Chunks, loop: Loop | None) -> None:
         """Add one launch; what its arguments are in each row goes into its column."""
         bound = self._bind(op)
-        on_device = self._backend == "cuda" and op["kernel"] != _ON_HOST
+        on_host = bound.way.on_host
         arguments: dict[str, Any] = dict(op["attrs"])
         columns: dict[str, Column] = {}
         for name, buffer in op["operands"].items():
+            on_device = self._backend == "cuda" and name not in on_host
             view = self._views.operand(buffer, bound.slices.get(name, ()), chunks, loop, on_device=on_device)
             if isinstance(view, Column):
                 columns[name] = view
             else:
                 arguments[name] = view
-        if bound.takes_row_start:
-            rows = [entry for entry in bound.slices.get("q", ()) if entry.axis == 0]
+        if bound.way.row_origin is not None:
+            rows = [entry for entry in bound.slices.get(bound.way.row_origin, ()) if entry.axis == 0]
             start = sum(entry.factor * chunks[entry.region].start for entry in rows if entry.region in chunks)
             factors = [entry.factor for entry in rows if entry.region not in chunks]
             if loop is not None and factors:
@@ -244,16 +260,30 @@ class _Unroller:
     def _bind(self, op: Mapping[str, Any]) -> _Bound:
         found = self._bound.get(op["index"])
         if found is None:
-            kernel = op["kernel"]
-            module = kernels.load(kernel, self._backend, self._implementations.get(kernel))
+            way = self._implementation(op)
+            kernel = kernel_of(way)
             slices: dict[str, tuple[SliceOf, ...]] = {}
             # outer loops first: a chunk of a loop inside counts from the start of the outer one's
             for operand, *entry in sorted(op["slices"], key=lambda entry: len(self._regions.chain(entry[2]))):
                 slices[operand] = (*slices.get(operand, ()), SliceOf(*entry))
             found = self._bound[op["index"]] = _Bound(
-                module.launch, getattr(module, "bind", None), slices, _takes_row_start(module.launch)
+                getattr(kernel, "launch", kernel), getattr(kernel, "bind", None), slices, way
             )
         return found
+
+    def _implementation(self, op: Mapping[str, Any]) -> Implementation:
+        """What carries an op out: of the operators that were given or that Mosaic ships, never by what a file names."""
+        kernel = op["kernel"]
+        operator = find(kernel, self._operators)
+        if operator is None:
+            raise PlanFormatError(
+                f"op {op['index']} ({op['name']}) is of the operator '{kernel}', which Mosaic does not ship; give its "
+                f"record: Executor(plan, workspace, operators={{'{kernel}': …}})."
+            )
+        try:
+            return operator.implementation(self._backend, self._implementations.get(kernel))
+        except UnknownName as error:
+            raise PlanFormatError(f"op {op['index']} ({op['name']}) cannot run: {error}") from None
 
     def _row_starts(self, loop: Loop, start: int, factor: int) -> Column:
         key = start, factor, id(loop.chunks)
@@ -284,9 +314,3 @@ class _Unroller:
         lines = self._lines
         lines.steps.append(Step(op=op, name=name, stream=stream, function=function, arguments=arguments, call=call))
         lines.tables.append(table if table is not None else lines.blank)
-
-
-@cache
-def _takes_row_start(launch: Callable[..., object]) -> bool:
-    """Tell whether a kernel wants to know which row of the whole its first row is."""
-    return "row_start" in signature(launch).parameters

@@ -145,7 +145,7 @@ def _structure(ops: Sequence[Op], key: tuple[str, str]) -> list[tuple[object, ..
     own = ".".join(key)
     return [
         (
-            op.name.removeprefix(own), op.contract.name, op.stream, op.region.knob if op.region else None,
+            op.name.removeprefix(own), op.operator.name, op.stream, op.region.knob if op.region else None,
             tuple((name, b.spec.shape, b.dtype) for name, b in op.operands.items()),
         )
         for op in ops
@@ -199,7 +199,7 @@ class _Picture:
 
     def _row(self, op: Op, scope: str) -> _Row:
         label = op.name.removeprefix(scope)
-        kernel = op.contract.name
+        kernel = op.operator.name
         return _Row(
             label=label, note="" if label.rsplit("/", 1)[-1] == kernel else kernel, made=_made(op, label.rsplit("/", 1)[-1]),
             stream=self.streams.index(op.stream), kind=None,
@@ -377,7 +377,7 @@ def _spec(buffer: Buffer) -> str:
 
 def _made(op: Op, label: str) -> str:
     """What an op writes: shapes, with names where they are not the op's own, and a sign before what it updates."""
-    updated = [op.operands[name] for name in op.contract.updates if name in op.operands]
+    updated = [op.operands[name] for name in op.operator.updates if name in op.operands]
     created = [b for b in op.writes if b.kind not in _UNSEEN and b not in updated]
     return ",  ".join([*_listed(created, "", label), *_listed(updated, "↻ ", label)])
 

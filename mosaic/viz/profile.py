@@ -14,6 +14,8 @@ from itertools import accumulate
 from typing import Any, Final
 
 from mosaic.errors import PlanFormatError
+from mosaic.registrar.operator import Role
+from mosaic.registrar.operators import find
 
 __all__ = [
     "CATEGORIES",
@@ -52,57 +54,12 @@ CATEGORIES: Final[tuple[str, ...]] = (
 
 _KINDS: Final = {"weight": "weights", "state": "state", "input": "inputs", "scratch": "scratch"}
 
-# (kernel, operand) says what a buffer is for more reliably than its name. The first row that matches wins, so that the
-# residual stays `hidden` although norms and projections read it.
-_ROLES: Final[tuple[tuple[str, Mapping[str, frozenset[str]]], ...]] = (
-    ("weights", {"*": frozenset({"weight", "table", "bias"})}),  # a streamed weight's slot in the workspace
-    (
-        "statistics",
-        {
-            "row_stats": frozenset({"token", "maximum", "second", "logsumexp", "entropy"}),
-            "unembed_stats": frozenset({"token", "maximum", "second", "logsumexp", "entropy"}),
-            "row_sample": frozenset({"token", "maximum", "second", "logsumexp", "entropy", "sample", "sample_logit"}),
-            "unembed_sample": frozenset(
-                {"token", "maximum", "second", "logsumexp", "entropy", "sample", "sample_logit"}
-            ),
-            "row_nucleus": frozenset({"sample", "probability", "margin", "entropy"}),
-            "confidence": frozenset({"maximum", "logsumexp", "y"}),
-            "row_score": frozenset({"maximum", "second", "logsumexp", "entropy", "sample_logit", "score"}),
-            "transfer": frozenset({"token", "score", "chosen", "committed"}),
-        },
-    ),
-    ("hidden", {"embedding": frozenset({"y"}), "linear_add": frozenset({"y"}), "moe_combine": frozenset({"x"})}),
-    (
-        "logits and head",
-        {
-            "row_stats": frozenset({"logits"}),
-            "row_sample": frozenset({"logits"}),
-            "row_nucleus": frozenset({"logits"}),
-            "guide": frozenset({"x", "uncond"}),
-            "unembed_stats": frozenset({"x"}),
-            "unembed_sample": frozenset({"x"}),
-        },
-    ),
-    (
-        "attention",
-        {
-            "attention": frozenset({"q", "k", "v", "y"}),
-            "kv_attention": frozenset({"q", "y"}),
-            "kv_store": frozenset({"k", "v"}),
-            "rotary": frozenset({"x"}),
-            "head_norm": frozenset({"x"}),
-        },
-    ),
-    (
-        "ffn",
-        {
-            "silu_mul": frozenset({"gate", "up"}),
-            "grouped_linear": frozenset({"x", "y"}),
-            "moe_route": frozenset({"scores", "experts"}),
-            "moe_sort": frozenset({"order", "offsets"}),
-        },
-    ),
-)
+_OF_WEIGHTS: Final = frozenset({"weight", "table", "bias"})
+"""Operands that hold weights whatever the operator: a streamed weight's slot in the workspace."""
+
+# What an operand is for says more than a buffer's name. Where operators differ about a buffer the first of these wins, so
+# that the residual stays `hidden` although norms and projections read it.
+_ROLES: Final[tuple[Role, ...]] = ("statistics", "hidden", "logits and head", "attention", "ffn")
 
 _WORDS: Final[tuple[tuple[str, frozenset[str]], ...]] = (
     ("logits and head", frozenset({"head", "logits", "unembed", "final", "rows"})),
@@ -259,10 +216,11 @@ def _root(buffers: Sequence[Mapping[str, Any]], buffer: Mapping[str, Any]) -> in
 
 
 def _by_role(uses: set[tuple[str, str]]) -> str | None:
-    for category, table in _ROLES:
-        if any(operand in table.get(kernel, ()) or operand in table.get("*", ()) for kernel, operand in uses):
-            return category
-    return None
+    if any(operand in _OF_WEIGHTS for _, operand in uses):
+        return "weights"
+    records = {kernel: find(kernel, {}) for kernel, _ in uses}
+    found = {record.roles.get(operand) for kernel, operand in uses if (record := records[kernel]) is not None}
+    return next((role for role in _ROLES if role in found), None)
 
 
 def _by_words(names: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ import os
 from triton.language.extra.cuda import libdevice
 
 from mosaic.kernels.cuda._triton import tl, triton
-from mosaic.registrar.implementations.cpu import COUNTER_COLUMNS, COUNTERS, GROUP_RUN
+from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN
 
 __all__ = [
     "BLOCK",

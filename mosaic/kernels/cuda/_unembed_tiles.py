@@ -7,7 +7,7 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda._triton import Tile, since, tile_for
-from mosaic.registrar.implementations.cuda import UNEMBED_ROWS
+from mosaic.registrar.operators.unembed_stats import UNEMBED_ROWS
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -21,7 +21,7 @@ from torch import Tensor
 from mosaic.errors import GraphError, MissingExtra, RuntimeMemoryError
 from mosaic.kernels._operands import check_attention
 from mosaic.kernels.attention import reference
-from mosaic.registrar.implementations.cuda import CUDNN_WORKSPACE_BYTES
+from mosaic.registrar.operators.attention import CUDNN_WORKSPACE_BYTES
 
 __all__ = ["Availability", "available", "launch", "reference"]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.kv_attention import check, reference
-from mosaic.registrar.implementations.cuda import kv_splits
+from mosaic.registrar.operators.kv_attention import kv_splits
 
 __all__ = ["launch", "reference"]
 
@@ -316,6 +316,6 @@ def _partials(scratch: Tensor | None, rows: int, head_size: int) -> Tensor:
     if scratch is None or available < needed:
         raise RuntimeMemoryError(
             f"kv_attention: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            f"SCRATCH['kv_attention']."
+            f"the operator's scratch on cuda."
         )
     return scratch[:needed].view(torch.float32)

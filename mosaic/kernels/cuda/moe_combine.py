@@ -17,7 +17,7 @@ from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels._operands import INDEX, check_shapes
 from mosaic.kernels.cuda._triton import power_of_two, tl, triton
 from mosaic.kernels.moe_combine import reference
-from mosaic.registrar.implementations.cuda import INVERSE_BYTES
+from mosaic.registrar.operators.moe_combine import INVERSE_BYTES
 
 __all__ = ["launch", "reference"]
 
@@ -92,6 +92,6 @@ def _inverse(scratch: Tensor | None, count: int) -> Tensor:
     if scratch is None or available < needed:
         raise RuntimeMemoryError(
             f"moe_combine: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            "SCRATCH['moe_combine']."
+            "the operator's scratch on cuda."
         )
     return scratch[:needed].view(torch.int32)

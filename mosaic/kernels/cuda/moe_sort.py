@@ -18,7 +18,7 @@ from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels._operands import INDEX, check_shapes
 from mosaic.kernels.cuda._triton import power_of_two, tl, triton
 from mosaic.kernels.moe_sort import reference
-from mosaic.registrar.implementations.cuda import SORT_BLOCK
+from mosaic.registrar.operators.moe_sort import SORT_BLOCK
 
 __all__ = ["launch", "reference"]
 
@@ -117,6 +117,6 @@ def _counts(scratch: Tensor | None, count: int) -> Tensor:
     if scratch is None or available < 4 * count:
         raise RuntimeMemoryError(
             f"moe_sort: scratch of {available:,} bytes, {4 * count:,} needed: give the plan's scratch buffer, sized by "
-            "SCRATCH['moe_sort']."
+            "the operator's scratch on cuda."
         )
     return scratch[: 4 * count].view(torch.int32)

@@ -27,7 +27,7 @@ from mosaic.kernels.cuda._sampling import (
 from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, rebase
 from mosaic.kernels.cuda._triton import tl, triton
 from mosaic.kernels.row_stats import reference
-from mosaic.registrar.implementations.cpu import GROUP_RUN
+from mosaic.registrar.tiles import GROUP_RUN
 
 __all__ = ["launch", "launch_rows", "reference"]
 

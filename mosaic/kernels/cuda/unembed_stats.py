@@ -31,7 +31,8 @@ from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, join, re
 from mosaic.kernels.cuda._triton import power_of_two, processors, tl, triton
 from mosaic.kernels.cuda._unembed_tiles import FEW_ROWS, TensorDescriptor, has_descriptors, narrow_columns, tile_of
 from mosaic.kernels.unembed_stats import reference
-from mosaic.registrar.implementations.cuda import PARTIAL_BYTES, SAMPLED_PARTIAL_BYTES, unembed_splits
+from mosaic.registrar.operators.unembed_sample import SAMPLED_PARTIAL_BYTES
+from mosaic.registrar.operators.unembed_stats import PARTIAL_BYTES, unembed_splits
 
 __all__ = ["launch", "launch_unembedding", "reference"]
 
@@ -429,6 +430,6 @@ def _partials(kernel: str, scratch: Tensor | None, partials: int, partial_bytes:
     if scratch is None or available < needed:
         raise RuntimeMemoryError(
             f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            f"SCRATCH['{kernel}']."
+            f"the operator's scratch on cuda."
         )
     return scratch[:needed].view(torch.int32), scratch[:needed].view(torch.float32)

@@ -1,0 +1,44 @@
+"""The operators that Mosaic ships, one a file, found by the operator's one name: a file is all that one more takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Final
+
+from mosaic.errors import UnknownName
+from mosaic.registrar.operator import Operator
+
+__all__ = ["OPERATORS", "find", "operator"]
+
+OPERATORS: Final = tuple(sorted(module.name for module in iter_modules(__path__)))
+"""Names of the files of this package."""
+
+
+@cache
+def operator(name: str) -> Operator:
+    """Look a shipped operator up by name.
+
+    Raises
+    ------
+    UnknownName
+        If Mosaic ships none of this name.
+
+    Examples
+    --------
+    >>> operator("rms_norm").reads
+    ('x', 'weight')
+    """
+    if name not in OPERATORS:
+        raise UnknownName("operator", name, OPERATORS, "Pass an Operator of your own to add_op for any other.")
+    found: Operator = import_module(f"{__name__}.{name}").OPERATOR
+    return found
+
+
+def find(name: str, given: Mapping[str, Operator]) -> Operator | None:
+    """The operator of a name among those that were given, or that Mosaic ships; None if it is neither."""
+    if name in given:
+        return given[name]
+    return operator(name) if name in OPERATORS else None

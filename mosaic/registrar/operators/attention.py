@@ -1,0 +1,91 @@
+"""y[T, N*H] = softmax(q k^T * scale) v per sequence and head: bidirectional, varlen, grouped queries.
+
+A query sees every key of its sequence, or with `block` those of its own block of so many rows and of the blocks before.
+Queries may be sliced by a region of tokens, keys and values never; y may overwrite q. `span` is the number of keys that
+a query sees on average, rounded up: without blocks the sum of squared sequence lengths over the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
+
+
+def infer(
+    q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, scale: float, span: Dim, block: int = 0
+) -> tuple[Spec]:
+    require(k.shape == v.shape, f"k and v must have one shape, not {k} and {v}")
+    for name, width in (("q", q.shape[-1]), ("k", k.shape[-1])):
+        require(divides(head_size, width), f"{name} must have heads of {head_size}, it has {width} columns")
+    heads, groups = heads_of(q, head_size), heads_of(k, head_size)
+    require(divides(groups, heads), f"{heads} query heads do not divide into {groups} groups")
+    require(block >= 0, f"block must be a number of rows, or 0 for none, not {block}")
+    return (q,)
+
+
+def heads_of(x: Spec, head_size: int) -> Dim:
+    return exact(x.shape[-1]) / head_size
+
+
+def flops(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, span: Dim, **_: object) -> Dim:
+    return 4 * span * q.elements
+
+
+def query_rows_and_heads(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, **_: object) -> Dim:
+    """The rate is that of a launch with so many query rows times heads: what fills a GPU."""
+    return q.shape[0] * heads_of(q, head_size)
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    """For 16-bit inputs query, key and value are converted."""
+    size, compute = attrs["head_size"], compute_dtype(specs["q"].dtype)
+    own = attention_tiles(size, compute, attrs.get("block", 0))
+    if compute == specs["q"].dtype:
+        return own
+    return Tile((QUERY_ROWS, size), compute), *(Tile((KEY_ROWS, size), compute),) * 2, *own
+
+
+CUDNN_WORKSPACE_BYTES: Final = 256
+"""What cuDNN's static attention graphs ask for, measured on an H200."""
+
+
+def cudnn_workspace(specs: Specs, attrs: Attrs) -> Dim:
+    return CUDNN_WORKSPACE_BYTES
+
+
+def one_sequence(specs: Specs, attrs: Attrs) -> bool:
+    """Tell whether cuDNN's static graphs serve: one sequence that sees all of itself, heads of a multiple of 8 up to 128,
+    in 16 bits."""
+    heads = attrs["head_size"] % 8 == 0 and attrs["head_size"] <= 128
+    whole = specs["cu_seqlens"].shape == (2,) and attrs.get("block", 0) == 0
+    return whole and heads and specs["q"].dtype in ("bfloat16", "float16")
+
+
+OPERATOR = Operator(
+    name="attention",
+    reads=("q", "k", "v", "cu_seqlens"),
+    writes=("y",),
+    whole=frozenset({"k", "v"}),
+    inplace=(("y", "q"),),
+    infer=infer,
+    flops=flops,
+    rate="attention",
+    rate_rows=query_rows_and_heads,
+    implementations=(
+        Implementation(
+            name="cpu", backend="cpu", kernel="mosaic.kernels.attention", scratch=Tiled(tiles), row_origin="q"
+        ),
+        Implementation(
+            name="cudnn",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.attention_cudnn",
+            scratch=cudnn_workspace,
+            serves=one_sequence,
+            row_origin="q",
+        ),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.attention", row_origin="q"),
+    ),
+    roles={"q": "attention", "k": "attention", "v": "attention", "y": "attention"},
+)

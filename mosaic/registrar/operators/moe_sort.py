@@ -1,0 +1,45 @@
+"""Sort assignments by expert, stably: order[C*k] of flat assignment ids, offsets[E+1] of each expert's run."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import Tile, Tiled, Tiles
+
+
+def infer(experts: Spec, *, num_experts: int) -> tuple[Spec, Spec]:
+    require(len(experts.shape) == 2, "experts must be [rows, top_k]")
+    return Spec((experts.elements,), "int64"), Spec((num_experts + 1,), "int64")
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    tokens, top_k = specs["experts"].shape
+    return Tile((2,), "int64"), Tile((tokens * top_k,), "int64")
+
+
+SORT_BLOCK: Final = 128
+"""Assignments per block of the counting sort; each block counts every expert in an int32."""
+
+
+def counts(specs: Specs, attrs: Attrs) -> Dim:
+    """One count of every expert per block of assignments, for a stable counting sort without atomics.
+
+    A bound linear in the rows: 4 * E * ceil(A / B) <= A * ceil(4 * E / B) + 4 * E.
+    """
+    rows, top_k = specs["experts"].shape
+    counts_bytes = 4 * attrs["num_experts"]
+    return rows * top_k * -(-counts_bytes // SORT_BLOCK) + counts_bytes
+
+
+OPERATOR = Operator(
+    name="moe_sort",
+    reads=("experts",),
+    writes=("order", "offsets"),
+    infer=infer,
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_sort", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.moe_sort", scratch=counts),
+    ),
+    roles={"order": "ffn", "offsets": "ffn"},
+)

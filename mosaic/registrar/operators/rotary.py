@@ -1,0 +1,61 @@
+"""Rotary position embedding (rotate-half) of x[T, N*H] in place, in float32.
+
+Angles are positions * inv_freq; the first R dims of each head turn, R/2 the length of inv_freq. With sequences[T] int32,
+inv_freq[S, R/2] has a row a sequence, and token t turns by row sequences[t]. Cosines and sines are multiplied by `factor`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, require
+from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
+
+
+def infer(
+    x: Spec, positions: Spec, inv_freq: Spec, sequences: Spec | None = None, *, head_size: int, factor: float = 1.0
+) -> tuple[()]:
+    require(divides(head_size, x.shape[-1]), f"x must have heads of {head_size}, it has {x.shape[-1]} columns")
+    require(positions.shape == (x.shape[0],), f"positions must be [{x.shape[0]}]")
+    half = inv_freq.shape[-1]
+    require(2 * half <= head_size, f"inv_freq rotates {2 * half} dims of {head_size}")
+    rows = len(inv_freq.shape) - 1
+    require(
+        rows == (sequences is not None), f"inv_freq has {rows} axes of sequences; give sequences with one, else none"
+    )
+    if sequences is not None:
+        require(sequences == Spec((x.shape[0],), "int32"), f"sequences must be int32[{x.shape[0]}], it is {sequences}")
+    require(factor > 0, f"factor must be positive, got {factor}")
+    return ()
+
+
+def flops(x: Spec, positions: Spec, inv_freq: Spec, sequences: Spec | None = None, **_: object) -> Dim:
+    return 6 * x.elements
+
+
+ROWS: Final = 128
+"""Rows of a tile, whatever the width, which may be symbolic: 1 MiB of float32 at 2,048 columns."""
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    """Positions, angles, their cosines or sines, what is turned, and where that is needed a wide copy."""
+    heads, half = specs["x"].shape[1] // attrs["head_size"], specs["inv_freq"].shape[-1]
+    compute = compute_dtype(specs["x"].dtype)
+    angles = Tile((ROWS, half), "float32")
+    halves = () if compute == specs["x"].dtype else (Tile((ROWS, heads, 2 * half), compute),)
+    table = () if compute == "float32" else (Tile((ROWS, half), compute), Tile((ROWS, half), compute))
+    return Tile((ROWS, 1), "float32"), angles, angles, Tile((ROWS, heads, half), compute), *table, *halves
+
+
+OPERATOR = Operator(
+    name="rotary",
+    reads=("x", "positions", "inv_freq", "sequences?"),
+    updates=("x",),
+    infer=infer,
+    flops=flops,
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.rotary", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.rotary"),
+    ),
+    roles={"x": "attention"},
+)

@@ -1,0 +1,63 @@
+"""A token of each row of logits[C, V] from what top-p and top-k keep, with figures of the kept tokens' softmax.
+
+Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[1] keeps the tokens before which there is no
+more than so much probability of softmax(logits / temperature): those up to the one that passes it (1 and more: all);
+`top_k`[1] the first so many (0: all). Of the kept, renormalised: `probability` of the sample, `margin` of the first and
+the second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[1] 0 takes the argmax, with the softmax
+at 1. keys[C] as in `row_sample`, whose noise this is.
+"""
+
+from __future__ import annotations
+
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, Tile, Tiled, Tiles
+
+
+def infer(logits: Spec, keys: Spec, temperature: Spec, top_p: Spec, top_k: Spec) -> tuple[Spec, ...]:
+    require(len(logits.shape) == 2, f"logits must be [rows, vocabulary], not {logits}")
+    rows = logits.shape[0]
+    require(keys == Spec((rows,), "int64"), f"keys must be int64[{rows}], one for each row")
+    for name, spec, dtype in (
+        ("temperature", temperature, "float32"),
+        ("top_p", top_p, "float32"),
+        ("top_k", top_k, "int32"),
+    ):
+        require(spec == Spec((1,), dtype), f"{name} must be {dtype}[1]")
+    return (Spec((rows,), "int64"), *(Spec((rows,), "float32"),) * 3)
+
+
+def flops(logits: Spec, keys: Spec, temperature: Spec, top_p: Spec, top_k: Spec) -> Dim:
+    """Those of `row_sample`; finding what is kept compares and adds."""
+    return 10 * logits.elements
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    """List a row of logits, its order, its weights, their sums, and the random numbers of a row at once."""
+    vocabulary = specs["logits"].shape[1]
+    blocks = -(-vocabulary // COUNTER_COLUMNS)
+    numbers, groups = Tile((1, blocks * COUNTER_COLUMNS), "float32"), Tile((blocks * COUNTERS // GROUP_RUN,), "float32")
+    row, index = Tile((vocabulary,), "float32"), Tile((1,), "int64")
+    own = row, Tile((vocabulary,), "int64"), row, Tile((vocabulary,), "float64"), Tile((2,), "float32"), numbers
+    constants = Tile((10,), "int64"), Tile((5,), "float32")
+    return *own, *constants, index, index, groups, groups, numbers, *(Tile((blocks * COUNTERS,), "int64"),) * 6
+
+
+OPERATOR = Operator(
+    name="row_nucleus",
+    reads=("logits", "keys", "temperature", "top_p", "top_k"),
+    writes=("sample", "probability", "margin", "entropy"),
+    whole=frozenset({"temperature", "top_p", "top_k"}),
+    infer=infer,
+    flops=flops,
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_nucleus", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.row_nucleus"),
+    ),
+    roles={
+        "sample": "statistics",
+        "probability": "statistics",
+        "margin": "statistics",
+        "entropy": "statistics",
+        "logits": "logits and head",
+    },
+)

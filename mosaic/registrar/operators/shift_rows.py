@@ -1,0 +1,28 @@
+"""y[M] = max(rows - 1, first row of the sequence): Dream's logit shift, done on indices (row i-1 predicts i)."""
+
+from __future__ import annotations
+
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import Tile, Tiled, Tiles
+
+
+def infer(rows: Spec, cu_seqlens: Spec) -> tuple[Spec]:
+    require(len(rows.shape) == 1, "rows must be a vector")
+    return (rows,)
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    (rows,), (bounds,) = specs["rows"].shape, specs["cu_seqlens"].shape
+    return Tile((1,), "int64"), Tile((bounds,), "int64"), Tile((rows,), "int64"), Tile((rows,), "int64")
+
+
+OPERATOR = Operator(
+    name="shift_rows",
+    reads=("rows", "cu_seqlens"),
+    writes=("y",),
+    infer=infer,
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.shift_rows", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.shift_rows"),
+    ),
+)

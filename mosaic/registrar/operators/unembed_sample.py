@@ -1,0 +1,48 @@
+"""The statistics and samples of `row_sample` for x[C, D] @ weight[V, D].T, kept online per vocabulary tile."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs
+from mosaic.registrar.operators import unembed_stats
+from mosaic.registrar.operators.row_sample import SAMPLED, samples
+from mosaic.registrar.tiles import Tiled, Tiles, sample_tiles
+
+
+def infer(x: Spec, weight: Spec, keys: Spec, temperature: Spec) -> tuple[Spec, ...]:
+    unembed_stats.infer(x, weight)
+    return samples(x.shape[0], keys, temperature)
+
+
+def flops(x: Spec, weight: Spec, keys: Spec, temperature: Spec) -> Dim:
+    return unembed_stats.flops(x, weight)
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    return *unembed_stats.tiles(specs, attrs), *sample_tiles(specs["x"].shape[0], specs["weight"].shape[0])
+
+
+SAMPLED_PARTIAL_BYTES: Final = 32
+"""One partial with a sample as well: an int32 token and two float32 more."""
+
+
+def partials(specs: Specs, attrs: Attrs) -> Dim:
+    """Partial statistics and samples, as in `unembed_stats`."""
+    return unembed_stats.partial_rows(specs["x"].shape[0]) * SAMPLED_PARTIAL_BYTES
+
+
+OPERATOR = Operator(
+    name="unembed_sample",
+    reads=("x", "weight", "keys", "temperature"),
+    writes=SAMPLED,
+    whole=frozenset({"temperature"}),
+    infer=infer,
+    flops=flops,
+    rate="sampled_unembed",
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.unembed_sample", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.unembed_sample", scratch=partials),
+    ),
+    roles={**dict.fromkeys(SAMPLED, "statistics"), "x": "logits and head"},
+)

@@ -1,0 +1,86 @@
+"""The statistics of `row_stats` for x[C, D] @ weight[V, D].T, kept online per vocabulary tile: logits never exist."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operators.row_stats import STATISTICS, statistics
+from mosaic.registrar.tiles import Tile, Tiled, Tiles, statistics_tile, statistics_tiles
+
+
+def infer(x: Spec, weight: Spec) -> tuple[Spec, ...]:
+    require(len(weight.shape) == 2 and x.shape[-1] == weight.shape[1], f"weight must be [vocabulary, {x.shape[-1]}]")
+    return statistics(x.shape[0])
+
+
+def flops(x: Spec, weight: Spec) -> Dim:
+    return 2 * x.elements * weight.shape[0]
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    vocabulary, inner = specs["weight"].shape
+    own = statistics_tiles(vocabulary)
+    if specs["x"].dtype == "float32":
+        return own
+    rows, columns = statistics_tile(vocabulary)
+    return (*own, Tile((rows, inner), "float32"), Tile((columns, inner), "float32"))
+
+
+UNEMBED_ROWS: Final = 128
+"""Most rows in one tile of the fused unembedding."""
+UNEMBED_PROGRAMS: Final = 320
+"""Most programs that the fused unembedding starts to fill a GPU: two for each multiprocessor of the largest."""
+UNEMBED_SPLITS: Final = 8
+"""Most vocabulary splits of the fused unembedding once its rows fill the GPU; each keeps one partial per row."""
+PARTIAL_BYTES: Final = 20
+"""One partial of the statistics: an int32 token and four float32."""
+
+
+def partials(specs: Specs, attrs: Attrs) -> Dim:
+    """Partial statistics per row and vocabulary split, combined by a second launch.
+
+    A bound linear in the rows of the partials of `unembed_splits`: where there are more than `UNEMBED_SPLITS`, the
+    programs are no more than `UNEMBED_PROGRAMS`, of no more than `UNEMBED_ROWS` rows each.
+    """
+    return partial_rows(specs["x"].shape[0]) * PARTIAL_BYTES
+
+
+def partial_rows(rows: Dim) -> Dim:
+    """Bound the partials of all rows and splits."""
+    return rows * UNEMBED_SPLITS + UNEMBED_ROWS * UNEMBED_PROGRAMS
+
+
+def unembed_splits(row_tiles: int, places: int) -> int:
+    """Count the vocabulary splits for so many tiles of rows on a GPU that has places for so many programs at a time.
+
+    Few tiles need many splits to fill the GPU. With many, of the splits that let the programs of one round share their
+    operands in its cache, those are best that leave the fewest places idle in the last round.
+
+    >>> [unembed_splits(tiles, 132) for tiles in (1, 16, 24, 128)]
+    [132, 8, 5, 8]
+    """
+    places = min(places, UNEMBED_PROGRAMS)
+    if places > UNEMBED_SPLITS * row_tiles:
+        return places // row_tiles
+    shared = range(UNEMBED_SPLITS // 2, UNEMBED_SPLITS + 1)
+    return max(shared, key=lambda splits: (_filled(row_tiles * splits, places), splits))
+
+
+def _filled(programs: int, places: int) -> float:
+    return programs / (-(-programs // places) * places)
+
+
+OPERATOR = Operator(
+    name="unembed_stats",
+    reads=("x", "weight"),
+    writes=STATISTICS,
+    infer=infer,
+    flops=flops,
+    rate="unembed",
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.unembed_stats", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.unembed_stats", scratch=partials),
+    ),
+    roles={**dict.fromkeys(STATISTICS, "statistics"), "x": "logits and head"},
+)
