@@ -217,7 +217,7 @@ def fragmented(seed: int, g: Graph) -> None:
         writes += [out] if op == found[-1][2] - 1 else []
         names = [[f"{mark}{i}" for i in range(len(ends))] for mark, ends in (("r", reads), ("w", writes))]
         specs = tuple(b.spec for b in writes)
-        rule = Contract(
+        rule = Operator(
             name=f"op{op}", reads=("x", *names[0]), writes=tuple(names[1]), infer=lambda specs=specs, **_: specs
         )
         g.add_op(rule, x, *reads, out=writes)

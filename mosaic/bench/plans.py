@@ -33,7 +33,7 @@ def weight_slots(document: Mapping[str, Any]) -> set[int]:
     return {
         op["operands"]["y"]
         for op in document["ops"]
-        if op["kernel"] == "copy" and _is_host_weight(buffers[op["operands"]["x"]])
+        if operator(op["kernel"]).implementation("cuda").on_host and _is_host_weight(buffers[op["operands"]["x"]])
     }
 
 
@@ -46,11 +46,11 @@ def op_seconds(document: Mapping[str, Any], device: Device) -> list[float]:
 
     Ops of side streams take none: they run beside the others.
     """
-    grids, backend, chosen = RateGrids(device), document["backend"], document["implementations"]
+    grids, chosen = RateGrids(device), document.get("implementations", {})
     seconds = []
     for op in document["ops"]:
         rule = operator(op["kernel"])
-        way = rule.implementation(backend, chosen.get(op["kernel"]))
+        way = rule.implementation(device.backend, chosen.get(op["kernel"]))
         grid = grids.grid(way.rate or rule.rate, way.name)
         work = 0.0
         if op["stream"] == "main" and grid is not None:

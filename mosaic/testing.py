@@ -1,0 +1,284 @@
+"""Tests that an operator brings of itself: every implementation against the reference, on random operands.
+
+What is launched here is what a plan would launch: outputs and scratch hold garbage before, bytes around them are
+guarded, operands are whole or sliced as a chunk loop slices them, and share storage where the operator says that they may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import sympy
+import torch
+from torch import Tensor
+
+from mosaic.errors import MosaicError, UsageError
+from mosaic.kernels import kernel_of
+from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec
+
+__all__ = ["OperatorMismatch", "verify_operator"]
+
+_GUARD: Final = 512  # bytes on either side of whatever a launch may write
+_GUARD_VALUE: Final = 0xA5
+_ROUNDINGS: Final = 64
+
+
+class OperatorMismatch(MosaicError, AssertionError):
+    """An implementation that does not do what its operator says."""
+
+
+def verify_operator(
+    operator: Operator,
+    operands: Mapping[str, str],
+    *,
+    sizes: Mapping[str, int],
+    attrs: Mapping[str, Any] | None = None,
+    values: Mapping[str, Tensor] | None = None,
+    backend: Backend = "cpu",
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> tuple[str, ...]:
+    """Launch every implementation that serves these operands, and compare it with the operator's reference in float64.
+
+    Each is launched on whole operands, in two unequal slices of every size that a chunk loop could run over, and with
+    each pair of operands in one place that may share storage.
+
+    Parameters
+    ----------
+    operands
+        Of those that it reads, dtype and shape by name, such as `"float32[tokens, 64]"`.
+    sizes
+        A number for every name in the shapes.
+    values
+        Operands that are not to be drawn at random: indices, bounds. Integers that are not given are 0.
+    tolerance
+        The largest error that passes, as a share of the largest expected value; 64 roundings of the dtype if not given.
+
+    Returns
+    -------
+    tuple of str
+        The implementations that were launched.
+
+    Raises
+    ------
+    OperatorMismatch
+        Naming implementation, operand and launch: a wrong value, a write outside of an output or of the scratch, an
+        operand that is only read and was changed.
+    UsageError
+        If no implementation serves the operands, or there is no reference.
+
+    Examples
+    --------
+    >>> from mosaic.registrar.operators import operator
+    >>> verify_operator(operator("silu_mul"), {"gate": "float32[tokens, 8]", "up": "float32[tokens, 8]"}, sizes={"tokens": 5})
+    ('cpu',)
+    """
+    given = dict(attrs or {})
+    case = _Case.draw(operator, operands, sizes, given, dict(values or {}), backend, seed)
+    serving = operator.serving(backend, case.specs, given)
+    if not serving:
+        raise UsageError(f"'{operator.name}' has no implementation on {backend} for these operands.")
+    for name in serving:
+        way = operator.implementation(backend, name)
+        for launch in case.launches(way):
+            case.verify(way, launch, tolerance)
+    return serving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """One way to launch: over slices of a size (none: whole), with one operand written over another (none: apart)."""
+
+    over: str | None = None
+    inplace: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        sliced = "whole" if self.over is None else f"in slices of {self.over}"
+        return sliced if self.inplace is None else f"{sliced}, {self.inplace[0]} over {self.inplace[1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    operator: Operator
+    backend: Backend
+    sizes: Mapping[str, int]
+    attrs: Mapping[str, Any]
+    symbolic: Mapping[str, Spec]
+    specs: Mapping[str, Spec]
+    reads: Mapping[str, Tensor]
+    expected: Mapping[str, Tensor]
+
+    @classmethod
+    def draw(
+        cls, operator: Operator, operands: Mapping[str, str], sizes: Mapping[str, int], attrs: Mapping[str, Any],
+        values: Mapping[str, Tensor], backend: Backend, seed: int,
+    ) -> _Case:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        symbolic = {name: _parse(text, sizes) for name, text in operands.items()}
+        outputs = dict(zip(operator.writes, operator.infer(**symbolic, **attrs), strict=True))
+        symbolic |= outputs
+        specs = {name: Spec(_shape(spec, sizes), spec.dtype) for name, spec in symbolic.items()}
+        device = "cuda" if backend == "cuda" else "cpu"
+        reads = {name: values.get(name, _random(specs[name], generator)).to(device) for name in operands}
+        for name, tensor in reads.items():
+            found = Spec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            if found != specs[name]:
+                raise UsageError(f"operand '{name}' is {specs[name]}, its value is {found}.")
+        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in reads.items()}
+        expected = _by_name(operator, _reference(operator)(**{k: v.clone() for k, v in wide.items()}, **attrs))
+        return cls(
+            operator=operator, backend=backend, sizes=sizes, attrs=attrs, symbolic=symbolic, specs=specs, reads=reads,
+            expected=expected,
+        )  # fmt: skip
+
+    def launches(self, way: Implementation) -> Iterator[_Launch]:
+        """Whole, in place, and in slices of each size that all that depends on it can be sliced by."""
+        pairs = self.operator.inplace if way.inplace is None else way.inplace
+        for over in (None, *filter(self._sliceable, self.sizes)):
+            yield _Launch(over=over)
+            for pair in pairs:
+                yield _Launch(over=over, inplace=pair)
+
+    def _sliceable(self, size: str) -> bool:
+        cuts = [self._cuts(name, size) for name in self.symbolic if name not in self.operator.whole]
+        written = (*self.operator.writes, *(name for name in self.operator.updates if name not in self.operator.whole))
+        return self.sizes[size] > 1 and None not in cuts and all(self._cuts(name, size) for name in written)
+
+    def _cuts(self, name: str, size: str) -> list[tuple[int, int]] | None:
+        """(axis, factor) of the axes of an operand that a loop over a size slices; None if one cannot be sliced."""
+        found, symbol = [], _symbol(size)
+        for axis, dim in enumerate(self.symbolic[name].shape):
+            if isinstance(dim, int) or not dim.has(symbol):
+                continue
+            factor = sympy.simplify(dim / symbol)
+            if not factor.is_Integer:
+                return None
+            found.append((axis, int(factor)))
+        return found
+
+    def verify(self, way: Implementation, launch: _Launch, tolerance: float | None) -> None:
+        """Launch, and compare all that was written and all that was not to be."""
+        guards: list[tuple[str, Tensor]] = []
+        operands = {name: self._placed(name, spec, guards) for name, spec in self.specs.items()}
+        for name, value in self.reads.items():
+            operands[name].copy_(value)
+        if launch.inplace is not None:
+            written, read = launch.inplace
+            operands[written] = operands[read]
+        size = self.operator.scratch_bytes(self.backend, self.specs, self.attrs)
+        run = getattr(kernel := kernel_of(way), "launch", kernel)
+        for views, start in self._iterations(operands, way, launch):
+            more: dict[str, Any] = {} if way.row_origin is None else {"row_start": start}
+            if size:
+                more["scratch"] = self._placed("scratch", Spec((int(size),), "uint8"), guards)
+            run(**views, **self.attrs, **more)
+        where = f"'{way.name}' of '{self.operator.name}', {launch}"
+        for name, guard in guards:
+            if not bool((guard == _GUARD_VALUE).all()):
+                raise OperatorMismatch(f"{where}: writes outside of {name}")
+        for name, value in self.reads.items():
+            overwritten = launch.inplace is not None and name == launch.inplace[1]
+            if name not in self.operator.updates and not overwritten and not torch.equal(operands[name], value):
+                raise OperatorMismatch(f"{where}: changes {name}, which it only reads")
+        for name, value in self.expected.items():
+            _compare(f"{where}: {name}", operands[name], value, tolerance)
+
+    def _iterations(
+        self, operands: Mapping[str, Tensor], way: Implementation, launch: _Launch
+    ) -> Iterator[tuple[dict[str, Tensor], int]]:
+        """The operands of each launch, and the first row of the one whose rows are counted."""
+        if launch.over is None:
+            yield dict(operands), 0
+            return
+        rows = self.sizes[launch.over]
+        for start, stop in ((0, first := rows // 2 + 1 if rows > 2 else 1), (first, rows)):
+            views, origin = dict(operands), 0
+            for name in operands:
+                for axis, factor in (self._cuts(name, launch.over) or ()) if name not in self.operator.whole else ():
+                    views[name] = views[name].narrow(axis, factor * start, factor * (stop - start))
+                    origin = factor * start if name == way.row_origin and axis == 0 else origin
+            yield views, origin
+
+    def _placed(self, name: str, spec: Spec, guards: list[tuple[str, Tensor]]) -> Tensor:
+        """Room for an operand, full of garbage (NaN in every float dtype), between guarded bytes."""
+        dtype = getattr(torch, spec.dtype)
+        size = prod(_ints(spec.shape)) * dtype.itemsize
+        device = "cuda" if self.backend == "cuda" else "cpu"
+        room = torch.full((_GUARD + size + _GUARD,), _GUARD_VALUE, dtype=torch.uint8, device=device)
+        guards += [(name, room[:_GUARD]), (name, room[_GUARD + size :])]
+        room[_GUARD : _GUARD + size] = 0xFF
+        return room[_GUARD : _GUARD + size].view(dtype).view(_ints(spec.shape))
+
+
+def _symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, positive=True, integer=True)
+
+
+def _parse(text: str, sizes: Mapping[str, int]) -> Spec:
+    """Read a dtype and a shape, such as "float32[tokens, 64]"."""
+    dtype, bracket, rest = text.partition("[")
+    if not bracket or not rest.endswith("]") or not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise UsageError(f"an operand is a dtype and a shape such as 'float32[tokens, 64]', got {text!r}.")
+    symbols = {name: _symbol(name) for name in sizes}
+    shape: list[Dim] = []
+    for part in filter(None, map(str.strip, rest[:-1].split(","))):
+        dim = sympy.sympify(part, locals=symbols)
+        unknown = dim.free_symbols - set(symbols.values())
+        if unknown:
+            raise UsageError(f"{text!r} needs sizes for {', '.join(sorted(map(str, unknown)))}.")
+        shape.append(int(dim) if dim.is_Integer else dim)
+    return Spec(tuple(shape), dtype)
+
+
+def _shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    numbers = {_symbol(name): value for name, value in sizes.items()}
+    return tuple(dim if isinstance(dim, int) else int(dim.subs(numbers)) for dim in spec.shape)
+
+
+def _ints(shape: tuple[Dim, ...]) -> tuple[int, ...]:
+    return tuple(map(int, shape))
+
+
+def _random(spec: Spec, generator: torch.Generator) -> Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(_ints(spec.shape), dtype=dtype)
+    return torch.randn(_ints(spec.shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _reference(operator: Operator) -> Callable[..., Any]:
+    if operator.reference is not None:
+        return operator.reference
+    ways = operator.on("cpu")
+    found: Callable[..., Any] | None = getattr(kernel_of(ways[0]), "reference", None) if ways else None
+    if found is None:
+        raise UsageError(f"'{operator.name}' has no reference; give Operator(reference=…).")
+    return found
+
+
+def _by_name(operator: Operator, result: Any) -> dict[str, Tensor]:
+    """What a reference returns, by the names of what the operator writes and updates."""
+    names = (*operator.writes, *operator.updates)
+    if isinstance(result, Mapping):
+        return dict(result)
+    results = (result,) if isinstance(result, Tensor) else tuple(result)
+    if len(results) != len(names):
+        raise UsageError(f"the reference of '{operator.name}' returns {len(results)} tensors for {', '.join(names)}.")
+    return dict(zip(names, results, strict=True))
+
+
+def _compare(what: str, found: Tensor, expected: Tensor, tolerance: float | None) -> None:
+    if found.shape != expected.shape:
+        raise OperatorMismatch(f"{what} is {list(found.shape)}, the reference gives {list(expected.shape)}")
+    if not found.is_floating_point():
+        if not torch.equal(found, expected.to(found.dtype)):
+            raise OperatorMismatch(f"{what} differs in {int((found != expected).sum())} of {found.numel()} elements")
+        return
+    share = _ROUNDINGS * torch.finfo(found.dtype).eps / 2 if tolerance is None else tolerance
+    error = float((found.double() - expected).abs().max()) if found.numel() else 0.0
+    bound = share * (float(expected.abs().max()) if expected.numel() else 0.0)
+    if not error <= bound:  # NaN is wrong too
+        raise OperatorMismatch(f"{what} is off by {error:.3g}, where {bound:.3g} passes")
