@@ -929,7 +929,8 @@ def test_heads_divide_widths(head_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seqs", "span", "holds"), [(1, 4, True), (1, 3, False), (2, 2, True), (2, 3, True), (2, 4, False)]
+    ("seqs", "span", "holds"),
+    [(1, 4, True), (1, 3, False), (2, 2, True), (2, 3, True), (2, 4, False), (4, 1, True), (4, 2, False)],
 )
 def test_span_is_a_mean_of_lengths(seqs: int, span: int, holds: bool) -> None:
     document = EXAMPLES["step"]()

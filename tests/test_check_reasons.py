@@ -67,6 +67,9 @@ FAULTS: list[tuple[str, Change, list[Reason]]] = [
         ("pool-bounds", (0, 4), (), "pool 'weights' is used but not listed"),
         ("pool", (), (), "pool 'weights' has None bytes"),
     ]),
+    ("pools", lambda d: d["pools"].append({"name": "heap", "device": "cpu", "capacity": 0}), [
+        ("pool", (), (), "unknown pool 'heap'; known: external, host, state/NAME, weights, workspace"),
+    ]),
     ("pools", lambda d: d["pools"][0].update(capacity=4 * KIB + 512), [
         ("pool-bounds", (), (), "is not a multiple of the page, 4096"), ("pool", (), (), "has 4608 bytes"),
     ]),
@@ -136,6 +139,22 @@ def test_a_fault_has_its_reasons(number: int) -> None:
             (violation.code, violation.buffers, violation.ops) == (code, buffers, ops) and text in violation.message
             for violation in found
         ), (code, list(map(str, found)))
+
+
+def test_a_plan_without_a_workspace_has_no_peak() -> None:
+    document = launched(BY_KERNEL["copy"])
+    for row in document["buffers"]:
+        row["pool"] = "external"
+    assert check_plan(resettled(document)) == []
+    assert (document["peak_bytes"], document["lower_bound_bytes"], document["optimal"]) == (0, 0, True)
+
+
+def test_an_op_whose_slices_do_not_fit_says_nothing_of_shapes() -> None:
+    document = looped(BY_KERNEL["copy"])
+    document["ops"][0]["slices"][0][3] = 2
+    assert codes(document) == {"slice"}
+    document["ops"][0]["slices"][0][2:] = ["elsewhere", 1]
+    assert codes(document) == {"slice"}
 
 
 @pytest.mark.parametrize("kind", ["input", "carry", "host"])

@@ -89,11 +89,11 @@ class _Table(NamedTuple):
     fields: Mapping[str, Types]
 
     def named(self, document: Mapping[str, Any], found: _Found) -> _Named:
-        """The columns of a document's list by field; empty if some row is malformed."""
+        """The columns of a document's list by field; of no use if that found a row malformed."""
         return dict(zip(self.fields, self._columns(document[self.label], found), strict=False))
 
     def _columns(self, rows: Sequence[Any], found: _Found) -> tuple[tuple[Any, ...], ...]:
-        """Transpose rows into one tuple per field; empty tuple if some row is malformed."""
+        """Transpose rows into one tuple per field; empty tuple if a row lacks one."""
         if not _MAP.issuperset(map(type, rows)):
             _fail(found, f"{self.label}: every entry must be an object")
             return ()
@@ -104,13 +104,11 @@ class _Table(NamedTuple):
         except KeyError:
             self._report_missing(rows, found)
             return ()
-        sound = True
         for (name, allowed), column in zip(self.fields.items(), columns, strict=True):
             quick = _QUICK.get(allowed)
             if not (quick(column) if quick is not None else allowed.issuperset(map(type, column))):
-                sound = False
                 self._report_types(name, allowed, column, found)
-        return columns if sound else ()
+        return columns
 
     def _report_missing(self, rows: Sequence[Any], found: _Found) -> None:
         for i, row in enumerate(rows):

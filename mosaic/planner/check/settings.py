@@ -99,7 +99,7 @@ def _check_implementations(plan: Columns) -> None:
 def _is_legal_cudnn(plan: Columns, i: int) -> bool:
     unit, limit = _CUDNN_HEADS
     operands, head_size = plan.operands[i], plan.attrs[i].get("head_size")
-    if type(head_size) is not int or plan.attrs[i].get("block") or not {"q", "cu_seqlens"} <= operands.keys():
+    if type(head_size) is not int or plan.attrs[i].get("block") or "q" not in operands or "cu_seqlens" not in operands:
         return False
     q, bounds = operands["q"], operands["cu_seqlens"]
     return (
