@@ -33,7 +33,7 @@ def attention(g: Graph, x: Buffer, positions: Buffer, cu_seqlens: Buffer) -> Non
         g.add_op("rotary", turned, positions, frequencies, head_size=HEAD)  # in place
     span = g.dim("span", at_most="tokens")  # how many keys a query sees on average
     y = g.add_op("attention", q, k, v, cu_seqlens, head_size=HEAD, scale=HEAD**-0.5, span=span)
-    g.add_alias(y, q)  # the output overwrites the queries: its contract says that it may
+    g.add_alias(y, q)  # the output overwrites the queries: its operator says that it may
     g.add_op("linear_add", y, weight(g, "o_proj", HIDDEN, HIDDEN), x, name="o")
 
 

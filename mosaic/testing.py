@@ -51,7 +51,8 @@ def verify_operator(
     operands
         Of those that it reads, dtype and shape by name, such as `"float32[tokens, 64]"`.
     sizes
-        A number for every name in the shapes.
+        A number for every name in the shapes. A name says that a chunk loop may run over that size; write a number where
+        none may, such as the width of a norm.
     values
         Operands that are not to be drawn at random: indices, bounds. Integers that are not given are 0.
     tolerance
@@ -68,7 +69,7 @@ def verify_operator(
         Naming implementation, operand and launch: a wrong value, a write outside of an output or of the scratch, an
         operand that is only read and was changed.
     UsageError
-        If no implementation serves the operands, or there is no reference.
+        If there is no implementation, no reference, or an operand is not what its text says.
 
     Examples
     --------
@@ -77,10 +78,10 @@ def verify_operator(
     ('cpu',)
     """
     given = dict(attrs or {})
+    if not operator.on(backend):
+        raise UsageError(f"'{operator.name}' has no implementation on {backend}.")
     case = _Case.draw(operator, operands, sizes, given, dict(values or {}), backend, seed)
     serving = operator.serving(backend, case.specs, given)
-    if not serving:
-        raise UsageError(f"'{operator.name}' has no implementation on {backend} for these operands.")
     for name in serving:
         way = operator.implementation(backend, name)
         for launch in case.launches(way):

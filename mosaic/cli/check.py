@@ -31,19 +31,21 @@ def check(
 
     Exit code 1 when a claim does not hold.
     """
-    from mosaic.planner.check import check_plan, unproved_claims
+    from mosaic.planner.check import check_plan, unproved_claims, unverified_operators
     from mosaic.planner.plan import Plan
 
     plan = Plan.load(file)
     found = [(violation.code, violation.message) for violation in check_plan(plan.document)]
     if model is not None and not found:
         found = _differences(plan, model)
+    unverified = () if found else unverified_operators(plan.document)
     unproved = [] if found or model is not None else unproved_claims(plan.document)
     if as_json:
         print_json(
             {
                 "valid": not found,
                 "violations": [{"code": code, "message": message} for code, message in found],
+                "unverified": list(unverified),
                 "unproved": [{"claim": claim, "needs": needs} for claim, needs in unproved],
             }
         )
@@ -51,7 +53,8 @@ def check(
         many = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
         _print(f"{file}: not valid, {many}", *(f"  {code}: {message}" for code, message in found))
     else:
-        _print(f"{file}: valid.", *_proved(plan), *_not_proved(unproved, model))
+        but = f", but for unverified operators: {', '.join(unverified)}" if unverified else ""
+        _print(f"{file}: valid{but}.", *_proved(plan), *_not_proved(unproved, model))
     raise typer.Exit(1 if found else 0)
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from mosaic.errors import PlanFormatError
 from mosaic.files import write_atomic
-from mosaic.planner.check import WeightMap, require_safe, require_valid, require_well_formed, weight_map
+from mosaic.planner.check import (
+    WeightMap,
+    require_safe,
+    require_valid,
+    require_well_formed,
+    unverified_operators,
+    weight_map,
+)
 from mosaic.planner.document import SCHEMA, Draft
 from mosaic.registrar.operator import Operator
 
@@ -215,8 +222,13 @@ class Plan:
             raise PlanFormatError(f"{path}: {error}") from None
         return plan
 
-    def check(self, *, weights: WeightMap | None = None) -> None:
+    def check(self, *, weights: WeightMap | None = None) -> tuple[str, ...]:
         """Prove the plan with the independent checker.
+
+        Returns
+        -------
+        tuple of str
+            The operators that stay unverified, as Mosaic does not ship them: the checker takes their author's word.
 
         Parameters
         ----------
@@ -229,6 +241,7 @@ class Plan:
             Listing every violation.
         """
         require_valid(self.document, weights=weights)
+        return unverified_operators(self.document)
 
     def prove(self, *, weights: WeightMap | None = None) -> None:
         """Prove what memory depends on, which is quicker than `check`; a planner's plan has been proved when it is got.

@@ -66,7 +66,7 @@ from mosaic.planner.check.reading import (
 )
 from mosaic.planner.check.safety import prove_safe, proved_columns
 from mosaic.planner.check.settings import check_settings
-from mosaic.planner.check.unproved import Unproved, unproved_claims
+from mosaic.planner.check.unproved import Unproved, unproved_claims, unverified_operators
 from mosaic.planner.check.weights import WeightMap, check_weights, weight_map
 
 __all__ = [
@@ -83,6 +83,7 @@ __all__ = [
     "require_valid",
     "require_well_formed",
     "unproved_claims",
+    "unverified_operators",
     "weight_map",
 ]
 

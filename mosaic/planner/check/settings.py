@@ -7,7 +7,7 @@ from math import prod
 from typing import Final
 
 from mosaic.planner.check.columns import FULL_STEP, Columns
-from mosaic.planner.check.operators import IMPLEMENTATIONS
+from mosaic.planner.check.operators import IMPLEMENTATIONS, OPERATORS
 
 __all__ = ["check_settings"]
 
@@ -81,6 +81,8 @@ def _check_implementations(plan: Columns) -> None:
     """Check that a CUDA plan chooses an implementation for each kernel that has several, and a legal one."""
     chosen, backend = plan.header["implementations"], plan.header["backend"]
     wanted = IMPLEMENTATIONS.keys() & {*plan.kernel} if backend == "cuda" else set()
+    foreign = {*plan.kernel} - OPERATORS.keys()  # their implementations are their author's word
+    chosen = {kernel: name for kernel, name in chosen.items() if kernel not in foreign}
     if chosen.keys() != wanted:
         text = f"chosen for {', '.join(sorted(chosen)) or 'nothing'}, on {backend} the graph needs"
         plan.fail("implementation", f"{text} {', '.join(sorted(wanted)) or 'none'}")
