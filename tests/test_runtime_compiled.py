@@ -263,12 +263,20 @@ def test_inputs_that_do_not_fit_are_refused(ids: Any, masked: Any, message: str)
 
 
 def test_committed_and_resident_bytes_follow_the_plan() -> None:
+    """They are the most that a plan needed, and after `trim` those of the last."""
+    highest, changes = 0, []
     with mosaic.compile(LLADA) as model:
-        for tokens in (500, 2000, 60):
+        for tokens in (500, 2000, 60, 2000, 500, 60):
             model(torch.full((tokens,), 256))
             report = model.memory()
-            assert report.planned == report.committed == report.resident
             assert report.planned["workspace"] == model.plan(tokens, masked=tokens).components["workspace"]
+            highest = max(highest, report.planned["workspace"])
+            assert {**report.planned, "workspace": highest} == report.committed == report.resident
+            changes.append(model.workspace.changes())
+        assert changes[0] < changes[1] == changes[-1]  # sizes that were there before map nothing
+        model.trim()
+        report = model.memory()
+        assert report.planned == report.committed == report.resident and report.planned["workspace"] < highest
         assert "resident" in str(report)
 
 

@@ -17,7 +17,7 @@ from test_runtime_compiled import LLADA, sequences_of
 import mosaic
 from mosaic.models.phase import Phase
 from mosaic.runtime.compiled import CompiledModel
-from mosaic.runtime.kv_memory import KVMemory
+from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.steps import StepRequest
 
 THREADS = 16
@@ -185,7 +185,7 @@ def test_an_error_in_one_thread_lets_the_others_go_on(model: CompiledModel) -> N
 
 
 def test_rows_are_handed_out_once_to_many_threads(eager_switches: None) -> None:
-    memory = KVMemory()
+    memory = RowTable("kv")
 
     def take(number: int) -> list[int]:
         source, sequence = random.Random(number), memory.open()

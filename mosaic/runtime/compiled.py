@@ -25,12 +25,12 @@ from mosaic.models.step import KV, StepSize
 from mosaic.runtime.batch import Rows, TokenIds, fill_rows, pack, rows_of
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.frequencies import check_cached, sequence_frequencies
-from mosaic.runtime.kv_memory import KVMemory
-from mosaic.runtime.kv_memory import Sequence as KVSequence
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import pack_step
 from mosaic.runtime.page_pool import PagePool
+from mosaic.runtime.state_rows import OwnedRows, RowTable
+from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.step_plans import Settings, StepPlans
 from mosaic.runtime.steps import StepRequest, StepResult
 from mosaic.runtime.streams import shared_streams
@@ -225,7 +225,9 @@ class CompiledModel:
     """A planned model. Call it with token ids; see `compile`, which makes it.
 
     One plan is made per configuration and shape of the input (tokens, sequences, masked rows rounded up by at most an
-    eighth) and kept. The committed memory is always exactly that of the plan of the last call.
+    eighth) and kept. Committed memory is the most that calls have needed, so that sizes which alternate map nothing. What
+    only earlier calls needed goes back when the last open sequence is closed, on `trim`, and wherever a call would
+    exceed the budget otherwise: what fits by its plan runs.
 
     Threads may share a model: it serves one call at a time, a generation being one call, and others wait.
 
@@ -259,7 +261,8 @@ class CompiledModel:
         self.workspace = _open_workspace(planner)
         self._on_cuda = planner.device.backend == "cuda"
         self._turns = Turns(on_cuda=self._on_cuda)
-        self._kv = KVMemory(self._turns)
+        self._kv = RowTable("kv", self._turns, drained=self._trim)
+        self._memory = StepMemory(self.workspace, [self._kv], self._release_views)
         self._bound: OrderedDict[Hashable, tuple[Plan, Executor]] = OrderedDict()
         self._handed: list[weakref.ref[Tensor]] = []
         self._warned = self._shown = False
@@ -410,7 +413,7 @@ class CompiledModel:
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
-    def open_sequence(self) -> KVSequence:
+    def open_sequence(self) -> OwnedRows:
         """Start a sequence of keys and values, whose rows are part of every plan until it is closed."""
         with self._turn():
             return self._kv.open()
@@ -503,7 +506,11 @@ class CompiledModel:
         """Generate an answer to every prompt; see `mosaic.decoding.generate`. Calls of other threads wait for its end."""
         from mosaic.decoding import generate  # upwards, but only when called: the algorithms stand on the runtime
 
-        return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
+        try:
+            return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
+        finally:
+            with self._turns:
+                self._trim()
 
     def session(self) -> Session:
         """Open a session: requests that come and go, advanced by steps that they share; see `mosaic.decoding.Session`."""
@@ -519,13 +526,13 @@ class CompiledModel:
         return tuple(executor for _, executor in self._bound.values())
 
     def _executor(self, step: StepSize, config: Settings | None) -> Executor:
-        """Find or bind the executor of a step's size and configuration, and commit exactly its memory."""
+        """Find or bind the executor of a step's size and configuration, and commit its memory."""
         key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
         found = self._bound.get(key)
         plan = self._plans.plan(step, config) if found is None else found[0]
         if not self._store.serves(plan):
             self._move(plan)
-        self._commit(plan)
+        self._memory.commit(plan)
         self._current = plan
         if found is not None:
             self._bound.move_to_end(key)
@@ -553,7 +560,7 @@ class CompiledModel:
         self.workspace.resize_all(
             {name: 0 for name in self.workspace.committed_bytes() if not name.startswith("state/")}
         )
-        self._current = plan
+        self._current, self._memory.exact = plan, True
         self._plans.settle_on(plan)
         try:
             self._store.load(plan)
@@ -561,13 +568,9 @@ class CompiledModel:
             self.close()
             raise
 
-    def _commit(self, plan: Plan) -> None:
-        sizes = dict.fromkeys((name for name in self.workspace.committed_bytes() if name.startswith("state/")), 0)
-        sizes |= {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != "host")}
-        workspace = self.workspace.range("workspace")
-        if sizes["workspace"] < workspace.committed_bytes:
-            self._release_views()
-        self.workspace.resize_all(sizes)
+    def _trim(self) -> None:
+        """Give back what neither the last call nor open sequences need; the workspace later if outputs may be in it."""
+        self._memory.trim(self._current, states_alone=bool(self._handed))
 
     def _release_views(self) -> None:
         """Empty the outputs handed out last: on a device, one touch of memory that is gone ends the whole process."""
@@ -603,6 +606,16 @@ class CompiledModel:
                 budget_bytes=self.planner.budget_bytes,
                 in_use=_in_use() if self._on_cuda else None,
             )
+
+    def trim(self) -> None:
+        """Give back what only earlier calls needed, and pages of the state in which no open sequence has a row.
+
+        It happens by itself when the last open sequence is closed, and wherever a call would exceed the budget otherwise.
+        Outputs of the last call stay valid on the CPU; on a CUDA device they are emptied, as by a next call.
+        """
+        with self._turn():
+            self._release_views()
+            self._trim()
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint directory that `compile` reads: model.safetensors and config.json."""

@@ -118,7 +118,8 @@ class CudaPool(_Pool[CudaRange]):
     ----------
     chunk_bytes
         Sizes of physical chunks, largest first, each a multiple of the next and the last of the page. Ranges that
-        keep their contents leave the largest out: they cannot shrink by less than a chunk.
+        keep their contents leave the largest out: they cannot shrink by less than a chunk. Those of states are mapped
+        page by page: they give back any page, and what they hold is to the page what a plan says.
     driver, ledger, page_bytes, synchronize, volatile
         See `open_pool`.
 
@@ -149,7 +150,7 @@ class CudaPool(_Pool[CudaRange]):
 
     def _make(self, name: str, capacity_bytes: int) -> CudaRange:
         volatile = name in self._volatile
-        sizes = self._sizes if volatile else self._sizes[-2:]
+        sizes = self._sizes if volatile else self._sizes[-1:] if name.startswith("state/") else self._sizes[-2:]
         return CudaRange(name, capacity_bytes, self.ledger, sizes, self._driver, self._synchronize, volatile)
 
 

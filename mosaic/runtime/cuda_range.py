@@ -1,4 +1,4 @@
-"""CudaRange: device addresses reserved once, of which a prefix is memory, mapped in chunks. It never moves.
+"""CudaRange: device addresses reserved once, of which a prefix is memory, but for holes, mapped in chunks. It never moves.
 
 Growth is all or nothing; streams are drained before anything is unmapped.
 """
@@ -17,6 +17,7 @@ from mosaic.runtime.cuda_driver import Addresses, CudaError, Driver
 from mosaic.runtime.device_range import DeviceRange
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.spans import Span, Spans, inner_pages, joined, total, without
 from mosaic.units import format_bytes, round_up
 
 __all__ = ["CudaRange", "chunk_sizes"]
@@ -61,14 +62,14 @@ def _abandon(driver: Driver, address: int, size: int, chunks: list[tuple[int, in
 
 
 class CudaRange(DeviceRange):
-    """A reservation of device addresses, of which the prefix `[0, committed_bytes)` is memory. It never moves.
+    """A reservation of device addresses, of which the prefix `[0, end_bytes)` is memory, but for holes. It never moves.
 
     Made by `CudaPool.reserve`. Touching more than the committed bytes is an illegal address, by design. Tensors keep
     the addresses reserved after `close`, never the memory.
 
-    Memory is mapped in chunks, and a chunk goes back whole. Shrinking into the middle of one replaces it by smaller
-    ones where the contents may go (`volatile`), so that the committed bytes are exact; elsewhere the chunk stays, and
-    up to one chunk more than asked for stays committed.
+    Memory is mapped in chunks, and a chunk goes back whole. Shrinking into the middle of one, or a hole in it, replaces it
+    by smaller ones where the contents may go (`volatile`), so that the committed bytes are exact; elsewhere the chunk
+    stays committed.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class CudaRange(DeviceRange):
     ) -> None:
         super().__init__(name, capacity_bytes, ledger, sizes[-1], driver)
         self._sizes, self._synchronize, self._volatile = tuple(sizes), synchronize, volatile
-        self._chunks: list[tuple[int, int]] = []  # (address, size), gapless from the start of the range
+        self._chunks: list[tuple[int, int]] = []  # (address, size), by address
+        self._committed: Spans = ()  # what they cover of the range
         self._owed: list[tuple[list[Callable[[], None]], int]] = []  # undoing calls that failed, bytes they return
         with interrupts_held():
             try:
@@ -108,28 +110,46 @@ class CudaRange(DeviceRange):
     def _view(self) -> Tensor:
         return self._driver.as_tensor(self._addresses)
 
+    @property
+    def end_bytes(self) -> int:
+        """Where the last byte that is memory ends."""
+        return self._committed[-1][1] if self._committed else 0
+
+    def _pages(self, end: int, holes: Spans) -> Spans:
+        """The pages of `[0, end)` that are not inside of holes."""
+        return without([(0, end)], inner_pages(holes, self.page_bytes))
+
     # --- growing --------------------------------------------------------------------------------------------------
 
-    def _grow(self, end: int) -> None:
-        """Map `[committed_bytes, end)`; whatever fails, what was mapped goes back."""
-        start, size = self.address + self.committed_bytes, end - self.committed_bytes
+    def _reach(self, end: int, holes: Spans) -> None:
+        missing = without(self._pages(end, holes), self._committed)
+        if missing:
+            self._grow(missing)
+
+    def _grow(self, missing: Spans) -> None:
+        """Map spans of the range; whatever fails, what was mapped goes back."""
+        size = total(missing)
         try:
             with interrupts_held() as raise_pending, ExitStack() as undo:
                 self._settle()
                 self._ledger.charge(self.name, size)
                 undo.callback(self._release, size)
-                chunks, address = [], start
-                for chunk in chunk_sizes(size, self._sizes):
-                    self._map(address, chunk)
-                    undo.callback(self._take_back, [partial(self._driver.unmap, address, chunk)], chunk)
-                    chunks.append((address, chunk))
-                    address += chunk
+                chunks: list[tuple[int, int]] = []
+                for first, last in missing:
+                    address = self.address + first
+                    for chunk in chunk_sizes(last - first, self._sizes):
+                        self._map(address, chunk)
+                        undo.callback(self._take_back, [partial(self._driver.unmap, address, chunk)], chunk)
+                        chunks.append((address, chunk))
+                        address += chunk
+                        raise_pending()
+                    self._driver.set_access(self.address + first, last - first)
                     raise_pending()
-                self._driver.set_access(start, size)
-                raise_pending()
                 undo.pop_all()
                 self._chunks += chunks
-                self.committed_bytes = end
+                self._chunks.sort()
+                self._count(joined([*self._committed, *missing]))
+                self.changes += 1
         except CudaError as error:
             state = "some of it beyond reach until undoing succeeds" if self._owed else "nothing was added"
             raise self._refused("add", size, state, error) from error
@@ -174,44 +194,50 @@ class CudaRange(DeviceRange):
 
     # --- shrinking ------------------------------------------------------------------------------------------------
 
-    def decommit(self, num_bytes: int = 0) -> None:
-        """Give back the memory beyond `[0, num_bytes)`, rounded up to pages, after all streams are drained.
+    def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
+        """Give back the memory beyond `[0, num_bytes)`, rounded up to pages, and the whole pages inside of `holes`.
+
+        All streams are drained before.
 
         Raises
         ------
         CudaMemoryError
             If the driver refuses. What went back by then is off the range and off the ledger; call again.
         """
-        end = round_up(num_bytes, self.page_bytes)
-        keep = end if self._volatile else self._whole_chunks(end)
-        if keep >= self.committed_bytes:
+        unwanted = without(self._committed, self._pages(round_up(num_bytes, self.page_bytes), holes))
+        kept = without(self._committed, unwanted)
+        gone = [chunk for chunk in self._chunks if self._goes(self._span(chunk), unwanted)] if unwanted else []
+        if not gone:
             return
         try:
             self._synchronize()
-            while self.committed_bytes > keep:
-                self._unmap_last()
+            self.changes += 1
+            while gone:
+                self._unmap(gone[-1])
+                gone.pop()
         except CudaError as error:
-            size = self.committed_bytes - keep
+            size = sum(size for _, size in gone)
             raise self._refused("take back", size, "of which the contents are intact", error) from error
-        if self.committed_bytes < keep:  # a chunk was cut
-            self._grow(keep)
+        if cut := without(kept, self._committed):
+            self._grow(cut)
 
-    def _whole_chunks(self, end: int) -> int:
-        """Round up to the end of the chunk that `end` lies in."""
-        reach = 0
-        for size in self.chunks:
-            if reach >= end:
-                break
-            reach += size
-        return reach
+    def _goes(self, span: Span, unwanted: Spans) -> bool:
+        """Whether a chunk goes back: where nothing of it is wanted, or its contents may go and something is not."""
+        left = total(without([span], unwanted))
+        return left < span[1] - span[0] if self._volatile else left == 0
 
-    def _unmap_last(self) -> None:
+    def _span(self, chunk: tuple[int, int]) -> Span:
+        return chunk[0] - self.address, chunk[0] - self.address + chunk[1]
+
+    def _unmap(self, chunk: tuple[int, int]) -> None:
         with interrupts_held():
-            address, size = self._chunks[-1]
-            self._driver.unmap(address, size)
-            self._chunks.pop()
-            self._ledger.release(self.name, size)
-            self.committed_bytes -= size
+            self._driver.unmap(*chunk)
+            self._chunks.remove(chunk)
+            self._ledger.release(self.name, chunk[1])
+            self._count(without(self._committed, [self._span(chunk)]))
+
+    def _count(self, committed: Spans) -> None:
+        self._committed, self.committed_bytes = committed, total(committed)
 
     def close(self) -> None:
         """Give the memory back, and the addresses once no tensor views them. Closing twice is fine.

@@ -7,6 +7,7 @@ from torch import Tensor
 from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.cuda_driver import CudaError, Driver
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.spans import Spans
 from mosaic.units import format_bytes, round_up
 
 __all__ = ["CudaMemoryError", "DeviceRange"]
@@ -31,12 +32,18 @@ class CudaMemoryError(RuntimeMemoryError):
 
 
 class DeviceRange:
-    """The base of `CudaRange` and `SlabRange`."""
+    """The base of `CudaRange` and `SlabRange`.
+
+    Attributes
+    ----------
+    changes
+        How often memory was added or given back.
+    """
 
     def __init__(self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, driver: Driver) -> None:
         self.name, self.page_bytes = name, page_bytes
         self.capacity_bytes = round_up(max(capacity_bytes, 1), page_bytes)
-        self.committed_bytes = 0
+        self.committed_bytes = self.changes = 0
         self._ledger, self._driver = ledger, driver
         self._closed = False
         self._tensor: Tensor | None = None
@@ -58,11 +65,17 @@ class DeviceRange:
     def _view(self) -> Tensor:
         raise NotImplementedError
 
-    def _grow(self, end: int) -> None:
+    @property
+    def end_bytes(self) -> int:
+        """Where the last byte that is memory ends."""
+        return self.committed_bytes
+
+    def _reach(self, end: int, holes: Spans) -> None:
+        """Make `[0, end)` memory, but for whole pages inside of `holes` where the kind of range can leave them out."""
         raise NotImplementedError
 
-    def decommit(self, num_bytes: int = 0) -> None:
-        """Give memory beyond `[0, num_bytes)` back."""
+    def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
+        """Give back memory beyond `[0, num_bytes)`, and inside of `holes` where the kind of range can."""
         raise NotImplementedError
 
     def _end(self, num_bytes: int) -> int:
@@ -74,13 +87,15 @@ class DeviceRange:
             )
         return end
 
-    def commit(self, num_bytes: int, *, populate: bool = True) -> None:
+    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
         """Make `[0, num_bytes)` memory, rounded up to pages. All or nothing.
 
         Parameters
         ----------
         num_bytes
             How far memory has to reach.
+        holes
+            Bytes `[start, end)`, sorted, that need not be memory: the whole pages inside are left as they are.
         populate
             For the interface: memory of a device is always populated. Its contents are undefined.
 
@@ -91,15 +106,13 @@ class DeviceRange:
         CudaMemoryError
             If the driver refuses; nothing was changed then.
         """
-        end = self._end(num_bytes)
-        if end > self.committed_bytes:
-            self._grow(end)
+        self._reach(self._end(num_bytes), holes)
 
-    def resize(self, num_bytes: int, *, populate: bool = True) -> None:
-        """Commit or decommit so that `[0, num_bytes)`, rounded up to pages, is memory."""
+    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
+        """Commit and decommit so that `[0, num_bytes)`, rounded up to pages, is memory, but for `holes`."""
         self._end(num_bytes)
-        self.decommit(num_bytes)
-        self.commit(num_bytes, populate=populate)
+        self.decommit(num_bytes, holes=holes)
+        self.commit(num_bytes, holes=holes, populate=populate)
 
     def resident_bytes(self) -> int:
         """Give the bytes in physical memory: what is committed. `verify` asks the driver's own counter."""

@@ -17,6 +17,7 @@ from mosaic.runtime.cuda_driver import Addresses, CudaError, Driver
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PAGE_BYTES, HostMemoryError, PagePool, PageRange, System
+from mosaic.runtime.spans import Spans
 from mosaic.units import format_bytes, round_up
 
 __all__ = ["HostMemoryError", "HostPool", "HostRange"]
@@ -100,15 +101,15 @@ class HostRange(PageRange):
             self._device_tensor = self._driver.as_tensor(Addresses(seen, self.capacity_bytes, owner))
         return self._device_tensor
 
-    def commit(self, num_bytes: int, *, populate: bool = True) -> None:
+    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
         """Make `[0, num_bytes)` pinned memory, rounded up to pages; contents stay. All or nothing.
 
         Parameters
         ----------
         num_bytes
             How far memory has to reach.
-        populate
-            For the interface: pinned memory is always populated.
+        holes, populate
+            For the interface: one registration has no holes, and pinned memory is always populated.
 
         Raises
         ------
@@ -160,8 +161,8 @@ class HostRange(PageRange):
             available_bytes=available,
         )
 
-    def decommit(self, num_bytes: int = 0) -> None:
-        """Give back the memory beyond `[0, num_bytes)`, rounded up to pages, after all streams are drained.
+    def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
+        """Give back the memory beyond `[0, num_bytes)`, rounded up to pages, after all streams are drained; no holes.
 
         Raises
         ------

@@ -21,7 +21,7 @@ class StepOutput:
     """The statistics of M rows, and the logits of R rows where asked for.
 
     Views of planned memory, valid until the next call of the model: `.clone()` to keep them. On a CUDA device a call
-    that needs less memory empties them. Where another thread may call the model meanwhile, they are copies, the
+    that gives memory back empties them. Where another thread may call the model meanwhile, they are copies, the
     caller's own: in every process with a second Python thread, unless the call is made under `CompiledModel.exclusive`.
 
     Parameters

@@ -14,8 +14,8 @@ from mosaic.errors import UsageError
 from mosaic.models.phase import Phase
 from mosaic.models.rotary import Rotary
 from mosaic.models.step import StepSize
-from mosaic.runtime import kv_memory
 from mosaic.runtime.frequencies import check_cached, sequence_frequencies
+from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.steps import StepRequest
 
 __all__ = ["PackedStep", "pack_step"]
@@ -125,7 +125,7 @@ def _keys(requests: Sequence[StepRequest]) -> _Inputs:
     for request in requests:
         end = request.start + request.token_ids.numel()
         sequence = request.sequence
-        if not isinstance(sequence, kv_memory.Sequence):
+        if not isinstance(sequence, OwnedRows):
             raise UsageError("a cached request needs a sequence that this model has opened.")
         if request.key_len < end:
             raise UsageError(

@@ -1,7 +1,7 @@
-"""PagePool on a CPU: large ranges of address space, reserved once, of which a prefix is committed.
+"""PagePool on a CPU: large ranges of address space, reserved once, of which a prefix is committed, but for holes in it.
 
-Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes [0, n) readable and writable,
-decommitting hands the pages back and makes them fault again, so that a stray access is caught.
+Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes pages readable and writable,
+decommitting hands them back and makes them fault again, so that a stray access is caught.
 Linux: mmap, mprotect, madvise, mincore through ctypes. `host_pool` pins such ranges for a CUDA device.
 """
 
@@ -25,6 +25,7 @@ from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.range_pool import RangePool
+from mosaic.runtime.spans import Spans, inner_pages, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
 
 __all__ = ["PAGE_BYTES", "Access", "HostMemoryError", "Linux", "PagePool", "PageRange", "System"]
@@ -204,10 +205,15 @@ def _os_error() -> OSError:
 
 
 class PageRange:
-    """One reservation, `capacity_bytes` long, of which `[0, committed_bytes)` is memory.
+    """One reservation, `capacity_bytes` long, of which `[0, end_bytes)` is memory, but for holes.
 
     Made by `PagePool.reserve`. `tensor` views the whole reservation without a copy; touching it beyond the committed
     bytes is a segmentation fault, by design. Tensors keep the addresses reserved after `close`, never the memory.
+
+    Attributes
+    ----------
+    changes
+        How often memory was added or given back.
     """
 
     def __init__(
@@ -215,7 +221,8 @@ class PageRange:
     ) -> None:
         self.name, self.page_bytes = name, page_bytes
         self.capacity_bytes = round_up(max(capacity_bytes, 1), page_bytes)
-        self.committed_bytes = 0
+        self.changes = 0
+        self._committed: Spans = ()
         self._high_water = 0
         self._ledger, self._system, self._released = ledger, system, released
         try:
@@ -236,6 +243,16 @@ class PageRange:
         return partial(self._system.unmap, self.address, self.capacity_bytes)
 
     @property
+    def committed_bytes(self) -> int:
+        """Bytes that are memory."""
+        return total(self._committed)
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the last byte that is memory ends."""
+        return self._committed[-1][1] if self._committed else 0
+
+    @property
     def device_tensor(self) -> Tensor:
         """The same as `tensor`: the device is the CPU."""
         return self.tensor
@@ -247,13 +264,15 @@ class PageRange:
             raise RuntimeMemoryError(f"the range {self.name} is closed: compile the model again.")
         return self._tensor
 
-    def commit(self, num_bytes: int, *, populate: bool = True) -> None:
+    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
         """Make `[0, num_bytes)` memory, rounded up to pages; what is committed already stays. All or nothing.
 
         Parameters
         ----------
         num_bytes
             How far memory has to reach.
+        holes
+            Bytes `[start, end)`, sorted, that need not be memory: the whole pages inside are left as they are.
         populate
             Fault the new pages in now, so that a later touch cannot fail and resident bytes equal committed ones.
 
@@ -270,25 +289,33 @@ class PageRange:
                 f"{self.name}: {num_bytes:,} bytes asked for, the range holds {self.capacity_bytes:,} at most: "
                 f"reserve a larger one."
             )
-        if end > self.committed_bytes:
-            self._grow(end, populate)
+        missing = without(self._pages(end, holes), self._committed)
+        if missing:
+            self._grow(missing, populate)
 
-    def _grow(self, end: int, populate: bool) -> None:
-        start, size = self.address + self.committed_bytes, end - self.committed_bytes
+    def _pages(self, end: int, holes: Spans) -> Spans:
+        """The pages of `[0, end)` that are not inside of holes."""
+        return without([(0, end)], inner_pages(holes, self.page_bytes))
+
+    def _grow(self, missing: Spans, populate: bool) -> None:
+        size, end = total(missing), max(missing[-1][1], self.end_bytes)
         with interrupts_held() as raise_pending, ExitStack() as undo:
             self._ledger.charge(self.name, size)
             undo.callback(self._ledger.release, self.name, size)
             try:
-                undo.callback(self._withdraw, start, size)
-                self._system.protect(start, size, "write")
-                if populate:
-                    self._populate(start, size, raise_pending)
+                for first, last in missing:
+                    start, part = self.address + first, last - first
+                    undo.callback(self._withdraw, start, part)
+                    self._system.protect(start, part, "write")
+                    if populate:
+                        self._populate(start, part, raise_pending)
             except OSError as error:
                 raise self._refused(size, error.strerror or str(error), self._system.available()) from error
             self._attach(end)
             undo.pop_all()
-            self.committed_bytes = end
+            self._committed = joined([*self._committed, *missing])
             self._high_water = max(self._high_water, end)
+            self.changes += 1
 
     def _populate(self, start: int, size: int, raise_pending: Callable[[], None]) -> None:
         """Fault pages in, step by step, never more than there is: Linux would rather kill a process than fail a call.
@@ -321,19 +348,22 @@ class PageRange:
         self._system.discard(start, size)
         self._system.protect(start, size, self._released)
 
-    def decommit(self, num_bytes: int = 0) -> None:
-        """Give back the memory beyond `[0, num_bytes)`, rounded up to pages; touching it faults, or see `released`."""
-        end = round_up(num_bytes, self.page_bytes)
-        if end < self.committed_bytes:
-            size = self.committed_bytes - end
-            self._withdraw(self.address + end, size)
-            self._ledger.release(self.name, size)
-            self.committed_bytes = end
+    def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
+        """Give back the memory beyond `[0, num_bytes)`, rounded up to pages, and the whole pages inside `holes`.
 
-    def resize(self, num_bytes: int, *, populate: bool = True) -> None:
-        """Commit or decommit so that exactly `[0, num_bytes)`, rounded up to pages, is memory."""
-        self.decommit(num_bytes)
-        self.commit(num_bytes, populate=populate)
+        Touching it faults, or see `released`.
+        """
+        gone = without(self._committed, self._pages(round_up(num_bytes, self.page_bytes), holes))
+        for first, last in gone:
+            self._withdraw(self.address + first, last - first)
+            self._ledger.release(self.name, last - first)
+            self._committed = without(self._committed, [(first, last)])
+        self.changes += bool(gone)
+
+    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
+        """Commit and decommit so that exactly `[0, num_bytes)`, rounded up to pages, is memory, but for `holes`."""
+        self.decommit(num_bytes, holes=holes)
+        self.commit(num_bytes, holes=holes, populate=populate)
 
     def resident_bytes(self) -> int:
         """Measure how much of the range is in physical memory, by the system's own account."""

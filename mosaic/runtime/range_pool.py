@@ -50,7 +50,9 @@ class ClosesOnExit:
 class PoolRange(Closable, Protocol):
     """What a pool needs of its ranges."""
 
-    committed_bytes: int
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes that are memory."""
 
 
 AnyRange = TypeVar("AnyRange", bound=PoolRange)

@@ -12,6 +12,7 @@ from mosaic.runtime.cuda_driver import Addresses, CudaError, Driver
 from mosaic.runtime.device_range import DeviceRange
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.spans import Spans
 
 __all__ = ["SlabRange"]
 
@@ -42,9 +43,12 @@ class SlabRange(DeviceRange):
             raise RuntimeMemoryError(f"the range {self.name} holds no memory yet: commit first.")
         return self._driver.as_tensor(Addresses(self.address, self.committed_bytes))
 
-    def _grow(self, end: int) -> None:
-        """Allocate anew: contents are copied, which takes old and new at once, or first given up where volatile."""
+    def _reach(self, end: int, holes: Spans) -> None:
+        """Allocate anew where `end` is further: contents are copied, which takes old and new at once, or first given up
+        where volatile. An allocation has no holes."""
         before = self.committed_bytes
+        if end <= before:
+            return
         try:
             if before and self._volatile:
                 self._replace(before, end)
@@ -84,8 +88,9 @@ class SlabRange(DeviceRange):
     def _moved(self, address: int, size: int) -> None:
         self.address, self.committed_bytes, self._tensor = address, size, None
         self.generation += 1
+        self.changes += 1
 
-    def decommit(self, num_bytes: int = 0) -> None:
+    def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
         """Give the allocation back if nothing is to remain of it; else it stays as large as it is."""
         if num_bytes > 0 or not self.committed_bytes:
             return

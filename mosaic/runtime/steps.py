@@ -20,14 +20,14 @@ __all__ = ["KVSequence", "StepRequest", "StepResult", "StepRunner"]
 
 
 class KVSequence(Protocol):
-    """The keys and values of one sequence: rows of the state, found by slots."""
+    """What decoding needs of the keys and values of one sequence: a model's are `OwnedRows`."""
 
     @property
     def length(self) -> int:
         """Tokens that there are rows for."""
 
-    def reserve(self, tokens: int) -> None:
-        """Have rows for so many tokens; what is there stays where it is."""
+    def reserve(self, count: int, /) -> None:
+        """Have rows for `count` tokens; what is there stays where it is."""
 
     def close(self) -> None:
         """Give the rows back."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from mosaic.errors import PlanFormatError, RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
 from mosaic.runtime.range_pool import ClosesOnExit, close_all
+from mosaic.runtime.spans import Spans
 
 __all__ = ["DTYPES", "Pool", "Range", "Workspace", "torch_dtype"]
 
@@ -29,6 +31,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 RESERVE_BYTES: Final = 1 << 40
 HOST: Final = "host"
+NO_HOLES: Final[Mapping[str, Spans]] = MappingProxyType({})
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -48,7 +51,15 @@ class Range(Protocol):
     name: str
     address: int
     capacity_bytes: int
-    committed_bytes: int
+    changes: int
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes that are memory."""
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the last byte that is memory ends; holes before it are not."""
 
     @property
     def tensor(self) -> Tensor:
@@ -58,8 +69,14 @@ class Range(Protocol):
     def device_tensor(self) -> Tensor:
         """The same bytes as the device sees them; another tensor than `tensor` for pinned host memory alone."""
 
-    def resize(self, num_bytes: int, *, populate: bool = True) -> None:
-        """Make exactly `[0, num_bytes)`, rounded up to pages, memory."""
+    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
+        """Make `[0, num_bytes)`, rounded up to pages, memory, but for `holes`. What is memory stays so."""
+
+    def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
+        """Give back what is beyond `[0, num_bytes)`, rounded up to pages, and whole pages inside of `holes`."""
+
+    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
+        """Make exactly `[0, num_bytes)`, rounded up to pages, memory, but for `holes`."""
 
     def resident_bytes(self) -> int:
         """Give the bytes in physical memory."""
@@ -143,17 +160,34 @@ class Workspace(ClosesOnExit):
         existing = pool.ranges.get(name)
         return existing if existing is not None else pool.reserve(name, self._capacities.get(name, RESERVE_BYTES))
 
-    def resize(self, name: str, num_bytes: int, *, populate: bool = True) -> None:
-        """Make exactly `[0, num_bytes)` of a pool memory, rounded up to pages."""
-        self.range(name).resize(num_bytes, populate=populate)
+    def resize(self, name: str, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
+        """Make exactly `[0, num_bytes)` of a pool memory, rounded up to pages, but for `holes` (bytes, sorted)."""
+        self.range(name).resize(num_bytes, holes=holes, populate=populate)
 
-    def resize_all(self, sizes: Mapping[str, int], *, populate: bool = True) -> None:
-        """Resize several pools, first those that shrink: the others may need their pages.
+    def commit_all(
+        self, sizes: Mapping[str, int], *, holes: Mapping[str, Spans] = NO_HOLES, populate: bool = True
+    ) -> None:
+        """Have at least these bytes of several pools, but for `holes`; nothing is given back.
 
-        Where a growth is refused, that pool stays as it was, and those resized before it have their new sizes.
+        Where a growth is refused, that pool stays as it was, and those before it have grown.
         """
-        for name, size in sorted(sizes.items(), key=lambda item: item[1] > self.range(item[0]).committed_bytes):
-            self.resize(name, size, populate=populate)
+        for name, size in sizes.items():
+            self.range(name).commit(size, holes=holes.get(name, ()), populate=populate)
+
+    def resize_all(
+        self, sizes: Mapping[str, int], *, holes: Mapping[str, Spans] = NO_HOLES, populate: bool = True
+    ) -> None:
+        """Have exactly these bytes of several pools, but for `holes`. All shrink first: growing ones may need the pages.
+
+        Where a growth is refused, that pool is not grown, and those before it have their new sizes.
+        """
+        self.trim_all(sizes, holes=holes)
+        self.commit_all(sizes, holes=holes, populate=populate)
+
+    def trim_all(self, sizes: Mapping[str, int], *, holes: Mapping[str, Spans] = NO_HOLES) -> None:
+        """Give back what several pools have beyond these bytes and inside of `holes`; nothing grows."""
+        for name, size in sizes.items():
+            self.range(name).decommit(size, holes=holes.get(name, ()))
 
     def view(self, name: str, offset: int, shape: Sequence[int], dtype: str, *, on_device: bool = False) -> Tensor:
         """View committed bytes of a pool as a contiguous tensor; no copy.
@@ -172,10 +206,10 @@ class Workspace(ClosesOnExit):
         """
         kind, part = torch_dtype(dtype), self.range(name)
         size = math.prod(shape) * kind.itemsize
-        if offset < 0 or offset + size > part.committed_bytes or offset % kind.itemsize:
+        if offset < 0 or offset + size > part.end_bytes or offset % kind.itemsize:
             raise RuntimeMemoryError(
                 f"{name}: a view of {size:,} bytes ({dtype} {list(shape)}) at offset {offset:,} does not lie, aligned, "
-                f"within the {part.committed_bytes:,} committed bytes: commit the plan's peak first."
+                f"within the {part.end_bytes:,} committed bytes: commit the plan's peak first."
             )
         whole = part.device_tensor if on_device else part.tensor
         return whole[offset : offset + size].view(kind).view(tuple(shape))
@@ -186,6 +220,10 @@ class Workspace(ClosesOnExit):
     def committed_bytes(self) -> dict[str, int]:
         """Bytes committed, by pool."""
         return {name: part.committed_bytes for name, part in self._ranges().items()}
+
+    def changes(self) -> int:
+        """How often the open ranges had memory added or given back; steps of sizes that were there before change none."""
+        return sum(part.changes for part in self._ranges().values())
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes in physical memory as the system counts them, by pool."""

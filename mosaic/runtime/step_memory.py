@@ -1,0 +1,101 @@
+"""The memory that steps share: it is kept at the most that they needed, and goes back where others need it, or on `trim`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from mosaic.errors import DoesNotFit, RuntimeMemoryError
+from mosaic.runtime.spans import Spans
+from mosaic.runtime.state_rows import RowTable
+from mosaic.runtime.workspace import HOST, Workspace, torch_dtype
+
+if TYPE_CHECKING:
+    from mosaic.planner.plan import Plan
+
+__all__ = ["StepMemory"]
+
+WORKSPACE: Final = "workspace"
+_log = logging.getLogger(__name__)
+
+
+class StepMemory:
+    """What steps need of a workspace, beside weights: its pools `workspace`, `host` and those of states.
+
+    Parameters
+    ----------
+    workspace
+        Whose pools they are.
+    tables
+        Who owns rows of the states.
+    before_shrinking
+        Called before the pool `workspace` loses memory: nobody may look at it any more.
+    """
+
+    def __init__(self, workspace: Workspace, tables: Sequence[RowTable], before_shrinking: Callable[[], None]) -> None:
+        self._workspace, self._tables, self._before_shrinking = workspace, tuple(tables), before_shrinking
+        self._row_bytes: dict[str, int] = {}
+        self.exact = True
+        """Whether the next commit gives back all that its plan does not need."""
+
+    def commit(self, plan: Plan) -> None:
+        """Have a plan's memory, beside what earlier ones needed; where there is no room for both, the plan's alone.
+
+        Raises
+        ------
+        DoesNotFit
+            If the plan needs more than the budget.
+        RuntimeMemoryError
+            If the device, or the machine, refuses.
+        """
+        sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
+        self._learn(plan, sizes)
+        if not self.exact:
+            try:
+                self._workspace.commit_all(sizes, holes=self._holes())
+                return
+            except (DoesNotFit, RuntimeMemoryError) as refused:
+                _log.debug("memory of earlier steps is given back: %s", refused)
+        committed = self._workspace.committed_bytes()
+        if sizes[WORKSPACE] < committed.get(WORKSPACE, 0):
+            self._before_shrinking()
+        unused = {HOST: 0} if HOST in committed else {}
+        self._workspace.resize_all({**unused, **sizes}, holes=self._holes())
+        self.exact = False
+
+    def trim(self, plan: Plan, *, states_alone: bool = False) -> None:
+        """Give back what a plan and the owners of rows do not need.
+
+        Parameters
+        ----------
+        plan
+            The last step's.
+        states_alone
+            Leave the other pools to the next commit: somebody may still look at outputs.
+        """
+        sizes = {} if states_alone else {name: plan.pools.get(name, 0) for name in (WORKSPACE, HOST)}
+        sizes |= {table.pool: table.rows * self._row_bytes.get(table.pool, 0) for table in self._tables}
+        committed = self._workspace.committed_bytes()
+        self._workspace.trim_all({name: sizes[name] for name in sizes if name in committed}, holes=self._holes())
+        self.exact = states_alone
+
+    def _learn(self, plan: Plan, pools: Mapping[str, int]) -> None:
+        """Note the bytes of a row of each state that a plan has; they are the model's, the same in all plans."""
+        for table in self._tables:
+            if table.pool in pools and table.pool not in self._row_bytes:
+                self._row_bytes[table.pool] = _row_bytes(plan.document, table.name)
+
+    def _holes(self) -> dict[str, Spans]:
+        """Bytes of each state that nobody owns, before the last that somebody does."""
+        found: dict[str, Spans] = {}
+        for table in self._tables:
+            size = self._row_bytes.get(table.pool, 0)
+            found[table.pool] = [(start * size, end * size) for start, end in table.free]
+        return found
+
+
+def _row_bytes(document: Mapping[str, Any], state: str) -> int:
+    record = next(b for b in document["buffers"] if b["kind"] == "state" and b["name"] == state)
+    return math.prod(map(int, record["shape"][1:])) * torch_dtype(record["dtype"]).itemsize

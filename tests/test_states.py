@@ -1,0 +1,356 @@
+"""Rows of states by name: who owns which, in ranges that grow and shrink alone and give pages back from their middle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import GRANULARITY, FakeDriver
+from test_runtime_compiled import LLADA
+from torch import Tensor
+
+import mosaic
+from mosaic.errors import DoesNotFit, UsageError
+from mosaic.models.phase import Phase
+from mosaic.planner import plan_graph
+from mosaic.planner.plan import Plan
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.cuda_pool import CudaPool, SlabPool
+from mosaic.runtime.executor import Executor
+from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
+from mosaic.runtime.state_rows import OwnedRows, RowTable
+from mosaic.runtime.steps import StepRequest
+from mosaic.runtime.workspace import Workspace
+
+WIDTH = 256  # float32 columns of a row: four rows to a page
+NAMES = ("kv", "summary")
+
+
+class PlainTable:
+    """The same by lists of rows: an owner gets the lowest rows that nobody has."""
+
+    def __init__(self) -> None:
+        self.owned: dict[int, list[int]] = {}
+
+    def lowest(self, count: int) -> list[int]:
+        taken = {row for rows in self.owned.values() for row in rows}
+        return [row for row in range(len(taken) + count) if row not in taken][:count]
+
+    @property
+    def rows(self) -> int:
+        return max((row + 1 for rows in self.owned.values() for row in rows), default=0)
+
+
+def change(rng: random.Random, opened: dict[int, OwnedRows], plain: PlainTable, table: RowTable) -> None:
+    """Open, grow, cut, cut out of the middle, or close."""
+    key = rng.randrange(6)
+    owned = opened.setdefault(key, table.open(key))
+    mine = plain.owned.setdefault(key, [])
+    match rng.choice(("grow", "grow", "grow", "cut", "middle", "close")):
+        case "grow":
+            count = rng.randint(0, 40)
+            owned.reserve(count)
+            mine += plain.lowest(count - len(mine)) if count > len(mine) else []
+        case "close":
+            owned.close()
+            mine.clear()
+        case what:
+            start = rng.randint(0, len(mine))
+            end = rng.randint(start, len(mine)) if what == "middle" else None
+            owned.drop(start, end)
+            del mine[start:end]
+
+
+def agree(opened: dict[int, OwnedRows], plain: PlainTable, table: RowTable) -> None:
+    for key, owned in opened.items():
+        rows = plain.owned[key]
+        assert owned.slots().tolist() == rows and owned.length == len(rows)
+        assert [first + i for first, count in owned.runs() for i in range(count)] == rows
+        assert sum(a + n == b for (a, n), (b, _) in zip(owned.runs(), owned.runs()[1:], strict=False)) == 0
+    taken = {row for rows in plain.owned.values() for row in rows}
+    assert table.rows == plain.rows
+    assert {row for start, end in table.free for row in range(start, end)} == set(range(table.rows)) - taken
+    assert {owned.owner for owned in table.owned} == {key for key, rows in plain.owned.items() if rows}
+
+
+def test_rows_have_the_owners_that_a_plain_table_says() -> None:
+    for seed in range(30):
+        rng, drained, nobody = random.Random(seed), list[int](), 0
+        table, opened, plain = (
+            RowTable("kv", drained=lambda at=drained: at.append(0)),
+            dict[int, OwnedRows](),
+            PlainTable(),
+        )
+        for _ in range(40):
+            before = plain.rows
+            change(rng, opened, plain, table)
+            agree(opened, plain, table)
+            nobody += before > 0 and plain.rows == 0
+            assert len(drained) == nobody
+            owned, key = (found := rng.choice([*opened.items()]))[1], found[0]
+            start = rng.randint(0, owned.length)
+            end = rng.randint(start, owned.length)
+            assert owned.slots(start, end).tolist() == plain.owned[key][start:end]
+            runs = [first + i for first, count in owned.runs(start, end) for i in range(count)]
+            assert runs == plain.owned[key][start:end]
+
+
+def test_positions_that_an_owner_has_not_are_refused() -> None:
+    owned = RowTable("kv").open()
+    owned.reserve(4)
+    for start, end in ((0, 5), (3, 2), (-1, 2), (5, None)):
+        for ask in (owned.slots, owned.runs, owned.drop):
+            with pytest.raises(UsageError, match="reserve more"):
+                ask(start, end)
+    assert owned.length == 4
+
+
+# --- ranges with holes ------------------------------------------------------------------------------------------------
+
+
+def test_ranges_hold_the_pages_that_a_plain_set_says() -> None:
+    """On the CPU and mapped page by page on a device; in chunks, and in slabs, at least what is needed. What is held before
+    and after a change keeps its contents."""
+    for seed in range(24):
+        rng, driver = random.Random(seed), FakeDriver(64 * GRANULARITY)
+        kinds = (PagePool(), CudaPool(driver, chunk_bytes=(8 * GRANULARITY, 4 * GRANULARITY)), SlabPool(driver))
+        for number, name in ((0, "state/kv"), (1, "state/kv"), (1, "chunked"), (1, "workspace"), (2, "state/kv")):
+            with kinds[number] as pool:
+                part, held = pool.reserve(name, 64 * GRANULARITY), set[int]()
+                page, exact = part.page_bytes, number == 0 or (number, name) in ((1, "state/kv"), (1, "workspace"))
+                for _ in range(8):
+                    end = rng.randint(0, 24 * page)
+                    cuts = sorted(rng.sample(range(end + 1), min(4, end // 2 * 2)))
+                    holes = [*zip(cuts[::2], cuts[1::2], strict=True)]
+                    inside = {i for i in range(24) if any(a <= i * page and (i + 1) * page <= b for a, b in holes)}
+                    needed, before, changes = {i for i in range(24) if i * page < end} - inside, set(held), part.changes
+                    match rng.choice(("commit", "decommit", "resize")):
+                        case "commit":
+                            part.commit(end, holes=holes)
+                            held |= needed
+                        case "decommit":
+                            part.decommit(end, holes=holes)
+                            held &= needed
+                        case "resize":
+                            part.resize(end, holes=holes)
+                            held = needed
+                    if exact:
+                        assert part.committed_bytes == len(held) * page == part.resident_bytes()
+                        assert part.end_bytes == (max(held) + 1 if held else 0) * page
+                        assert (part.changes > changes) == (held != before)
+                        for i in held:
+                            first = part.tensor[i * page]
+                            assert name == "workspace" or i not in before or int(first) == i + 1
+                            first.fill_(i + 1)
+                    assert part.committed_bytes >= len(held) * page
+                    assert pool.ledger.committed_bytes == part.committed_bytes
+                    assert number == 0 or driver.used_bytes == part.committed_bytes
+        assert driver.used_bytes == 0
+
+
+# --- two states of one graph ------------------------------------------------------------------------------------------
+
+
+def two_states(g: Any) -> None:
+    """Store new rows into each state, and read some of each back."""
+    new, read = g.dim("tokens"), g.dim("read")
+    for name in NAMES:
+        state = g.state(name, (g.dim(f"{name}_rows"), WIDTH), "float32")
+        k, v = (g.input(f"{name}_{part}", (new, WIDTH // 2), "float32") for part in "kv")
+        g.add_op("kv_store", k, v, g.input(f"{name}_slots", (new,), "int64"), state, layer=0)
+        rows = g.input(f"{name}_read", (read,), "int64")
+        g.add_op("gather_rows", state, rows, out=g.output(f"{name}_found", (read, WIDTH), "float32"))
+
+
+@pytest.fixture
+def workspace() -> Iterator[Workspace]:
+    with Workspace() as opened:
+        yield opened
+
+
+class States:
+    """Two states in a workspace, and what naive code says that they hold."""
+
+    def __init__(self, workspace: Workspace, rng: random.Random) -> None:
+        self.workspace, self.rng = workspace, rng
+        self.tables = {name: RowTable(name) for name in NAMES}
+        self.opened: dict[str, dict[int, OwnedRows]] = {name: {} for name in NAMES}
+        self.plain = {name: PlainTable() for name in NAMES}
+        self.held: dict[str, dict[int, Tensor]] = {name: {} for name in NAMES}
+
+    def plan(self, tokens: int, read: int) -> Plan:
+        rows = {f"{name}_rows": max(table.rows, 1) for name, table in self.tables.items()}
+        return plan_graph(two_states, dims={"tokens": tokens, "read": read, **rows}, device="cpu")
+
+    def step(self) -> None:
+        """Write every row that is new to its owner, and find every row that anybody has."""
+        fresh = {name: sorted(self._rows(name) - self.held[name].keys()) for name in NAMES}
+        have = {name: sorted(self._rows(name)) for name in NAMES}
+        plan = self.plan(max(1, *map(len, fresh.values())), max(1, *map(len, have.values())))
+        for pool, size in plan.pools.items():
+            holes = [(a * WIDTH * 4, b * WIDTH * 4) for a, b in self.free(pool)]
+            self.workspace.resize(pool, size, holes=holes)
+        executor = Executor(plan, self.workspace, debug="poison")
+        for name in NAMES:
+            values = torch.randn(
+                len(fresh[name]), WIDTH, generator=torch.Generator().manual_seed(self.rng.randrange(1 << 30))
+            )
+            self.held[name] |= dict(zip(fresh[name], values, strict=True))
+            for part, value in (("k", values[:, : WIDTH // 2]), ("v", values[:, WIDTH // 2 :])):
+                executor.inputs[f"{name}_{part}"].zero_()[: len(value)] = value
+            executor.inputs[f"{name}_slots"].fill_(-1)[: len(values)] = torch.tensor(fresh[name], dtype=torch.int64)
+            somewhere = have[name][0] if have[name] else 0
+            executor.inputs[f"{name}_read"].fill_(somewhere)[: len(have[name])] = torch.tensor(
+                have[name], dtype=torch.int64
+            )
+        executor.run()
+        for name in NAMES:
+            found = executor.outputs[f"{name}_found"][: len(have[name])]
+            assert all(torch.equal(row, self.held[name][i]) for i, row in zip(have[name], found, strict=True))
+
+    def change(self) -> None:
+        name = self.rng.choice(NAMES)
+        change(self.rng, self.opened[name], self.plain[name], self.tables[name])
+        self.held[name] = {row: value for row, value in self.held[name].items() if row in self._rows(name)}
+
+    def free(self, pool: str) -> list[tuple[int, int]]:
+        return [*self.tables[pool.removeprefix("state/")].free] if pool.startswith("state/") else []
+
+    def _rows(self, name: str) -> set[int]:
+        return {row for rows in self.plain[name].owned.values() for row in rows}
+
+    def pages(self, name: str) -> int:
+        """Bytes of the pages that rows of a state touch, the last row's at least."""
+        rows = self._rows(name) | {max(self.tables[name].rows, 1) - 1}
+        return len({row * WIDTH * 4 // PAGE_BYTES for row in rows}) * PAGE_BYTES
+
+
+def test_two_states_grow_and_shrink_alone(workspace: Workspace) -> None:
+    """Under poison: contents as naive code has them, addresses where they were, resident bytes those of owned rows."""
+    for seed in range(2):
+        states = States(workspace, random.Random(seed))
+        addresses = {name: workspace.range(f"state/{name}").tensor.data_ptr() for name in NAMES}
+        for _ in range(12):
+            states.change()
+            states.step()
+            for name in NAMES:
+                part = workspace.range(f"state/{name}")
+                assert part.tensor.data_ptr() == addresses[name] == part.address
+                assert part.resident_bytes() == part.committed_bytes == states.pages(name)
+            assert workspace.ledger.committed_bytes == sum(workspace.committed_bytes().values())
+
+
+def test_a_state_is_alone_in_its_pool() -> None:
+    few = plan_graph(two_states, dims={"tokens": 3, "read": 3, "kv_rows": 5, "summary_rows": 9}, device="cpu")
+    more = plan_graph(two_states, dims={"tokens": 3, "read": 3, "kv_rows": 5000, "summary_rows": 9}, device="cpu")
+    for plan in (few, more):
+        plan.check()
+        assert all(b["offset"] == 0 for b in plan.document["buffers"] if b["kind"] == "state")
+        assert plan.components["state"] == plan.pools["state/kv"] + plan.pools["state/summary"]
+    assert few.pools["state/kv"] < few.pools["state/summary"] == more.pools["state/summary"] < more.pools["state/kv"]
+
+
+# --- a model's steps ----------------------------------------------------------------------------------------------------
+
+TOKENS = 24
+ROW = 2 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head size, float32
+DECIDE = Phase(cached=True, score="confidence", rule="top")
+COMMIT = Phase(cached=True, head="none")
+
+
+def ids_of(seed: int, count: int) -> Tensor:
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def keep(model: CompiledModel, owned: OwnedRows, seed: int) -> None:
+    """Write keys and values of a whole sequence."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    tokens = ids_of(seed, owned.length)
+    ask = StepRequest(
+        phase=COMMIT, token_ids=tokens, sequence=owned, key_len=len(tokens), rows=nothing, current=nothing
+    )
+    model.step([ask])
+
+
+def look(model: CompiledModel, owned: OwnedRows) -> Tensor:
+    """What a window over all keys of a sequence, which it overwrites the last of, is scored."""
+    rows, tokens = torch.arange(4), ids_of(1, TOKENS)
+    window: dict[str, Any] = {"start": owned.length - TOKENS, "key_len": owned.length}
+    ask = StepRequest(phase=DECIDE, token_ids=tokens, sequence=owned, rows=rows, current=tokens[:4], quota=1, **window)
+    return model.step([ask])[0].score
+
+
+def test_pages_of_closed_sequences_go_back_while_a_later_one_lives() -> None:
+    """What lies behind them keeps its rows, its addresses and its contents, and the pages come again with new rows."""
+    with mosaic.compile(LLADA, host_budget=0, debug="poison") as model:
+        first, second, last = (model.open_sequence() for _ in range(3))
+        for number, owned in enumerate((first, second, last)):
+            owned.reserve((100, 900, 60)[number])
+            keep(model, owned, number)
+        rows, expected = last.slots().tolist(), look(model, last)
+        address, full = model.workspace.range("state/kv").address, model.memory().resident["state/kv"]
+        second.close()
+        assert model.kv_rows == 1060 and model.memory().resident["state/kv"] == full
+        model.trim()
+        memory = model.memory()
+        assert memory.resident["state/kv"] == memory.committed["state/kv"] == pages_of([*range(100), *rows])
+        assert torch.equal(look(model, last), expected) and last.slots().tolist() == rows
+        again = model.open_sequence()
+        again.reserve(500)
+        keep(model, again, 7)
+        assert again.runs() == [(100, 500)] and torch.equal(look(model, last), expected)
+        assert model.workspace.range("state/kv").address == address
+        for owned in (first, again, last):
+            owned.close()
+        assert model.memory().resident["state/kv"] == 0 == model.workspace.ledger.held().get("state/kv", 0)
+
+
+def pages_of(rows: list[int]) -> int:
+    """Bytes of the pages that rows touch, or are rounded up to."""
+    return len({byte // PAGE_BYTES for row in rows for byte in (row * ROW, row * ROW + ROW - 1)}) * PAGE_BYTES
+
+
+def test_steps_that_fit_by_their_plans_run_whatever_ran_before() -> None:
+    """At random sizes and beside sequences that come and go: resident bytes never exceed the budget, and a plan that fits
+    runs; with room for all of them, sizes that were there before map nothing."""
+    with mosaic.compile(LLADA, host_budget=0) as free:
+        largest = max(free.plan(600, masked=600).total_bytes, free.plan(40).total_bytes)
+    for budget in (largest + 700 * ROW, 1 << 30):
+        rng, ran, refused, opened = random.Random(5), 0, 0, dict[int, OwnedRows]()
+        with mosaic.compile(LLADA, budget=budget, host_budget=0) as model:
+            fixed = sum(model.workspace.ledger.held().get(part, 0) for part in ("context", "library"))
+            for turn in range(40):
+                key = rng.randrange(4)
+                owned = opened.setdefault(key, model.open_sequence())
+                if rng.random() < 0.3:
+                    owned.close()
+                else:
+                    owned.reserve(rng.randint(1, 500))
+                tokens = rng.choice((40, 300, 600))
+                before, ledger = model.workspace.changes(), model.workspace.ledger
+                try:
+                    fits = model.plan(tokens, masked=tokens).fits
+                except DoesNotFit:
+                    refused += 1
+                    continue
+                assert fits and torch.isfinite(model(ids_of(turn, tokens), torch.arange(tokens)).entropy).all()
+                ran += 1
+                assert sum(model.memory().resident.values()) + fixed <= budget
+                assert ledger.committed_bytes == fixed + sum(model.workspace.resident_bytes().values()) <= budget
+                before = model.workspace.changes()
+                model(ids_of(turn, tokens), torch.arange(tokens))
+                assert model.workspace.changes() == before
+            for owned in opened.values():
+                owned.close()
+            model.trim()
+            assert model.memory().resident["state/kv"] == 0
+            rooms = budget > largest + 700 * ROW
+            assert ran > 10 and (refused == 0) == rooms
+            before = model.workspace.changes()
+            for _ in range(3):
+                for tokens in (40, 600):
+                    model(ids_of(0, tokens), torch.arange(tokens))
+            assert model.workspace.changes() - before <= 2
