@@ -276,20 +276,12 @@ def _over_iterations(plan: Columns, i: int, axes: Iterable[_Axis]) -> int | None
     return total * prod(plan.loops[loop].num_chunks for loop in loops)
 
 
-# Where the shipped step shows its dims: per kernel a letter, and the product that it is, of a dim and attributes.
-_SHOWN_DIMS: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
-    "embedding": (("T", "tokens"),),
-    "attention": (("B", "seqs+1"), ("P", "kv_heads*head_size")),
-    "confidence": (("M", "masked"),),
-}
-
-
 def _check_full_step(plan: Columns, i: int, letters: _Letters) -> None:
     """Check that operators of the shipped step run over as many rows as its dims say."""
     if plan.header["phase"] != FULL_STEP:
         return
     known = {name: (_Axis(value),) for name, value in plan.header["dims"].items()}
-    for letter, dim in _SHOWN_DIMS.get(plan.kernel[i], ()):
+    for letter, dim in OPERATORS[plan.kernel[i]].shown:
         expected = _evaluate(product_of(dim), letters | known)
         total = prod(
             axis.length if axis.loop is None else axis.factor * plan.loops[axis.loop].extent for axis in letters[letter]

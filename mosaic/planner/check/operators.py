@@ -8,13 +8,22 @@ from typing import Final, NamedTuple
 
 from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, TEXT, Types
 
-__all__ = ["IMPLEMENTATIONS", "OPERATORS", "SCRATCH", "Known", "Operand", "Product", "Rule", "product_of"]
-
-IMPLEMENTATIONS: Final = {"attention": frozenset({"cudnn", "triton"})}  # of kernels that a CUDA plan chooses for
+__all__ = ["OPERATORS", "SCRATCH", "Known", "Operand", "Product", "Rule", "Way", "product_of"]
 
 SCRATCH: Final = "scratch"  # an operand that any kernel may have, and writes
 
 Rule = tuple[str, str, str]  # (relation, product, product)
+
+
+class Way(NamedTuple):
+    """An implementation that a CUDA plan may choose, and the launches that it takes."""
+
+    name: str
+    takes: str = ""  # the launches in words; empty: every launch
+    absent: str = ""  # an attribute that is not there, or 0
+    multiple: tuple[str, int, int] = ("", 1, 1)  # an attribute, of what it is a multiple, and its limit
+    dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # an operand, and what it may be in
+    elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has
 
 
 class _Operator(NamedTuple):
@@ -37,6 +46,9 @@ class _Operator(NamedTuple):
     host: str = ""  # operands that may lie in host memory, one of them at a time
     rules: tuple[Rule, ...] = ()
     inplace: str = ""  # `written/read`: what the kernel may write over an operand that it still reads
+    # where the shipped step shows its dims: a letter, and the product that it is, of a dim and attributes
+    shown: tuple[tuple[str, str], ...] = ()
+    ways: tuple[Way, ...] = ()  # what a CUDA plan chooses from, where there are several
 
 
 def _kv_row(width: str) -> tuple[Rule, ...]:
@@ -48,15 +60,23 @@ _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp
 _STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
 _SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
 _SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
+_CUDNN: Final = Way(
+    "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent="block",
+    multiple=("head_size", 8, 128), dtypes=("q", frozenset({"bfloat16", "float16"})), elements=("cu_seqlens", 2),
+)  # fmt: skip
 _NOTATION: Final = {
     "attention": _Operator(
         "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B y:a=*T,Q", "q k v cu_seqlens", "y", "head_size:n scale:x span?:n block?:n",
         "4*span*T*Q", "S", rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")),
-        inplace="y/q",
+        inplace="y/q", shown=(("B", "seqs+1"), ("P", "kv_heads*head_size")), ways=(_CUDNN, Way("triton")),
     ),
-    "confidence": _Operator("maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M"),
+    "confidence": _Operator(
+        "maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M", shown=(("M", "masked"),)
+    ),
     "copy": _Operator("x:a=*T y:a=*T", "x", "y", host="x y"),
-    "embedding": _Operator("ids:index=T table:a=V,D y:a=T,D", "ids table", "y", moved="ids y y", host="table"),
+    "embedding": _Operator(
+        "ids:index=T table:a=V,D y:a=T,D", "ids table", "y", moved="ids y y", host="table", shown=(("T", "tokens"),)
+    ),
     "gather_rows": _Operator(
         "x:a=S,*D rows:index=C y:a=C,*D", "x rows", "y", whole="S D", moved="rows y y", host="x"
     ),
@@ -157,6 +177,8 @@ class Known(NamedTuple):
     silent: tuple[str, ...]  # attributes that no shape, FLOPs or bytes tell
     fills: tuple[str, ...]  # what it writes, scratch included
     names: frozenset[str]  # all operands that it may have
+    shown: tuple[tuple[str, str], ...]
+    ways: Mapping[str, Way]
 
 
 def product_of(text: str) -> Product:
@@ -186,7 +208,8 @@ def _parse(operator: _Operator) -> Known:
         moved=tuple(map(_parse_moved, operator.moved.split() or (*reads, *writes))), host=frozenset(operator.host.split()),
         rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
         silent=tuple(name for name in attrs if name not in said), fills=(*writes, SCRATCH),
-        names=frozenset({*reads, *writes, SCRATCH}),
+        names=frozenset({*reads, *writes, SCRATCH}), shown=operator.shown,
+        ways={way.name: way for way in operator.ways},
     )  # fmt: skip
 
 

@@ -7,14 +7,12 @@ from math import prod
 from typing import Final
 
 from mosaic.planner.check.columns import FULL_STEP, Columns
-from mosaic.planner.check.operators import IMPLEMENTATIONS, OPERATORS
+from mosaic.planner.check.operators import OPERATORS, Way
 
 __all__ = ["check_settings"]
 
 _STEP_DIMS: Final = ("tokens", "seqs", "span", "masked")
 _NO_LENGTHS: Final = frozenset({"span", "kv_heads"})  # dims of the shipped step that no input has as its length
-_CUDNN_DTYPES: Final = frozenset({"bfloat16", "float16"})
-_CUDNN_HEADS: Final = (8, 128)  # a multiple of, at most
 
 
 def check_settings(plan: Columns) -> None:
@@ -80,35 +78,40 @@ def _check_dims(plan: Columns) -> None:
 def _check_implementations(plan: Columns) -> None:
     """Check that a CUDA plan chooses an implementation for each kernel that has several, and a legal one."""
     chosen, backend = plan.header["implementations"], plan.header["backend"]
-    wanted = IMPLEMENTATIONS.keys() & {*plan.kernel} if backend == "cuda" else set()
+    several = {name: known.ways for name, known in OPERATORS.items() if known.ways}
+    wanted = several.keys() & {*plan.kernel} if backend == "cuda" else set()
     foreign = {*plan.kernel} - OPERATORS.keys()  # their implementations are their author's word
     chosen = {kernel: name for kernel, name in chosen.items() if kernel not in foreign}
     if chosen.keys() != wanted:
         text = f"chosen for {', '.join(sorted(chosen)) or 'nothing'}, on {backend} the graph needs"
         plan.fail("implementation", f"{text} {', '.join(sorted(wanted)) or 'none'}")
     for kernel, name in chosen.items():
-        known = IMPLEMENTATIONS.get(kernel, frozenset())
+        known = several.get(kernel, {})
         if name not in known:
             plan.fail("implementation", f"{kernel} has no {name!r}; known: {', '.join(sorted(known)) or 'none'}")
-    if chosen.get("attention") == "cudnn":
-        for i, kernel in enumerate(plan.kernel):
-            if kernel == "attention" and not _is_legal_cudnn(plan, i):
-                text = "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"
-                plan.fail("implementation", f"{plan.say_op(i)}: {text}", (), (i,))
-                break
+        elif known[name].takes:
+            _check_way(plan, kernel, known[name])
 
 
-def _is_legal_cudnn(plan: Columns, i: int) -> bool:
-    unit, limit = _CUDNN_HEADS
-    operands, head_size = plan.operands[i], plan.attrs[i].get("head_size")
-    if type(head_size) is not int or plan.attrs[i].get("block") or "q" not in operands or "cu_seqlens" not in operands:
+def _check_way(plan: Columns, kernel: str, way: Way) -> None:
+    """Check that an implementation takes all launches of its kernel; the first that it does not is named."""
+    for i, name in enumerate(plan.kernel):
+        if name == kernel and not _takes(plan, i, way):
+            plan.fail("implementation", f"{plan.say_op(i)}: {way.takes}", (), (i,))
+            return
+
+
+def _takes(plan: Columns, i: int, way: Way) -> bool:
+    operands, (name, unit, limit) = plan.operands[i], way.multiple
+    (typed, dtypes), (counted, elements) = way.dtypes, way.elements
+    value = plan.attrs[i].get(name)
+    if type(value) is not int or plan.attrs[i].get(way.absent) or typed not in operands or counted not in operands:
         return False
-    q, bounds = operands["q"], operands["cu_seqlens"]
     return (
-        0 < head_size <= limit
-        and head_size % unit == 0
-        and plan.dtype[q] in _CUDNN_DTYPES
-        and prod(plan.shape[bounds]) == 2
+        0 < value <= limit
+        and value % unit == 0
+        and plan.dtype[operands[typed]] in dtypes
+        and prod(plan.shape[operands[counted]]) == elements
     )
 
 
