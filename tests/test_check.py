@@ -941,6 +941,20 @@ def test_span_is_a_mean_of_lengths(seqs: int, span: int, holds: bool) -> None:
     assert codes(document) == (set() if holds else {"dims"})
 
 
+@pytest.mark.parametrize(
+    ("seqs", "span", "holds"), [(1, 3, True), (1, 2, False), (2, 2, True), (2, 1, False), (4, 1, True)]
+)
+def test_blocks_see_at_least_half_of_the_keys(seqs: int, span: int, holds: bool) -> None:
+    """And each query its own key: (tokens + seqs) / (2 seqs) on average, rounded up."""
+    document = EXAMPLES["step"]()
+    document["dims"].update(seqs=seqs, span=span)
+    document["buffers"][1]["shape"] = [seqs + 1]
+    document["ops"][4]["attrs"]["block"] = 1
+    document["ops"][4].update(flops=4096 * span, bytes=16384 + 4 * (seqs + 1))
+    document["formula"][0]["expr"] = f"4096*tokens + 8*masked + {4 * (seqs + 1)}"
+    assert codes(document) == (set() if holds else {"dims"})
+
+
 SAMPLED = ("sample", "sample_logit")
 
 

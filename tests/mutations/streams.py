@@ -200,12 +200,17 @@ def fetch_early(document: Document, pick: Pick) -> Broken:
         side = ops[edge["to"]]
         if edge["kind"] != "fork" or side["region"] is not None:
             continue
+        forks = [other for other in document["edges"] if other["kind"] == "fork" and other["to"] <= edge["to"]]
+        lane = [other["from"] for other in forks if ops[other["to"]]["stream"] == side["stream"] and other is not edge]
+        least = max(lane, default=0)  # a stream goes on from the latest of its forks
         for slot in (buffers[b] for b in side["writes"] if buffers[b]["pool"] == "workspace"):
             for other in buffers:
                 apart = other["end"] <= slot["start"] and other["pool"] == "workspace"
                 below = other["offset"] < slot["offset"] + slot["size"]
                 above = slot["offset"] < other["offset"] + other["size"]
-                found += [(k, slot["id"], i) for i in main if apart and below and above and i + 1 < other["end"]]
+                found += [
+                    (k, slot["id"], i) for i in main if apart and below and above and least <= i < other["end"] - 1
+                ]
     if not found:
         return None
     k, b, fork = pick(found)
