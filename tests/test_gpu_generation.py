@@ -155,8 +155,8 @@ def test_pages_are_the_plans_at_every_step(opened: Any) -> None:
         decoding.shapes(decoding.GenerationConfig(**options), list(LENGTHS), model.architecture)
     ).total_bytes
     peaks: list[int] = []
-    most: dict[str, int] = {}
     model.trim()
+    most = model.workspace.committed_bytes()
 
     def measure(step: decoding.Step) -> None:
         for pool, size in step.plan.pools.items():

@@ -55,12 +55,19 @@ def test_pages_are_the_plans_and_the_drivers(pair: tuple[str, CompiledModel, Com
     torch.cuda.synchronize()
     pool = card.workspace.pages
     pool.mark()  # type: ignore[attr-defined]
-    for length in (500, 3000, 100):
+    highest, changes = card.memory().committed["workspace"], []
+    for length in (500, 3000, 100, 3000, 500):
         before = torch.cuda.memory_allocated()
         card(sequences_of((length,), FAMILIES[family][0]))
         report = card.memory()
-        assert report.committed["workspace"] == report.planned["workspace"]
+        highest = max(highest, report.planned["workspace"])
+        assert report.committed["workspace"] == highest
         assert torch.cuda.memory_allocated() == before
+        changes.append(card.workspace.changes())
+    assert changes[1] == changes[-1]  # sizes that were there before map nothing
+    card.trim()
+    report = card.memory()
+    assert report.committed["workspace"] == report.planned["workspace"] < highest
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
