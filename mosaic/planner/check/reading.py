@@ -374,7 +374,7 @@ def _read_vocabulary(buffer: _Named, found: _Found) -> None:
         if not is_known_pool(pool):
             _fail(found, f"buffers.pool: unknown {pool!r}; known: {KNOWN_POOLS}")
     for label in ("alignment", "rotate"):
-        if min(buffer[label], default=1) < 1:
+        if buffer[label] and min(buffer[label]) < 1:
             _fail(found, f"{label}: expected 1 or more, got {min(buffer[label])}")
 
 
@@ -416,7 +416,7 @@ def _read_configs(configs: Iterable[Mapping[str, Any]], found: _Found) -> None:
     for config in configs:
         if not _SETTING.issuperset(map(type, config.values())):
             _fail(found, f"config: expected rows, null or an option, got {config!r}")
-        elif min((rows for rows in config.values() if type(rows) is int), default=1) < 1:
+        elif any(type(rows) is int and rows < 1 for rows in config.values()):
             _fail(found, f"config: expected rows from 1, got {config!r}")
 
 
