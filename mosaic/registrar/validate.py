@@ -249,7 +249,7 @@ def _certainly_at_most(low: Dim, high: Dim) -> bool:
 
 
 def _streams_are_closed(graph: Graph) -> None:
-    if graph._waits:
+    if graph.open_waits:
         raise GraphError(f"graph '{graph.name}': wait() with no op after it; side streams join at a main op")
     for op in graph.ops:
         if op.stream != MAIN and not (op.region is not None and _rotates(op, op.region)):

@@ -1,0 +1,166 @@
+"""What an op reads, writes and costs, as functions of symbolic sizes alone.
+
+Layers repeat theirs, and so do the graphs of a model's other choices; symbolic arithmetic is slow, so results are kept.
+Equal results are one object: looking them up again compares identities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Final, TypeAlias
+
+import sympy
+
+from mosaic.errors import GraphError
+from mosaic.registrar.operator import Dim, Operator, Spec
+
+__all__ = [
+    "Asked",
+    "Attributes",
+    "Cut",
+    "Loops",
+    "Results",
+    "Seen",
+    "Specs",
+    "View",
+    "Work",
+    "asked",
+    "results",
+    "symbol",
+    "view",
+]
+
+_KEPT: Final = 4096
+"""Results that each computation keeps, for the layers and graphs that repeat it."""
+
+
+@cache
+def symbol(name: str) -> sympy.Symbol:
+    """The symbol of a dim: a positive integer."""
+    return sympy.Symbol(name, positive=True, integer=True)
+
+
+Loops: TypeAlias = tuple[tuple[sympy.Symbol, sympy.Symbol], ...]
+"""Of nested regions, outermost first: the dim that each runs over, and the rows of one iteration."""
+Seen: TypeAlias = tuple[tuple[str, Spec, int], ...]
+"""Operands: name, spec, and the number of open loops that hold its home."""
+Specs: TypeAlias = tuple[tuple[str, Spec], ...]
+Attributes: TypeAlias = tuple[tuple[str, Any], ...]
+Cut: TypeAlias = tuple[str, int, int, int | None, Dim]
+"""One slicing of an operand: its name, axis, loop, factor (none: the axis cannot be sliced) and the dim that is sliced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an operator says of one launch."""
+
+    outputs: tuple[Spec, ...]
+    flops: Dim
+    bytes: Dim
+    rate_rows: Dim
+    rate_columns: Dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one launch reads, as an iteration of the open loops sees it, and its work; none: why it is `refused`."""
+
+    specs: Specs
+    cuts: tuple[Cut, ...]
+    work: Work | None
+    refused: str = ""
+
+
+@lru_cache(maxsize=_KEPT)
+def asked(rule: Operator, reads: Seen, loops: Loops, attrs: Attributes) -> Asked:
+    """What a launch reads, and what the operator says of it."""
+    specs, cuts = _iteration(rule, reads, loops)
+    if any(factor is None for *_, factor, _ in cuts):
+        return Asked(specs=specs, cuts=cuts, work=None)
+    try:
+        return Asked(specs=specs, cuts=cuts, work=_work(rule, specs, attrs))
+    except (GraphError, TypeError, IndexError) as error:
+        shown = ", ".join(f"{key} {spec}" for key, spec in specs)
+        return Asked(specs=specs, cuts=cuts, work=None, refused=f"{rule.name}({shown}): {error}")
+
+
+def _work(rule: Operator, specs: Specs, attrs: Attributes) -> Work:
+    operands, given = dict(specs), dict(attrs)
+    outputs = tuple(rule.infer(**operands, **given))
+    return Work(
+        outputs=outputs,
+        flops=rule.flops(**operands, **given),
+        bytes=rule.moved({**operands, **dict(zip(rule.writes, outputs, strict=False))}, given),
+        rate_rows=rule.rate_rows(**operands, **given),
+        rate_columns=rule.rate_columns(**operands, **given),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What one launch writes as an iteration sees it, its scratch bytes among it."""
+
+    scratch: Dim
+    cuts: tuple[Cut, ...]
+
+
+@lru_cache(maxsize=_KEPT)
+def results(backend: str, rule: Operator, reads: Specs, writes: Seen, loops: Loops, attrs: Attributes) -> Results:
+    """What a launch writes, and the scratch that it needs."""
+    specs, cuts = _iteration(rule, writes, loops)
+    scratch = rule.scratch_bytes(backend, dict(reads + specs), dict(attrs))
+    if scratch != 0:
+        cuts += _iteration(rule, (("scratch", Spec((scratch,), "uint8"), len(loops)),), loops)[1]
+    return Results(scratch, cuts)
+
+
+def _iteration(rule: Operator, operands: Seen, loops: Loops) -> tuple[Specs, tuple[Cut, ...]]:
+    """Operands as one iteration of some nested loops sees them, and the slices that make it so."""
+    views = {key: view(spec, loops, inside, key in rule.whole) for key, spec, inside in operands}
+    return (
+        tuple((key, found.seen) for key, found in views.items()),
+        tuple((key, *cut) for key, found in views.items() for cut in found.cuts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An operand as one iteration of some nested loops sees it, and the slices that make it so: axis, loop, factor (none:
+    the axis cannot be sliced) and the dim that is sliced."""
+
+    seen: Spec
+    cuts: tuple[tuple[int, int, int | None, Dim], ...]
+
+
+@lru_cache(maxsize=_KEPT)
+def view(spec: Spec, loops: Loops, inside: int, whole: bool) -> View:
+    """The outermost `inside` loops hold the operand's home; the others slice it, unless the operator takes it whole."""
+    cuts: list[tuple[int, int, int | None, Dim]] = []
+    shape = spec.shape
+    for index, (over, rows) in enumerate(loops):
+        outside = index >= inside
+        if whole and outside:
+            break
+        for axis, dim in enumerate(shape):
+            factor = _factor(dim, over if outside else rows)
+            if factor is not None or (outside and not isinstance(dim, int) and dim.has(over)):
+                cuts.append((axis, index, factor, dim))
+        if outside:
+            shape = tuple(_swap(dim, over, rows) for dim in shape)
+    return View(Spec(shape, spec.dtype), tuple(cuts))
+
+
+def _swap(dim: Dim, old: sympy.Symbol, new: sympy.Symbol) -> Dim:
+    if isinstance(dim, int):
+        return dim
+    swapped: Dim = dim.subs(old, new) if dim.has(old) else dim
+    return swapped
+
+
+def _factor(dim: Dim, of: sympy.Symbol) -> int | None:
+    """The integer f with dim == f * of, if there is one."""
+    if isinstance(dim, int) or not dim.has(of):
+        return None
+    factor = sympy.simplify(dim / of) if dim != of else sympy.Integer(1)
+    return int(factor) if factor.is_Integer else None
