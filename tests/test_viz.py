@@ -25,7 +25,7 @@ from mosaic import viz
 from mosaic.errors import MissingExtra, PlanFormatError, UnknownName, UsageError
 from mosaic.files import write_atomic
 from mosaic.units import GIB, format_bytes
-from mosaic.viz.profile import root_categories
+from mosaic.viz.profile import peak_index, root_categories
 
 Doc = dict[str, Any]
 
@@ -281,6 +281,7 @@ def test_profile_is_the_definition_at_every_op(small: Doc) -> None:
         assert [sum(column) for column in zip(*profile.live_bytes.values(), strict=True)] == expected
         assert profile.peak_bytes == max(expected) == plan["lower_bound_bytes"]
         assert profile.peak_index == expected.index(max(expected))
+        assert peak_index(plan) == profile.peak_index
         assert profile.peak_to_average == pytest.approx(max(expected) * len(expected) / sum(expected))
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mosaic.units import format_bytes, format_seconds, format_tokens
-from mosaic.viz.profile import largest_live, live_profile
+from mosaic.viz.profile import largest_live, peak_index
 from mosaic.viz.text import text_timeline
 
 __all__ = ["comparison", "explanation", "print_plan"]
@@ -112,13 +112,13 @@ def _chunks(document: Mapping[str, Any]) -> list[str]:
 
 
 def _at_peak(document: Mapping[str, Any]) -> RenderableType:
-    at = live_profile(document).peak_index
+    at = peak_index(document)
     table = Table(box=None, padding=(0, 2), title=f"live at the peak, {document['ops'][at]['name']}", title_justify="left",
                   title_style="dim")  # fmt: skip
     table.add_column("buffer", style="dim", header_style="dim")
     table.add_column("bytes", justify="right", header_style="dim")
     table.add_column("shape", header_style="dim")
-    for live in largest_live(document, 5):
+    for live in largest_live(document, 5, at=at):
         buffer = document["buffers"][live.id]
         shape = " x ".join(f"{n:,}" for n in buffer["shape"])
         table.add_row(live.name, format_bytes(live.size_bytes), f"{shape} {buffer['dtype']}")

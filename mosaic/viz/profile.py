@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -27,6 +27,7 @@ __all__ = [
     "largest_live",
     "live_profile",
     "optimality",
+    "peak_index",
     "placed_roots",
     "pool_names",
     "root_categories",
@@ -186,8 +187,8 @@ def held_intervals(buffer: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
         yield at, buffer["end"]
 
 
-def root_categories(doc: Document) -> dict[int, str]:
-    """Say for every root buffer what it is for: one of `CATEGORIES`.
+def root_categories(doc: Document, roots: Collection[int] | None = None) -> dict[int, str]:
+    """Say for every root buffer, or for those of some ids, what it is for: one of `CATEGORIES`.
 
     The kind decides first, then the operands it is of which kernels (its own and its aliases'), then the words of its
     name and of the ops that write it.
@@ -205,7 +206,7 @@ def root_categories(doc: Document) -> dict[int, str]:
     return {
         buffer["id"]: _KINDS.get(buffer["kind"]) or _by_role(roles[buffer["id"]]) or _by_words(words[buffer["id"]])
         for buffer in doc["buffers"]
-        if buffer["alias_of"] is None
+        if buffer["alias_of"] is None and (roots is None or buffer["id"] in roots)
     }
 
 
@@ -270,15 +271,27 @@ def live_profile(doc: Document, pools: Iterable[str] = ("workspace",)) -> LivePr
     )
 
 
+def peak_index(doc: Document, pools: Iterable[str] = ("workspace",)) -> int:
+    """Give the first op at which the live bytes of some pools are the largest; 0 where there are no ops."""
+    check_schema(doc)
+    changes = [0] * (len(doc["ops"]) + 1)
+    for buffer in placed_roots(doc, pools):
+        for start, end in held_intervals(buffer):
+            changes[start] += buffer["size"]
+            changes[end] -= buffer["size"]
+    total = list(accumulate(changes[:-1]))
+    return total.index(max(total)) if total else 0
+
+
 def largest_live(
     doc: Document, n: int = 5, *, at: int | None = None, pools: Iterable[str] = ("workspace",)
 ) -> list[LiveBuffer]:
     """Return the `n` largest buffers alive at an op, by default at the peak; largest first, ties by id."""
     pools = tuple(pools)
-    index = live_profile(doc, pools).peak_index if at is None else at
-    category_of = root_categories(doc)
+    index = peak_index(doc, pools) if at is None else at
     alive = [b for b in placed_roots(doc, pools) if any(start <= index < end for start, end in held_intervals(b))]
     alive.sort(key=lambda buffer: (-buffer["size"], buffer["id"]))
+    category_of = root_categories(doc, {buffer["id"] for buffer in alive[:n]})
     return [
         LiveBuffer(
             id=buffer["id"],

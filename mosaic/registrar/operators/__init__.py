@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
 from typing import Final
 
 from mosaic.errors import UnknownName
@@ -13,7 +13,9 @@ from mosaic.registrar.operator import Operator
 
 __all__ = ["OPERATORS", "find", "operator"]
 
-OPERATORS: Final = tuple(sorted(module.name for module in iter_modules(__path__)))
+OPERATORS: Final = tuple(
+    sorted(name[:-3] for name in os.listdir(__path__[0]) if name.endswith(".py") and not name.startswith("_"))
+)
 """Names of the files of this package."""
 
 
