@@ -17,6 +17,7 @@ from benchmarks.cases import Clock, options, tag_of, token_counts
 from benchmarks.record import environment, table, write
 from mosaic.devices import Device, load_device
 from mosaic.models import load
+from mosaic.models.parts import SAMPLE, Commit
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Planner, Request
 from mosaic.registrar.operator import Spec
@@ -27,7 +28,7 @@ CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 TARGETS = {"statistics": 1.08, "sampling": 1.15}
 _ROUNDS = 3
 _SETTLING_S, _READING_S = 0.06, 0.04
-PHASES = {"statistics": FULL_STEP, "sampling": Phase(head="sample", score="confidence", rule="top")}
+PHASES = {"statistics": FULL_STEP, "sampling": Phase(head=SAMPLE, commit=Commit(score="confidence", rule="top"))}
 _PASSES = {"statistics": ("row_stats", "unembed_stats"), "sampling": ("row_sample", "unembed_sample")}
 
 

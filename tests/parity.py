@@ -19,6 +19,7 @@ from covering import covering
 from torch import Tensor
 
 import mosaic
+from mosaic.models.parts import KEPT, LOGITS, NO_HEAD, Commit
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Request
 from mosaic.runtime.compiled import CompiledModel, StepOutput
@@ -28,10 +29,10 @@ BOUND = 1e-5
 """Of the logits' scale: a few roundings of float32."""
 HOST = "64MiB"
 Settings = dict[str, int | str | None]
-COMMIT = Phase(cached=True, head="none")
-DENOISE = Phase(cached=True, score="confidence", rule="top")
-DECIDE = Phase(score="confidence", rule="top")
-FULL = (FULL_STEP, Phase(logits=True), DECIDE)
+COMMIT = Phase(cache=KEPT, head=NO_HEAD)
+DENOISE = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
+DECIDE = Phase(commit=Commit(score="confidence", rule="top"))
+FULL = (FULL_STEP, Phase(logits=LOGITS), DECIDE)
 CACHED = (COMMIT, DENOISE)
 BATCHES = ((0, 1, 2), (0,), (1, 0))
 LENGTHS = (290, 17, 103)
@@ -105,7 +106,7 @@ class Case:
     def request(self, phase: Phase, batch: Sequence[int]) -> Request:
         """What a step of these sequences asks of the planner."""
         lengths = tuple(len(self.window(i, phase)) for i in batch)
-        rows = {} if phase.head == "none" else {"masked": sum(len(self.rows_of(i, phase)) for i in batch)}
+        rows = {} if not phase.head.decides else {"masked": sum(len(self.rows_of(i, phase)) for i in batch)}
         more = {"logit_rows": sum(lengths)} if phase.logits else {}
         owned = tuple(len(self.sequences[i]) for i in batch)
         cached = {"key_lens": owned, "kv_rows": sum(map(len, self.sequences))} if phase.cached else {}
@@ -146,7 +147,7 @@ class Case:
 
     def run(self, model: CompiledModel, point: Point) -> None:
         """Run a point and hold it against the reference; the configuration in force must be the one asked for."""
-        if point.phase.rule or point.phase.cached:
+        if point.phase.commit or point.phase.cached:
             self._run_requests(model, point)
         else:
             self._run_call(model, point)
@@ -197,7 +198,7 @@ class Case:
     def asked(self, i: int, phase: Phase, opened: Mapping[int, Any]) -> StepRequest:
         """One sequence's part of a step."""
         window, ids = self.window(i, phase), self.sequences[i]
-        rows = self.rows_of(i, phase) if phase.rule else torch.empty(0, dtype=torch.int64)
+        rows = self.rows_of(i, phase) if phase.commit else torch.empty(0, dtype=torch.int64)
         kept = {"sequence": opened[i], "key_len": len(ids)} if phase.cached else {}
         return StepRequest(
             phase=phase, token_ids=ids[window.start :], start=window.start, rows=rows,

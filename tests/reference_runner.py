@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mosaic.kernels import _sampling
 from mosaic.models.architecture import Architecture
+from mosaic.models.parts import Commit
 from mosaic.models.step import StepSize
 from mosaic.runtime.steps import StepRequest, StepResult
 
@@ -210,25 +211,26 @@ class ReferenceRunner:
     def _one(self, request: StepRequest) -> StepResult:
         phase, rows = request.phase, request.rows
         hidden = self._hidden(request, request.token_ids)
-        if phase.head == "none":
+        if not phase.head.decides:
             assert not len(rows)
             nothing = torch.empty(0, dtype=torch.int64)
             return self._result(nothing, torch.empty(0), nothing.bool(), nothing)
         assert len(rows) and torch.equal(rows, rows.sort().values) and len(request.current) == len(rows)
+        assert isinstance(phase.commit, Commit)
         source = (rows - 1).clamp(min=0) if self.architecture.shifted else rows
         logits = self.network.unembed(hidden[source])
-        if phase.guided:
+        if phase.guidance is not None:
             assert request.unconditional is not None
             other = self.network.unembed(self._hidden(request, request.unconditional)[source])
             logits = other + (request.guidance + 1) * (logits - other)
         token, score = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
         noise = torch.zeros_like(logits)
-        if phase.head != "statistics" and request.temperature > 0:
+        if phase.head.samples and request.temperature > 0:
             assert request.keys is not None
             noise = -_sampling.exponentials(request.keys, logits.shape[1]).log()
         for i, row in enumerate(logits):
             scaled = row
-            if phase.head == "nucleus":
+            if phase.head.name == "nucleus":
                 scaled = row / request.temperature if request.temperature > 0 else row
                 scaled = kept(scaled, request.top_p, request.top_k)
                 token[i] = (scaled + noise[i]).argmax()
@@ -238,8 +240,8 @@ class ReferenceRunner:
             top = p.topk(2).values
             score[i] = {
                 "confidence": p[token[i]], "margin": top[0] - top[1], "entropy": (p * (p + 1e-10).log()).sum(),
-            }[phase.score]  # fmt: skip
-        if phase.perturb and request.score_temperature > 0:
+            }[phase.commit.score]  # fmt: skip
+        if phase.commit.perturb and request.score_temperature > 0:
             assert request.keys is not None
             score = score / request.score_temperature + _sampling.gumbels(request.keys)
         committed = rule(request, token, score, self.architecture.mask_token_id)
@@ -256,7 +258,9 @@ def rule(request: StepRequest, token: Tensor, score: Tensor, mask_id: int) -> Te
     ranked = sorted(rows, key=lambda i: (-float(score[i]), i))
     threshold, top = torch.tensor(request.threshold), ranked[: request.quota]
     above = [i for i in rows if score[i] > threshold]
-    kind = request.phase.rule
+    commit = request.phase.commit
+    assert isinstance(commit, Commit)
+    kind = commit.rule
     if kind == "top":
         taken = top
     elif kind == "threshold":

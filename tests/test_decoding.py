@@ -635,7 +635,7 @@ def test_a_block_is_written_by_the_first_step_of_the_next(algorithm: str) -> Non
     arch = models.load(CONFIGS["sdar"]).architecture
     runner = ReferenceRunner(Network(arch, random_tensors(arch, 5)))
     decoding.generate(runner, [prompt_of(16)], gen_length=24, stop_at_eos=False, algorithm=algorithm, threshold=0.2)
-    assert [r.phase.head for (r,) in runner.packed].count("none") == 1  # the prefill
+    assert [r.phase.head.name for (r,) in runner.packed].count("none") == 1  # the prefill
     windows = [(r.start, len(r.token_ids)) for (r,) in runner.packed]
     assert [window for window in windows if window[1] == 16] == [(0, 16), (16, 16), (24, 16)]
 

@@ -13,6 +13,7 @@ from test_decoding import CONFIGS, prompt_of
 from mosaic import decoding, models
 from mosaic.decoding.canvas import COMMIT
 from mosaic.errors import DoesNotFit, UsageError
+from mosaic.models.parts import KEPT, SAMPLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.steps import StepRequest
@@ -163,7 +164,7 @@ def test_open_sequences_are_part_of_plans() -> None:
 
 
 REQUEST: dict[str, Any] = {
-    "phase": Phase(cached=True, score="confidence", rule="top"),
+    "phase": Phase(cache=KEPT, commit=Commit(score="confidence", rule="top")),
     "token_ids": torch.tensor([1, 2]), "key_len": 2, "rows": torch.tensor([0]), "current": torch.tensor([95]),
 }  # fmt: skip
 
@@ -177,7 +178,10 @@ REQUEST: dict[str, Any] = {
         ({"rows": torch.tensor([2])}, r"rows of a window of 2 tokens are in \[0, 2\), got \[2\]"),
         ({"rows": torch.tensor([], dtype=torch.int64)}, "decides at least one row"),
         ({"token_ids": torch.tensor([], dtype=torch.int64)}, "at least one token"),
-        ({"phase": Phase(cached=True, head="sample", score="confidence", rule="top")}, "needs a key for every row"),
+        (
+            {"phase": Phase(cache=KEPT, head=SAMPLE, commit=Commit(score="confidence", rule="top"))},
+            "needs a key for every row",
+        ),
     ],
 )
 def test_requests_that_make_no_step_are_refused(changed: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ from mosaic.decoding import GenerationConfig, resolve
 from mosaic.decoding.config import own_algorithm
 from mosaic.errors import CheckpointError, UnknownName, UnsupportedModel
 from mosaic.models import PRESETS, load
+from mosaic.models.parts import LOGITS
 from mosaic.models.phase import Phase
 from mosaic.registrar.validate import validate
 
@@ -44,7 +45,7 @@ def test_weights_are_those_of_the_checkpoint(name: str) -> None:
 def test_every_variant_validates(name: str, choices: dict[str, str], backend: str, logits: bool) -> None:
     from mosaic.registrar.operators import OPERATORS
 
-    graph = load(name).graph(backend=backend, choices=choices, phase=Phase(logits=logits))
+    graph = load(name).graph(backend=backend, choices=choices, phase=Phase(logits=LOGITS if logits else None))
     validate(graph, kernels=OPERATORS)
     assert ("logits" in graph._names) == logits
 

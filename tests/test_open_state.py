@@ -11,7 +11,8 @@ from test_runtime_compiled import LLADA, sequences_of
 from torch import Tensor
 
 import mosaic
-from mosaic.errors import DoesNotFit, UsageError
+from mosaic.errors import DoesNotFit
+from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 from mosaic.planner import Planner, Request
@@ -21,7 +22,7 @@ from mosaic.runtime.steps import StepRequest
 
 ROW = 2 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head size, float32
 TOKENS = 300
-DECIDE = Phase(score="confidence", rule="top")
+DECIDE = Phase(commit=Commit(score="confidence", rule="top"))
 
 
 @pytest.fixture
@@ -114,7 +115,5 @@ def test_a_request_counts_what_is_held() -> None:
         beside.peak_bytes == alone.peak_bytes
         and planner.plan(Request(seq_lens=(9,), kv_rows=0)).dims.get("kv_rows") is None
     )
-    cached = Request(seq_lens=(8,), key_lens=(40,), kv_rows=1040, phase=Phase(cached=True))
+    cached = Request(seq_lens=(8,), key_lens=(40,), kv_rows=1040, phase=Phase(cache=KEPT))
     assert cached.at(100).dims()["kv_rows"] == 1100
-    with pytest.raises(UsageError, match="has the state itself"):
-        Phase(cached=True, held=True)

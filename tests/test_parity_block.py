@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import mosaic
 from mosaic.bench.baselines import Transformer
 from mosaic.models import load
+from mosaic.models.parts import LOGITS
 from mosaic.models.phase import Phase
 from mosaic.models.safetensors import members, tensor_rows
 from mosaic.runtime.compiled import CompiledModel
@@ -183,7 +184,7 @@ def test_a_saved_checkpoint_has_the_published_names_and_loads_again(case: parity
     if case.model.model.family == "llada2":
         assert stored["model.layers.1.attention.query_key_value.weight"].shape == (128, 64)
     with mosaic.compile(tmp_path) as again:
-        case.run(again, parity.Point(Phase(logits=True), (0, 1, 2)))
+        case.run(again, parity.Point(Phase(logits=LOGITS), (0, 1, 2)))
 
 
 def test_a_sequence_within_one_block_is_bidirectional() -> None:

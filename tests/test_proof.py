@@ -11,6 +11,7 @@ import pytest
 
 from mosaic.errors import CheckFailed, UnsafePlan
 from mosaic.models import load
+from mosaic.models.parts import KEPT, NO_HEAD
 from mosaic.models.phase import Phase
 from mosaic.planner import Planner, Request, limits, plan, plan_graph, plan_program, planner
 from mosaic.planner.check import check_plan, check_safety, prove_safe
@@ -187,7 +188,7 @@ def test_a_document_is_written_when_it_is_asked_for_and_is_its_plans_own(small: 
 
 def test_a_phase_keeps_streamed_weights_that_it_does_not_use(small: Planner) -> None:
     """A commit step has no head, but the head's weights have their place in host memory all the same."""
-    request = Request(seq_lens=(64,), key_lens=(64,), phase=Phase(cached=True, head="none"))
+    request = Request(seq_lens=(64,), key_lens=(64,), phase=Phase(cache=KEPT, head=NO_HEAD))
     planned = small.with_budgets(host_budget=1 << 30).plan(request, config={"stream": "all"})
     unused = {b["id"] for b in planned.document["buffers"] if b["kind"] == "host" and b["tensor"] is not None}
     unused -= {b for op in planned.document["ops"] for b in op["reads"]}

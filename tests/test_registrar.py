@@ -19,6 +19,7 @@ import mosaic.registrar.operators as operators
 from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels import load as load_kernel
 from mosaic.models import PRESETS, load
+from mosaic.models.parts import LOGITS
 from mosaic.models.phase import Phase
 from mosaic.registrar.draw import to_dot, to_mermaid, to_networkx
 from mosaic.registrar.graph import Buffer, Edge, Graph, Slice
@@ -690,7 +691,7 @@ def small() -> Graph:
 
 GRAPHS: dict[str, Callable[[], Graph]] = {
     "small": small,
-    **{name: (lambda name=name: load(name).graph(phase=Phase(logits=True))) for name in PRESETS},  # type: ignore[misc]
+    **{name: (lambda name=name: load(name).graph(phase=Phase(logits=LOGITS))) for name in PRESETS},  # type: ignore[misc]
     "toy": lambda: toy.program().graph("commit_then_denoise"),
 }
 

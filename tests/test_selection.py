@@ -42,7 +42,7 @@ from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels import _sampling, load
 from mosaic.kernels import row_score as row_score_kernel
 from mosaic.kernels import transfer as transfer_kernel
-from mosaic.models.phase import Rule, Score
+from mosaic.models.parts import Rule, Score
 from mosaic.planner import plan_graph
 from mosaic.planner.check import check_plan
 from mosaic.registrar.graph import Graph
@@ -616,7 +616,7 @@ def test_scratch_is_one_formula_in_the_rows(dtype: torch.dtype) -> None:
 def test_names_are_those_of_the_contracts() -> None:
     assert row_score_kernel.KINDS == row_score.KINDS
     assert tuple(transfer_kernel.RULES) == transfer.RULES
-    assert set(get_args(Score)) == {"", *row_score.KINDS} and set(get_args(Rule)) == {"", *transfer.RULES}
+    assert set(get_args(Score)) == {*row_score.KINDS} and set(get_args(Rule)) == {*transfer.RULES}
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=MARKS)])

@@ -15,6 +15,7 @@ import torch
 from test_runtime_compiled import LLADA, sequences_of
 
 import mosaic
+from mosaic.models.parts import KEPT, NO_HEAD, Commit
 from mosaic.models.phase import Phase
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.state_rows import RowTable
@@ -49,7 +50,7 @@ def stepped(model: CompiledModel, length: int, config: dict[str, Any] | None) ->
 def decided(model: CompiledModel, length: int) -> list[float]:
     ids = sequences_of((length,), LLADA)[0]
     rows = torch.arange(0, length, 2)
-    phase = Phase(score="confidence", rule="top")
+    phase = Phase(commit=Commit(score="confidence", rule="top"))
     (result,) = model.step([StepRequest(phase=phase, token_ids=ids, rows=rows, current=ids[rows], quota=2)])
     return [*result.score.tolist(), *map(float, result.chosen)]
 
@@ -66,10 +67,10 @@ def kept(model: CompiledModel, length: int) -> list[float]:
     sequence = model.open_sequence()
     sequence.reserve(length)
     own: dict[str, Any] = {"sequence": sequence, "key_len": length, "token_ids": ids}
-    model.step([StepRequest(phase=Phase(cached=True, head="none"), rows=nothing, current=nothing, **own)])
+    model.step([StepRequest(phase=Phase(cache=KEPT, head=NO_HEAD), rows=nothing, current=nothing, **own)])
     time.sleep(0.001)
     rows = torch.arange(length)
-    phase = Phase(cached=True, score="confidence", rule="top")
+    phase = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
     (result,) = model.step([StepRequest(phase=phase, rows=rows, current=ids, quota=1, **own)])
     sequence.close()
     return [*result.score.tolist(), *map(float, result.token)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import mosaic
 from mosaic.errors import DoesNotFit, UsageError
+from mosaic.models.parts import KEPT, NO_HEAD, Commit
 from mosaic.models.phase import Phase
 from mosaic.planner import plan_graph
 from mosaic.planner.plan import Plan
@@ -257,8 +258,8 @@ def test_a_state_is_alone_in_its_pool() -> None:
 
 TOKENS = 24
 ROW = 2 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head size, float32
-DECIDE = Phase(cached=True, score="confidence", rule="top")
-COMMIT = Phase(cached=True, head="none")
+DECIDE = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
+COMMIT = Phase(cache=KEPT, head=NO_HEAD)
 
 
 def ids_of(seed: int, count: int) -> Tensor:

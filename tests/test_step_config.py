@@ -14,6 +14,7 @@ from torch import Tensor
 
 import mosaic
 from mosaic.errors import DoesNotFit, UnknownName, UsageError
+from mosaic.models.parts import Commit
 from mosaic.models.phase import Phase
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.steps import StepRequest
@@ -65,7 +66,7 @@ def test_a_plan_may_be_asked_for_in_a_configuration(model: CompiledModel) -> Non
 
 
 def test_steps_of_requests_take_a_configuration_too(model: CompiledModel, ids: Tensor) -> None:
-    phase, found = Phase(score="confidence", rule="top"), []
+    phase, found = Phase(commit=Commit(score="confidence", rule="top")), []
     rows = torch.arange(0, LENGTH, 3)
     request = StepRequest(phase=phase, token_ids=ids, rows=rows, current=ids[rows], quota=7)
     for settings in (

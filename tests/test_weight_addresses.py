@@ -14,6 +14,7 @@ from test_runtime_compiled import sequences_of
 
 import mosaic
 from mosaic.errors import WeightsMisplaced
+from mosaic.models.parts import GUIDED, KEPT, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, Commit
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Planner, Request
 from mosaic.planner.check import weight_map
@@ -29,13 +30,13 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
 }
 PHASES = [
     FULL_STEP,
-    Phase(logits=True),
-    Phase(score="margin", rule="top"),
-    Phase(head="sample", score="entropy", rule="top", guided=True),
-    Phase(cached=True),
-    Phase(cached=True, head="none"),
-    Phase(cached=True, head="nucleus", score="confidence", rule="dynamic", perturb=True),
-    Phase(cached=True, head="sample", score="confidence", rule="threshold"),
+    Phase(logits=LOGITS),
+    Phase(commit=Commit(score="margin", rule="top")),
+    Phase(head=SAMPLE, commit=Commit(score="entropy", rule="top"), guidance=GUIDED),
+    Phase(cache=KEPT),
+    Phase(cache=KEPT, head=NO_HEAD),
+    Phase(cache=KEPT, head=NUCLEUS, commit=Commit(score="confidence", rule="dynamic", perturb=True)),
+    Phase(cache=KEPT, head=SAMPLE, commit=Commit(score="confidence", rule="threshold")),
 ]
 HOST_BYTES = 1 << 30
 
@@ -44,7 +45,7 @@ def steps_of(phase: Phase) -> Iterator[Request]:
     """A short step of a phase and a longer one of two sequences."""
     for lengths in ((5,), (140, 300)):
         keys = tuple(n + 30 for n in lengths) if phase.cached else ()
-        rows = {} if phase.head == "none" else {"masked": 3}
+        rows = {} if not phase.head.decides else {"masked": 3}
         yield Request(seq_lens=lengths, key_lens=keys, phase=phase, logit_rows=2 if phase.logits else 0, **rows)
 
 

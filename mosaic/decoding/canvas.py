@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mosaic.decoding.noise import row_keys
+from mosaic.models.parts import KEPT, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 from mosaic.runtime.steps import KVSequence, StepRequest, StepResult
@@ -27,7 +28,7 @@ __all__ = ["COMMIT", "Canvas", "Commit", "Sampling", "Shapes", "Steps", "cached_
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
 Shapes: TypeAlias = Sequence[StepSize | None]
 """The largest steps of one request; the same entries of all requests of a batch are packed together."""
-COMMIT: Final = Phase(cached=True, head="none")
+COMMIT: Final = Phase(cache=KEPT, head=NO_HEAD)
 """Fill the cache, nothing else; a long one is a prefill."""
 
 
@@ -35,7 +36,7 @@ COMMIT: Final = Phase(cached=True, head="none")
 class Sampling:
     """Which head draws the tokens of an algorithm, and the settings that go with it."""
 
-    head: Any
+    head: Head
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -54,10 +55,8 @@ class Sampling:
         cut = (config.top_p or 1.0) < 1.0 or bool(config.top_k)
         drawn = config.temperature > 0
         if (cut and (drawn or cuts_greedy)) or (drawn and scaled and config.temperature != 1.0):
-            return cls(
-                head="nucleus", temperature=config.temperature, top_p=config.top_p or 1.0, top_k=config.top_k or 0
-            )
-        return cls(head="sample", temperature=config.temperature) if drawn else cls(head="statistics")
+            return cls(head=NUCLEUS, temperature=config.temperature, top_p=config.top_p or 1.0, top_k=config.top_k or 0)
+        return cls(head=SAMPLE, temperature=config.temperature) if drawn else cls(head=STATISTICS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
 from mosaic.decoding.noise import row_keys
 from mosaic.kernels._sampling import uniforms
+from mosaic.models.parts import Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 
@@ -36,7 +37,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
 def _phase(config: GenerationConfig) -> Phase:
     score: Any = _SCORES[config.alg or "origin"]
     perturb = config.alg != "origin" and bool(config.alg_temp)
-    return Phase(head=_sampling(config).head, score=score, perturb=perturb, rule="top")
+    return Phase(head=_sampling(config).head, commit=Commit(score=score, rule="top", perturb=perturb))
 
 
 def _shares(config: GenerationConfig) -> Tensor:

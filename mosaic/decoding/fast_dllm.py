@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape
 from mosaic.decoding.llada import candidates, counts
+from mosaic.models.parts import KEPT, WHOLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 
@@ -30,10 +31,9 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
     """The phase of a step; the first one of a block on a shifted model commits one row, whatever its confidence."""
     rule: Any = "factor" if config.factor is not None else "top" if config.threshold is None else "threshold"
     return Phase(
-        cached=config.cache is not None,
+        cache=WHOLE if config.cache is None else KEPT,
         head=_sampling(config, architecture).head,
-        score="confidence",
-        rule="top" if first and architecture.shifted and config.cache else rule,
+        commit=Commit(score="confidence", rule="top" if first and architecture.shifted and config.cache else rule),
     )
 
 

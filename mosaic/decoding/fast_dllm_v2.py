@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
+from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "shapes"]
 
-_NEXT: Final = Phase(cached=True, head="statistics", score="confidence", rule="top")
+_NEXT: Final = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
 """Fill the cache and take the most likely token after the window."""
 
 
 def _phase(config: GenerationConfig) -> Phase:
-    return Phase(cached=True, head=Sampling.of(config, scaled=True).head, score="confidence", rule="dynamic")
+    return Phase(
+        cache=KEPT, head=Sampling.of(config, scaled=True).head, commit=Commit(score="confidence", rule="dynamic")
+    )
 
 
 def _fill_and_predict(canvas: Canvas, start: int, end: int) -> Steps:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
 from mosaic.kernels._sampling import uniforms
+from mosaic.models.parts import GUIDED, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 
@@ -38,10 +39,13 @@ def counts(config: GenerationConfig) -> list[int]:
     return schedule(config.block_length, config.steps * config.block_length // config.gen_length)
 
 
-def phase_of(config: GenerationConfig, *, cached: bool = False, rule: Any = "top") -> Phase:
+def phase_of(config: GenerationConfig) -> Phase:
     """The phase of a LLaDA step."""
-    head = Sampling.of(config, scaled=False).head
-    return Phase(cached=cached, head=head, score="confidence", rule=rule, guided=config.cfg_scale > 0)
+    return Phase(
+        head=Sampling.of(config, scaled=False).head,
+        commit=Commit(score="confidence", rule="top"),
+        guidance=GUIDED if config.cfg_scale > 0 else None,
+    )
 
 
 def candidates(canvas: Canvas, open_: Tensor, quota: int) -> Tensor:
@@ -65,7 +69,7 @@ def decode(canvas: Canvas) -> Steps:
                 continue
             positions = candidates(canvas, canvas.open_rows(start, start + block), quota)
             guidance: dict[str, Any] = {}
-            if phase.guided:
+            if phase.guidance is not None:
                 hidden = canvas.tokens.clone()
                 hidden[: canvas.prompt_len] = canvas.architecture.mask_token_id
                 guidance = {"guidance": config.cfg_scale, "unconditional": hidden}

@@ -14,6 +14,7 @@ import torch
 
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, whole_blocks
 from mosaic.decoding.sdar import block_shapes
+from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _AT_LEAST: Final = 1
 
 
 def _phase(config: GenerationConfig) -> Phase:
-    return Phase(cached=True, head=Sampling.of(config, scaled=True).head, score="confidence", rule="edit")
+    return Phase(cache=KEPT, head=Sampling.of(config, scaled=True).head, commit=Commit(score="confidence", rule="edit"))
 
 
 def decode(canvas: Canvas) -> Steps:

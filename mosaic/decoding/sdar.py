@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.llada import schedule
+from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 def _phase(config: GenerationConfig) -> Phase:
     dynamic = config.remasking in (None, "low_confidence_dynamic")  # LLaDA2 has no other
-    return Phase(cached=True, head=_sampling(config).head, score="confidence", rule="dynamic" if dynamic else "top")
+    commit = Commit(score="confidence", rule="dynamic" if dynamic else "top")
+    return Phase(cache=KEPT, head=_sampling(config).head, commit=commit)
 
 
 def decode(canvas: Canvas) -> Steps:

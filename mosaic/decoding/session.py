@@ -23,6 +23,7 @@ from mosaic.decoding.prompts import check_prompt
 from mosaic.decoding.streaming import OnStep, Step, Streamer
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.step import KV, StepSize
+from mosaic.runtime.packing import group_of
 
 if TYPE_CHECKING:
     from mosaic.runtime.steps import StepRunner
@@ -200,8 +201,7 @@ class Session:
         for request in self.live:
             asked = request.pending
             assert asked is not None
-            settings = (asked.temperature, asked.top_p, asked.top_k, asked.score_temperature, asked.guidance)
-            groups.setdefault((asked.phase, *settings), []).append(request)
+            groups.setdefault(group_of(asked, self._runner.architecture), []).append(request)
         longest = min(self.live, key=lambda request: request.waiting_since, default=None)
         return next((group for group in groups.values() if longest in group), [])
 

@@ -1,17 +1,21 @@
-"""What one kind of step does besides running the layers. A model has one graph per phase."""
+"""What one kind of step does besides running the layers: a phase, composed of parts. A model has one graph per phase."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
-from mosaic.errors import UnknownName, UsageError
+from mosaic.errors import UsageError
+from mosaic.models.inputs import Input
+from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Guidance, Head, Part, ReturnedLogits
+from mosaic.models.parts.heads import NOISE
+from mosaic.models.parts.windows import WINDOWS
 
-__all__ = ["FULL_STEP", "Head", "Phase", "Rule", "Score"]
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
 
-Head: TypeAlias = Literal["none", "statistics", "sample", "nucleus"]
-Score: TypeAlias = Literal["", "confidence", "margin", "entropy", "random", "sequential"]
-Rule: TypeAlias = Literal["", "top", "threshold", "dynamic", "above", "factor", "edit"]
+__all__ = ["FULL_STEP", "Phase"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,70 +24,106 @@ class Phase:
 
     Parameters
     ----------
-    cached
-        Keys and values are written to, and read from, the state `kv`, which outlives the step.
+    cache
+        Which keys and values are attended to, and which outlive the step.
     head
-        What is computed of the rows that are unembedded: nothing (`none`), the argmax and its statistics, a sample at a
-        temperature as well, or (`nucleus`) a sample of what top-p and top-k keep.
-    score
-        How a row's token is scored; nothing: the step returns the statistics.
-    perturb
-        Add Gumbel noise to the scores, so that the highest are a draw without replacement.
-    rule
-        Which rows are committed by their scores; it comes with `score`.
-    guided
-        Classifier-free guidance: a second set of sequences is computed, without the prompt.
+        What is computed of the rows that are unembedded.
+    commit
+        How rows are scored and which are committed; None: the step returns the head's figures.
+    guidance
+        A second copy of the sequences is computed, without the prompt.
     logits
-        Return the logits of chosen rows as well.
-    held
-        Other sequences' keys and values stay in the state `kv` meanwhile, which the step does not touch; cached phases
-        count them anyway.
+        The logits of chosen rows are returned as well.
+
+    Raises
+    ------
+    UsageError
+        If the parts do not make a step.
 
     Examples
     --------
-    >>> Phase(cached=True, head="none").name, Phase(cached=True, score="confidence", rule="dynamic").name
-    ('commit', 'denoise')
+    >>> from mosaic.models.parts import KEPT, NO_HEAD, Commit
+    >>> Phase(cache=KEPT, head=NO_HEAD).name
+    'commit'
+    >>> Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic")).name
+    'denoise'
     """
 
-    cached: bool = False
-    head: Head = "statistics"
-    score: Score = ""
-    perturb: bool = False
-    rule: Rule = ""
-    guided: bool = False
-    logits: bool = False
-    held: bool = False
+    cache: CachePolicy = WHOLE
+    head: Head = STATISTICS
+    commit: CommitRule | None = None
+    guidance: Guidance | None = None
+    logits: ReturnedLogits | None = None
 
     def __post_init__(self) -> None:
-        for what, value, options in (
-            ("head", self.head, get_args(Head)),
-            ("score", self.score, get_args(Score)),
-            ("rule", self.rule, get_args(Rule)),
-        ):
-            if value not in options:
-                raise UnknownName(what, value, options)
-        if bool(self.score) != bool(self.rule):
-            raise UsageError(f"a phase has a score and a rule, or neither; got '{self.score}' and '{self.rule}'.")
-        if self.head == "none" and (self.score or self.guided or self.logits or not self.cached):
+        returns = self.commit is not None or self.guidance is not None or self.logits is not None
+        if not self.head.decides and (returns or not self.cached):
             raise UsageError("a phase without head only fills the cache; it is cached, and neither scores nor returns.")
-        if self.head in ("sample", "nucleus") and not self.score:
-            raise UsageError(f"a phase that samples ('{self.head}') chooses among its rows; give a score and a rule.")
-        if self.cached and self.held:
-            raise UsageError("a cached phase has the state itself; the rows that others hold are among its own.")
-        if self.cached and self.guided:
+        if self.head.samples and self.commit is None:
+            raise UsageError(f"a phase that samples ('{self.head.name}') chooses among its rows; give a commit rule.")
+        if self.cached and self.guidance is not None:
             raise UsageError("guidance computes whole sequences; it has no cached phases.")
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """The parts, in the order in which they are registered."""
+        found = (WINDOWS, self.cache, self.head, self.guidance, self.commit, self.logits)
+        return (part for part in found if part is not None)
 
     @property
     def name(self) -> str:
         """The phase's label: `full_step`, `denoise` (over cached keys), or `commit` (no head; `prefill` is a long one)."""
         if not self.cached:
             return "full_step"
-        return "commit" if self.head == "none" else "denoise"
+        return "denoise" if self.head.decides else "commit"
+
+    @property
+    def cached(self) -> bool:
+        """Whether keys and values are written to, and read from, a state that outlives the step."""
+        return self.cache.cached
+
+    @property
+    def shipped(self) -> bool:
+        """Whether all parts are Mosaic's own."""
+        return all(type(part).__module__.startswith("mosaic.") for part in self.parts)
 
     @property
     def noisy(self) -> bool:
         """Whether the step takes random keys."""
-        return self.head in ("sample", "nucleus") or self.score == "random" or self.perturb
+        return any(part.noisy for part in self.parts)
+
+    @property
+    def copies(self) -> int:
+        """How many windows there are of each sequence."""
+        return 1 if self.guidance is None else 2
+
+    def shifts(self, arch: Architecture) -> bool:
+        """Whether packing shifts the rows of a shifted model: where a rule chooses among them, the first position after a
+        window may be one of them. Elsewhere an op does."""
+        return arch.shifted and self.commit is not None
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """The inputs of all parts, the rows that are unembedded, of copies too, and their random keys."""
+        value = before if self.shifts(arch) else "rows"
+        rows = [
+            Input(name=name, dtype="int64", per="row", index=True, value=value, copy=copy)
+            for copy, name in enumerate(("rows", "unconditional_rows")[: self.copies])
+        ]
+        own = [entry for part in self.parts for entry in part.inputs(arch)]
+        return (*own, *(rows if self.head.decides else ()), *([NOISE] if self.noisy else ()))
+
+    def windows(self, request: Any) -> list[Any]:
+        """The tokens of a request's window, int64 [T], and of its copy."""
+        return [request.token_ids, *([] if self.guidance is None else [self.guidance.copy_of(request)])]
+
+    def registered(self, *, logits: ReturnedLogits | None, beside: bool) -> Phase:
+        """The phase as a step of it is registered that returns logits, or where others have rows of the state."""
+        return replace(self, logits=self.logits or logits, cache=self.cache.beside() if beside else self.cache)
+
+
+def before(request: Any) -> Any:
+    """The rows that predict a request's rows in a shifted model; the first of a window predicts itself."""
+    return (request.rows - 1).clamp(min=0)
 
 
 FULL_STEP: Final = Phase()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
-from mosaic.errors import UnsupportedModel
+from mosaic.errors import UnsupportedModel, UsageError
 from mosaic.models.values import flag, number, positive, refuse
 
 __all__ = ["Rotary", "Scaling", "read_rotary"]
@@ -82,6 +82,21 @@ class Rotary:
     def fixed(self) -> Rotary:
         """The frequencies that do not depend on a sequence's length."""
         return self if self.kind != "dynamic" else Rotary(theta=self.theta, dim=self.dim)
+
+    def check_kept(self, keys: int) -> None:
+        """Refuse kept keys beyond the trained positions where frequencies depend on the length: keys are kept rotated.
+
+        Raises
+        ------
+        UsageError
+            Naming the scaling and the length.
+        """
+        if self.kind == "dynamic" and keys > self.original:
+            raise UsageError(
+                f"a cached step over {keys:,} keys with rope_scaling of type 'dynamic', whose frequencies change with the "
+                f"length beyond {self.original:,} positions, while kept keys are rotated already: run steps without a "
+                "cache, or give the checkpoint a rope_scaling of type 'yarn' or 'linear'."
+            )
 
     @classmethod
     def parse(cls, constant: str) -> Self | None:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import UsageError
+from mosaic.models.parts import LOGITS
 from mosaic.models.phase import FULL_STEP, Phase
 
 if TYPE_CHECKING:
@@ -108,14 +109,13 @@ class StepSize:
     @property
     def has_rows(self) -> bool:
         """Whether the phase decides rows."""
-        return self.phase.head != "none"
+        return self.phase.head.decides
 
     @property
     def kind(self) -> Phase:
         """The phase that is registered: with logits where rows of them are returned, beside the state where others have
         rows of it."""
-        held = KV in self.states and not self.phase.cached
-        return replace(self.phase, logits=self.phase.logits or bool(self.logit_rows), held=self.phase.held or held)
+        return self.phase.registered(logits=LOGITS if self.logit_rows else None, beside=KV in self.states)
 
     def dims(self, architecture: Architecture | None = None) -> dict[str, int]:
         """Values of the symbolic dims: tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys
@@ -129,7 +129,7 @@ class StepSize:
         block = 0 if architecture is None else architecture.block
         seen = self.owned or self.windows
         pairs = sum(_pairs(n, k, block) for n, k in zip(self.windows, seen, strict=True))
-        copies = 2 if self.phase.guided else 1
+        copies = self.phase.copies
         dims = {"tokens": self.tokens * copies, "seqs": len(self.windows) * copies, "span": -(-pairs // self.tokens)}
         if self.has_rows:
             dims["masked"] = self.rows
@@ -160,7 +160,7 @@ class StepSize:
         """Rows, keys and rows of the states rounded up, mostly by at most an eighth, so that the plan serves others too."""
         owned = sum(self.owned)
         more = bucket(owned, least=FEWEST_KEYS) - owned
-        rows = {"least": FEWEST_ROWS, "doubled": MOST_DOUBLED} if self.phase.rule else {}
+        rows = {"least": FEWEST_ROWS, "doubled": MOST_DOUBLED} if self.phase.commit is not None else {}
         return replace(
             self, owned=(*self.owned[:-1], self.owned[-1] + more) if owned else (),
             rows=bucket(self.rows, self.tokens, **rows), logit_rows=bucket(self.logit_rows, self.tokens),

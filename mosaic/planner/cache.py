@@ -43,7 +43,7 @@ FORMAT: Final = 3
 Kept = TypeVar("Kept")
 Watcher: TypeAlias = Callable[[str], None]
 """Told the name of a body before it is compiled."""
-_loaded: dict[str, tuple[Template, dict[tuple[str, ...], Body]]] = {}
+_loaded: dict[tuple[str, Phase], tuple[Template, dict[tuple[str, ...], Body]]] = {}
 """The templates of this process, and those of their bodies that it has asked for."""
 
 
@@ -58,13 +58,17 @@ def cache_directory() -> Path | None:
 def template_of(
     model: Model, *, backend: str = "cuda", phase: Phase = FULL_STEP, watcher: Watcher | None = None
 ) -> Template:
-    """The template of a model's phase: from memory, from disk, or compiled now; its bodies likewise, one by one."""
+    """The template of a model's phase: from memory, from disk, or compiled now; its bodies likewise, one by one.
+
+    A phase with parts of a user's own is not kept on disk: nothing says that their code is still the same.
+    """
     key = _key(model, backend, phase)
+    keep = _through_disk if phase.shipped else _in_memory
     register = partial(_register, model, backend, phase)
-    if key not in _loaded:
-        shell = _through_disk(f"template-{key}", lambda: compile_template(register), _encode, _decode)
-        _loaded[key] = shell, {}
-    shell, known = _loaded[key]
+    if (key, phase) not in _loaded:
+        shell = keep(f"template-{key}", lambda: compile_template(register), _encode, _decode)
+        _loaded[key, phase] = shell, {}
+    shell, known = _loaded[key, phase]
 
     def compile_now(options: tuple[str, ...]) -> Body:
         if watcher is not None:
@@ -73,7 +77,7 @@ def template_of(
 
     def body(options: tuple[str, ...]) -> Body:
         name = "-".join([key, *options]).replace("%", "")
-        return _through_disk(f"body-{name}", lambda: compile_now(options), _encode_body, _decode_body)
+        return keep(f"body-{name}", lambda: compile_now(options), _encode_body, _decode_body)
 
     return replace(shell, bodies=Bodies(shell.choices, body, known=known))
 
@@ -94,6 +98,12 @@ def _sources() -> str:
     files = sorted(p for room in ("registrar", "models", "planner") for p in (root / room).rglob("*.py"))
     stats = [(p.name, (s := p.stat()).st_size, s.st_mtime_ns) for p in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()
+
+
+def _in_memory(
+    name: str, compile_now: Callable[[], Kept], encode: Callable[[Kept], Any], decode: Callable[[Any], Kept]
+) -> Kept:
+    return compile_now()
 
 
 def _through_disk(

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType, TracebackType
@@ -21,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from mosaic.errors import RuntimeMemoryError, UsageError
+from mosaic.models.parts import LOGITS
+from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.step import KV, StepSize
-from mosaic.runtime.batch import Rows, TokenIds, fill_rows, pack, rows_of
+from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.executor import Debug, Executor
-from mosaic.runtime.frequencies import check_cached, sequence_frequencies
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
-from mosaic.runtime.packing import pack_step
+from mosaic.runtime.packing import fill, pack_step
 from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.state_rows import OwnedRows, RowTable
 from mosaic.runtime.step_memory import StepMemory
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.models import Model
     from mosaic.models.architecture import Architecture
-    from mosaic.models.rotary import Rotary
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner, Progress
 
@@ -386,9 +385,13 @@ class CompiledModel:
             rows = rows_of("masked", packed == self.mask_token_id if masked is None else masked, lengths)
             chosen = rows_of("logits_for", logits_for, lengths) if logits_for is not None else rows[:0]
             self._warn_beyond(max(lengths))
-            size = StepSize(windows=lengths, rows=max(len(rows), 1), logit_rows=len(chosen), states={KV: self._kv.rows})
-            executor = self._executor(size, config)
-            _fill_step(executor.inputs, packed, lengths, rows, chosen, self.architecture.rotary)
+            request = StepRequest(
+                phase=FULL_STEP if not len(chosen) else Phase(logits=LOGITS), token_ids=packed, lengths=lengths, rows=rows,
+                current=rows[:0], logit_rows=chosen,
+            )  # fmt: skip
+            step = pack_step([request], self.architecture, states={KV: self._kv.rows})
+            executor = self._executor(step.size, config)
+            fill(executor.inputs, step)
             with self._threads.in_force():
                 executor.run()
             return self._handed_out(output_of(executor.outputs, rows, len(chosen), self._current))
@@ -445,13 +448,10 @@ class CompiledModel:
         """
         with self._turn():
             started = perf_counter()
-            arch = self.architecture
-            packed = pack_step(requests, shifted=arch.shifted, rotary=arch.rotary, states={KV: self._kv.rows})
+            packed = pack_step(requests, self.architecture, states={KV: self._kv.rows})
             self._warn_beyond(max(request.start + request.token_ids.numel() for request in requests))
             executor = self._executor(packed.size, config)
-            inputs = executor.inputs
-            for name, value in packed.inputs.items():
-                fill_rows(inputs[name], value)
+            fill(executor.inputs, packed)
             with self._threads.in_force():
                 executor.run()
             return self._results(executor, requests, started)
@@ -459,7 +459,7 @@ class CompiledModel:
     def _results(self, executor: Executor, requests: Sequence[StepRequest], started: float) -> list[StepResult]:
         """Copy the outcome to the host, and cut it up."""
         counts, found = [request.rows.numel() for request in requests], executor.outputs
-        if requests[0].phase.rule:
+        if requests[0].phase.commit is not None:
             outputs = [found[name][: sum(counts)].cpu() for name in ("token", "score", "committed", "chosen")]
         else:  # nothing is decided
             counts = [0] * len(counts)
@@ -488,7 +488,7 @@ class CompiledModel:
             If one of them does not fit.
         """
         with self._turn():
-            check_cached(self.architecture.rotary, [keys for size in sizes for keys in size.keys])
+            self.architecture.rotary.check_kept(max((keys for size in sizes for keys in size.keys), default=0))
             rows = max((sum(size.owned) for size in sizes), default=0) if more is None else more.get(KV, 0)
             states = {KV: self._kv.rows + rows}
             plans = [self._plans.plan(size.beside(states)) for size in sizes]
@@ -645,27 +645,6 @@ class CompiledModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _fill_step(
-    inputs: Mapping[str, Tensor],
-    packed: Tensor,
-    lengths: Sequence[int],
-    rows: Tensor,
-    chosen: Tensor,
-    rotary: Rotary,
-) -> None:
-    """Write the inputs of a full step: whole sequences, and the rows to unembed and to return."""
-    inputs["token_ids"].copy_(packed)
-    bounds = [0, *accumulate(lengths)]
-    inputs["cu_seqlens"].copy_(torch.tensor(bounds, dtype=torch.int32))
-    for start, end in pairwise(bounds):
-        torch.arange(end - start, out=inputs["positions"][start:end])
-    for name, value in sequence_frequencies(rotary, lengths).items():
-        inputs[name].copy_(value)
-    fill_rows(inputs["rows"], rows)
-    if len(chosen):
-        fill_rows(inputs["logit_rows"], chosen)
 
 
 def _in_use() -> int:

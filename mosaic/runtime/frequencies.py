@@ -6,15 +6,13 @@ Formulas: `mosaic.models.rotary`. All on the CPU: a step's are a few numbers a s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mosaic.errors import UsageError
 from mosaic.models.rotary import Rotary
 
-__all__ = ["check_cached", "inverse_frequencies", "sequence_frequencies"]
+__all__ = ["inverse_frequencies"]
 
 
 def inverse_frequencies(rotary: Rotary, length: int = 0) -> Tensor:
@@ -82,46 +80,3 @@ def _by_wavelength(rotary: Rotary, plain: Tensor) -> Tensor:
     outside = torch.where(wavelength > rotary.original / rotary.slow, plain / rotary.factor, plain)
     inside = (wavelength <= rotary.original / rotary.slow) & (wavelength >= rotary.original / rotary.fast)
     return torch.where(inside, between, outside)
-
-
-def sequence_frequencies(
-    rotary: Rotary, lengths: Sequence[int], ends: Sequence[int] | None = None
-) -> dict[str, Tensor]:
-    """Compute the inputs of a step whose frequencies depend on each sequence's length; none for other frequencies.
-
-    Parameters
-    ----------
-    lengths
-        Tokens of each sequence.
-    ends
-        The position after its last; its length where they begin at 0.
-
-    Returns
-    -------
-    dict
-        `frequencies` float32 [S, dim / 2] and `sequences` int32 [T], the number of each token's sequence.
-    """
-    if rotary.kind != "dynamic":
-        return {}
-    numbers = torch.arange(len(lengths), dtype=torch.int32)
-    return {
-        "frequencies": torch.stack([inverse_frequencies(rotary, end) for end in ends or lengths]),
-        "sequences": torch.repeat_interleave(numbers, torch.tensor(lengths)),
-    }
-
-
-def check_cached(rotary: Rotary, key_lens: Sequence[int]) -> None:
-    """Refuse cached steps beyond the trained positions where frequencies depend on the length: keys are kept rotated.
-
-    Raises
-    ------
-    UsageError
-        Naming the scaling and the length.
-    """
-    longest = max(key_lens, default=0)
-    if rotary.kind == "dynamic" and longest > rotary.original:
-        raise UsageError(
-            f"a cached step over {longest:,} keys with rope_scaling of type 'dynamic', whose frequencies change with the "
-            f"length beyond {rotary.original:,} positions, while kept keys are rotated already: run steps without a cache, "
-            "or give the checkpoint a rope_scaling of type 'yarn' or 'linear'."
-        )

@@ -1,54 +1,56 @@
-"""Requests of one phase laid one after another: the inputs of the step that serves them all."""
+"""Requests of one phase laid one after another: the inputs of the step that serves them all.
+
+What there is to fill, the phase's parts declare (`mosaic.models.inputs`); nothing here knows an input by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeAlias
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mosaic.errors import UsageError
+from mosaic.models.architecture import Architecture
+from mosaic.models.inputs import Frequencies, Input, Window
 from mosaic.models.phase import Phase
-from mosaic.models.rotary import Rotary
 from mosaic.models.step import StepSize
-from mosaic.runtime.frequencies import check_cached, sequence_frequencies
-from mosaic.runtime.state_rows import OwnedRows
-from mosaic.runtime.steps import StepRequest
+from mosaic.runtime.batch import fill_rows
+from mosaic.runtime.frequencies import inverse_frequencies
+from mosaic.runtime.steps import SETTINGS, StepRequest
 
-__all__ = ["PackedStep", "pack_step"]
-
-_Inputs: TypeAlias = dict[str, Tensor]
+__all__ = ["PackedStep", "fill", "group_of", "pack_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
     """One step over several requests: its size, and its inputs by name.
 
-    Inputs are on the host; those of rows may be shorter than the plan's, which are rounded up.
+    Inputs are on the host, or where the requests have them; those of rows and keys may be shorter than the plan's, which
+    are rounded up.
     """
 
     size: StepSize
-    inputs: _Inputs
+    inputs: Mapping[str, Tensor]
+
+
+def group_of(request: StepRequest, arch: Architecture) -> Hashable:
+    """Give what requests of one step have in common: their phase, and the values that a step has once."""
+    return tuple(_shared(request, request.phase.inputs(arch)).values())
 
 
 def pack_step(
-    requests: Sequence[StepRequest],
-    *,
-    shifted: bool,
-    rotary: Rotary | None = None,
-    states: Mapping[str, int] | None = None,
+    requests: Sequence[StepRequest], arch: Architecture, *, states: Mapping[str, int] | None = None
 ) -> PackedStep:
     """Lay the requests one after another; of a guided phase, all of them, then all of them without their prompts.
 
     Parameters
     ----------
-    shifted
-        Row i - 1 of the model predicts position i; the first row of a window then predicts itself.
-    rotary
-        The model's, where frequencies may depend on each sequence's length.
+    arch
+        The model's.
     states
         Rows of each state that open sequences hold, by name.
 
@@ -57,124 +59,119 @@ def pack_step(
     UsageError
         If they differ in what a step has once, or in what its phase needs of each.
     """
-    phase = _one_phase(requests)
-    lengths = tuple(request.token_ids.numel() for request in requests)
-    counts = tuple(request.rows.numel() for request in requests)
-    if min(lengths, default=0) < 1:
-        raise UsageError(f"a window has at least one token, got windows of {list(lengths)}.")
-    inputs = _windows(phase, requests, lengths)
-    if phase.cached:
-        inputs |= _keys(requests)
-    if rotary is not None:
-        inputs |= _frequencies(rotary, phase, requests, lengths)
-    if phase.head != "none":
-        inputs |= _rows(phase, requests, lengths, counts, shifted)
-    kept = [(r.key_len, r.sequence.length) for r in requests if phase.cached and r.sequence is not None]
-    size = StepSize(
-        phase=phase, windows=lengths, keys=tuple(seen for seen, _ in kept), owned=tuple(owned for _, owned in kept),
-        rows=sum(counts), states=states or {},
-    )  # fmt: skip
-    return PackedStep(size=size, inputs=inputs)
-
-
-def _one_phase(requests: Sequence[StepRequest]) -> Phase:
     if not requests:
         raise UsageError("a step needs at least one request.")
-    first = requests[0]
-    for request in requests[1:]:
-        for name in ("phase", "temperature", "top_p", "top_k", "score_temperature", "guidance"):
-            if getattr(request, name) != getattr(first, name):
-                raise UsageError(
-                    f"requests of one step share their {name}, got {getattr(first, name)} and {getattr(request, name)}; "
-                    "run them in steps of their own."
-                )
-    return first.phase
-
-
-def _offsets(counts: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-
-
-def _windows(phase: Phase, requests: Sequence[StepRequest], lengths: tuple[int, ...]) -> _Inputs:
-    tokens = [request.token_ids for request in requests]
-    positions = [torch.arange(r.start, r.start + n, dtype=torch.int32) for r, n in zip(requests, lengths, strict=True)]
-    if phase.guided:
-        others = [request.unconditional for request in requests]
-        for own, other in zip(tokens, others, strict=True):
-            if other is None or other.shape != own.shape:
-                raise UsageError("a guided request needs its window without the prompt as well, of the same length.")
-        tokens, positions = [*tokens, *(other for other in others if other is not None)], positions * 2
-    return {
-        "token_ids": torch.cat(tokens),
-        "positions": torch.cat(positions),
-        "cu_seqlens": _offsets([part.numel() for part in tokens]),
-    }
-
-
-def _frequencies(rotary: Rotary, phase: Phase, requests: Sequence[StepRequest], lengths: tuple[int, ...]) -> _Inputs:
-    if phase.cached:
-        check_cached(rotary, [request.key_len for request in requests])
-        return {}
-    ends = [request.start + length for request, length in zip(requests, lengths, strict=True)]
-    copies = 2 if phase.guided else 1
-    return sequence_frequencies(rotary, list(lengths) * copies, ends * copies)
-
-
-def _keys(requests: Sequence[StepRequest]) -> _Inputs:
-    slots, key_slots = [], []
+    phase = requests[0].phase
+    declared = phase.inputs(arch)
+    _require_shared(requests, declared)
     for request in requests:
-        end = request.start + request.token_ids.numel()
-        sequence = request.sequence
-        if not isinstance(sequence, OwnedRows):
-            raise UsageError("a cached request needs a sequence that this model has opened.")
-        if request.key_len < end:
-            raise UsageError(
-                f"a window that ends at position {end} sees that many keys at least, got {request.key_len}."
-            )
-        slots.append(sequence.slots(request.start, end))
-        key_slots.append(sequence.slots(0, request.key_len))
-    return {
-        "slots": torch.cat(slots),
-        "key_slots": torch.cat(key_slots),
-        "cu_keys": _offsets([part.numel() for part in key_slots]),
-    }
-
-
-def _rows(
-    phase: Phase, requests: Sequence[StepRequest], lengths: tuple[int, ...], counts: tuple[int, ...], shifted: bool
-) -> _Inputs:
-    starts = [0, *accumulate(lengths)]
-    sources = [(request.rows - 1).clamp(min=0) if shifted else request.rows for request in requests]
-    for source, length in zip(sources, lengths, strict=True):
-        if len(source) and not 0 <= int(source.min()) <= int(source.max()) < length:
-            raise UsageError(f"rows of a window of {length} tokens are in [0, {length}), got {source.tolist()}.")
-    rows = torch.cat([source + start for source, start in zip(sources, starts, strict=False)])
-    if not len(rows):
+        if min(_lengths(request)) < 1:
+            raise UsageError(f"a window has at least one token, got windows of {list(_lengths(request))}.")
+        for part in phase.parts:
+            part.check(request, arch)
+    rows = sum(request.rows.numel() for request in requests)
+    if phase.commit is not None and not rows:
         raise UsageError("a step with a head decides at least one row; leave the request out, or commit it.")
-    first = requests[0]
-    found = {"rows": rows}
-    if phase.rule:
-        copies = 2 if phase.guided else 1  # the second set of sequences decides nothing
-        idle = [0] * (len(requests) * (copies - 1))
-        found |= {
-            "current": torch.cat([request.current for request in requests]),
-            "cu_rows": _offsets([*counts, *idle]),
-            "quota": torch.tensor([*(request.quota for request in requests), *idle], dtype=torch.int32),
-            "threshold": torch.tensor([*(request.threshold for request in requests), *idle], dtype=torch.float32),
-        }
-    if phase.rule == "edit":
-        found["edit_threshold"] = torch.tensor([request.edit_threshold for request in requests], dtype=torch.float32)
-    if phase.noisy:
-        if any(request.keys is None or request.keys.shape != request.rows.shape for request in requests):
-            raise UsageError("a phase that draws at random needs a key for every row.")
-        found["keys"] = torch.cat([request.keys for request in requests if request.keys is not None])
-    if phase.guided:
-        found["unconditional_rows"] = rows + starts[-1]
-    scalars = {
-        "temperature": (phase.head in ("sample", "nucleus"), first.temperature, torch.float32),
-        "top_p": (phase.head == "nucleus", first.top_p, torch.float32),
-        "top_k": (phase.head == "nucleus", first.top_k, torch.int32),
-        "score_temperature": (phase.perturb, first.score_temperature, torch.float32),
-        "guidance": (phase.guided, first.guidance, torch.float32),
-    }
-    return found | {name: torch.tensor([value], dtype=kind) for name, (used, value, kind) in scalars.items() if used}
+    windows = _windows(phase, requests)
+    inputs = {entry.name: _packed(entry, requests, windows) for entry in declared}
+    return PackedStep(size=_size(phase, requests, max(rows, 1), states or {}), inputs=inputs)
+
+
+def fill(inputs: Mapping[str, Tensor], packed: PackedStep) -> None:
+    """Write the packed inputs into those of an executor."""
+    for name, value in packed.inputs.items():
+        fill_rows(inputs[name], value)
+
+
+def _require_shared(requests: Sequence[StepRequest], declared: Sequence[Input]) -> None:
+    first = _shared(requests[0], declared)
+    for request in requests[1:]:
+        for name, value in _shared(request, declared).items():
+            if value != first[name]:
+                raise UsageError(
+                    f"requests of one step share their {name}, got {first[name]} and {value}; run them in steps of their "
+                    "own."
+                )
+
+
+def _shared(request: StepRequest, declared: Sequence[Input]) -> dict[str, Any]:
+    """What a step has once, by name."""
+    own = {entry.name: entry.of(request) for entry in declared if entry.per == "step"}
+    return {name: getattr(request, name) for name in ("phase", *SETTINGS)} | own
+
+
+def _lengths(request: StepRequest) -> tuple[int, ...]:
+    return request.lengths or (request.token_ids.numel(),)
+
+
+def _size(phase: Phase, requests: Sequence[StepRequest], rows: int, states: Mapping[str, int]) -> StepSize:
+    kept = [seen for request in requests if (seen := phase.cache.seen(request)) is not None]
+    returned = sum(len(r.logit_rows) for r in requests if r.logit_rows is not None)
+    return StepSize(
+        phase=phase, windows=tuple(length for request in requests for length in _lengths(request)),
+        keys=tuple(keys for keys, _ in kept), owned=tuple(owned for _, owned in kept), rows=rows, logit_rows=returned,
+        states=states,
+    )  # fmt: skip
+
+
+def _windows(phase: Phase, requests: Sequence[StepRequest]) -> list[Window]:
+    """The windows in the order in which they are packed: all requests', then all copies."""
+    found: list[Window] = []
+    of_requests = [phase.windows(request) for request in requests]
+    for copy in range(phase.copies):
+        for request, tokens in zip(requests, of_requests, strict=True):
+            for part in tokens[copy].split(_lengths(request)):
+                found.append(Window(request=request, token_ids=part, number=len(found), start=request.start, copy=copy))
+    return found
+
+
+def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Window]) -> Tensor:
+    """The values of one input, in its dtype where they are made here."""
+    dtype = getattr(torch, entry.dtype)
+    if entry.per == "step":
+        return torch.tensor([entry.of(requests[0])], dtype=dtype)
+    if entry.per == "bound":
+        return torch.tensor([0, *accumulate(entry.at(window) for window in windows)], dtype=dtype)
+    if entry.per == "sequence":
+        values = [entry.at(window) for window in windows]
+        return torch.stack(list(map(_vector, values))) if entry.width else torch.tensor(values, dtype=dtype)
+    if entry.per in ("row", "logit_row"):
+        return _joined([_rows(entry, request, first) for request, first in _firsts(requests, entry.copy)])
+    return _joined([_values(entry.at(window), window.length, dtype) for window in windows])
+
+
+def _firsts(requests: Sequence[StepRequest], copy: int) -> list[tuple[StepRequest, int]]:
+    """Each request, and the number of its first token in the step, or of that of its copy."""
+    bounds = [0, *accumulate(request.token_ids.numel() for request in requests)]
+    return [
+        (request, start + copy * bounds[-1]) for request, (start, _) in zip(requests, pairwise(bounds), strict=True)
+    ]
+
+
+def _rows(entry: Input, request: StepRequest, first: int) -> Tensor:
+    values: Tensor = entry.of(request)
+    if not entry.index:
+        return values
+    tokens = request.token_ids.numel()
+    if len(values) and not 0 <= int(values.min()) <= int(values.max()) < tokens:
+        raise UsageError(f"rows of a window of {tokens} tokens are in [0, {tokens}), got {values.tolist()}.")
+    return values + first
+
+
+def _values(found: Any, count: int, dtype: torch.dtype) -> Tensor:
+    """A tensor as it is, a range of numbers, or one number `count` times."""
+    if isinstance(found, Tensor):
+        return found
+    if isinstance(found, range):
+        return torch.arange(found.start, found.stop, found.step, dtype=dtype)
+    return torch.full((count,), found, dtype=dtype)
+
+
+def _vector(found: Any) -> Tensor:
+    if isinstance(found, Frequencies):
+        return inverse_frequencies(found.rotary, found.end)
+    return torch.as_tensor(found)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

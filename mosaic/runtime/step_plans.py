@@ -88,7 +88,7 @@ class StepPlans:
 
 def _plan(planner: Planner, step: StepSize, settings: Settings | None) -> Plan:
     """Plan one step, or say why it does not fit."""
-    plan = planner.plan(step, config=settings, limit=not step.phase.rule and not step.phase.cached)
+    plan = planner.plan(step, config=settings, limit=step.phase.commit is None and not step.phase.cached)
     if plan.fits:
         return plan
     on_host = plan.total_bytes <= plan.budget_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torch import Tensor
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from mosaic.models.step import StepSize
     from mosaic.planner.plan import Plan
 
-__all__ = ["KVSequence", "StepRequest", "StepResult", "StepRunner"]
+__all__ = ["SETTINGS", "KVSequence", "StepRequest", "StepResult", "StepRunner"]
+
+
+SETTINGS: Final = ("temperature", "top_p", "top_k", "score_temperature", "guidance")
+"""Fields of a request that a step has once."""
 
 
 class KVSequence(Protocol):
@@ -58,7 +62,13 @@ class StepRequest:
     temperature, top_p, top_k, score_temperature, guidance
         Of the sampling; the same for all requests of a step. 0 is off, and so is top_p 1.
     unconditional
-        int64 [T], the window with the prompt masked, for phases that are `guided`.
+        int64 [T], the window with the prompt masked, for phases with guidance.
+    lengths
+        Tokens of each sequence, where `token_ids` are several whole ones; one if not given.
+    logit_rows
+        int64 [R], the tokens whose logits are returned, for phases that do.
+    values
+        By name, what parts of the phase need of a request beside these (`mosaic.models.inputs.Input`).
     """
 
     phase: Phase
@@ -78,6 +88,9 @@ class StepRequest:
     score_temperature: float = 0.0
     guidance: float = 0.0
     unconditional: Tensor | None = None
+    lengths: tuple[int, ...] = ()
+    logit_rows: Tensor | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

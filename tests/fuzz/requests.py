@@ -14,6 +14,7 @@ import mosaic
 from mosaic.devices import DEVICES
 from mosaic.errors import MosaicError
 from mosaic.models import PRESETS, Model, load
+from mosaic.models.parts import KEPT, NO_HEAD, Commit
 from mosaic.models.phase import Phase
 from mosaic.planner import Plan, Planner, Request
 from mosaic.planner.advice import misfit
@@ -142,7 +143,11 @@ def _request(rng: random.Random) -> Request:
         return Request(seq_lens=lengths, logit_rows=logits, **masked)
     keys = tuple(length + rng.choice([0, rng.randrange(1 << 16)]) for length in lengths)
     phase = rng.choice(
-        [Phase(cached=True, head="none"), Phase(cached=True), Phase(cached=True, score="confidence", rule="top")]
+        [
+            Phase(cache=KEPT, head=NO_HEAD),
+            Phase(cache=KEPT),
+            Phase(cache=KEPT, commit=Commit(score="confidence", rule="top")),
+        ]
     )
     more = {"kv_rows": sum(keys) + rng.randrange(1000)} if rng.random() < 0.5 else {}
     return Request(seq_lens=lengths, key_lens=keys, phase=phase, **masked, **more)

@@ -1,0 +1,47 @@
+"""The ways in which attention may run, one a file: the options of the choice `attention`.
+
+A cache policy says which of them it has, the fastest first. Shape legend: T tokens, N query heads, K key-value heads, H
+head size, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from mosaic.models.residency import Matrix
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["Way"]
+
+
+class Way:
+    """One way to register hidden += attention(rms_norm(hidden)) @ o_proj.T.
+
+    Attributes
+    ----------
+    name
+        The option of the choice `attention`.
+    """
+
+    name: ClassVar[str] = ""
+
+    def dims(self, step: StepGraph) -> None:
+        """Declare the dims that the way needs beside the policy's; all ways of a policy do, whichever is taken."""
+
+    def knobs(self, step: StepGraph) -> None:
+        """Declare the knobs that the way adds; all ways of a policy do, whichever is taken."""
+
+    def begin(self, step: StepGraph) -> None:
+        """Declare what the way keeps for all layers."""
+
+    def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
+        """The projections of a layer: q_proj [N H, D], k_proj and v_proj [K H, D], o_proj [D, N H]."""
+        from mosaic.models.attention.projections import matrices
+
+        return matrices(step.arch, layer, step.arch.kv_heads)
+
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Register a layer's attention; `norm` [D] is the weight of its norm."""
+        raise NotImplementedError

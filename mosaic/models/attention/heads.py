@@ -1,0 +1,81 @@
+"""By heads: a few key-value heads at a time into their columns of one buffer, then one output projection of all.
+
+The arithmetic is, to the bit, that of attending at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mosaic.models.attention import Way
+from mosaic.models.attention.projections import (
+    PROJECTION_TILE,
+    attend,
+    keys_and_values,
+    matrices,
+    project,
+    project_out,
+    project_rows,
+)
+from mosaic.models.residency import SLOTS, Matrix, stored
+
+if TYPE_CHECKING:
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer, Kind
+
+__all__ = ["Heads"]
+
+
+class Heads(Way):
+    """Regions run over the dim `kv_heads`; with the hidden states, results are in host memory too."""
+
+    name: ClassVar[str] = "heads"
+
+    def dims(self, step: StepGraph) -> None:
+        """The number of key-value heads, which is fixed."""
+        step.g.dim("kv_heads", value=step.arch.kv_heads)
+
+    def knobs(self, step: StepGraph) -> None:
+        """Heads at a time."""
+        step.g.knob("heads", over=step.g.dim("kv_heads"), tile=1)
+
+    def begin(self, step: StepGraph) -> None:
+        """In host memory, the results of all heads: one buffer for all layers."""
+        self._attended = _all_heads(step, "attended", "host") if step.on_host else None
+
+    def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
+        """Shaped by the dim `kv_heads`."""
+        return matrices(step.arch, layer, step.g.dim("kv_heads"))
+
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Each group's keys and values, then its queries: by chunks into host memory, or whole on the device."""
+        if self._attended is None:
+            self._in_place(step, layer, norm, matrices)
+            return
+        g, attended = step.g, self._attended
+        with g.chunk("heads", over=g.dim("kv_heads"), tile=1) as group:
+            k, v = keys_and_values(step, layer, norm, matrices, group)
+            with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="queries") as rows:
+                _, h = step.normed(rows, norm, "queries_in")
+                q = project(step, layer, "q", h, matrices["q_proj"])
+                y = g.buffer("attended_chunk", q.shape, q.dtype, rotate=SLOTS)
+                stored(g, attend(step, q, k, v, y), attended)
+        project_out(step, attended, matrices["o_proj"])
+
+    def _in_place(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """The queries of a few heads beside their keys and values, under one norm; their results over them."""
+        g, arch = step.g, step.arch
+        q, attended = _all_heads(step, "q", "transient"), _all_heads(step, "attended", "transient")
+        g.add_alias(attended, q)
+        with g.chunk("heads", over=g.dim("kv_heads"), tile=1) as group:
+            k, v = (g.buffer(name, (step.tokens, group * arch.head_size), arch.dtype) for name in ("k", "v"))
+            project_rows(step, layer, norm, matrices, {"q": q, "k": k, "v": v}, "proj", "attention_in")
+            attend(step, q, k, v, attended)
+        project_out(step, attended, matrices["o_proj"])
+
+
+def _all_heads(step: StepGraph, name: str, kind: Kind) -> Buffer:
+    """The queries of all heads, or their results: of one layer, or in host memory of one layer after the other."""
+    arch = step.arch
+    width = step.g.dim("kv_heads") * (arch.heads // arch.kv_heads) * arch.head_size
+    return step.g.buffer(name, (step.tokens, width), arch.dtype, kind=kind)

@@ -1,0 +1,68 @@
+"""Over kept keys: those of the window go into the state by chunks of tokens, then its queries attend to the state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mosaic.models.attention import Way
+from mosaic.models.attention.projections import PROJECTION_TILE, project, project_out
+
+if TYPE_CHECKING:
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["KeptQueries", "KeptTogether"]
+
+
+class KeptTogether(Way):
+    """All queries at once, projected with the keys and values under one norm."""
+
+    name: ClassVar[str] = "together"
+
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Project, store, attend, add to the residual."""
+        arch = step.arch
+        whole = step.g.buffer("q", (step.tokens, arch.heads * arch.head_size), arch.dtype)
+        _store(step, layer, norm, matrices, whole)
+        project_out(step, _attend(step, layer, whole), matrices["o_proj"])
+
+
+class KeptQueries(Way):
+    """Chunks of queries, which never exist whole."""
+
+    name: ClassVar[str] = "queries"
+
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Store all keys and values first, then the chunks."""
+        g = step.g
+        _store(step, layer, norm, matrices)
+        with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="queries") as rows:
+            source, h = step.normed(rows, norm, "queries_in")
+            y = _attend(step, layer, project(step, layer, "q", h, matrices["q_proj"]))
+            g.add_op("linear_add", y, matrices["o_proj"], source, name="o_linear")
+            step.hidden.keep(source)
+
+
+def _store(
+    step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None = None
+) -> None:
+    """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
+    g = step.g
+    with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="keys") as rows:
+        _, h = step.normed(rows, norm, "keys_in")
+        if queries is not None:
+            project(step, layer, "q", h, matrices["q_proj"], queries)
+        k, v = (project(step, layer, name, h, matrices[f"{name}_proj"]) for name in ("k", "v"))
+        g.add_op("kv_store", k, v, step.inputs["slots"], step.kv, name="store", layer=layer)
+
+
+def _attend(step: StepGraph, layer: int, q: Buffer) -> Buffer:
+    """softmax(q k^T) v with the keys and values of the state, over the queries' storage."""
+    g, arch, inputs = step.g, step.arch, step.inputs
+    y: Buffer = g.add_op(
+        "kv_attention", q, step.kv, inputs["key_slots"], step.cu_seqlens, inputs["cu_keys"], step.positions,
+        name="attention", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
+        block=arch.block, span=step.span,
+    )  # fmt: skip
+    g.add_alias(y, q)
+    return y

@@ -1,0 +1,104 @@
+"""What the ways share: projections by chunks of tokens, attention over the step's own keys, the way back into the residual.
+
+Legend: T tokens, C rows of a chunk, N query heads, K key-value heads, H head size, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from mosaic.models.residency import Matrix, fetched
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.operator import Dim
+
+__all__ = ["PROJECTION_TILE", "attend", "keys_and_values", "matrices", "project", "project_out", "project_rows"]
+
+PROJECTION_TILE: Final = 128
+
+
+def matrices(arch: Architecture, layer: int, kv_heads: Dim) -> list[Matrix]:
+    """The four projections of a layer; shaped by the dim `kv_heads` where a region runs over it."""
+    names, kv = arch.names, kv_heads * arch.head_size
+    width = kv * (arch.heads // arch.kv_heads)
+    return [
+        Matrix(name="q_proj", shape=(width, arch.hidden), tensor=names.query.format(layer=layer)),
+        Matrix(name="k_proj", shape=(kv, arch.hidden), tensor=names.key.format(layer=layer)),
+        Matrix(name="v_proj", shape=(kv, arch.hidden), tensor=names.value.format(layer=layer)),
+        Matrix(name="o_proj", shape=(arch.hidden, width), tensor=names.output.format(layer=layer)),
+    ]
+
+
+def project(step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None) -> Buffer:
+    """One of q, k, v of the rows h [C, D], normed and rotated as the architecture says."""
+    g, arch = step.g, step.arch
+    tensor, head_norm = {
+        "q": (arch.names.query, arch.names.query_norm),
+        "k": (arch.names.key, arch.names.key_norm),
+        "v": (arch.names.value, ""),
+    }[name]
+    bias = None
+    if arch.qkv_bias:
+        tensor = tensor.format(layer=layer).replace(".weight", ".bias")
+        bias = g.weight(f"{name}_bias", (matrix.shape[0],), arch.dtype, tensor=tensor)
+    y: Buffer = g.add_op("linear", h, matrix, bias, out=out, name=f"{name}_linear")
+    if name != "v" and arch.head_norms:
+        scale = step.norm_weight(f"{name}_norm", head_norm.format(layer=layer), arch.head_size)
+        g.add_op("head_norm", y, scale, name=f"{name}_head_norm", eps=arch.norm_eps)
+    if name != "v":
+        factor: dict[str, Any] = {"factor": arch.rotary_scale} if arch.rotary_scale != 1.0 else {}
+        g.add_op(
+            "rotary", y, step.positions, step.inv_freq, step.sequences, name=f"{name}_rotary",
+            head_size=arch.head_size, **factor,
+        )  # fmt: skip
+    return y
+
+
+def project_rows(
+    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Buffer], outs: dict[str, Buffer], loop: str, name: str
+) -> None:
+    """Those of q, k and v that there are buffers for, of all tokens, by chunks of tokens under one norm."""
+    with step.g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name=loop) as rows:
+        _, h = step.normed(rows, norm, name)
+        for part, out in outs.items():
+            project(step, layer, part, h, weights[f"{part}_proj"], out)
+
+
+def keys_and_values(
+    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Buffer], heads: Dim
+) -> tuple[Buffer, Buffer]:
+    """Those of all tokens for some heads, by chunks of tokens."""
+    arch = step.arch
+    k, v = (step.g.buffer(name, (step.tokens, heads * arch.head_size), arch.dtype) for name in ("k", "v"))
+    project_rows(step, layer, norm, weights, {"k": k, "v": v}, "keys", "keys_in")
+    return k, v
+
+
+def attend(step: StepGraph, q: Buffer, k: Buffer, v: Buffer, out: Buffer | None = None) -> Buffer:
+    """softmax(q k^T) v, into `out` or over the queries' storage."""
+    g, arch = step.g, step.arch
+    blocks: dict[str, Any] = {"block": arch.block} if arch.block else {}
+    y: Buffer = g.add_op(
+        "attention", q, k, v, step.cu_seqlens, out=out, head_size=arch.head_size, scale=arch.head_size**-0.5,
+        span=step.span, **blocks,
+    )  # fmt: skip
+    if out is None:
+        g.add_alias(y, q)
+    return y
+
+
+def project_out(step: StepGraph, y: Buffer, matrix: Buffer) -> None:
+    """hidden += y @ o_proj.T for all heads, by windows where hidden states or results are in host memory."""
+    g = step.g
+    if not step.on_host:
+        g.add_op("linear_add", y, matrix, step.hidden.buffer, name="o_linear")
+        return
+    with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="output") as rows:
+        window = step.hidden.rows(rows, "output_rows")
+        if y.kind == "host":
+            y = fetched(g, y, (rows, y.shape[1]), step.arch.dtype, "attended_rows")
+        g.add_op("linear_add", y, matrix, window, name="o_linear")
+        step.hidden.keep(window)

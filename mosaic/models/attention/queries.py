@@ -1,0 +1,30 @@
+"""By queries: keys and values of all heads, then chunks of queries, which never exist whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mosaic.models.attention import Way
+from mosaic.models.attention.projections import PROJECTION_TILE, attend, keys_and_values, project
+
+if TYPE_CHECKING:
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["Queries"]
+
+
+class Queries(Way):
+    """A chunk of queries is projected, attends and is added to the residual at once."""
+
+    name: ClassVar[str] = "queries"
+
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Keys and values first, then the chunks."""
+        g = step.g
+        k, v = keys_and_values(step, layer, norm, matrices, step.arch.kv_heads)
+        with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="queries") as rows:
+            source, h = step.normed(rows, norm, "queries_in")
+            y = attend(step, project(step, layer, "q", h, matrices["q_proj"]), k, v)
+            g.add_op("linear_add", y, matrices["o_proj"], source, name="o_linear")
+            step.hidden.keep(source)

@@ -1,0 +1,187 @@
+"""The inputs of a step, each declared once: the graph registers it and the packer fills it from one record.
+
+A record says what one value belongs to and how a value of a request is turned into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from mosaic.errors import GraphError, UsageError
+
+if TYPE_CHECKING:
+    from mosaic.models.rotary import Rotary
+    from mosaic.registrar.graph import Buffer, Graph
+
+__all__ = ["Frequencies", "Input", "Per", "StepInputs", "Window"]
+
+Per: TypeAlias = Literal["token", "key", "row", "logit_row", "sequence", "bound", "step"]
+"""What one value of an input belongs to. A `bound` is where something of a sequence begins: one more than sequences."""
+DIMS: Final[Mapping[str, str]] = {
+    "token": "tokens", "key": "keys", "row": "masked", "logit_row": "logit_rows", "sequence": "seqs", "bound": "seqs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One input of a step.
+
+    Parameters
+    ----------
+    name
+        Of the graph's input.
+    dtype
+        Of its elements.
+    per
+        What one value belongs to.
+    value
+        Where values come from. Text: the request's field of this name, or its entry in `StepRequest.values`; the input's
+        own name if empty. A function: called with a `Window` where `per` is token, key, sequence or bound, and with the
+        request where it is row, logit_row or step. Of tokens, keys and rows it gives a tensor or a range with an element
+        for each, or one number for all; of a sequence, a number, or `width` of them; of a bound, how many there are of
+        the sequence. A copy of a sequence, which decides nothing, has 0 where `value` is text.
+    index
+        Values are numbers of the request's tokens, which packing turns to those of the step's.
+    copy
+        Which copy of the request's windows `index` means.
+    width
+        Elements of one value; 0: the input is one-dimensional.
+
+    Examples
+    --------
+    >>> Input(name="quota", dtype="int32", per="sequence").source
+    'quota'
+    """
+
+    name: str
+    dtype: str
+    per: Per
+    value: str | Callable[[Any], Any] = ""
+    index: bool = False
+    copy: int = 0
+    width: int = 0
+
+    @property
+    def source(self) -> str:
+        """The name that a request has the value by, where `value` is text."""
+        assert isinstance(self.value, str)
+        return self.value or self.name
+
+    def of(self, request: Any) -> Any:
+        """The value of a request.
+
+        Raises
+        ------
+        UsageError
+            If the request has none.
+        """
+        if callable(self.value):
+            return self.value(request)
+        found = getattr(request, self.source, None)
+        if found is None:
+            found = request.values.get(self.source)
+        if found is None:
+            raise UsageError(
+                f"the phase needs '{self.source}' of every request, a value per {self.per}: give it in the StepRequest, "
+                f'or as values={{"{self.source}": …}}.'
+            )
+        return found
+
+    def at(self, window: Window) -> Any:
+        """The value of one window."""
+        if callable(self.value):
+            return self.value(window)
+        return self.of(window.request) if not window.copy else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The tokens of one sequence in a step.
+
+    Parameters
+    ----------
+    request
+        The request that they belong to.
+    token_ids
+        int64 [T].
+    number
+        Of the sequence in the step.
+    start
+        Position of the first token.
+    copy
+        0, or the number of a copy with other tokens, which decides nothing.
+    """
+
+    request: Any
+    token_ids: Any
+    number: int
+    start: int
+    copy: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the window."""
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Frequencies:
+    """A value: rotary frequencies of a sequence that ends at a position, float32 [dim / 2]."""
+
+    rotary: Rotary
+    end: int
+
+
+class StepInputs:
+    """Registers the inputs that a phase declares, each when it is first asked for.
+
+    Parameters
+    ----------
+    declared
+        The records, by distinct names.
+    """
+
+    def __init__(self, g: Graph, declared: Sequence[Input]) -> None:
+        self._g = g
+        self._declared = {entry.name: entry for entry in declared}
+        self._known: dict[str, Buffer] = {}
+
+    def __getitem__(self, name: str) -> Buffer:
+        """The input of this name."""
+        if name not in self._declared:
+            raise GraphError(
+                f"no part of the phase declares the input '{name}'; there are {', '.join(self._declared)}. Add it to a "
+                "part's `inputs`."
+            )
+        if name not in self._known:
+            self._known[name] = self._register(self._declared[name])
+        return self._known[name]
+
+    def _register(self, entry: Input) -> Buffer:
+        size = self._g.dim(DIMS[entry.per]) if entry.per in DIMS else 1
+        rows = size + 1 if entry.per == "bound" else size
+        return self._g.input(entry.name, (rows, entry.width) if entry.width else (rows,), entry.dtype)
+
+    def finish(self) -> None:
+        """Make sure that every declared input was asked for, and that there is no other.
+
+        Raises
+        ------
+        GraphError
+            Naming those that were not, or that packing could not fill.
+        """
+        strange = [b.name for b in self._g.buffers if b.kind == "input" and b.name not in self._known]
+        if strange:
+            raise GraphError(f"no part of the phase declares the inputs {', '.join(strange)}, so nothing fills them.")
+        unused = [name for name in self._declared if name not in self._known]
+        if unused:
+            raise GraphError(
+                f"the phase declares inputs that no op reads: {', '.join(unused)}. Drop them, or use them."
+            )

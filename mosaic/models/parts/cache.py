@@ -1,0 +1,164 @@
+"""Cache policies: which keys and values a step attends to, and which of them outlive it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from mosaic.errors import UsageError
+from mosaic.models.inputs import Frequencies, Input
+from mosaic.models.parts.part import Part
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.models.attention import Way
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["BESIDE", "KEPT", "WHOLE", "Beside", "CachePolicy", "Kept", "Whole"]
+
+
+class CachePolicy(Part):
+    """How a step comes to the keys and values that it attends to."""
+
+    __slots__ = ()
+
+    @property
+    def cached(self) -> bool:
+        """Whether the step writes to, and reads from, the state `kv`, which outlives it."""
+        return False
+
+    def seen(self, request: Any) -> tuple[int, int] | None:
+        """Keys that a request's window sees, and tokens that its sequence owns rows for; None where nothing is kept."""
+        return None
+
+    def beside(self) -> CachePolicy:
+        """The same policy where other sequences have rows of the state."""
+        return self
+
+    def ways(self) -> Sequence[Way]:
+        """How attention may run, the fastest first: the options of the choice `attention`."""
+        raise NotImplementedError
+
+    def dims(self, step: StepGraph) -> None:
+        """Declare `span`, the keys that a query sees on average, and the policy's own dims."""
+        raise NotImplementedError
+
+    def declare(self, step: StepGraph) -> None:
+        """Declare the state and ask for the policy's inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(CachePolicy):
+    """Whole sequences attend to themselves; nothing is kept."""
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """Where frequencies depend on a sequence's length, those of each, and the number of each token's sequence."""
+        rotary = arch.rotary
+        if rotary.kind != "dynamic":
+            return ()
+        return (
+            Input(
+                name="frequencies", dtype="float32", per="sequence", width=rotary.dim // 2,
+                value=lambda window: Frequencies(rotary, window.end),
+            ),
+            Input(name="sequences", dtype="int32", per="token", value=lambda window: window.number),
+        )  # fmt: skip
+
+    def beside(self) -> CachePolicy:
+        """Others' rows are in every plan."""
+        return BESIDE
+
+    def ways(self) -> Sequence[Way]:
+        """All queries at once, by chunks of queries, by groups of heads."""
+        from mosaic.models.attention import heads, queries, together
+
+        return together.Together(), queries.Queries(), heads.Heads()
+
+    def dims(self, step: StepGraph) -> None:
+        """A query sees tokens of the step."""
+        step.g.dim("span", at_most="tokens")
+
+    def declare(self, step: StepGraph) -> None:
+        """Turn by the frequencies of each sequence, where they are its own."""
+        if step.arch.rotary.kind == "dynamic":
+            step.inv_freq, step.sequences = step.inputs["frequencies"], step.inputs["sequences"]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside(Whole):
+    """Like `Whole`, while other sequences' keys and values stay in the state `kv`, which the step does not touch."""
+
+    def declare(self, step: StepGraph) -> None:
+        """Have the state, so that plans count it."""
+        Whole.declare(self, step)
+        kv_state(step)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(CachePolicy):
+    """Windows write their keys and values into the state `kv` and attend to those that it has of their sequence."""
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """`slots`: rows of the window's tokens; `key_slots`: of the keys that each sequence sees, by position."""
+        return (
+            Input(
+                name="slots", dtype="int64", per="token",
+                value=lambda window: window.request.sequence.slots(window.start, window.end),
+            ),
+            Input(
+                name="key_slots", dtype="int64", per="key",
+                value=lambda window: window.request.sequence.slots(0, window.request.key_len),
+            ),
+            Input(name="cu_keys", dtype="int32", per="bound", value=lambda window: window.request.key_len),
+        )  # fmt: skip
+
+    def check(self, request: Any, arch: Architecture) -> None:
+        """A request has a sequence, and sees its own window at least."""
+        if not hasattr(request.sequence, "slots"):
+            raise UsageError("a cached request needs a sequence that this model has opened.")
+        end = request.start + len(request.token_ids)
+        if request.key_len < end:
+            raise UsageError(
+                f"a window that ends at position {end} sees that many keys at least, got {request.key_len}."
+            )
+        arch.rotary.check_kept(request.key_len)
+
+    @property
+    def cached(self) -> bool:
+        """Yes."""
+        return True
+
+    def seen(self, request: Any) -> tuple[int, int]:
+        """What the request says, of what its sequence has."""
+        return request.key_len, request.sequence.length
+
+    def ways(self) -> Sequence[Way]:
+        """All queries at once, or by chunks of queries: keys and values of all heads are there anyway."""
+        from mosaic.models.attention import kept
+
+        return kept.KeptTogether(), kept.KeptQueries()
+
+    def dims(self, step: StepGraph) -> None:
+        """A query sees keys of the state."""
+        step.g.dim("keys")
+        step.g.dim("span", at_most="keys")
+
+    def declare(self, step: StepGraph) -> None:
+        """The state, and the rows of it that are written and read."""
+        step.kv = kv_state(step)
+        for entry in self.inputs(step.arch):
+            step.inputs[entry.name]
+
+
+def kv_state(step: StepGraph) -> Buffer:
+    """Declare the keys and values of all layers, side by side, one row a token; it grows at its end, so nothing moves."""
+    g, arch = step.g, step.arch
+    width = arch.layers * 2 * arch.kv_heads * arch.head_size
+    return g.state("kv", (g.dim("kv_rows"), width), arch.dtype)
+
+
+WHOLE: Final = Whole()
+BESIDE: Final = Beside()
+KEPT: Final = Kept()

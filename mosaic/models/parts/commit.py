@@ -1,0 +1,89 @@
+"""Commit rules: how rows are scored, and which of them are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from mosaic.errors import UnknownName
+from mosaic.models.inputs import Input
+from mosaic.models.parts.part import Part
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.models.ending import Ending
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["Commit", "CommitRule", "Rule", "Score"]
+
+Score: TypeAlias = Literal["confidence", "margin", "entropy", "random", "sequential"]
+Rule: TypeAlias = Literal["top", "threshold", "dynamic", "above", "factor", "edit"]
+
+
+class CommitRule(Part):
+    """Decides which rows are committed: it declares the outputs score float32, chosen int64 and committed uint8, [M] each."""
+
+    __slots__ = ()
+
+    def register(self, end: Ending, token: Buffer, figures: Mapping[str, Buffer]) -> None:
+        """Register the rule for the tokens of the head and its figures."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit(CommitRule):
+    """Score every row, and commit those that a rule takes by their scores.
+
+    Parameters
+    ----------
+    score
+        How a row's token is scored.
+    rule
+        Which rows are taken: contract `transfer`.
+    perturb
+        Add Gumbel noise to the scores, so that the highest are a draw without replacement.
+    """
+
+    score: Score
+    rule: Rule
+    perturb: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value, options in (("score", self.score, get_args(Score)), ("rule", self.rule, get_args(Rule))):
+            if value not in options:
+                raise UnknownName(what, value, options)
+
+    @property
+    def noisy(self) -> bool:
+        """Random scores, or noise on them."""
+        return self.score == "random" or self.perturb
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """What stands in the rows, and what the rule goes by."""
+        perturb = (Input(name="score_temperature", dtype="float32", per="step"),) if self.perturb else ()
+        edit = (Input(name="edit_threshold", dtype="float32", per="sequence"),) if self.rule == "edit" else ()
+        return (
+            *perturb,
+            *edit,
+            Input(name="current", dtype="int64", per="row"),
+            Input(
+                name="cu_rows", dtype="int32", per="bound",
+                value=lambda window: 0 if window.copy else len(window.request.rows),
+            ),
+            Input(name="quota", dtype="int32", per="sequence"),
+            Input(name="threshold", dtype="float32", per="sequence"),
+        )  # fmt: skip
+
+    def register(self, end: Ending, token: Buffer, figures: Mapping[str, Buffer]) -> None:
+        """Score the rows, and commit those that the rule takes."""
+        g, inputs, shape = end.g, end.inputs, (end.masked,)
+        score = end.phase.head.score(end, self.score, figures, g.output("score", shape, "float32"))
+        if self.perturb:
+            g.add_op("perturb_score", score, inputs["keys"], inputs["score_temperature"], name="perturb")
+        edit = inputs["edit_threshold"] if self.rule == "edit" else None
+        g.add_op(
+            "transfer", token, score, inputs["current"], inputs["cu_rows"], inputs["quota"], inputs["threshold"], edit,
+            out=(g.output("chosen", shape, "int64"), g.output("committed", shape, "uint8")), name="transfer",
+            rule=self.rule, mask_id=end.arch.mask_token_id,
+        )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Heads: what is computed of the rows that are unembedded. Legend: M rows, C rows of a chunk, V vocabulary, D hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from mosaic.errors import UsageError
+from mosaic.models.inputs import Input
+from mosaic.models.parts.part import Part
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.models.ending import Ending
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["NOISE", "NO_HEAD", "NUCLEUS", "SAMPLE", "STATISTICS", "Head", "NoHead", "Nucleus", "Sample", "Statistics"]
+
+FIGURES: Final = ("maximum", "second", "logsumexp", "entropy")
+
+
+def _keys(request: Any) -> Any:
+    if request.keys is None or request.keys.shape != request.rows.shape:
+        raise UsageError("a phase that draws at random needs a key for every row.")
+    return request.keys
+
+
+NOISE: Final = Input(name="keys", dtype="int64", per="row", value=_keys)
+"""Random keys of the rows, for parts that are `noisy`."""
+TEMPERATURE: Final = Input(name="temperature", dtype="float32", per="step")
+
+
+class Head(Part):
+    """What is computed of the rows that are unembedded.
+
+    Attributes
+    ----------
+    name
+        As options name it.
+    decides
+        Whether there are rows at all.
+    samples
+        Whether tokens are drawn: such a head comes with a commit rule.
+    ways
+        Options of the choice `head`: whole rows of logits by chunks, or an unembedding fused with what reads them.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str] = ""
+    decides: ClassVar[bool] = True
+    samples: ClassVar[bool] = False
+    ways: ClassVar[Sequence[str]] = ("logits", "fused")
+
+    def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
+        """Declare the token of each row int64 [M] and the float32 [M] figures beside it."""
+        raise NotImplementedError
+
+    def unembed(
+        self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
+    ) -> None:
+        """Compute token and figures of the rows of h [C, D]."""
+        raise NotImplementedError
+
+    def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
+        """Write the float32 [M] number of each row by which a commit rule goes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class NoHead(Head):
+    """Nothing: the step only fills the cache."""
+
+    name: ClassVar[str] = "none"
+    decides: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics(Head):
+    """The most likely token, and the statistics of its row: results where nothing is committed."""
+
+    name: ClassVar[str] = "statistics"
+
+    def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
+        """The statistics are results, or what a commit rule reads."""
+        if end.phase.commit is None:
+            figures = {name: end.g.output(name, (end.masked,), "float32") for name in FIGURES}
+            return end.token(), figures
+        return end.token(), end.figures(FIGURES)
+
+    def unembed(
+        self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
+    ) -> None:
+        """From whole rows of logits, or in one go."""
+        _unembed(end, "stats", h, weight, way, (), (token, *figures.values()))
+
+    def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
+        """The logit of the token is the maximum."""
+        return _row_score(end, kind, [*figures.values(), figures["maximum"]], out)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(Head):
+    """A sample at a temperature, and the statistics of its row at temperature 1."""
+
+    name: ClassVar[str] = "sample"
+    samples: ClassVar[bool] = True
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """The temperature."""
+        return (TEMPERATURE,)
+
+    @property
+    def noisy(self) -> bool:
+        """Samples are drawn."""
+        return True
+
+    def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
+        """The statistics, and the logit of the sample."""
+        end.g.buffer("most_likely", (end.masked,), "int64")
+        return end.token(), end.figures((*FIGURES, "sample_logit"))
+
+    def unembed(
+        self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
+    ) -> None:
+        """From whole rows of logits, or in one go."""
+        *statistics, logit = figures.values()
+        more = end.inputs["keys"], end.inputs["temperature"]
+        _unembed(end, "sample", h, weight, way, more, (end.g["most_likely"], *statistics, token, logit))
+
+    def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
+        """By the logit of the sample."""
+        return _row_score(end, kind, list(figures.values()), out)
+
+
+@dataclass(frozen=True, slots=True)
+class Nucleus(Head):
+    """A sample at a temperature of what top-p and top-k keep, and statistics of what they keep."""
+
+    name: ClassVar[str] = "nucleus"
+    samples: ClassVar[bool] = True
+    ways: ClassVar[Sequence[str]] = ("logits",)
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """Temperature, top-p and top-k."""
+        return (
+            TEMPERATURE,
+            Input(name="top_p", dtype="float32", per="step"),
+            Input(name="top_k", dtype="int32", per="step"),
+        )
+
+    @property
+    def noisy(self) -> bool:
+        """Samples are drawn."""
+        return True
+
+    def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
+        """Scores of each kind."""
+        return end.token(), end.figures(("probability", "margin", "negative_entropy"))
+
+    def unembed(
+        self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
+    ) -> None:
+        """From whole rows of logits."""
+        logits = end.g.add_op("linear", h, weight, name="logits")
+        settings = (end.inputs[name] for name in ("keys", "temperature", "top_p", "top_k"))
+        end.g.add_op("row_nucleus", logits, *settings, out=(token, *figures.values()), name="nucleus")
+
+    def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
+        """The figure of this kind; others do not depend on logits."""
+        own = dict(zip(("confidence", "margin", "entropy"), figures.values(), strict=True))
+        if kind in own:
+            end.g.add_op("copy", own[kind], out=out, name="score_of")
+            return out
+        return _row_score(end, kind, [figures["probability"]] * 5, out)
+
+
+def _unembed(
+    end: Ending, what: str, h: Buffer, weight: Buffer, way: str, more: Sequence[Buffer], out: tuple[Buffer, ...]
+) -> None:
+    g = end.g
+    if way == "fused":
+        g.add_op(f"unembed_{what}", h, weight, *more, out=out)
+    else:
+        g.add_op(f"row_{what}", g.add_op("linear", h, weight, name="logits"), *more, out=out)
+
+
+def _row_score(end: Ending, kind: str, figures: Sequence[Buffer], out: Buffer) -> Buffer:
+    keys = end.inputs["keys"] if kind == "random" else None
+    end.g.add_op("row_score", *figures, keys, out=out, name="score_of", kind=kind)
+    return out
+
+
+NO_HEAD: Final = NoHead()
+STATISTICS: Final = Statistics()
+SAMPLE: Final = Sample()
+NUCLEUS: Final = Nucleus()

@@ -1,0 +1,34 @@
+"""What all parts of a phase have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mosaic.models.inputs import Input
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["Part"]
+
+
+class Part:
+    """One part of a phase: a frozen dataclass that declares its inputs and registers its ops.
+
+    Two phases whose parts are equal share a graph, so a part's fields are all that its registration may depend on.
+    """
+
+    __slots__ = ()
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """The inputs that the part needs."""
+        return ()
+
+    def check(self, request: Any, arch: Architecture) -> None:
+        """Raise a `UsageError` where a request lacks what the part needs."""
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the part takes random keys, one a row."""
+        return False

@@ -1,0 +1,361 @@
+"""Sizes of steps, what parts of phases declare, and how requests are packed into it: against naive code.
+
+The last tests are a newcomer's: a commit rule and a cache policy of one's own, with inputs of their own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mosaic
+from mosaic.errors import GraphError, UsageError
+from mosaic.models import load
+from mosaic.models.inputs import Input
+from mosaic.models.parts import GUIDED, KEPT, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, WHOLE, Commit, CommitRule
+from mosaic.models.parts.cache import Whole
+from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.models.step import StepSize
+from mosaic.planner.check import check_plan
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.packing import group_of, pack_step
+from mosaic.runtime.state_rows import RowTable
+from mosaic.runtime.steps import StepRequest
+
+TINY = {
+    "model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48, "embedding_size": 64,
+    "mask_token_id": 63, "torch_dtype": "float32",
+}  # fmt: skip
+LLADA = load(TINY).architecture
+TOP = Commit(score="confidence", rule="top")
+PHASES = (
+    FULL_STEP, Phase(logits=LOGITS), Phase(cache=KEPT), Phase(cache=KEPT, head=NO_HEAD), Phase(commit=TOP),
+    Phase(head=SAMPLE, commit=Commit(score="random", rule="edit"), guidance=GUIDED),
+    Phase(cache=KEPT, head=NUCLEUS, commit=Commit(score="margin", rule="top", perturb=True)),
+    Phase(cache=KEPT, head=SAMPLE, commit=Commit(score="entropy", rule="edit")),
+)  # fmt: skip
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def sizes(seed: int, count: int) -> Iterator[StepSize]:
+    source = random.Random(seed)
+    for _ in range(count):
+        phase = source.choice(PHASES)
+        windows = tuple(source.randint(1, 90) for _ in range(source.randint(1, 3)))
+        keys = tuple(n + source.randint(0, 40) for n in windows) if phase.cached else ()
+        owned = tuple(n + source.randint(0, 40) for n in keys)
+        rows = source.randint(1, sum(windows))
+        returned = source.choice([0, source.randint(1, sum(windows))]) if phase.head.decides else 0
+        states = {"kv": sum(owned) + source.randint(0, 99)} if source.random() < 0.7 else {}
+        yield StepSize(
+            phase=phase, windows=windows, keys=keys, owned=owned, rows=rows, logit_rows=returned, states=states
+        )
+
+
+def seen_by(position: int, keys: int, block: int) -> int:
+    return min((position // block + 1) * block, keys) if block else keys
+
+
+@pytest.mark.parametrize("block", [0, 1, 8])
+def test_dims_are_those_counted_one_query_at_a_time(block: int) -> None:
+    arch = replace(LLADA, block=block)
+    for size in sizes(block, 60):
+        owned, dims = size.owned or size.windows, size.dims(arch)
+        pairs = sum(seen_by(k - n + i, k, block) for n, k in zip(size.windows, owned, strict=True) for i in range(n))
+        copies = 2 if size.phase.guidance else 1
+        expected = {"tokens": copies * sum(size.windows), "seqs": copies * len(size.windows)}
+        expected["span"] = -(-pairs // sum(size.windows))
+        if size.phase.head.name != "none":
+            expected["masked"] = size.rows
+        if size.logit_rows:
+            expected["logit_rows"] = size.logit_rows
+        if size.phase.cached:
+            expected["keys"] = sum(owned)
+        if size.states:
+            expected["kv_rows"] = size.states["kv"]
+        assert dims == expected
+        assert size.kind.logits == (LOGITS if size.phase.logits or size.logit_rows else None)
+        assert (size.kind.cache != size.phase.cache) == (not size.phase.cached and bool(size.states))
+
+
+def test_a_rounded_size_holds_what_it_was_rounded_from_and_stays_as_it_is() -> None:
+    found = list(sizes(5, 200))
+    for size in found:
+        most = size.rounded()
+        assert most.windows == size.windows and most.rounded() == most and most.key == size.key
+        assert all(most.dims()[name] >= value for name, value in size.dims().items())
+        for name, value in most.states.items():
+            assert value <= max(64, size.states[name] * 9 / 8)
+    by_key: dict[Any, list[StepSize]] = {}
+    for size in found:
+        by_key.setdefault(size.key, []).append(size)
+    for group in by_key.values():
+        first = group[0].rounded().dims() | {"span": 0}
+        assert all(size.rounded().dims() | {"span": 0} == first and size.phase == group[0].phase for size in group)
+
+
+def test_another_context_keeps_the_rows_and_what_others_hold() -> None:
+    size = StepSize(phase=Phase(cache=KEPT, commit=TOP), windows=(8, 4), keys=(30, 9), rows=5, states={"kv": 139})
+    assert size.at(50) == replace(size, windows=(8,), keys=(50,), owned=(), states={"kv": 150})
+    assert size.at(3) == replace(size, windows=(3,), keys=(3,), owned=(), rows=3, states={"kv": 103})
+    fill = StepSize(phase=Phase(cache=KEPT, head=NO_HEAD), windows=(8,), keys=(30,), rows=7)
+    assert fill.rows == 0 and fill.at(50).windows == (50,) and fill.at(50).states == {"kv": 50}
+    whole = StepSize(windows=(8, 4), rows=12, logit_rows=9, states={"kv": 7})
+    assert whole.at(3) == replace(whole, windows=(3,), rows=3, logit_rows=3)
+    half = mosaic.Request(seq_lens=(8, 4), mask_ratio=0.5, kv_rows=7)
+    assert half.at(9).rows == 5 and half.at(9).states == {"kv": 7} and half.size.rows == 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"windows": ()}, "at least one window"),
+        ({"windows": (3, 0)}, "at least one token"),
+        ({"windows": (2**31,)}, "positions are 32-bit"),
+        ({"rows": 0}, "between 1 and the 8 tokens, got 0"),
+        ({"rows": 9}, "between 1 and the 8 tokens, got 9"),
+        ({"logit_rows": 9}, "logit rows must be between 0"),
+        ({"phase": FULL_STEP}, "keys are seen in cached phases"),
+        ({"keys": ()}, "as many numbers of keys"),
+        ({"keys": (7,)}, "sees at least its own keys, got 7"),
+        ({"owned": (19,)}, "has rows for as many tokens, got 19"),
+        ({"states": {"kv": 19}}, "do not fit 19 rows"),
+    ],
+)
+def test_numbers_that_make_no_step_are_refused(wrong: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        StepSize(**{"phase": Phase(cache=KEPT), "windows": (8,), "keys": (20,), "rows": 1, **wrong})
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def requests_of(phase: Phase, source: random.Random, memory: RowTable) -> list[StepRequest]:
+    """Random requests of a phase; sequences' rows lie in pieces."""
+    found, opened = [], [memory.open() for _ in range(source.randint(1, 3))]
+    for length in (20, 40, 60):
+        for sequence in opened:
+            sequence.reserve(length)
+    for sequence in opened:
+        length = source.randint(1, 20)
+        start = source.randint(0, 20) if phase.cached else 0
+        count = source.randint(1, length) if phase.head.decides else 0
+        rows = torch.tensor(sorted(source.sample(range(length), count)), dtype=torch.int64)
+        ids = torch.tensor([source.randrange(64) for _ in range(length)])
+        found.append(
+            StepRequest(
+                phase=phase, token_ids=ids, start=start, rows=rows, current=ids[rows], keys=rows * 7 + length,
+                sequence=sequence, key_len=start + length + source.randint(0, 20), quota=source.randint(1, 4),
+                threshold=source.random(), edit_threshold=source.random(), temperature=0.5, top_p=0.9, top_k=3,
+                score_temperature=0.25, guidance=1.5, unconditional=63 - ids, logit_rows=rows.flip(0),
+            )
+        )  # fmt: skip
+    return found
+
+
+def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str, list[Any]]:
+    """All inputs that there may be, one element at a time."""
+    phase = requests[0].phase
+    tokens = [list(r.token_ids) for r in requests]
+    if phase.guidance:
+        tokens += [list(r.unconditional) for r in requests]  # type: ignore[arg-type]
+    found: dict[str, list[Any]] = {
+        "token_ids": [int(t) for part in tokens for t in part],
+        "positions": [requests[i % len(requests)].start + j for i, part in enumerate(tokens) for j in range(len(part))],
+        "cu_seqlens": [sum(map(len, tokens[:i])) for i in range(len(tokens) + 1)],
+        "rows": [], "unconditional_rows": [], "logit_rows": [], "current": [], "keys": [], "slots": [], "key_slots": [],
+        "cu_keys": [0], "cu_rows": [0], "quota": [], "threshold": [], "edit_threshold": [],
+    }  # fmt: skip
+    total, first = sum(r.token_ids.numel() for r in requests), 0
+    for r in requests:
+        for row in r.rows.tolist():
+            source = max(row - 1, 0) if shifted and phase.commit else row
+            found["rows"].append(first + source)
+            found["unconditional_rows"].append(total + first + (max(row - 1, 0) if shifted else row))
+            found["current"].append(int(r.token_ids[row]))
+            found["keys"].append(row * 7 + r.token_ids.numel())
+        found["logit_rows"] += [first + row for row in reversed(r.rows.tolist())]
+        first += r.token_ids.numel()
+        slots = r.sequence.slots().tolist()  # type: ignore[union-attr]
+        found["slots"] += slots[r.start : r.start + r.token_ids.numel()]
+        found["key_slots"] += slots[: r.key_len]
+        found["cu_keys"].append(len(found["key_slots"]))
+        found["cu_rows"].append(len(found["current"]))
+        for name in ("quota", "threshold", "edit_threshold"):
+            found[name].append(getattr(r, name))
+    if phase.guidance:
+        found["cu_rows"] += found["cu_rows"][-1:] * len(requests)
+        for name in ("quota", "threshold", "edit_threshold"):
+            found[name] += [0] * len(requests)
+    return found | {
+        "temperature": [0.5], "top_p": [0.9], "top_k": [3], "score_temperature": [0.25], "guidance": [1.5],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("phase", PHASES, ids=str)
+def test_random_requests_are_packed_as_one_at_a_time(phase: Phase, shifted: bool) -> None:
+    """And into exactly the inputs of the phase's graph, in their dtypes and sizes."""
+    arch, source = replace(LLADA, shifted=shifted), random.Random(str(phase))
+    graph = replace(load(TINY), architecture=arch).graph(phase=phase)
+    declared = {b.name: b for b in graph.buffers if b.kind == "input"}
+    for _ in range(8):
+        requests = requests_of(phase, source, RowTable("kv"))
+        packed = pack_step(requests, arch, states={"kv": 200})
+        expected = expected_inputs(requests, shifted)
+        assert packed.inputs.keys() == declared.keys()
+        dims = packed.size.dims(arch) | {"keys": sum(packed.size.keys)}
+        for name, value in packed.inputs.items():
+            assert value.tolist() == pytest.approx(expected[name]), name
+            assert str(value.dtype) == f"torch.{declared[name].dtype}"
+            (rows,) = declared[name].shape
+            assert len(value) == (
+                rows if isinstance(rows, int) else rows.subs({s: dims[s.name] for s in rows.free_symbols})
+            )
+        assert packed.size.windows == tuple(r.token_ids.numel() for r in requests)
+        assert packed.size.keys == (tuple(r.key_len for r in requests) if phase.cached else ())
+        assert packed.size.owned == (tuple(60 for _ in requests) if phase.cached else ())
+
+
+def test_requests_of_one_step_share_what_a_step_has_once_and_nothing_else() -> None:
+    memory, source = RowTable("kv"), random.Random(0)
+    for phase in PHASES:
+        for request in requests_of(phase, source, memory):
+            for name in ("temperature", "top_p", "top_k", "score_temperature", "guidance"):
+                other = replace(request, **{name: 0})
+                assert group_of(other, LLADA) != group_of(request, LLADA)
+                with pytest.raises(UsageError, match=f"share their {name}, got"):
+                    pack_step([request, other], LLADA)
+            assert group_of(replace(request, threshold=9.0, quota=9), LLADA) == group_of(request, LLADA)
+
+
+# --- parts of one's own -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked(CommitRule):
+    """Commit the rows that the request ranks highest, whatever the model thinks of them."""
+
+    def inputs(self, arch: Any) -> Sequence[Input]:
+        return (*TOP.inputs(arch), Input(name="rank", dtype="float32", per="row"))
+
+    def register(self, end: Any, token: Any, figures: Any) -> None:
+        g, inputs, shape = end.g, end.inputs, (end.masked,)
+        score = g.output("score", shape, "float32")
+        g.add_op("copy", inputs["rank"], out=score, name="ranks")
+        g.add_op(
+            "transfer", token, score, *(inputs[name] for name in ("current", "cu_rows", "quota", "threshold")), None,
+            out=(g.output("chosen", shape, "int64"), g.output("committed", shape, "uint8")), rule="top",
+            mask_id=end.arch.mask_token_id,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(Whole):
+    """Whole sequences whose tokens are where the request says, `stretch` times as far apart in some."""
+
+    stretch: int = 1
+
+    def inputs(self, arch: Any) -> Sequence[Input]:
+        places = Input(name="places", dtype="int32", per="token", value=lambda w: w.request.values["at"] * self.stretch)
+        return (*Whole.inputs(self, arch), places)
+
+    def declare(self, step: Any) -> None:
+        Whole.declare(self, step)
+        usual, step.positions = step.positions, step.inputs["places"]
+        step.g.add_op("copy", usual, out=step.g.output("usual_positions", usual.shape, usual.dtype))
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[CompiledModel]:
+    with mosaic.compile(TINY, debug="poison") as compiled:
+        yield compiled
+
+
+def asked(phase: Phase, ids: Tensor, rows: Tensor, **values: Any) -> StepRequest:
+    return StepRequest(phase=phase, token_ids=ids, rows=rows, current=ids[rows], quota=1, values=values)
+
+
+def test_a_commit_rule_of_ones_own_gets_its_input_through_the_packer(model: CompiledModel) -> None:
+    ids = [torch.tensor([1, 63, 63, 63]), torch.tensor([63, 5, 63])]
+    rows = [torch.tensor([1, 2, 3]), torch.tensor([0, 2])]
+    ranks = [torch.tensor([0.1, 7.0, 0.2]), torch.tensor([3.0, -1.0])]
+    phase = Phase(commit=Ranked())
+    found = model.step([asked(phase, *own, rank=rank) for *own, rank in zip(ids, rows, ranks, strict=True)])
+    usual = model.step([asked(Phase(commit=TOP), *own) for own in zip(ids, rows, strict=True)])
+    assert check_plan(found[0].plan.document) == []
+    for result, rank, other in zip(found, ranks, usual, strict=True):
+        assert torch.equal(result.score, rank) and torch.equal(result.token, other.token)
+        assert result.committed.tolist() == [value == rank.max() for value in rank]
+
+
+def test_a_cache_policy_of_ones_own_gets_its_input_through_the_packer(model: CompiledModel) -> None:
+    ids, rows = torch.tensor([1, 2, 3, 63, 5, 63]), torch.tensor([3, 5])
+    near, far = (Phase(cache=Placed(stretch), commit=TOP) for stretch in (1, 40))
+    (usual,) = model.step([asked(Phase(commit=TOP), ids, rows)])
+    (same,) = model.step([asked(near, ids, rows, at=torch.arange(6, dtype=torch.int32))])
+    (moved,) = model.step([asked(near, ids, rows, at=torch.arange(0, 240, 40, dtype=torch.int32))])
+    (stretched,) = model.step([asked(far, ids, rows, at=torch.arange(6, dtype=torch.int32))])
+    assert torch.equal(same.score, usual.score) and not torch.equal(moved.score, usual.score)
+    assert torch.equal(moved.score, stretched.score)
+
+
+def test_what_a_part_declares_and_what_it_uses_are_the_same(model: CompiledModel) -> None:
+    ids, rows = torch.tensor([1, 63]), torch.tensor([1])
+
+    @dataclass(frozen=True, slots=True)
+    class Unused(Whole):
+        def inputs(self, arch: Any) -> Sequence[Input]:
+            return (Input(name="spare", dtype="int32", per="token", value="rows"),)
+
+    @dataclass(frozen=True, slots=True)
+    class Undeclared(Whole):
+        def declare(self, step: Any) -> None:
+            step.positions = step.inputs["nowhere"]
+
+    @dataclass(frozen=True, slots=True)
+    class Strange(Whole):
+        def declare(self, step: Any) -> None:
+            step.positions = step.g.input("nowhere", step.positions.shape, "int32")
+
+    for policy, message in (
+        (Unused(), "inputs that no op reads: spare"),
+        (Undeclared(), "declares the input 'nowhere'; there are token_ids, positions"),
+        (Strange(), "declares the inputs nowhere, so nothing fills them"),
+    ):
+        with pytest.raises(GraphError, match=message):
+            load(TINY).graph(phase=Phase(cache=policy))
+    with pytest.raises(UsageError, match=r"needs 'rank' of every request, a value per row.*values=\{\"rank\""):
+        model.step([asked(Phase(commit=Ranked()), ids, rows)])
+
+
+def test_parts_are_told_apart_by_what_they_are_not_by_their_names(model: CompiledModel) -> None:
+    """A class that is written again, as in a notebook, has a graph of its own."""
+
+    def placed(shift: int) -> Phase:
+        @dataclass(frozen=True, slots=True)
+        class Shifted(Whole):
+            def inputs(self, arch: Any) -> Sequence[Input]:
+                return (Input(name=f"by{shift}", dtype="int32", per="token", value="at"),)
+
+            def declare(self, step: Any) -> None:
+                used, step.positions = step.positions, step.inputs[f"by{shift}"]
+                step.g.add_op("copy", used, out=step.g.output("usual", used.shape, used.dtype))
+
+        return Phase(cache=Shifted(), commit=TOP)
+
+    ids, rows = torch.tensor([1, 2, 63]), torch.tensor([2])
+    for shift in (1, 2):
+        phase = placed(shift)
+        (result,) = model.step([asked(phase, ids, rows, at=torch.arange(3, dtype=torch.int32))])
+        names = {b["name"] for b in result.plan.document["buffers"] if b["kind"] == "input"}
+        assert f"by{shift}" in names and f"by{3 - shift}" not in names
+    assert str(placed(1)) == str(placed(2)) and placed(1).cache != WHOLE
