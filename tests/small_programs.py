@@ -1,7 +1,8 @@
 """Small random programs with every kind of move, and the arithmetic of their memory done by hand, for the planner's tests.
 
 A program has loops (one inside another under a plain choice), aliases, gaps, rotating buffers, and an escalating choice
-that fetches weights from the host. `Exact` evaluates configurations from the records of a body alone.
+that fetches weights from the host; in every second one a plain choice fetches some, too. `Exact` evaluates configurations
+from the records of a body alone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Program:
         self.tokens, self.parts = g.dim("tokens"), g.dim("parts", value=4)
         self.masked = g.dim("masked", at_most="tokens")
         self.width, self.layers = rng.choice((16, 24)), rng.randrange(2, 5)
-        self.split = g.choice("way", ("whole", "parts")) == "parts"
+        self.split, self.fetches = g.choice("way", ("whole", "parts")) == "parts", seed % 2 == 1
         self.stream = g.choice("stream", STREAMS, escalating=True)
         g.knob("parts", over=self.parts, tile=1)
         g.knob("body", over=self.tokens, tile=16)
@@ -53,7 +54,7 @@ class _Program:
         """A matrix on the device, or fetched while the step runs."""
         g, shape = self.g, (rows, columns)
         first = {"none": self.layers + 1, "half": (self.layers + 1) // 2, "all": 0}[self.stream]
-        if layer < first:
+        if layer < first and not (self.split and self.fetches and name == "table"):
             return g.weight(name, shape, "float32")
         host = g.buffer(f"{name}@host", shape, "float32", kind="host", tensor=name)
         slot = g.buffer(name, shape, "float32", outside=True)

@@ -1,14 +1,13 @@
 """What fits: the smallest budgets and the largest context, each held by a packing and not by its lower bound alone.
 
-Limits are found by lower bounds, which cost microseconds: with every knob at its smallest chunk each live set is linear
-in the context up to rounding, so that two evaluations give its line and the line gives the limit. The answer is packed
-then. Where a packing misses its bound the answer yields, so that whatever is promised is what `search_and_place` gives.
+Limits are found by lower bounds, which cost microseconds, and the answer is packed then. Where a packing misses its bound
+the answer yields, so that whatever is promised is what `search_and_place` gives.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Final
@@ -20,11 +19,10 @@ from mosaic.planner.space import Config, Point, Space
 __all__ = ["DimsAt", "is_feasible", "max_context", "search_and_place", "smallest_host", "smallest_total"]
 
 DimsAt = Callable[[int], Mapping[str, int]]
-_PROBE: Final = 1 << 22
-_SAMPLES: Final = (_PROBE, 1 << 20, 1 << 17, 1)
-_SHORT: Final = 4096
-_LIKELY: Final = 4
-"""Configurations that the search for the limit asks before all are asked to verify it."""
+_SAMPLES: Final = (1, 1 << 17, 1 << 20, 1 << 22)
+"""Contexts that may differ in what the host has room for."""
+_EXTREMES: Final = (1 << 12, 1 << 22)
+"""Contexts that may differ in which loops are worth it."""
 
 
 class _Packer:
@@ -178,6 +176,7 @@ def max_context(
     Needs that more tokens never need fewer bytes, which holds for sizes that grow with the dims.
     """
 
+    @cache
     def at(context: int) -> Point:
         return space.at(dims_at(context), pinned=pinned)
 
@@ -192,10 +191,10 @@ def max_context(
         allowance, above, over_above = min(allowance, budget_bytes - over) - page, context, over
     if above > limit:  # nothing larger fits its lower bound
         return context
-    return _regula_falsi(context, above, over if context else -budget_bytes, over_above, overrun)
+    return _interpolated(context, above, over if context else -budget_bytes, over_above, overrun)
 
 
-def _regula_falsi(low: int, high: int, at_low: int, at_high: int, overrun: Callable[[int], int]) -> int:
+def _interpolated(low: int, high: int, at_low: int, at_high: int, overrun: Callable[[int], int]) -> int:
     """The largest context in [low, high) that fits, by interpolation and bisection in turns; `low` does, `high` does not."""
     straight = True
     while high - low > 1:
@@ -211,64 +210,26 @@ def _regula_falsi(low: int, high: int, at_low: int, at_high: int, overrun: Calla
 
 
 def _by_bounds(at: Callable[[int], Point], budget_bytes: int, host_budget_bytes: int, limit: int) -> int:
-    """The largest context with a configuration whose lower bound fits the budgets; 0 if there is none."""
+    """The largest context with a configuration whose lower bound fits the budgets; 0 if there is none.
+
+    Found with the configurations that need least at some contexts, and held against all that there are.
+    """
     # what the host has room for depends on the context: weights alone, or hidden states as well
-    contexts = _SAMPLES if host_budget_bytes else _SAMPLES[:1]
-    combinations = dict.fromkeys(c for context in contexts for c in at(context).frugal(host_budget_bytes))
-    configs = dict.fromkeys(at(context).lowest(c) for context in (_PROBE, _SHORT) for c in combinations)
-    probes = at(_PROBE), at(2 * _PROBE)
-    solved = {config: _solve(probes, budget_bytes, host_budget_bytes, config, limit) for config in configs}
-    likely = sorted(configs, key=lambda config: -solved[config])[:_LIKELY]
+    samples = [at(context) for context in (_SAMPLES if host_budget_bytes else _SAMPLES[-1:])]
+    choices = dict.fromkeys(c for point in samples for c in point.frugal(host_budget_bytes))
+    known = dict.fromkeys(at(context).lowest(c) for c in choices for context in _EXTREMES)
 
-    def fits(context: int, candidates: Iterable[Config]) -> bool:
-        point = at(context)
-        return any(point.fits(config, budget_bytes, host_budget_bytes) for config in candidates)
+    def fits(context: int, config: Config) -> bool:
+        return at(context).fits(config, budget_bytes, host_budget_bytes)
 
-    def fits_somehow(context: int) -> bool:
-        """Ask the likely ones, then all there are; one that proves right is likely from then on."""
-        if fits(context, likely):
-            return True
-        likely.extend(c for c in at(context).smallest(host_budget_bytes) if fits(context, (c,)))
-        return fits(context, likely)
+    def largest(config: Config, least: int) -> int:
+        """The largest context of one configuration, from one that it fits on."""
+        return least - 1 + bisect_left(range(least, limit + 1), True, key=lambda context: not fits(context, config))
 
-    if not fits_somehow(1):
-        return 0
-    low = min(max(1, *solved.values()), limit)
-    if not fits(low, likely):  # rounding to pages, or a host too small for hidden states
-        low = _bisect(1, low, lambda context: fits(context, likely))
-    while low < limit and fits_somehow(low + 1):  # grown by the likeliest, verified by all
-        low = _grow(low + 1, limit, lambda context: fits(context, likely))
-    return low
-
-
-def _grow(low: int, limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest context from `low`, which fits, that a predicate still accepts; by doubling, then bisection."""
-    step = 1
-    while low < limit and fits(min(low + step, limit)):
-        low = min(low + step, limit)
-        step *= 2
-    return _bisect(low, min(low + step, limit + 1), fits)
-
-
-def _bisect(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest context in [low, high) that fits; `low` does, `high` does not."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _solve(probes: tuple[Point, Point], budget_bytes: int, host_budget_bytes: int, config: Config, limit: int) -> int:
-    """Where the highest line of one configuration meets the budget, or its host memory the host's."""
-    lows, highs = (point.form_values(config) for point in probes)
-    page = probes[0].space.device.page_bytes
-    available = (budget_bytes - probes[0].fixed_bytes(config)) // page * page
-    hosts = [point.host_bytes(config.choices) for point in probes]
-    lines = [(low, high, available) for low, high in zip(map(int, lows), map(int, highs), strict=True)]
-    solved = limit
-    for low, high, room in (*lines, (*hosts, host_budget_bytes)):
-        if high > low:
-            solved = min(solved, (room - (2 * low - high)) * _PROBE // (high - low))
-        elif low > room:
-            return 0
-    return solved
+    longest, grown = 0, True
+    while grown and longest < limit:
+        grown = False
+        for config in (*known, *at(longest + 1).smallest(host_budget_bytes)):
+            if longest < limit and fits(longest + 1, config):
+                longest, grown = largest(config, longest + 1), True
+    return longest

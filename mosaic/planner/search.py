@@ -124,6 +124,8 @@ def _climb(
 ) -> Iterator[_Run]:  # fmt: skip
     """Descend with nothing escalated; where that does not fit, from the lowest rung of each ladder that does."""
     run = _descend(point, start, budget_bytes)
+    if point.host_bytes(start.choices) > host_budget_bytes:
+        run = run._replace(fits=False)
     yield run
     if run.fits or not host_budget_bytes:
         return

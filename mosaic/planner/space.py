@@ -265,13 +265,13 @@ class Point:
         ]
 
     def frugal(self, host_budget_bytes: int) -> Iterator[tuple[str, ...]]:
-        """Combinations with escalating choices at their first option, and at the last one that the host has room for."""
-        for base, ladders in self.groups():
-            yield base
-            for ladder in ladders if host_budget_bytes else ():
-                rungs = self.affordable(ladder, host_budget_bytes)
-                if rungs and rungs[-1] != base:
-                    yield rungs[-1]
+        """Combinations with escalating choices at their first option, and at the last one that the host has room for; where
+        it has room for none, all with nothing escalated."""
+        bases = [base for base, _ in self.groups()]
+        found = [base for base in bases if self.host_bytes(base) <= host_budget_bytes]
+        for _, ladders in self.groups() if host_budget_bytes else ():
+            found += [rungs[-1] for ladder in ladders if (rungs := self.affordable(ladder, host_budget_bytes))]
+        return iter(dict.fromkeys(found or bases))
 
     def affordable(self, ladder: Sequence[tuple[str, ...]], host_budget_bytes: int) -> Sequence[tuple[str, ...]]:
         """The lower rungs of a ladder, those that the host has room for; higher ones need more of it."""
