@@ -100,30 +100,12 @@ def smallest_total(point: Point, host_budget_bytes: int = 0, *, solver: str = "a
 
 
 def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, solver: str = "auto") -> bool:
-    """Whether a plan fits the budgets."""
-    return _overrun(point, budget_bytes, host_budget_bytes, solver) <= 0
-
-
-def _overrun(point: Point, budget_bytes: int, host_budget_bytes: int, solver: str) -> int:
-    """Bytes by which the workspace is larger than what the budget leaves, in whole pages; at most 0 where a plan fits.
-
-    Packed only where the lower bound fits.
-    """
-    page = point.space.device.page_bytes
-
-    def over(config: Config, workspace: int) -> int:
-        return workspace - (budget_bytes - point.fixed_bytes(config)) // page * page
-
+    """Whether a plan fits the budgets. Packed only where the lower bound fits, and searched where the lowest one misses it."""
+    least = lowest(point, host_budget_bytes)
+    if not point.fits(least, budget_bytes, host_budget_bytes):
+        return False
     packer = _Packer(point, host_budget_bytes, solver)
-    least = min(
-        (c for c in point.smallest(host_budget_bytes) if point.host_bytes(c.choices) <= host_budget_bytes),
-        key=point.total_bytes, default=None,
-    )  # fmt: skip
-    if least is None or point.total_bytes(least) > budget_bytes:
-        return budget_bytes if least is None else over(least, point.lower_bound(least))
-    if packer.total_bytes(least) > budget_bytes:
-        least = packer.found(budget_bytes).config
-    return over(least, packer.place(least).peak_bytes)
+    return packer.total_bytes(least) <= budget_bytes or packer.found(budget_bytes).fits
 
 
 def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> int | None:
@@ -180,33 +162,13 @@ def max_context(
     def at(context: int) -> Point:
         return space.at(dims_at(context), pinned=pinned)
 
-    def overrun(context: int) -> int:
-        return _overrun(at(context), budget_bytes, host_budget_bytes, solver)
+    def misses(context: int) -> bool:
+        return not is_feasible(at(context), budget_bytes, host_budget_bytes, solver=solver)
 
-    page = space.device.page_bytes
-    allowance, above, over_above = budget_bytes, limit + 1, 0
-    while context := _by_bounds(at, allowance, host_budget_bytes, limit):
-        if (over := overrun(context)) <= 0:
-            break
-        allowance, above, over_above = min(allowance, budget_bytes - over) - page, context, over
-    if above > limit:  # nothing larger fits its lower bound
-        return context
-    return _interpolated(context, above, over if context else -budget_bytes, over_above, overrun)
-
-
-def _interpolated(low: int, high: int, at_low: int, at_high: int, overrun: Callable[[int], int]) -> int:
-    """The largest context in [low, high) that fits, by interpolation and bisection in turns; `low` does, `high` does not."""
-    straight = True
-    while high - low > 1:
-        step = (high - low) * -at_low // (at_high - at_low) if straight else (high - low) // 2
-        middle = min(max(low + step, low + 1), high - 1)
-        over = overrun(middle)
-        if over <= 0:
-            low, at_low = middle, over
-        else:
-            high, at_high = middle, over
-        straight = not straight
-    return low
+    longest = _by_bounds(at, budget_bytes, host_budget_bytes, limit)
+    if longest and misses(longest):
+        longest = bisect_left(range(1, longest), True, key=misses)
+    return longest
 
 
 def _by_bounds(at: Callable[[int], Point], budget_bytes: int, host_budget_bytes: int, limit: int) -> int:
