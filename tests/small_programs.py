@@ -18,6 +18,8 @@ from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import Template, compile_template
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Operator, Spec
+from tests.fuzz.building import register as builder
+from tests.fuzz.programs import random_program
 
 PAGE = 4096
 CARD = replace(
@@ -103,6 +105,13 @@ def template(seed: int) -> Template:
 @cache
 def space(seed: int) -> Space:
     return Space(template(seed), CARD)
+
+
+def drawn(seed: int) -> Point:
+    """A program of the fuzzer's: aliases at offsets, gaps, double buffers, side streams, squares of dims."""
+    program = random_program(seed)
+    shape = {name: dim.value for name, dim in program.dims.items() if not dim.fixed}
+    return Space(compile_template(builder(program)), CARD).at(shape)
 
 
 def dims(tokens: int) -> dict[str, int]:
@@ -211,14 +220,17 @@ def fragmented(seed: int, g: Graph) -> None:
     other = FRAGMENTED[FRAGMENTED.index(seed) - 1]
     found, columns = intervals(other if narrow else seed), 124 if narrow else 128
     buffers = [g.buffer(f"b{i}", (tokens, size * columns), "float32") for i, (size, _, _) in enumerate(found)]
+    live(g, [(buffer, start, end) for buffer, (_, start, end) in zip(buffers, found, strict=True)])
+
+
+def live(g: Graph, buffers: Sequence[tuple[Buffer, int, int]]) -> None:
+    """Ops that write each buffer at its start and read it last before its end."""
     x, out = g.input("x", (1,), "float32"), g.output("out", (1,), "float32")
-    for op in range(found[-1][2]):
-        reads = [b for b, (_, start, end) in zip(buffers, found, strict=True) if start < op == end - 1]
-        writes = [b for b, (_, start, _) in zip(buffers, found, strict=True) if start == op]
-        writes += [out] if op == found[-1][2] - 1 else []
-        names = [[f"{mark}{i}" for i in range(len(ends))] for mark, ends in (("r", reads), ("w", writes))]
+    last = max(end for _, _, end in buffers) - 1
+    for op in range(last + 1):
+        reads = [b for b, start, end in buffers if start < op == end - 1]
+        writes = [*(b for b, start, _ in buffers if start == op), *([out] if op == last else [])]
+        names = [tuple(f"{mark}{i}" for i in range(len(ends))) for mark, ends in (("r", reads), ("w", writes))]
         specs = tuple(b.spec for b in writes)
-        rule = Operator(
-            name=f"op{op}", reads=("x", *names[0]), writes=tuple(names[1]), infer=lambda specs=specs, **_: specs
-        )
+        rule = Operator(name=f"op{op}", reads=("x", *names[0]), writes=names[1], infer=lambda specs=specs, **_: specs)
         g.add_op(rule, x, *reads, out=writes)

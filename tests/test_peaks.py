@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
+from itertools import product
 
 import pytest
+import sympy
 
 from mosaic.planner.document import formula
 from mosaic.planner.peaks import ALIGNMENT
-from mosaic.planner.space import Config, Point
-from tests.small_programs import Exact, dims, space
+from mosaic.planner.space import Config, Point, Space
+from mosaic.planner.template import compile_template
+from mosaic.registrar.graph import Graph
+from mosaic.registrar.operator import Dim
+from tests.small_programs import CARD, Exact, dims, drawn, intervals, live, space
 
-CASES = [(seed, tokens) for seed in range(4) for tokens in (40, 150, 300)]
+CASES = [(seed, tokens) for seed in range(4) for tokens in (40, 150, 300)] + [(seed, None) for seed in range(24)]
+"""Small programs at some tokens, and programs of the fuzzer."""
 
 
-def sampled(seed: int, tokens: int, count: int) -> tuple[Point, Exact, list[Config]]:
-    point = space(seed).at(dims(tokens))
+def sampled(seed: int, tokens: int | None, count: int) -> tuple[Point, Exact, list[Config]]:
+    point = drawn(seed) if tokens is None else space(seed).at(dims(tokens))
     exact = Exact(point)
-    return point, exact, random.Random(seed).sample(list(exact.configs()), count)
+    configs = list(exact.configs())
+    return point, exact, random.Random(seed).sample(configs, min(count, len(configs)))
 
 
 @pytest.mark.parametrize(("seed", "tokens"), CASES)
-def test_forms_are_the_undominated_live_sets_where_they_first_occur(seed: int, tokens: int) -> None:
+def test_forms_are_the_undominated_live_sets_where_they_first_occur(seed: int, tokens: int | None) -> None:
     assert ALIGNMENT == 512
     point, exact, configs = sampled(seed, tokens, 12)
     for config in configs:
@@ -54,7 +62,7 @@ def members_alive(point: Point, config: Config) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("seed", "tokens"), CASES)
-def test_sizes_of_roots_cover_every_member_and_slot(seed: int, tokens: int) -> None:
+def test_sizes_of_roots_cover_every_member_and_slot(seed: int, tokens: int | None) -> None:
     point, _exact, configs = sampled(seed, tokens, 6)
     for config in configs:
         variant = point.space.variant(config)
@@ -98,6 +106,72 @@ def test_the_printed_forms_are_the_peak_before_rounding(seed: int) -> None:
         assert all(line["at"] in {op.name for op in body.ops} for line in lines)
         if len(lines) <= 2:  # of more, two together may cover a third
             assert wins == set(range(len(lines))), lines
+
+
+SIZES: tuple[Callable[[sympy.Symbol, sympy.Symbol, sympy.Symbol], tuple[Dim, ...]], ...] = (
+    lambda n, m, k: (1,), lambda n, m, k: (n,), lambda n, m, k: (m,), lambda n, m, k: (k,), lambda n, m, k: (3, n),
+    lambda n, m, k: (n + 1,), lambda n, m, k: (k, 2), lambda n, m, k: (m + 2,),
+    lambda n, m, k: (n, n), lambda n, m, k: (n, m, m), lambda n, m, k: (n, k),
+)  # fmt: skip
+LINEAR = 8
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_sum_is_printed_if_and_only_if_no_other_is_as_large_for_all_dims(seed: int) -> None:
+    """Of sums that are linear in the dims; held at 1 and along every direction in which dims may grow."""
+    rng, linear = random.Random(seed), seed % 4 != 0
+
+    def build(choices: Mapping[str, str] | None) -> Graph:
+        rng = random.Random(seed)
+        g = Graph("sums", backend="cpu", choices=choices)
+        n, k = g.dim("n"), g.dim("k", value=3 if seed % 3 == 0 else None)
+        m = g.dim("m", at_most="n")
+        buffers = []
+        for i, (_, start, end) in enumerate(intervals(seed, ops=7, room=rng.randrange(3, 7))):
+            shape = rng.choice(SIZES[: LINEAR if linear else len(SIZES)])(n, m, k)
+            buffers.append((g.buffer(f"b{i}", shape, rng.choice(("int8", "int8", "int16"))), start, end))
+        live(g, buffers)
+        return g
+
+    free = Space(compile_template(build), CARD)
+    config = Config((), ())
+    lines = formula(free, config)
+
+    def point(given: Mapping[str, int]) -> Point:
+        return free.at({name: value for name, value in given.items() if name != "k" or seed % 3})
+
+    rays = [ray for ray in product((0, 1), repeat=3) if ray[1] <= ray[0]]
+    probes = [tuple(1 + size * on for on in ray) for ray in rays for size in (0, 10**6)]
+    probes += [(n, rng.randint(1, n), rng.randint(1, 50)) for n in (2, 5, 17, 300)]
+    shown, sums = [], []
+    for probe in probes:
+        values = dict(zip("nmk", probe, strict=True))
+        shown.append([eval(line["expr"], values) for line in lines])
+        sums.append(unrounded(point(values), config, ()))
+        assert max(shown[-1]) == max(sums[-1])
+    columns = {*zip(*sums, strict=True)}
+    maximal = {c for c in columns if not any(c != d and all(map(int.__le__, c, d)) for d in columns)}
+    printed = list(zip(*shown, strict=True))
+    assert len(printed) == len(set(printed)) and maximal <= set(printed) <= columns
+    if linear:
+        assert set(printed) == maximal
+    at = [op.name for op in free.template.first.ops]
+    first = [list(zip(*sums, strict=True)).index(column) for column in printed]
+    assert [line["at"] for line in lines] == [at[t] for t in first] and first == sorted(first)
+    for line in lines:
+        check_order(line["expr"])
+
+
+def check_order(text: str) -> None:
+    """Terms by falling degree, then by falling coefficient, then by name; a power only where there is one."""
+    assert "**1" not in text and "**0" not in text
+    keys = []
+    for term in text.split(" + "):
+        coefficient, *factors = term.replace("**", "^").split("*")
+        powers = [(name, int(power or 1)) for name, _, power in (factor.partition("^") for factor in factors)]
+        assert powers == sorted(powers)
+        keys.append((-sum(power for _, power in powers), -int(coefficient), powers))
+    assert keys == sorted(keys)
 
 
 def unrounded(point: Point, config: Config, rows: tuple[int | None, ...]) -> list[int]:

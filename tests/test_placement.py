@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
-from mosaic.planner.offsets import Order, solve
+from mosaic.planner import placement
+from mosaic.planner.offsets import Order, Problem, Solution, solve
 from mosaic.planner.placement import NODE_LIMIT, REFERENCES, place, problem_of
 from mosaic.planner.space import Config, Point, Space
-from tests.small_programs import CARD, Exact, dims, template
+from tests.small_programs import CARD, Exact, dims, drawn, template
 
 CASES = [(seed, tokens) for seed in range(4) for tokens in (40, 300)]
 
@@ -83,13 +85,70 @@ def test_orders_come_from_the_reference_sizes_alone(seed: int) -> None:
         assert by == solution.solver and list(order.replay(sizes)[0]) == list(again.replay(sizes)[0])
 
 
-def test_the_problem_is_the_variants_lifetimes_and_gaps() -> None:
-    point = fresh(0, 150)
-    for config in random.Random(0).sample(list(Exact(point).configs()), 8):
+@pytest.mark.parametrize("seed", range(12))
+def test_the_problem_is_the_variants_lifetimes_and_gaps(seed: int) -> None:
+    point = drawn(seed) if seed else fresh(0, 150)
+    configs = list(Exact(point).configs())
+    for config in random.Random(seed).sample(configs, min(6, len(configs))):
         variant, sizes = point.space.variant(config), point.root_sizes(config).tolist()
         problem = problem_of(variant, sizes)
+        assert list(problem.sizes) == sizes and problem.alignments == 512
+        assert (problem.gaps is None) == (not any(variant.life.gaps[b] for b in variant.formula.roots.tolist()))
         for i, (b, live) in enumerate(zip(variant.formula.roots.tolist(), alive(point, config), strict=True)):
             gaps = problem.gaps[i] if problem.gaps is not None else ()
             span = set(range(problem.starts[i], problem.ends[i]))
             assert span - {t for low, high in gaps for t in range(low, high)} == live
             assert (problem.starts[i], problem.ends[i]) == (variant.life.starts[b], variant.life.ends[b])
+        verify(point, config, *place(point, config, solver="first_fit")[:2])
+
+
+def test_what_fixes_every_plan() -> None:
+    """Other numbers give other addresses for the same request."""
+    assert (NODE_LIMIT, REFERENCES) == (50_000, ((4096, 256), (262144, 2048)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_lowest_of_replays_and_solution_is_taken_the_first_of_equals(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a portfolio that misses bounds: what is replayed, and when the solver is asked, with how many nodes."""
+    rng = random.Random(seed)
+    asked: list[tuple[Problem, str]] = []
+
+    def poor(problem: Problem, *, solver: str = "auto", node_limit: int = 0) -> Solution:
+        assert node_limit == NODE_LIMIT
+        asked.append((problem, solver))
+        answer = solve(problem, solver=rng.choice(("first_fit", "greedy_by_size", "best_fit")))
+        answers.append(answer)
+        return answer
+
+    answers: list[Solution] = []
+    monkeypatch.setattr(placement, "solve", poor)
+    point = drawn(seed) if seed % 2 else fresh(seed, rng.randrange(20, 400))
+    configs = list(Exact(point).configs())
+    for config in rng.sample(configs, min(12, len(configs))):
+        asked.clear()
+        answers.clear()
+        found = place(point, config)
+        variant, sizes = point.space.variant(config), point.root_sizes(config)
+        replays = [(*order.replay(sizes), f"{by}, replayed") for order, _, by in variant.orders]
+        if replays[-1][1] == point.lower_bound(config):
+            expected = replays[-1]
+        else:
+            assert len(replays) == 2 and list(asked[-1][0].sizes) == sizes.tolist() and asked[-1][1] == "auto"
+            solved = (answers[-1].offsets, answers[-1].peak_bytes, answers[-1].solver)
+            expected = min((*replays, solved), key=lambda each: each[1])
+        assert (list(found.offsets), *found[1:]) == (list(expected[0]), *expected[1:])
+
+
+def test_an_order_that_does_not_hold_is_dropped_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    point = fresh(0, 150)
+    config = next(Exact(point).configs())
+    expected, variant = place(point, config), point.space.variant(config)
+    variant.orders[:] = [
+        (replace(order, below=((),) * len(order.below)), guard, "flat") for order, guard, _ in variant.orders * 2
+    ]
+    found = place(point, config)
+    verify(point, config, *found[:2])
+    assert found.peak_bytes == expected.peak_bytes and found.solver != "flat, replayed"
+    assert caplog.text.count("dropped a replayed order of the solver flat") == len(REFERENCES)

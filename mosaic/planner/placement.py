@@ -13,9 +13,6 @@ import logging
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from mosaic.planner.offsets import Guard, Order, Problem, Solution, solve
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
@@ -42,43 +39,37 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> Placement:
     """Place every root of the workspace."""
     variant = point.space.variant(config)
     sizes = point.root_sizes(config)
-    if solver != "auto":
-        solution = _solve(variant, sizes, solver)
-        return Placement(solution.offsets, solution.peak_bytes, solution.solver)
-    best: Placement | None = None
-    for number in range(len(REFERENCES)):
+    found: list[Placement] = []
+    for number in range(len(REFERENCES)) if solver == "auto" else ():
         order, guard, found_by = _reference_order(point, variant, number)
         offsets, peak = order.replay(sizes)
         if fault := guard.fault(offsets, sizes):
             _log.warning("dropped a replayed order of the solver %s: %s", found_by, fault)
             continue
-        if best is None or peak < best.peak_bytes:
-            best = Placement(offsets, int(peak), f"{found_by}, replayed")
-        if best.peak_bytes == point.lower_bound(config):
-            return best
-    solution = _solve(variant, sizes, solver)
-    if best is not None and best.peak_bytes <= solution.peak_bytes:
-        return best
-    return Placement(solution.offsets, solution.peak_bytes, solution.solver)
+        found.append(Placement(offsets, int(peak), f"{found_by}, replayed"))
+        if peak == point.lower_bound(config):
+            return found[-1]
+    solution = _solve(problem_of(variant, sizes.tolist()), solver)
+    found.append(Placement(solution.offsets, solution.peak_bytes, solution.solver))
+    return min(found, key=lambda placement: placement.peak_bytes)  # the first of equals
 
 
 def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order, Guard, str]:
     """The order found at one of the reference sizes, solved on first use."""
     while len(variant.orders) <= number:
         extent, rows = REFERENCES[len(variant.orders)]
-        dims = point.space.template.dims
-        values = [extent if dim.value is None else dim.value for dim in dims]
-        known = dict(zip((dim.name for dim in dims), values, strict=True))
+        template = point.space.template
+        dims = {dim.name: extent if dim.value is None else dim.value for dim in template.dims}
         # a knob over a small fixed dim (heads) has fewer rows than it has tokens
-        values += [min(rows, known[knob.over]) for knob in point.space.template.knobs]
-        sizes = variant.formula.root_sizes(variant.body.monomials(values))
-        solution = solve(problem := problem_of(variant, sizes.tolist()), node_limit=NODE_LIMIT)
+        values = [*dims.values(), *(min(rows, dims[knob.over]) for knob in template.knobs)]
+        problem = problem_of(variant, variant.formula.root_sizes(variant.body.monomials(values)).tolist())
+        solution = _solve(problem, "auto")
         variant.orders.append((Order.of(problem, solution), Guard(problem), solution.solver))
     return variant.orders[number]
 
 
-def _solve(variant: Variant, sizes: npt.NDArray[np.int64], solver: str) -> Solution:
-    return solve(problem_of(variant, sizes.tolist()), solver=solver, node_limit=NODE_LIMIT)
+def _solve(problem: Problem, solver: str) -> Solution:
+    return solve(problem, solver=solver, node_limit=NODE_LIMIT)
 
 
 def problem_of(variant: Variant, sizes: list[int]) -> Problem:
