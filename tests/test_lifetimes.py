@@ -8,11 +8,15 @@ from collections.abc import Callable
 import pytest
 import sympy
 
+from mosaic.planner.check import check_plan
 from mosaic.planner.lifetimes import Lifetimes, derive
+from mosaic.planner.planner import plan_point
+from mosaic.planner.space import Config
 from mosaic.planner.template import compile_body
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Operator, Spec
 from mosaic.registrar.validate import validate
+from tests.small_programs import drawn
 
 COPY = Operator(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
 OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
@@ -335,3 +339,19 @@ def test_gaps_are_where_no_value_is_waited_for(seed: int) -> None:
         assert (life.starts[b], life.ends[b]) == (alive[0], alive[-1] + 1)
         empty = {t for low, high in life.gaps[b] for t in range(low, high)}
         assert sorted(empty) == [t for t in range(alive[0], alive[-1]) if t not in alive]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_lifetimes_of_random_programs_are_those_that_the_checker_derives(seed: int) -> None:
+    """Programs of the fuzzer under random chunks; barriers are told in the order of their loops, then by their ends."""
+    point, rng = drawn(seed), random.Random(seed)
+    for _ in range(4):
+        choices = rng.choice(point.choice_combinations)
+        knobs = range(len(point.space.template.knobs))
+        config = Config(choices, tuple(rng.choice(point.options(choices, knob)) for knob in knobs))
+        made = plan_point(point, 1 << 40, 1 << 40, identity={"model": "fuzz"}, solver="first_fit", config=config)
+        assert [str(violation) for violation in check_plan(made.document)] == []
+        life = point.space.variant(config).life
+        told = [barrier.region for barrier in life.barriers]
+        explicit = [barrier.end for barrier in life.barriers if barrier.region is None]
+        assert told == [*life.regions, *([None] * len(explicit))] and explicit == sorted(explicit)

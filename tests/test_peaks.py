@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import FrozenInstanceError, fields
+from inspect import signature
 from itertools import product
 
 import pytest
 import sympy
 
 from mosaic.planner.document import formula
-from mosaic.planner.peaks import ALIGNMENT
+from mosaic.planner.peaks import ALIGNMENT, PeakFormula
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import compile_template
 from mosaic.registrar.graph import Graph
@@ -189,3 +191,11 @@ def unrounded(point: Point, config: Config, rows: tuple[int | None, ...]) -> lis
         )
         for t in range(len(variant.body.ops))
     ]  # fmt: skip
+
+
+def test_a_formula_is_frozen_keyword_only_and_slotted() -> None:
+    assert all(p.kind is p.KEYWORD_ONLY for p in signature(PeakFormula).parameters.values())
+    assert PeakFormula.__slots__ == tuple(field.name for field in fields(PeakFormula))
+    point = space(0).at(dims(40))
+    with pytest.raises(FrozenInstanceError):
+        point.space.variant(next(Exact(point).configs())).formula.plain = True  # type: ignore[misc]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, fields
+from inspect import signature
 
 import pytest
 
-from mosaic.planner.search import TOLERANCE, SearchResult, brute_force, lowest, search
+from mosaic.planner.search import TOLERANCE, SearchResult, TraceStep, brute_force, lowest, search
 from mosaic.planner.space import Config, Point
 from tests.small_programs import Exact, between, dims, space
 
@@ -52,9 +54,9 @@ CASES = [(seed, tokens) for seed in range(5) for tokens in (40, 150, 300)]
 @pytest.mark.parametrize(("seed", "tokens"), CASES)
 def test_search_and_brute_force_find_the_best_of_the_grid(seed: int, tokens: int) -> None:
     judge = Judge(seed, tokens)
-    for share in (0.0, 0.1, 0.3, 0.6, 1.0):
+    totals = random.Random(seed).sample(sorted({*judge.device}), 3)
+    for budget in (*(between(judge.device, share) for share in (0.0, 0.1, 0.3, 0.6, 1.0)), *totals):
         for host in (0, judge.host // 2, judge.host):
-            budget = between(judge.device, share)
             feasible = judge.feasible(budget, host)
             found, exhaustive = search(judge.point, budget, host), brute_force(judge.point, budget, host)
             assert found.fits == exhaustive.fits == bool(feasible)
@@ -93,7 +95,9 @@ def test_the_trace_tells_every_step_as_it_was(seed: int, tokens: int) -> None:
         found = search(fresh, budget, host)
         again = search(fresh, budget, host)  # everything is known by now, but for traces
         assert (again.config, again.trace) == (found.config, found.trace)
-        assert found.evaluations > 0 and found.evaluations + again.evaluations == fresh.evaluations
+        exhaustive = brute_force(fresh, budget, host)
+        counts = found.evaluations, again.evaluations, exhaustive.evaluations
+        assert found.evaluations > 0 and exhaustive.evaluations > 0 and sum(counts) == fresh.evaluations
         check_trace(point, judge, found, budget)
 
 
@@ -107,6 +111,8 @@ def check_trace(point: Point, judge: Judge, found: SearchResult, budget: int) ->
             assert point.seconds(first.config) <= point.seconds(slower), rows
     if found.fits:
         assert found.trace[-1].config == found.config
+    else:
+        assert found.trace[-1].total_bytes == judge.exact.bytes(found.config)[0]
     fitted = False
     for before, step in zip((None, *found.trace), found.trace, strict=False):
         live = judge.exact.live(step.config)
@@ -127,3 +133,14 @@ def check_trace(point: Point, judge: Judge, found: SearchResult, budget: int) ->
 
 def test_within_the_tolerance_memory_decides() -> None:
     assert TOLERANCE == 0.0025
+
+
+def test_results_are_frozen_keyword_only_and_slotted() -> None:
+    for kind in (TraceStep, SearchResult):
+        assert all(p.kind is p.KEYWORD_ONLY for p in signature(kind).parameters.values())
+        assert kind.__slots__ == tuple(field.name for field in fields(kind))
+    result = search(space(0).at(dims(40)), 1 << 30)
+    with pytest.raises(FrozenInstanceError):
+        result.fits = False  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        result.trace[0].move = ""  # type: ignore[misc]

@@ -10,6 +10,7 @@ is taken from the start, and lazy chunking is what is left where chunks cost).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -64,7 +65,8 @@ def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> Searc
     feasible = [run for run in runs if run.fits]
     if not feasible:
         config = lowest(point, host_budget_bytes)
-        trace = min(runs, key=lambda run: point.total_bytes(run.config)).trace
+        held = [run for run in runs if point.host_bytes(run.config.choices) <= host_budget_bytes] or runs
+        trace = min(held, key=lambda run: point.total_bytes(run.config)).trace
     else:
         settled = [
             _settle(point, run.config, limit, run.trace) for run in feasible if point.seconds(run.config) <= limit
@@ -147,16 +149,14 @@ def _fitting_rungs(point: Point, rungs: Sequence[tuple[str, ...]], budget_bytes:
     run = _descend(point, _fastest(point, rungs[-1]), budget_bytes)
     if not run.fits or (limit < inf and point.seconds(_fastest(point, rungs[0])) > limit):
         return
-    yield run
-    low, high = 0, len(rungs) - 1
-    while low < high:
-        middle = (low + high) // 2
-        run = _descend(point, _fastest(point, rungs[middle]), budget_bytes)
-        if run.fits:
-            yield run
-            high = middle
-        else:
-            low = middle + 1
+    runs = [run]
+
+    def fitting(rung: tuple[str, ...]) -> bool:
+        runs.append(_descend(point, _fastest(point, rung), budget_bytes))
+        return runs[-1].fits
+
+    bisect_left(rungs[:-1], True, key=fitting)
+    yield from (run for run in runs if run.fits)
 
 
 def _descend(point: Point, config: Config, budget_bytes: int) -> _Run:
@@ -189,7 +189,7 @@ def _describe(point: Point, knob: int, rows: int | None) -> str:
 
 
 def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str]]:
-    """Per knob the cheapest smaller setting that lowers the dominating live sets, with the time it costs.
+    """Per knob the cheapest smaller setting that lowers the dominating live sets, with its time.
 
     Not the next smaller one: rates are no smooth function of rows, and a smaller chunk can be the faster one.
     """
@@ -203,12 +203,12 @@ def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str
                 continue
             moved = _with(config, knob, setting)
             if point.dominating(moved) < now:
-                yield point.seconds(moved) - point.seconds(config), moved, _describe(point, knob, setting)
+                yield point.seconds(moved), moved, _describe(point, knob, setting)
                 break
 
 
 def _cheapest(moves: list[tuple[float, Config, str]]) -> tuple[Config, str]:
-    """The move that costs least time; of equal ones the first, which is the larger chunk."""
+    """The move that gives the least time; of equal ones the first, which is the larger chunk."""
     _, config, move = min(moves, key=lambda item: item[0])
     return config, move
 
