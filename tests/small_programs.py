@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 
-from mosaic.devices import DEVICES
+from mosaic.devices import DEVICES, load_device
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import Template, compile_template
 from mosaic.registrar.graph import Buffer, Graph
@@ -27,6 +27,7 @@ CARD = replace(
     launch_s=1e-6, gemm_rates={1: {16: 2e9, 64: 6e9, 256: 9e9, 1024: 1e10}},
 )  # fmt: skip
 """Slow enough that small programs differ in time."""
+CPU = replace(load_device("cpu"), page_bytes=PAGE, context_bytes=3 * PAGE, library_bytes=PAGE)
 STREAMS = ("none", "half", "all")
 OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
 PEEK = Operator(name="peek", reads=("x",), writes=("y",), infer=lambda x: (Spec((x.shape[0], 1), "float32"),))
@@ -112,7 +113,7 @@ def drawn(seed: int) -> Point:
     """A program of the fuzzer's: aliases at offsets, gaps, double buffers, side streams, squares of dims."""
     program = random_program(seed)
     shape = {name: dim.value for name, dim in program.dims.items() if not dim.fixed}
-    return Space(compile_template(builder(program)), CARD).at(shape)
+    return Space(compile_template(builder(program)), CPU).at(shape)
 
 
 def dims(tokens: int) -> dict[str, int]:
