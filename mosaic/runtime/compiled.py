@@ -1,16 +1,13 @@
-"""`compile`: a model whose every byte is planned, as an object to call. Plans per shape, binds once, then only runs.
+"""`compile`: a model whose every byte is planned, as an object to call.
 
-Steps are sized and planned by `step_plans`, weights kept by `weight_store`; threads take `turns`.
+The face of an `Engine`, which has the plans, weights, states and executors; threads take `turns`.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType, TracebackType
@@ -24,19 +21,15 @@ from mosaic.models.parts import LOGITS
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.step import KV, StepSize
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
+from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug, Executor
-from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.opening import config_of, planner_of
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
-from mosaic.runtime.packing import fill, pack_step
-from mosaic.runtime.page_pool import PagePool
-from mosaic.runtime.state_rows import OwnedRows, RowTable
-from mosaic.runtime.step_memory import StepMemory
-from mosaic.runtime.step_plans import Settings, StepPlans
+from mosaic.runtime.packing import pack_step
+from mosaic.runtime.state_rows import OwnedRows
+from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
-from mosaic.runtime.streams import shared_streams
-from mosaic.runtime.threads import StepThreads
 from mosaic.runtime.turns import Turns
-from mosaic.runtime.weight_store import WeightStore
 from mosaic.runtime.weights import save_checkpoint
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import Size, parse_lengths, parse_tokens
@@ -124,11 +117,11 @@ def compile(
     ...     step.rows.tolist(), tuple(step.confidence.shape)
     ([2, 3], (2,))
     """
-    source = dict(_config_of(model)) if isinstance(model, nn.Module) else model
+    source = dict(config_of(model)) if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module) and dtype is None:
         dtype = next(iter(model.parameters())).dtype
     longest = None if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
-    planner = _planner(
+    planner = planner_of(
         source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module), progress=progress
     )
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
@@ -136,88 +129,6 @@ def compile(
         planner, state=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug,
         seed=seed,
     )  # fmt: skip
-
-
-def _config_of(module: nn.Module) -> Mapping[str, Any]:
-    config = getattr(module, "config", None)
-    if config is None:
-        raise UsageError(f"{type(module).__name__} has no config: give a Hugging Face model or a checkpoint directory.")
-    found: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-    return found
-
-
-def _planner(
-    source: Any,
-    device: Device | str | None,
-    dtype: str | torch.dtype | None,
-    budget: Size | None,
-    host_budget: Size | None,
-    *,
-    adopts: bool,
-    progress: Progress | None,
-) -> Planner:
-    """Reach the planner: the model's description on the device. Parameters that are adopted stay where they are."""
-    from mosaic.devices import load_device
-    from mosaic.models import Model, load
-    from mosaic.planner.planner import Planner
-
-    described = source if isinstance(source, Model) else load(source)
-    if dtype is not None:
-        described = described.with_dtype(str(dtype).removeprefix("torch."))
-    profile = load_device("cpu" if device is None else device)
-    if profile.backend == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
-    return Planner(
-        described, device=_usable(profile), budget=budget, host_budget=host_budget,
-        pinned={"stream": "none"} if adopts else None, progress=progress,
-    )  # fmt: skip
-
-
-def _usable(profile: Device) -> Device:
-    """The profile with the implementations that this process has: plans must not ask for others.
-
-    Raises
-    ------
-    UsageError
-        If the card is older than any kernel is compiled for.
-    """
-    if profile.backend != "cuda":
-        return profile
-    capability = torch.cuda.get_device_capability()
-    if capability < OLDEST:
-        raise UsageError(
-            f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, the kernels need "
-            f"{'.'.join(map(str, OLDEST))} (Ampere) or later; use device='cpu'."
-        )
-    if "cudnn" not in profile.attention_rates:
-        return profile
-    from mosaic.kernels.cuda.attention_cudnn import available
-
-    found = available()
-    if found:
-        return profile
-    _log.warning("attention runs on Triton, which is slower: %s", found.reason)
-    rates = {name: table for name, table in profile.attention_rates.items() if name != "cudnn"}
-    return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
-
-
-def _open_workspace(planner: Planner) -> Workspace:
-    """The pages of the device and of the host that the plans are for, within the planner's budgets."""
-    device = planner.device
-    ledger = DeviceLedger(planner.budget_bytes, device.name)
-    host_ledger = DeviceLedger(planner.host_budget_bytes, "host")
-    if device.backend == "cpu":
-        # Users hold views of outputs: one that outlives its memory reads zeros instead of ending the process.
-        pool = PagePool(ledger, page_bytes=device.page_bytes, released="read")
-        return Workspace(pool=pool, host=PagePool(host_ledger, page_bytes=device.page_bytes))
-    from mosaic.runtime.cuda_driver import CudaDriver
-    from mosaic.runtime.cuda_pool import open_pool
-    from mosaic.runtime.host_pool import HostPool
-
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    driver = CudaDriver(torch.cuda.current_device())
-    host = HostPool(driver, host_ledger, page_bytes=device.page_bytes)
-    return Workspace(pool=open_pool(driver, ledger, page_bytes=device.page_bytes), host=host)
 
 
 class CompiledModel:
@@ -234,8 +145,6 @@ class CompiledModel:
     ----------
     model
         The model's description.
-    workspace
-        Its memory.
     """
 
     def __init__(
@@ -252,33 +161,18 @@ class CompiledModel:
     ) -> None:
         if threads is not None and planner.device.backend != "cpu":
             raise UsageError("threads are those of a CPU's operations: leave them out, or use device='cpu'.")
-        self.model, self.debug, self._capture = planner.model, debug, capture
-        self._threads = StepThreads(self.model.architecture.parameters, threads)
-        self._plans = StepPlans(planner, config)
-        longest = 1 if max_tokens is None else max_tokens
-        self._current = self._plans.exact(StepSize(windows=(longest,), rows=longest))
-        self.workspace = _open_workspace(planner)
-        self._on_cuda = planner.device.backend == "cuda"
-        self._turns = Turns(on_cuda=self._on_cuda)
-        self._kv = RowTable("kv", self._turns, drained=self._trim)
-        self._memory = StepMemory(self.workspace, [self._kv], self._release_views)
-        self._bound: OrderedDict[Hashable, tuple[Plan, Executor]] = OrderedDict()
-        self._handed: list[weakref.ref[Tensor]] = []
-        self._warned = self._shown = False
-        where = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
-        self._streams = shared_streams(torch.cuda.current_device()) if self._on_cuda else None
-        self._store = WeightStore(planner.model, self.workspace, where, seed=seed)
-        for fixed in ("context", "library"):
-            self.workspace.ledger.charge(fixed, self._current.components[fixed])
-        try:
-            self._plans.settle_on(self._current)
-            if state is None:
-                self._store.load(self._current)
-            else:
-                self._store.adopt(self._current, state)
-        except BaseException:
-            self.workspace.close()
-            raise
+        self.model = planner.model
+        self._turns = Turns(on_cuda=planner.device.backend == "cuda")
+        self._engine = Engine(
+            planner, self._turns, adopted=state, config=config, max_tokens=max_tokens or 1, capture=capture,
+            threads=threads, debug=debug, seed=seed,
+        )  # fmt: skip
+        self._warned = False
+
+    @property
+    def workspace(self) -> Workspace:
+        """Its memory."""
+        return self._engine.workspace
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -295,7 +189,7 @@ class CompiledModel:
     @property
     def planner(self) -> Planner:
         """The planner of its steps, with the weights where they are: for the configurations that a step may take."""
-        return self._plans.planner
+        return self._engine.plans.planner
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Keep other threads out until the block is left: what was planned stays true, and outputs are views.
@@ -339,8 +233,8 @@ class CompiledModel:
         rows = sum(lengths) if masked is None else parse_tokens(masked, what="masked")
         returned = parse_tokens(logit_rows, what="logit_rows", least=0)
         with self._turn():
-            step = StepSize(windows=lengths, rows=rows, logit_rows=returned, states={KV: self._kv.rows})
-            return self._plans.exact(step, config)
+            step = StepSize(windows=lengths, rows=rows, logit_rows=returned, states=self._engine.states)
+            return self._engine.plans.exact(step, config)
 
     def __call__(
         self,
@@ -389,20 +283,13 @@ class CompiledModel:
                 phase=FULL_STEP if not len(chosen) else Phase(logits=LOGITS), token_ids=packed, lengths=lengths, rows=rows,
                 current=rows[:0], logit_rows=chosen,
             )  # fmt: skip
-            step = pack_step([request], self.architecture, states={KV: self._kv.rows})
-            executor = self._executor(step.size, config)
-            fill(executor.inputs, step)
-            with self._threads.in_force():
-                executor.run()
-            return self._handed_out(output_of(executor.outputs, rows, len(chosen), self._current))
-
-    def _handed_out(self, output: StepOutput) -> StepOutput:
-        """Views where nobody else can overwrite them before the caller's next call, else copies."""
-        if not self._turns.is_alone:
-            return output.clone()
-        if self._on_cuda:
-            self._handed = [weakref.ref(t) for t in output.tensors()]
-        return output
+            outputs = self._engine.run(pack_step([request], self.architecture, states=self._engine.states), config)
+            output = output_of(outputs, rows, len(chosen), self._engine.current)
+            if not self._turns.is_alone:  # somebody else may overwrite views before the caller's next call
+                return output.clone()
+            if self._engine.on_cuda:
+                self._engine.hand_out(output.tensors())
+            return output
 
     def _warn_beyond(self, positions: int) -> None:
         """Say once that a step goes beyond the positions that the model was made for."""
@@ -419,12 +306,12 @@ class CompiledModel:
     def open_sequence(self) -> OwnedRows:
         """Start a sequence of keys and values, whose rows are part of every plan until it is closed."""
         with self._turn():
-            return self._kv.open()
+            return self._engine.rows.open()
 
     @property
     def kv_rows(self) -> int:
         """Rows of the state that open sequences hold."""
-        return self._kv.rows
+        return self._engine.rows.rows
 
     def step(self, requests: Sequence[StepRequest], *, config: Settings | None = None) -> list[StepResult]:
         """Run one step over requests of one phase, packed.
@@ -448,17 +335,15 @@ class CompiledModel:
         """
         with self._turn():
             started = perf_counter()
-            packed = pack_step(requests, self.architecture, states={KV: self._kv.rows})
+            packed = pack_step(requests, self.architecture, states=self._engine.states)
             self._warn_beyond(max(request.start + request.token_ids.numel() for request in requests))
-            executor = self._executor(packed.size, config)
-            fill(executor.inputs, packed)
-            with self._threads.in_force():
-                executor.run()
-            return self._results(executor, requests, started)
+            return self._results(self._engine.run(packed, config), requests, started)
 
-    def _results(self, executor: Executor, requests: Sequence[StepRequest], started: float) -> list[StepResult]:
+    def _results(
+        self, found: Mapping[str, Tensor], requests: Sequence[StepRequest], started: float
+    ) -> list[StepResult]:
         """Copy the outcome to the host, and cut it up."""
-        counts, found = [request.rows.numel() for request in requests], executor.outputs
+        counts = [request.rows.numel() for request in requests]
         if requests[0].phase.commit is not None:
             outputs = [found[name][: sum(counts)].cpu() for name in ("token", "score", "committed", "chosen")]
         else:  # nothing is decided
@@ -468,7 +353,7 @@ class CompiledModel:
         return [
             StepResult(
                 token=token.clone(), score=score.clone(), committed=committed.bool(), chosen=chosen.clone(),
-                plan=self._current, seconds=seconds,
+                plan=self._engine.current, seconds=seconds,
             )
             for token, score, committed, chosen in zip(*(torch.split(x, counts) for x in outputs), strict=True)
         ]  # fmt: skip
@@ -489,9 +374,9 @@ class CompiledModel:
         """
         with self._turn():
             self.architecture.rotary.check_kept(max((keys for size in sizes for keys in size.keys), default=0))
-            rows = max((sum(size.owned) for size in sizes), default=0) if more is None else more.get(KV, 0)
-            states = {KV: self._kv.rows + rows}
-            plans = [self._plans.plan(size.beside(states)) for size in sizes]
+            taken = {KV: max((sum(size.owned) for size in sizes), default=0)} if more is None else more
+            states = self._engine.states_with(taken)
+            plans = [self._engine.plans.plan(size.beside(states)) for size in sizes]
             return max(plans, key=lambda plan: plan.total_bytes)
 
     def generate(
@@ -506,79 +391,17 @@ class CompiledModel:
         """Generate an answer to every prompt; see `mosaic.decoding.generate`. Calls of other threads wait for its end."""
         from mosaic.decoding import generate  # upwards, but only when called: the algorithms stand on the runtime
 
-        try:
-            return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
-        finally:
-            with self._turns:
-                self._trim()
+        with self._turns:
+            try:
+                return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
+            finally:
+                self._engine.give_back()
 
     def session(self) -> Session:
         """Open a session: requests that come and go, advanced by steps that they share; see `mosaic.decoding.Session`."""
         from mosaic.decoding import Session
 
         return Session(self)
-
-    # --- plans and executors --------------------------------------------------------------------------------------
-
-    @property
-    def executors(self) -> tuple[Executor, ...]:
-        """The executors that are kept, in the order of their last use."""
-        return tuple(executor for _, executor in self._bound.values())
-
-    def _executor(self, step: StepSize, config: Settings | None) -> Executor:
-        """Find or bind the executor of a step's size and configuration, and commit its memory."""
-        key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
-        found = self._bound.get(key)
-        plan = self._plans.plan(step, config) if found is None else found[0]
-        if not self._store.serves(plan):
-            self._move(plan)
-        self._memory.commit(plan)
-        self._current = plan
-        if found is not None:
-            self._bound.move_to_end(key)
-            return found[1]
-        executor = Executor(
-            plan, self.workspace, tensors=self._store.adopted, weights=self._store.places, debug=self.debug,
-            streams=self._streams, capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
-        )  # fmt: skip
-        rounded = step.rounded().dims(self.architecture)
-        if rounded.items() <= plan.document["dims"].items():
-            self._bound[key] = (plan, executor)  # a plan for the exact numbers serves no other
-        while len(self._bound) > _KEPT_EXECUTORS:
-            self._bound.popitem(last=False)
-        return executor
-
-    def _move(self, plan: Plan) -> None:
-        """Load the weights anew to where another plan wants them."""
-        lost = "; what was written into `weights()` is lost" if self._shown else ""
-        say = _log.warning if self._shown else _log.info
-        say("weights move: %s is streamed from now on, loaded anew%s", plan.config["stream"], lost)
-        self._shown = False
-        self._release_views()
-        self._bound.clear()
-        self._store.forget()
-        self.workspace.resize_all(
-            {name: 0 for name in self.workspace.committed_bytes() if not name.startswith("state/")}
-        )
-        self._current, self._memory.exact = plan, True
-        self._plans.settle_on(plan)
-        try:
-            self._store.load(plan)
-        except BaseException:
-            self.close()
-            raise
-
-    def _trim(self) -> None:
-        """Give back what neither the last call nor open sequences need; the workspace later if outputs may be in it."""
-        self._memory.trim(self._current, states_alone=bool(self._handed))
-
-    def _release_views(self) -> None:
-        """Empty the outputs handed out last: on a device, one touch of memory that is gone ends the whole process."""
-        for reference in self._handed:
-            tensor = reference()
-            if tensor is not None:
-                tensor.set_()  # type: ignore[call-overload]
-        self._handed = []
 
     # --- looking and leaving --------------------------------------------------------------------------------------
 
@@ -589,23 +412,17 @@ class CompiledModel:
         came from before. `save` the model and compile the directory to keep it.
         """
         with self._turn():
-            self._shown = True
-            return MappingProxyType(self._store.views)
+            return MappingProxyType(self._engine.weights.show())
+
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """The executors that are kept, in the order of their last use."""
+        return self._engine.executors
 
     def memory(self) -> MemoryReport:
         """Report planned, committed and resident bytes; planned are those of the last call's plan."""
         with self._turn():
-            adopted = {"weights": self._store.adopted_bytes} if self._store.adopted_bytes else {}
-            planned, committed = self._current.pools, self.workspace.committed_bytes()
-            device = ("weights", "workspace", *(name for name in {**planned, **committed} if name.startswith("state/")))
-            pools = dict.fromkeys((*device, "host") if planned["host"] else device, 0)
-            return MemoryReport(
-                planned={name: planned.get(name, 0) for name in pools},
-                committed={**pools, **committed, **adopted},
-                resident={**pools, **self.workspace.resident_bytes(), **adopted},
-                budget_bytes=self.planner.budget_bytes,
-                in_use=_in_use() if self._on_cuda else None,
-            )
+            return self._engine.memory()
 
     def trim(self) -> None:
         """Give back what only earlier calls needed, and pages of the state in which no open sequence has a row.
@@ -614,27 +431,25 @@ class CompiledModel:
         Outputs of the last call stay valid on the CPU; on a CUDA device they are emptied, as by a next call.
         """
         with self._turn():
-            self._release_views()
-            self._trim()
+            self._engine.empty_views()
+            self._engine.give_back()
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint directory that `compile` reads: model.safetensors and config.json."""
         with self._turn():
             config = {**self.model.config, "torch_dtype": self.architecture.dtype}
-            save_checkpoint(path, self._store.views, config)
+            save_checkpoint(path, self._engine.weights.views, config)
 
     def close(self) -> None:
         """Give all memory back. Closing twice is fine; calling the model afterwards is an error."""
         with self._turns:
-            self._bound.clear()
-            self._store.forget()
-            self.workspace.close()
+            self._engine.close()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Wait for the model to be free, and make sure that it is open."""
         with self._turns:
-            if not self._store.views:
+            if not self._engine.is_open:
                 raise RuntimeMemoryError("the model is closed: compile it again.")
             yield
 
@@ -645,8 +460,3 @@ class CompiledModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _in_use() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)

@@ -46,6 +46,8 @@ class WeightStore:
         Tensors to take instead of the plan's offsets, by tensor name: a module's own, and constants.
     adopted_bytes
         Their bytes, which the ledger counts.
+    shown
+        Whether somebody was given the views since they were loaded, and may have written into them.
     """
 
     def __init__(self, model: Model, workspace: Workspace, device: torch.device, *, seed: int) -> None:
@@ -55,6 +57,12 @@ class WeightStore:
         self.places: WeightMap | None = None
         self.adopted = NO_WEIGHTS
         self.adopted_bytes = 0
+        self.shown = False
+
+    def show(self) -> Mapping[str, Tensor]:
+        """Give the views to somebody who may write into them."""
+        self.shown = True
+        return self.views
 
     def load(self, plan: Plan) -> None:
         """Fill the weights where a plan has them, the device's and those that are streamed."""
@@ -116,4 +124,4 @@ class WeightStore:
 
     def forget(self) -> None:
         """Let go of all views; the memory is the workspace's to give back."""
-        self.views, self.places = NO_WEIGHTS, None
+        self.views, self.places, self.shown = NO_WEIGHTS, None, False

@@ -1,0 +1,116 @@
+"""From what a caller names to what a model runs on: the planner of its steps, and memory within its budgets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from mosaic.errors import UsageError
+from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.page_pool import PagePool
+from mosaic.runtime.workspace import Workspace
+from mosaic.units import Size
+
+if TYPE_CHECKING:
+    from mosaic.devices import Device
+    from mosaic.planner.planner import Planner, Progress
+
+__all__ = ["config_of", "open_workspace", "planner_of"]
+
+OLDEST: Final = (8, 0)
+"""Compute capability of the oldest cards that every kernel is compiled and tested for."""
+_log = logging.getLogger(__name__)
+
+
+def config_of(module: nn.Module) -> Mapping[str, Any]:
+    """The configuration of a Hugging Face module."""
+    config = getattr(module, "config", None)
+    if config is None:
+        raise UsageError(f"{type(module).__name__} has no config: give a Hugging Face model or a checkpoint directory.")
+    found: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    return found
+
+
+def planner_of(
+    source: Any,
+    device: Device | str | None,
+    dtype: str | torch.dtype | None,
+    budget: Size | None,
+    host_budget: Size | None,
+    *,
+    adopts: bool,
+    progress: Progress | None,
+) -> Planner:
+    """Reach the planner: a model's description on a device that this process has.
+
+    Parameters
+    ----------
+    adopts
+        A module's own parameters are taken, which stay on the device.
+    """
+    from mosaic.devices import load_device
+    from mosaic.models import Model, load
+    from mosaic.planner.planner import Planner
+
+    described = source if isinstance(source, Model) else load(source)
+    if dtype is not None:
+        described = described.with_dtype(str(dtype).removeprefix("torch."))
+    profile = load_device("cpu" if device is None else device)
+    if profile.backend == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
+    return Planner(
+        described, device=_usable(profile), budget=budget, host_budget=host_budget,
+        pinned={"stream": "none"} if adopts else None, progress=progress,
+    )  # fmt: skip
+
+
+def _usable(profile: Device) -> Device:
+    """The profile with the implementations that this process has: plans must not ask for others.
+
+    Raises
+    ------
+    UsageError
+        If the card is older than any kernel is compiled for.
+    """
+    if profile.backend != "cuda":
+        return profile
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST:
+        raise UsageError(
+            f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, the kernels need "
+            f"{'.'.join(map(str, OLDEST))} (Ampere) or later; use device='cpu'."
+        )
+    if "cudnn" not in profile.attention_rates:
+        return profile
+    from mosaic.kernels.cuda.attention_cudnn import available
+
+    found = available()
+    if found:
+        return profile
+    _log.warning("attention runs on Triton, which is slower: %s", found.reason)
+    rates = {name: table for name, table in profile.attention_rates.items() if name != "cudnn"}
+    return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
+
+
+def open_workspace(planner: Planner) -> Workspace:
+    """The pages of the device and of the host that the plans are for, within the planner's budgets."""
+    device = planner.device
+    ledger = DeviceLedger(planner.budget_bytes, device.name)
+    host_ledger = DeviceLedger(planner.host_budget_bytes, "host")
+    if device.backend == "cpu":
+        # Users hold views of outputs: one that outlives its memory reads zeros instead of ending the process.
+        pool = PagePool(ledger, page_bytes=device.page_bytes, released="read")
+        return Workspace(pool=pool, host=PagePool(host_ledger, page_bytes=device.page_bytes))
+    from mosaic.runtime.cuda_driver import CudaDriver
+    from mosaic.runtime.cuda_pool import open_pool
+    from mosaic.runtime.host_pool import HostPool
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    driver = CudaDriver(torch.cuda.current_device())
+    host = HostPool(driver, host_ledger, page_bytes=device.page_bytes)
+    return Workspace(pool=open_pool(driver, ledger, page_bytes=device.page_bytes), host=host)
