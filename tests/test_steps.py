@@ -24,6 +24,7 @@ from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.step import StepSize
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.host_copy import HostCopy, spans
 from mosaic.runtime.packing import group_of, pack_step
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.steps import StepRequest
@@ -359,3 +360,29 @@ def test_parts_are_told_apart_by_what_they_are_not_by_their_names(model: Compile
         names = {b["name"] for b in result.plan.document["buffers"] if b["kind"] == "input"}
         assert f"by{shift}" in names and f"by{3 - shift}" not in names
     assert str(placed(1)) == str(placed(2)) and placed(1).cache != WHOLE
+
+
+# --- results on their way to the host ---------------------------------------------------------------------------------
+
+
+def test_results_come_to_the_host_whole_whatever_lies_between_them() -> None:
+    """Tensors of all dtypes at random places of two storages, empty ones too; near ones come in one piece."""
+    source, copies = random.Random(4), HostCopy()
+    storages = [torch.randint(0, 255, (1 << 16,), dtype=torch.uint8) for _ in range(2)]
+    dtypes = (torch.int64, torch.float32, torch.uint8, torch.int16)
+    pieces = set()
+    for _ in range(200):
+        tensors = []
+        for _ in range(source.randint(1, 5)):
+            dtype, count = source.choice(dtypes), source.choice([0, 1, 3, 17, 600])
+            start = source.randrange(0, 48_000) // 8 * 8 + 8 // dtype.itemsize * dtype.itemsize % 8
+            tensors.append(source.choice(storages)[start : start + count * dtype.itemsize].view(dtype))
+        before = [tensor.clone() for tensor in tensors]
+        found = copies.fetch(tensors)
+        for one, other in zip(found, before, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            assert not one.numel() or all(one.data_ptr() != tensor.data_ptr() for tensor in tensors)
+        pieces.add((len([t for t in tensors if t.numel()]), len(spans(tensors))))
+    assert {(n, 1) for n in range(2, 4)} <= pieces and (3, 3) in pieces
+    side = storages[0][:4000].view(torch.int64).split([128, 64, 300, 8])
+    assert len(spans([side[2], side[0], side[3], side[1]])) == 1 and len(spans([side[0], storages[0][9000:]])) == 2

@@ -23,6 +23,7 @@ from mosaic.models.step import KV, StepSize
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.opening import config_of, planner_of
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import pack_step
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput", "compile"]
 
 _KEPT_EXECUTORS: Final = 16
+DECIDED: Final = ("token", "score", "committed", "chosen")
+"""Outputs of a phase with a commit rule."""
 CAPTURED_MS: Final = 500.0
 """Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
 OLDEST: Final = (8, 0)
@@ -167,7 +170,7 @@ class CompiledModel:
             planner, self._turns, adopted=state, config=config, max_tokens=max_tokens or 1, capture=capture,
             threads=threads, debug=debug, seed=seed,
         )  # fmt: skip
-        self._warned = False
+        self._warned, self._to_host = False, HostCopy()
 
     @property
     def workspace(self) -> Workspace:
@@ -342,10 +345,10 @@ class CompiledModel:
     def _results(
         self, found: Mapping[str, Tensor], requests: Sequence[StepRequest], started: float
     ) -> list[StepResult]:
-        """Copy the outcome to the host, and cut it up."""
+        """Copy the outcome to the host, in one go, and cut it up."""
         counts = [request.rows.numel() for request in requests]
         if requests[0].phase.commit is not None:
-            outputs = [found[name][: sum(counts)].cpu() for name in ("token", "score", "committed", "chosen")]
+            outputs = self._to_host.fetch([found[name][: sum(counts)] for name in DECIDED])
         else:  # nothing is decided
             counts = [0] * len(counts)
             outputs = [torch.empty(0, dtype=kind) for kind in (torch.int64, torch.float32, torch.bool, torch.int64)]

@@ -1,0 +1,87 @@
+"""Results on their way from the device to the host: copies side by side, and one wait for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostCopy", "spans"]
+
+ALIGNED: Final = 16
+"""Every dtype's views begin at multiples of less than this."""
+NEAR: Final = 4096
+"""Bytes between two results that are copied along rather than start another copy: about what a bus moves while one starts."""
+
+
+class HostCopy:
+    """Copies tensors into one buffer of the host, which grows to the largest results so far; for a device's, it is pinned.
+
+    Pageable memory would have the host wait for every single copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy contiguous tensors of one device to the host, and wait for them once.
+
+        Returns
+        -------
+        list of Tensor
+            Of the same shapes and dtypes; views, valid until the next call.
+        """
+        device, found = tensors[0].device, spans(tensors)
+        total = sum(2 * ALIGNED + size for _, size, _ in found)
+        if total > self._buffer.numel():
+            size = 1 << (total - 1).bit_length()
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        results, at = [tensor.to("cpu") if not tensor.numel() else tensor for tensor in tensors], 0
+        for first, size, members in found:
+            at += -at % ALIGNED + first.data_ptr() % ALIGNED
+            target = self._buffer[at : at + size]
+            target.copy_(_bytes(first, size), non_blocking=True)
+            for place, offset in members:
+                tensor = tensors[place]
+                results[place] = target[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            at += size
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return results
+
+
+def _bytes(first: Tensor, size: int) -> Tensor:
+    """The bytes from a tensor's first on, uint8 [size], others of its storage among them."""
+    found = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return found.set_(first.untyped_storage(), first.storage_offset() * first.element_size(), (size,))  # type: ignore[call-overload,no-any-return]
+
+
+def spans(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, list[tuple[int, int]]]]:
+    """Group contiguous tensors that lie near each other in one storage.
+
+    Returns
+    -------
+    list of (Tensor, int, list of (int, int))
+        Of each group: the tensor that begins it, its bytes, and the place in `tensors` and byte offset
+        in the group of every member.
+    """
+    order = sorted((i for i, tensor in enumerate(tensors) if tensor.numel()), key=lambda i: tensors[i].data_ptr())
+    groups: list[list[int]] = []
+    for i in order:
+        if groups and _near(tensors[groups[-1][-1]], tensors[i]):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    found = []
+    for group in groups:
+        first = tensors[group[0]]
+        members = [(i, tensors[i].data_ptr() - first.data_ptr()) for i in group]
+        found.append((first, max(offset + tensors[i].nbytes for i, offset in members), members))
+    return found
+
+
+def _near(before: Tensor, after: Tensor) -> bool:
+    shared = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    return shared and after.data_ptr() - (before.data_ptr() + before.nbytes) <= NEAR
