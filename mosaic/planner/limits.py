@@ -25,6 +25,10 @@ _EXTREMES: Final = (1 << 12, 1 << 22)
 """Contexts that may differ in which loops are worth it."""
 
 
+QUICK: Final = "greedy_by_size"
+"""Packs in milliseconds, never lower than the portfolio."""
+
+
 class _Packer:
     """The packings of one point by one solver, each found when it is first asked for."""
 
@@ -100,10 +104,17 @@ def smallest_total(point: Point, host_budget_bytes: int = 0, *, solver: str = "a
 
 
 def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, solver: str = "auto") -> bool:
-    """Whether a plan fits the budgets. Packed only where the lower bound fits, and searched where the lowest one misses it."""
+    """Whether a plan fits the budgets. Packed only where the lower bound fits, and searched where the lowest one misses it.
+
+    A greedy packing that fits is answer enough: the portfolio's is no larger.
+    """
     least = lowest(point, host_budget_bytes)
     if not point.fits(least, budget_bytes, host_budget_bytes):
         return False
+    if solver == "auto":
+        quick = place(point, least, solver=QUICK)
+        if point.total_bytes(least, quick.peak_bytes) <= budget_bytes:
+            return True
     packer = _Packer(point, host_budget_bytes, solver)
     return packer.total_bytes(least) <= budget_bytes or packer.found(budget_bytes).fits
 
