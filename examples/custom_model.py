@@ -28,7 +28,7 @@ def attention(g: Graph, x: Buffer, positions: Buffer, cu_seqlens: Buffer) -> Non
     """x += o(attention(norm(x))), all tokens at once."""
     h = g.add_op("rms_norm", x, weight(g, "attention_norm", HIDDEN), name="attention_in", eps=1e-5)
     q, k, v = (g.add_op("linear", h, weight(g, f"{name}_proj", HIDDEN, HIDDEN), name=name) for name in "qkv")
-    frequencies = g.weight("inv_freq", (HEAD // 2,), "float32")
+    frequencies = g.weight("inv_freq", (HEAD // 2,), "float32", tensor=f"=inv_freq:theta=10000.0,dim={HEAD}")
     for turned in (q, k):
         g.add_op("rotary", turned, positions, frequencies, head_size=HEAD)  # in place
     span = g.dim("span", at_most="tokens")  # how many keys a query sees on average

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "BucketOverflow",
     "CheckFailed",
     "CheckpointError",
     "ConfigWarning",
@@ -71,6 +72,14 @@ class DoesNotFit(MosaicError):
 
 class GraphError(MosaicError):
     """A graph that cannot be: mismatching shapes, a read before any write, an illegal alias."""
+
+
+class BucketOverflow(MosaicError):
+    """A step that computed a `count` which none of the `buckets` of the next one holds."""
+
+    def __init__(self, message: str, *, count: int, buckets: Iterable[int]) -> None:
+        self.count, self.buckets = count, tuple(buckets)
+        super().__init__(message)
 
 
 class ConfigWarning(UserWarning):

@@ -400,7 +400,7 @@ class Oracle:
         for b in self._roots():
             row = self.buffers[b]
             kind, pool, unit = row["kind"], row["pool"], row["alignment"]
-            own = [f"state/{row['name']}"] if kind == "state" else []
+            own = [f"{kind}/{row['name']}"] if kind in ("state", "carry") else []
             if pool not in (*POOLS_OF.get(kind, ANYWHERE), *own):
                 yield Reason("pool", f"{self.label_of(b)}: kind '{kind}' does not belong in pool '{pool}'", (b,))
             if unit < 512 and pool != "external":
@@ -560,7 +560,7 @@ class Oracle:
             offset, unit, pool = rows[b]["offset"], rows[b]["alignment"], rows[b]["pool"]
             if offset % unit and pool != "external":
                 yield Reason("alignment", f"{self.label_of(b)}: offset {offset} is not a multiple of {unit}", (b,))
-            if pool.startswith("state/") and row_is_root(rows[b]) and offset:
+            if pool.startswith(("state/", "carry/")) and row_is_root(rows[b]) and offset:
                 yield Reason("pool-bounds", f"{self.label_of(b)} starts at {offset} of its own pool, not at 0", (b,))
             if self._top(b) > capacity.get(pool, self._top(b)):
                 text = f"{self.label_of(b)} ends at {self._top(b)}, pool '{pool}' has {capacity[pool]} bytes"
@@ -724,9 +724,11 @@ class Oracle:
         return -(-self.reach(pool) // page) * page
 
     def _states(self) -> list[str]:
-        """Pools of states, those that buffers are in and those that are listed."""
+        """Pools of states and carries, those that buffers are in and those that are listed."""
         named = (*(row["pool"] for row in self.buffers), *(pool["name"] for pool in self.document["pools"]))
-        return sorted({name for name in named if name.startswith("state/") and name != "state/"})
+        return sorted(
+            {name for name in named if name.startswith(("state/", "carry/")) and name not in ("state/", "carry/")}
+        )
 
     def reach(self, pool: str) -> int:
         """Where a pool's last buffer ends."""
@@ -759,7 +761,7 @@ class Oracle:
         capacity = {pool["name"]: pool["capacity"] for pool in d["pools"]}
         for name in self._states():
             if capacity.get(name, 0) != self.pages(name):
-                text = f"pool '{name}' has {capacity.get(name)} bytes, its state takes {self.pages(name)} in pages"
+                text = f"pool '{name}' has {capacity.get(name)} bytes, its buffer takes {self.pages(name)} in pages"
                 yield Reason("pool", text)
         for name in POOLS:
             stated = d["host_bytes"] if name == "host" else d["components"][name]
@@ -768,7 +770,7 @@ class Oracle:
         for pool in d["pools"]:
             name, device = pool["name"], pool["device"]
             if name not in (*POOLS, "external", *self._states()):
-                known = "external, host, state/NAME, weights, workspace"
+                known = "carry/NAME, external, host, state/NAME, weights, workspace"
                 yield Reason("pool", f"unknown pool {name!r}; known: {known}")
             elif name != "external" and (device == "cpu") != (name == "host" or d["backend"] == "cpu"):
                 yield Reason("pool", f"pool '{name}' is on {device!r}, the backend is {d['backend']!r}")

@@ -89,8 +89,8 @@ def settle_claims(document: Document, rng: random.Random) -> None:
     """Make totals and capacities true."""
     found = Oracle(document)
     components = document["components"]
-    listed = [pool for pool in document["pools"] if not pool["name"].startswith("state/")]
-    states = sorted({row["pool"] for row in document["buffers"] if row["pool"].startswith("state/")})
+    listed = [pool for pool in document["pools"] if not pool["name"].startswith(("state/", "carry/"))]
+    states = sorted({row["pool"] for row in document["buffers"] if row["pool"].startswith(("state/", "carry/"))})
     document["pools"] = [*listed, *({"name": name, "device": "", "capacity": 0} for name in states)]
     components["state"] = found.pages("state")
     for pool in document["pools"]:
@@ -123,8 +123,12 @@ def _regions(rng: random.Random, start: int, end: int, parent: str | None, left:
 
 def _buffer(rng: random.Random, b: int, regions: list[Row]) -> Row:
     kind = rng.choice(KINDS)
-    usual = f"state/b{b}" if kind == "state" else USUAL_POOL.get(kind, "workspace")
-    anywhere = (*ANYWHERE, "weights", f"state/b{rng.randrange(12)}")
+    usual = (
+        f"{kind}/b{b}"
+        if kind == "state" or (kind == "carry" and rng.random() < 0.5)
+        else USUAL_POOL.get(kind, "workspace")
+    )
+    anywhere = (*ANYWHERE, "weights", f"state/b{rng.randrange(12)}", f"carry/b{rng.randrange(12)}")
     pool = usual if rng.random() < 0.9 else rng.choice(anywhere)
     home = rng.choice(regions)["name"] if regions and kind in ("transient", "scratch") and rng.random() < 0.6 else None
     row = buffer(f"b{b}", (0, 0), 0, kind=kind, pool=pool, region=home)

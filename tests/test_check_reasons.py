@@ -68,7 +68,7 @@ FAULTS: list[tuple[str, Change, list[Reason]]] = [
         ("pool", (), (), "pool 'weights' has None bytes"),
     ]),
     ("pools", lambda d: d["pools"].append({"name": "heap", "device": "cpu", "capacity": 0}), [
-        ("pool", (), (), "unknown pool 'heap'; known: external, host, state/NAME, weights, workspace"),
+        ("pool", (), (), "unknown pool 'heap'; known: carry/NAME, external, host, state/NAME, weights, workspace"),
     ]),
     ("pools", lambda d: d["pools"][0].update(capacity=4 * KIB + 512), [
         ("pool-bounds", (), (), "is not a multiple of the page, 4096"), ("pool", (), (), "has 4608 bytes"),
@@ -342,7 +342,7 @@ MISFITS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("chain", ("ops", 0, "attrs", "x"), [], "ops.attrs: expected numbers, strings and booleans"),
     ("chain", ("buffers", 0, "kind"), "cache", "buffers.kind: unknown 'cache'; known: carry, external, host, input, "
      "output, scratch, state, transient, weight"),
-    ("chain", ("buffers", 0, "pool"), "heap", "buffers.pool: unknown 'heap'; known: external, host, state/NAME, "
+    ("chain", ("buffers", 0, "pool"), "heap", "buffers.pool: unknown 'heap'; known: carry/NAME, external, host, state/NAME, "
      "weights, workspace"),
     ("chain", ("buffers", 0, "dtype"), "int4", "buffers.dtype: unknown 'int4'; known: bfloat16, bool, float16, float32, "
      "float64, float8_e4m3fn, float8_e5m2, int16, int32, int64, int8, uint8"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mosaic.devices import Device, load_device
 from mosaic.models.step import MAX_TOKENS
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Graph
     from mosaic.registrar.program import Program
 
-__all__ = ["plan_graph", "plan_program"]
+__all__ = ["ProgramPlanner", "plan_graph", "plan_program"]
 
 Settings: TypeAlias = Mapping[str, int | str | None] | None
 
@@ -71,7 +71,7 @@ def plan_graph(
         return g
 
     budgets = read_budgets(card, budget, host_budget)
-    return _plan(register, name, card, dims, budgets, dims_at, solver, config)
+    return _plan(Space(compile_template(register), card), name, dims, budgets, dims_at, solver, config)
 
 
 def plan_program(
@@ -84,7 +84,7 @@ def plan_program(
     solver: str = "auto",
     config: Settings = None,
 ) -> dict[str, Plan]:
-    """Plan every phase and joined step of a program; weights and state have the same addresses in all of them.
+    """Plan every phase and joined step of a program; weights, states and carries have the same addresses in all of them.
 
     Parameters
     ----------
@@ -93,27 +93,68 @@ def plan_program(
     config
         Take this configuration instead of searching; each step takes the knobs that it has.
     """
-    card = load_device(device)
-    plans = {}
-    for step in program.steps:
-        register = partial(program.graph, step)
-        known = _knobs(program, step)
-        settings = None if config is None else {key: value for key, value in config.items() if key in known}
-        budgets = read_budgets(card, budget, host_budget)
-        plans[step] = _plan(register, program.name, card, dims, budgets, None, solver, settings)
-    return plans
+    planner = ProgramPlanner(program, device=device, budget=budget, host_budget=host_budget)
+    return {step: planner.plan(step, dims, solver=solver, config=config) for step in program.steps}
 
 
-def _knobs(program: Program, step: str) -> set[str]:
-    graph = program.graph(step)
-    return {*graph.tiles, *graph.choices}
+class ProgramPlanner:
+    """Plans the steps of one program on one device; what is compiled is kept.
+
+    Parameters
+    ----------
+    program
+        Its graphs are registered for the backend of the device.
+    device, budget, host_budget
+        As for `plan_graph`.
+
+    Examples
+    --------
+    >>> from mosaic.registrar.program import Program
+    >>> def double(g):
+    ...     n = g.dim("tokens")
+    ...     x, w = g.input("x", (n, 64), "float32"), g.weight("w", (64, 64), "float32")
+    ...     g.add_op("linear", x, w, out=g.output("y", (n, 64), "float32"))
+    >>> program = Program("toy")
+    >>> program.add_phase("double", double)
+    >>> planner = ProgramPlanner(program, device="cpu")
+    >>> [planner.plan("double", {"tokens": tokens}).peak_bytes for tokens in (100, 200)]
+    [51200, 102400]
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        device: Device | str | None = None,
+        budget: Size | None = None,
+        host_budget: Size | None = None,
+    ) -> None:
+        self.program, self.device = program, load_device(device)
+        self.budget_bytes, self.host_budget_bytes = read_budgets(self.device, budget, host_budget)
+        self._spaces: dict[str, Space] = {}
+        self._graphs: dict[str, Graph] = {}
+
+    def graph(self, step: str) -> Graph:
+        """The graph of a phase or joined step, in the first option of every choice."""
+        if step not in self._graphs:
+            self._graphs[step] = self.program.graph(step, backend=self.device.backend)
+        return self._graphs[step]
+
+    def plan(self, step: str, dims: Mapping[str, Size], *, solver: str = "auto", config: Settings = None) -> Plan:
+        """Plan a phase or joined step; of the dims and the configuration it takes those that it has."""
+        if step not in self._spaces:
+            register = partial(self.program.graph, step, backend=self.device.backend)
+            self._spaces[step] = Space(compile_template(register), self.device)
+        space = self._spaces[step]
+        settings = None if config is None else space.known(config)
+        budgets = self.budget_bytes, self.host_budget_bytes
+        return _plan(space, self.program.name, dims, budgets, None, solver, settings)
 
 
 def _plan(
-    register: Callable[[Mapping[str, str] | None], Any], name: str, card: Device, dims: Mapping[str, Size],
-    budgets: tuple[int, int], dims_at: DimsAt | None, solver: str, settings: Settings,
+    space: Space, name: str, dims: Mapping[str, Size], budgets: tuple[int, int], dims_at: DimsAt | None, solver: str,
+    settings: Settings,
 ) -> Plan:  # fmt: skip
-    space = Space(compile_template(register), card)
     known = {dim.name for dim in space.template.dims}
     point = space.at(
         {key: parse_tokens(value, what=f"the dim '{key}'", least=0) for key, value in dims.items() if key in known}

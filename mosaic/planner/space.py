@@ -107,8 +107,8 @@ class Space:
         return self._pool_rows[key]
 
     def state_pools(self, choices: tuple[str, ...]) -> Sequence[str]:
-        """The pools of the states of a body, in order of registration."""
-        return [b.pool for b in self.template.bodies[choices].buffers if b.kind == "state"]
+        """The pools of the states and carries of a body, in order of registration."""
+        return [b.pool for b in self.template.bodies[choices].buffers if b.kind in ("state", "carry")]
 
     def known(self, settings: Mapping[str, int | str | None]) -> dict[str, int | str | None]:
         """Those of some settings that this kind of step has."""
@@ -347,7 +347,7 @@ class Point:
         return sum(round_up(int(polynomials[row]), ALIGNMENT) * count for row, count in rows.items())
 
     def state_bytes(self, config: Config) -> dict[str, int]:
-        """Bytes of each state's own pool, in whole pages: pool -> bytes, in order of registration."""
+        """Bytes of the pool of each state and carry, in whole pages: pool -> bytes, in order of registration."""
         pages = self.space.device.page_bytes
         pools = self.space.state_pools(config.choices)
         return {pool: round_up(self.pool_bytes(config, pool), pages) for pool in pools}

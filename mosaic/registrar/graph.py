@@ -55,6 +55,8 @@ class Graph(Declarations):
         self.backend = backend
         self.ops: list[Op] = []
         self.operators: dict[str, Operator] = {}
+        self.handed: frozenset[str] = frozenset()
+        """Carries that hold a value before the first op: another graph writes them."""
         self.regions: list[Region] = []
         self.barriers: list[Barrier] = []
         self.aliases: dict[int, tuple[Buffer, Dim]] = {}

@@ -17,6 +17,8 @@ Kind: TypeAlias = Literal["weight", "state", "carry", "transient", "scratch", "i
 MAIN: Final = "main"
 ALIGNMENT: Final = 512
 """Bytes that every offset is a multiple of."""
+OWN_POOL: Final = frozenset({"state", "carry"})
+"""Kinds that outlive a plan: each buffer has a pool of its own, so that every plan has it at the same address."""
 POOL: Final[Mapping[str, str]] = {"weight": "weights", "host": "host", "external": "external"}
 
 
@@ -69,8 +71,8 @@ class Buffer:
 
     @property
     def pool(self) -> str:
-        """The pool that holds it: weights, host, external, a state's own (`state/NAME`), or the workspace."""
-        return f"state/{self.name}" if self.kind == "state" else POOL.get(self.kind, "workspace")
+        """The pool that holds it: weights, host, external, its own (`state/NAME`, `carry/NAME`), or the workspace."""
+        return f"{self.kind}/{self.name}" if self.kind in OWN_POOL else POOL.get(self.kind, "workspace")
 
     @property
     def shape(self) -> tuple[Dim, ...]:

@@ -2,21 +2,65 @@
 
 Every phase sees every weight and every state buffer of the program, in one
 order, so that all phases' plans place them at the same addresses. A step may
-join several phases, with carries handed from one to the next.
+join several phases into one plan, or run one after another with the second in one of
+several sizes; either way, carries are handed from one to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 from typing import TypeAlias
 
-from mosaic.errors import GraphError, UnknownName
-from mosaic.registrar.graph import Graph
+from mosaic.errors import BucketOverflow, GraphError, UnknownName
+from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.validate import validate
 
-__all__ = ["Program"]
+__all__ = ["BucketedStep", "Build", "Program"]
 
 Build: TypeAlias = Callable[[Graph], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketedStep:
+    """Two phases, one after the other: the first computes how large the second has to be.
+
+    Parameters
+    ----------
+    prefix, suffix
+        The phases. Carries that the prefix writes are the suffix's to read.
+    count
+        The output of the prefix that says how much of `dim` there is: one integer.
+    dim
+        The dim of the suffix that takes the smallest bucket of at least `count`.
+    buckets
+        The sizes that the suffix is planned for, ascending.
+    """
+
+    prefix: str
+    suffix: str
+    count: str
+    dim: str
+    buckets: tuple[int, ...]
+
+    def bucket(self, count: int) -> int:
+        """The smallest bucket that holds a count.
+
+        Raises
+        ------
+        BucketOverflow
+            If none does.
+        """
+        for bucket in self.buckets:
+            if count <= bucket:
+                return bucket
+        raise BucketOverflow(
+            f"'{self.prefix}' computed {self.count} = {count:,}, the largest bucket of '{self.dim}' is {self.buckets[-1]:,}: "
+            f"'{self.suffix}' was not run. Declare a larger bucket.",
+            count=count, buckets=self.buckets,
+        )  # fmt: skip
 
 
 class Program:
@@ -45,53 +89,105 @@ class Program:
         self.name, self.backend = name, backend
         self._phases: dict[str, Build] = {}
         self._steps: dict[str, tuple[str, ...]] = {}
+        self._bucketed: dict[str, BucketedStep] = {}
 
     @property
     def steps(self) -> tuple[str, ...]:
         """Names of everything that can be planned: the phases and the joined steps."""
         return (*self._phases, *self._steps)
 
+    @property
+    def bucketed(self) -> Mapping[str, BucketedStep]:
+        """The steps of two plans, by name."""
+        return MappingProxyType(self._bucketed)
+
     def add_phase(self, name: str, build: Build) -> None:
         """Add a phase; `build` registers its ops into a graph."""
-        if name in self._phases or name in self._steps:
-            raise GraphError(f"program '{self.name}' has a phase or step '{name}' already")
+        self._require_new(name)
         self._phases[name] = build
 
     def add_step(self, name: str, phases: Sequence[str]) -> None:
         """Join phases, in order, into one step that is planned as a whole."""
-        if name in self._phases or name in self._steps:
-            raise GraphError(f"program '{self.name}' has a phase or step '{name}' already")
-        for phase in phases:
-            if phase not in self._phases:
-                raise UnknownName("phase", phase, self._phases)
+        self._require_new(name, phases)
         self._steps[name] = tuple(phases)
 
-    def graph(self, name: str, choices: Mapping[str, str] | None = None) -> Graph:
-        """Register and validate one phase or joined step.
+    def add_bucketed_step(
+        self, name: str, prefix: str, suffix: str, *, count: str, dim: str, buckets: Sequence[int]
+    ) -> None:
+        """Let a phase follow another in the smallest of several sizes that holds what the first computed.
+
+        Each has plans of its own, and carries lie at the same address in all of them. The suffix may declare a carry with
+        fewer rows than the prefix: it sees the first ones. See `BucketedStep`.
 
         Raises
         ------
         GraphError
-            Where two phases disagree about a weight, a state or a carry.
+            If the buckets are not ascending numbers from 1.
+        """
+        self._require_new(name, (prefix, suffix))
+        sizes = tuple(buckets)
+        if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
+            raise GraphError(f"step '{name}': buckets must be ascending numbers from 1, got {list(sizes)}")
+        self._bucketed[name] = BucketedStep(prefix=prefix, suffix=suffix, count=count, dim=dim, buckets=sizes)
+
+    def _require_new(self, name: str, phases: Sequence[str] = ()) -> None:
+        """Make sure that a name is free, and that phases are there."""
+        if name in (*self.steps, *self._bucketed):
+            raise GraphError(f"program '{self.name}' has a phase or step '{name}' already")
+        for phase in phases:
+            if phase not in self._phases:
+                raise UnknownName("phase", phase, self._phases)
+
+    def graph(self, name: str, choices: Mapping[str, str] | None = None, *, backend: str | None = None) -> Graph:
+        """Register and validate one phase or joined step.
+
+        Parameters
+        ----------
+        backend
+            Whose implementations declare scratch bytes; the program's if not given.
+
+        Raises
+        ------
+        GraphError
+            Where two phases disagree about a weight, a state or a carry, or the suffix of a bucketed step does not fit
+            its prefix.
         """
         if name not in self._phases and name not in self._steps:
             raise UnknownName("step", name, self.steps)
-        g = Graph(name, backend=self.backend, choices=choices)
+        g = Graph(name, backend=backend or self.backend, choices=choices)
         for phase in self._phases:
-            self._declare_shared(g, phase, choices)
+            self._declare_shared(g, self._registered(phase, g.backend, choices))
         for phase in self._steps.get(name, (name,)):
             if name in self._steps:
                 with g.part(phase):
                     self._phases[phase](g)
             else:
                 self._phases[phase](g)
+        g.handed = self._handed(g, choices)
         validate(g)
         return g
 
-    def _declare_shared(self, g: Graph, phase: str, choices: Mapping[str, str] | None) -> None:
-        """Declare the weights and the state of one phase, in order of registration, and the dims of their shapes."""
-        own = Graph(phase, backend=self.backend, choices=choices)
+    def _registered(self, phase: str, backend: str, choices: Mapping[str, str] | None) -> Graph:
+        own = Graph(phase, backend=backend, choices=choices)
         self._phases[phase](own)
+        return own
+
+    def _handed(self, g: Graph, choices: Mapping[str, str] | None) -> frozenset[str]:
+        """Names of the carries that hold a value when a phase starts, as it is the suffix of bucketed steps."""
+        found: set[str] = set()
+        for name, step in self._bucketed.items():
+            if g.name == step.suffix:
+                prefix = self._registered(step.prefix, g.backend, choices)
+                _require_count(name, step, prefix, g)
+                written = {b.name: b for op in prefix.ops for b in op.writes if b.kind == "carry"}
+                for b in g.buffers:
+                    if b.kind == "carry" and b.name in written:
+                        _require_alike(b, written[b.name])
+                        found.add(b.name)
+        return frozenset(found)
+
+    def _declare_shared(self, g: Graph, own: Graph) -> None:
+        """Declare the weights and the state of one phase, in order of registration, and the dims of their shapes."""
         shared = [b for b in own.buffers if b.kind in ("weight", "state")]
         needed = {str(symbol) for b in shared for dim in b.shape for symbol in getattr(dim, "free_symbols", ())}
         for bounded in reversed(own.dims.values()):  # a bound is declared before what it bounds
@@ -105,3 +201,23 @@ class Program:
                 g.weight(b.name, b.shape, b.dtype, tensor=b.tensor)
             else:
                 g.state(b.name, b.shape, b.dtype)
+
+
+def _require_count(name: str, step: BucketedStep, prefix: Graph, suffix: Graph) -> None:
+    """Make sure that the prefix has the count, and the suffix the dim."""
+    counts = {
+        b.name for b in prefix.buffers if b.kind == "output" and b.spec.elements == 1 and b.dtype.startswith("int")
+    }
+    if step.count not in counts:
+        raise GraphError(f"step '{name}': '{step.prefix}' has no output '{step.count}' of one integer")
+    if step.dim not in suffix.dims:
+        raise GraphError(f"step '{name}': '{step.suffix}' has no dim '{step.dim}'")
+
+
+def _require_alike(taken: Buffer, given: Buffer) -> None:
+    """Make sure that both phases see the same rows."""
+    if (taken.dtype, taken.shape[1:]) != (given.dtype, given.shape[1:]):
+        raise GraphError(
+            f"{taken.name} ({taken.source}): the carry is {taken.spec} here and {given.spec} where it is written "
+            f"({given.source}); only the number of rows may differ"
+        )

@@ -41,7 +41,7 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
 
 
 def _reads_follow_writes(graph: Graph) -> None:
-    written = {b.id for b in graph.buffers if b.kind in _DEFINED}
+    written = {b.id for b in graph.buffers if b.kind in _DEFINED or b.name in graph.handed}
     for op in graph.ops:
         for buffer in op.reads:
             if buffer.id in written or _written_later_in_loop(graph, op, buffer):

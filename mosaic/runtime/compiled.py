@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +43,17 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner, Progress
+    from mosaic.registrar.program import Build, Program
+    from mosaic.runtime.compiled_program import CompiledProgram
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput", "compile"]
 
-_KEPT_EXECUTORS: Final = 16
 DECIDED: Final = ("token", "score", "committed", "chosen")
 """Outputs of a phase with a commit rule."""
-CAPTURED_MS: Final = 500.0
-"""Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
-OLDEST: Final = (8, 0)
-"""Compute capability of the oldest cards that every kernel is compiled and tested for."""
 _log = logging.getLogger(__name__)
 
 
+@overload
 def compile(
     model: str | Path | Mapping[str, Any] | Model | nn.Module,
     *,
@@ -70,14 +68,54 @@ def compile(
     debug: Debug = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> CompiledModel:
-    """Plan a model, load its weights into planned memory, and return it ready to be called.
+) -> CompiledModel: ...
+
+
+@overload
+def compile(
+    model: Program | Build,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    dims: Mapping[str, Size] | None = None,
+    device: Device | str | None = "cpu",
+    budget: Size | None = None,
+    host_budget: Size | None = None,
+    config: Mapping[str, int | str | None] | None = None,
+    capture: bool = True,
+    debug: Debug = None,
+    seed: int = 0,
+) -> CompiledProgram: ...
+
+
+def compile(
+    model: str | Path | Mapping[str, Any] | Model | nn.Module | Program | Build,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    dims: Mapping[str, Size] | None = None,
+    device: Device | str | None = "cpu",
+    dtype: str | torch.dtype | None = None,
+    budget: Size | None = None,
+    host_budget: Size | None = None,
+    max_tokens: Size | None = None,
+    config: Mapping[str, int | str | None] | None = None,
+    capture: bool = True,
+    threads: int | None = None,
+    debug: Debug = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> CompiledModel | CompiledProgram:
+    """Plan a model or a program, load its weights into planned memory, and return it ready to be called.
 
     Parameters
     ----------
     model
         A checkpoint directory; a preset's name or a config, with random weights; or a Hugging Face module, whose
-        parameters are adopted without a copy and must stay as they are.
+        parameters are adopted without a copy and must stay as they are. Or what a user has registered: a `Program`, or a
+        callable that registers a graph, which gives a `CompiledProgram`.
+    weights
+        Of a program: tensors by the buffers' `tensor`, or by their names; drawn at random if not given.
+    dims
+        Of a program: values of dims that follow from no input's shape.
     device
         "cpu", which None means too, or the profile of the CUDA card that this process uses (the first that PyTorch sees).
     dtype
@@ -120,6 +158,21 @@ def compile(
     ...     step.rows.tolist(), tuple(step.confidence.shape)
     ([2, 3], (2,))
     """
+    from mosaic.models import Model
+
+    if not isinstance(model, str | Path | Mapping | Model | nn.Module):
+        from mosaic.runtime.compiled_program import compile_program  # symbolic: kept out of the start of a model
+
+        if dtype is not None or max_tokens is not None or threads is not None:
+            raise UsageError("a program has its own dtypes and sizes: leave dtype, max_tokens and threads out.")
+        return compile_program(
+            model, weights=weights, dims=dims or {}, device=device, budget=budget, host_budget=host_budget, config=config,
+            capture=capture, debug=debug, seed=seed,
+        )  # fmt: skip
+    if weights is not None or dims is not None:
+        raise UsageError(
+            "weights and dims are those of a program: a model's weights come from its directory or module."
+        )
     source = dict(config_of(model)) if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module) and dtype is None:
         dtype = next(iter(model.parameters())).dtype

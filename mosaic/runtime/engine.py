@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mosaic.models.step import KV, StepSize
 from mosaic.runtime.executor import Debug, Executor
-from mosaic.runtime.opening import open_workspace
+from mosaic.runtime.opening import in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.packing import PackedStep, fill
 from mosaic.runtime.state_rows import RowTable
@@ -221,7 +221,7 @@ class Engine:
             committed={**pools, **committed, **adopted},
             resident={**pools, **self.workspace.resident_bytes(), **adopted},
             budget_bytes=self.plans.planner.budget_bytes,
-            in_use=_in_use() if self.on_cuda else None,
+            in_use=in_use() if self.on_cuda else None,
         )
 
     def close(self) -> None:
@@ -229,8 +229,3 @@ class Engine:
         self._bound.clear()
         self.weights.forget()
         self.workspace.close()
-
-
-def _in_use() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)

@@ -1,11 +1,11 @@
-"""From what a caller names to what a model runs on: the planner of its steps, and memory within its budgets."""
+"""From what a caller names to what it runs on: the planner of a model's steps, the device, and memory within budgets."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.planner.planner import Planner, Progress
 
-__all__ = ["config_of", "open_workspace", "planner_of"]
+__all__ = ["Plans", "config_of", "in_use", "open_workspace", "planner_of", "usable_device"]
 
 OLDEST: Final = (8, 0)
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
 _log = logging.getLogger(__name__)
+
+
+class Plans(Protocol):
+    """Who plans for a device: `Planner`, `ProgramPlanner`."""
+
+    device: Device
+    budget_bytes: int
+    host_budget_bytes: int
 
 
 def config_of(module: nn.Module) -> Mapping[str, Any]:
@@ -53,32 +61,33 @@ def planner_of(
     adopts
         A module's own parameters are taken, which stay on the device.
     """
-    from mosaic.devices import load_device
     from mosaic.models import Model, load
     from mosaic.planner.planner import Planner
 
     described = source if isinstance(source, Model) else load(source)
     if dtype is not None:
         described = described.with_dtype(str(dtype).removeprefix("torch."))
-    profile = load_device("cpu" if device is None else device)
-    if profile.backend == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
     return Planner(
-        described, device=_usable(profile), budget=budget, host_budget=host_budget,
+        described, device=usable_device(device), budget=budget, host_budget=host_budget,
         pinned={"stream": "none"} if adopts else None, progress=progress,
     )  # fmt: skip
 
 
-def _usable(profile: Device) -> Device:
-    """The profile with the implementations that this process has: plans must not ask for others.
+def usable_device(device: Device | str | None) -> Device:
+    """The profile of a device (None: the CPU) with the implementations that this process has: plans must not ask for others.
 
     Raises
     ------
     UsageError
-        If the card is older than any kernel is compiled for.
+        If PyTorch sees no card, or one that is older than any kernel is compiled for.
     """
+    from mosaic.devices import load_device
+
+    profile = load_device("cpu" if device is None else device)
     if profile.backend != "cuda":
         return profile
+    if not torch.cuda.is_available():
+        raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST:
         raise UsageError(
@@ -97,7 +106,7 @@ def _usable(profile: Device) -> Device:
     return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
 
 
-def open_workspace(planner: Planner) -> Workspace:
+def open_workspace(planner: Plans) -> Workspace:
     """The pages of the device and of the host that the plans are for, within the planner's budgets."""
     device = planner.device
     ledger = DeviceLedger(planner.budget_bytes, device.name)
@@ -114,3 +123,9 @@ def open_workspace(planner: Planner) -> Workspace:
     driver = CudaDriver(torch.cuda.current_device())
     host = HostPool(driver, host_ledger, page_bytes=device.page_bytes)
     return Workspace(pool=open_pool(driver, ledger, page_bytes=device.page_bytes), host=host)
+
+
+def in_use() -> int:
+    """Bytes of the current CUDA device that all processes use together."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ __all__ = [
     "adopt_tensors",
     "fill_randomly",
     "load_weights",
+    "place_weights",
     "require_in_place",
     "save_checkpoint",
     "streamed_bytes",
@@ -38,6 +39,64 @@ __all__ = [
 ]
 
 INIT_STD: Final = 0.02
+
+
+def place_weights(
+    document: Mapping[str, Any], workspace: Workspace, given: Mapping[str, Tensor] | None, *, seed: int = 0
+) -> dict[str, Tensor]:
+    """Fill the weights of a plan of a user's own: with the tensors that are given, else at random.
+
+    Parameters
+    ----------
+    given
+        By the buffers' `tensor`, or by their names; of the plan's shapes and dtypes, on any device. Constants are computed.
+
+    Returns
+    -------
+    dict
+        Buffer name -> view, in the order of the plan.
+
+    Raises
+    ------
+    CheckpointError
+        If a tensor is missing, of another shape or dtype, or used by nothing.
+    """
+    records = [r for r in document["buffers"] if r["alias_of"] is None and _is_weight(r)]
+    views = {r["name"]: workspace.view(r["pool"], r["offset"], r["shape"], r["dtype"]) for r in records}
+    keys = {r["name"]: r["tensor"] or r["name"] for r in records}
+    if given is not None:
+        known = {key for key in (*keys, *keys.values()) if not key.startswith("=")}
+        unused = [name for name in given if name not in known]
+        absent = [
+            key for name, key in keys.items() if not key.startswith("=") and key not in given and name not in given
+        ]
+        if unused or absent:
+            told = [_listed(what, names) for what, names in (("missing", absent), ("used by nothing", unused)) if names]
+            raise CheckpointError(f"weights: {'; '.join(told)}.")
+    for name, view in views.items():
+        key = keys[name]
+        if given is None or key.startswith("="):
+            fill_randomly({key: view}, seed=seed)
+        else:
+            view.copy_(_alike(key, view, given[key if key in given else name]))
+    return views
+
+
+def _is_weight(record: Mapping[str, Any]) -> bool:
+    return record["kind"] == "weight" or (record["kind"] == "host" and record["tensor"] is not None)
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what}: {', '.join(map(repr, names[:3]))}{more}"
+
+
+def _alike(key: str, view: Tensor, found: Tensor) -> Tensor:
+    """Make sure that a tensor is what the plan has."""
+    if found.shape != view.shape or found.dtype != view.dtype:
+        expected, got = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (view, found))
+        raise CheckpointError(f"weights: tensor '{key}': expected {expected}, found {got}.")
+    return found
 
 
 def _stored(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -46,7 +46,7 @@ def settle_totals(document: Document) -> None:
             document["host_bytes"] = pool["capacity"]
         elif pool["name"] in components:
             components[pool["name"]] = pool["capacity"]
-    states = (pool["capacity"] for pool in document["pools"] if pool["name"].startswith("state/"))
+    states = (pool["capacity"] for pool in document["pools"] if pool["name"].startswith(("state/", "carry/")))
     components["state"] = sum(states)
     peak = max((row["offset"] + row["size"] for row in roots), default=0)
     document.update(peak_bytes=peak, lower_bound_bytes=max(live), optimal=peak == max(live))

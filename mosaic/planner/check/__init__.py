@@ -32,7 +32,8 @@ Rulings where the rules leave a choice; each takes the safe side:
 - The shape of a buffer that rotates is one slot's; its size is that of all slots, each rounded up to the alignment. It
   shares its storage with no alias.
 - `operands` names each buffer of `reads` and `writes`, scratch included (scratch is written).
-- A pool `state/NAME` holds the state of that name, from its first byte, and no other root: what grows moves nothing else.
+- A pool `state/NAME` or `carry/NAME` holds the state or carry of that name, from its first byte, and no other root: what grows
+  moves nothing else, and all plans have it at the same address.
 - Explicit barriers that stretch nothing are allowed: they promise more and break nothing.
 - Shapes, attributes, FLOPs and bytes of the shipped operators follow from the letters of `operators`; kernels that are
   not there are their author's word. Inside a loop an axis is either a sliced multiple of the loop's rows or constant. A

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import sub
 from typing import Any, Final
 
-from mosaic.planner.check.columns import EXTERNAL, HOST, KNOWN_POOLS, Columns, is_known_pool, round_up, state_of
+from mosaic.planner.check.columns import EXTERNAL, HOST, KNOWN_POOLS, Columns, is_known_pool, owner_of, round_up
 from mosaic.planner.check.placement import live_bytes
 
 __all__ = ["check_formula", "check_totals", "check_trace"]
@@ -32,9 +32,9 @@ def _check_capacities(plan: Columns) -> None:
         if plan.pools.get(name, 0) != size:
             plan.fail("pool", f"pool '{name}' has {plan.pools.get(name)} bytes, the totals say {size}")
     states = _state_pages(plan)
-    for name in sorted({*states, *filter(state_of, plan.pools)}):
+    for name in sorted({*states, *filter(owner_of, plan.pools)}):
         if plan.pools.get(name, 0) != states.get(name, 0):
-            text = f"pool '{name}' has {plan.pools.get(name)} bytes, its state takes {states.get(name, 0)} in pages"
+            text = f"pool '{name}' has {plan.pools.get(name)} bytes, its buffer takes {states.get(name, 0)} in pages"
             plan.fail("pool", text)
     for pool in header["pools"]:
         name, device = pool["name"], pool["device"]
@@ -69,9 +69,9 @@ def _facts(plan: Columns, lower_bound: int) -> list[tuple[str, str, Any, Any, st
 
 
 def _state_pages(plan: Columns) -> dict[str, int]:
-    """What each state's pool takes, in whole pages."""
+    """What the pool of each state and carry takes, in whole pages."""
     page = plan.header["page_bytes"]
-    return {name: round_up(reach, page) for name, reach in plan.reach.items() if state_of(name)}
+    return {name: round_up(reach, page) for name, reach in plan.reach.items() if owner_of(name)}
 
 
 # Formula.

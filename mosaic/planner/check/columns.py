@@ -34,16 +34,16 @@ __all__ = [
     "Skeleton",
     "Violation",
     "is_known_pool",
+    "owner_of",
     "round_up",
-    "state_of",
 ]
 
 FULL_STEP: Final = "full_step"  # the phase whose dims are known by name
 MAIN: Final = "main"
 HOST: Final = "host"
 EXTERNAL: Final = "external"  # the one pool that the plan does not place page by page
-POOLS: Final = frozenset({"workspace", "weights", HOST, EXTERNAL})  # beside those of states
-KNOWN_POOLS: Final = ", ".join(sorted({*POOLS, "state/NAME"}))
+POOLS: Final = frozenset({"workspace", "weights", HOST, EXTERNAL})  # beside those of states and carries
+KNOWN_POOLS: Final = ", ".join(sorted({*POOLS, "carry/NAME", "state/NAME"}))
 COMPONENTS: Final = ("context", "library", "weights", "state", "workspace")
 FROM_START: Final = frozenset({"input", "weight", "state", "external"})  # these hold a value before op 0
 TO_END: Final = frozenset({"output", "weight", "state", "external"})  # these hold a value after the last op
@@ -257,26 +257,27 @@ class Columns(Skeleton):
         return at[a] < at[b] + raw[b] and at[b] < at[a] + raw[a] and raw[a] > 0 and raw[b] > 0
 
 
-def state_of(pool: str) -> str | None:
-    """The state whose own pool this is, or None.
+def owner_of(pool: str) -> tuple[str, str] | None:
+    """Kind and name of the state or carry whose own pool this is, or None.
 
     Examples
     --------
-    >>> state_of("state/kv"), state_of("workspace")
-    ('kv', None)
+    >>> owner_of("state/kv"), owner_of("carry/kept"), owner_of("workspace")
+    (('state', 'kv'), ('carry', 'kept'), None)
     """
-    return pool.removeprefix("state/") if pool.startswith("state/") else None
+    kind, slash, name = pool.partition("/")
+    return (kind, name) if slash and name and kind in ("state", "carry") else None
 
 
 def is_known_pool(pool: str) -> bool:
-    """Whether a plan may have a pool of this name: one of `POOLS`, or that of a state.
+    """Whether a plan may have a pool of this name: one of `POOLS`, or that of a state or a carry.
 
     Examples
     --------
     >>> is_known_pool("host"), is_known_pool("state/kv"), is_known_pool("state")
     (True, True, False)
     """
-    return pool in POOLS or bool(state_of(pool))
+    return pool in POOLS or owner_of(pool) is not None
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 
-from mosaic.planner.check.columns import FROM_START, MAIN, TO_END, Skeleton, state_of
+from mosaic.planner.check.columns import FROM_START, MAIN, TO_END, Skeleton, owner_of
 
 __all__ = ["derive_lifetimes"]
 
@@ -121,7 +121,7 @@ def _stretch_regions(plan: Skeleton, read_first: Sequence[int]) -> None:
             _stretch(plan, b, plan.regions[name].start, plan.regions[name].end)
     expected = {}
     weights = {b for b, kind in enumerate(plan.kind) if kind == "weight"}  # they live always and are not listed
-    unlisted = {b for b, pool in enumerate(plan.pool) if pool != "workspace" and state_of(pool) is None}
+    unlisted = {b for b, pool in enumerate(plan.pool) if pool != "workspace" and owner_of(pool) is None}
     for name, region in plan.regions.items():
         first, last = region.start, region.end
         outputs = set(chain.from_iterable(plan.writes[first:last])) - inside[name]

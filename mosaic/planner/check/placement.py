@@ -22,8 +22,8 @@ from mosaic.planner.check.columns import (
     Marks,
     Skeleton,
     is_known_pool,
+    owner_of,
     round_up,
-    state_of,
 )
 
 __all__ = [
@@ -66,8 +66,8 @@ def check_pools(plan: Skeleton) -> None:
 
 def _may_live_in(kind: str, name: str, pool: str) -> bool:
     """Whether a pool suits a buffer: other plans share the workspace, so what outlives a step may not be in it."""
-    if (state := state_of(pool)) is not None:
-        return kind == "state" and name == state
+    if (owner := owner_of(pool)) is not None:
+        return owner == (kind, name)
     if kind in ("weight", "state"):
         return pool in (HOST, EXTERNAL) or (kind, pool) == ("weight", "weights")
     return pool != "weights" and (pool == kind or kind not in ("host", "external"))
@@ -152,7 +152,7 @@ def check_placement(plan: Columns) -> None:
     plan.reach = {pool: max(map(plan.top.__getitem__, ids)) for pool, ids in plan.located.items()}
     for pool, ids in plan.roots.items():
         for b in ids:
-            if state_of(pool) is not None and plan.offset[b]:
+            if owner_of(pool) is not None and plan.offset[b]:
                 plan.fail("pool-bounds", f"{plan.say(b)} starts at {plan.offset[b]} of its own pool, not at 0", (b,))
     page = plan.header["page_bytes"]
     for pool, capacity in plan.pools.items():

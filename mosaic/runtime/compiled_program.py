@@ -1,0 +1,522 @@
+"""A compiled program: the steps that a user has registered, planned at their sizes, bound once, and run.
+
+Weights are loaded once, to where every plan has them. States and carries have ranges of their own: a state keeps its rows
+from step to step, a carry its value from one step to the next one that declares it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+
+import sympy
+import torch
+from torch import Tensor
+
+from mosaic.errors import DoesNotFit, RuntimeMemoryError, UnknownName, UsageError
+from mosaic.planner.custom import ProgramPlanner, Settings
+from mosaic.registrar.program import Build, Program
+from mosaic.runtime.engine import CAPTURED_MS
+from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.opening import in_use, open_workspace, usable_device
+from mosaic.runtime.outputs import MemoryReport
+from mosaic.runtime.step_memory import StepMemory
+from mosaic.runtime.streams import shared_streams
+from mosaic.runtime.turns import Turns
+from mosaic.runtime.weights import place_weights, streamed_bytes
+from mosaic.runtime.workspace import HOST, torch_dtype
+from mosaic.units import Size, format_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from mosaic.devices import Device
+    from mosaic.planner.plan import Plan
+    from mosaic.registrar.program import BucketedStep
+
+__all__ = ["CompiledProgram", "compile_program"]
+
+Dims: TypeAlias = Mapping[str, Size]
+NO_DIMS: Final[Dims] = MappingProxyType({})
+NO_INPUTS: Final[Mapping[str, Tensor]] = MappingProxyType({})
+_KEPT_PLANS: Final = 128
+_KEPT_EXECUTORS: Final = 16
+
+
+def compile_program(
+    program: Program | Build,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    dims: Dims = NO_DIMS,
+    device: Device | str | None = "cpu",
+    budget: Size | None = None,
+    host_budget: Size | None = None,
+    config: Settings = None,
+    capture: bool = True,
+    debug: Debug = None,
+    seed: int = 0,
+) -> CompiledProgram:
+    """Compile a `Program`, or one graph as a program of the step `step`; see `mosaic.compile`."""
+    if not isinstance(program, Program):
+        if not callable(program):
+            raise UsageError(f"a program is a Program or a callable that registers a graph, got {program!r}.")
+        build, program = program, Program(getattr(program, "__name__", "custom"))
+        program.add_phase("step", build)
+    planner = ProgramPlanner(program, device=usable_device(device), budget=budget, host_budget=host_budget)
+    return CompiledProgram(
+        planner, weights=weights, dims=dims, config=config, capture=capture, debug=debug, seed=seed
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """A step at one size: its executor, and bytes of the carries that it needs a value in, and that it leaves."""
+
+    executor: Executor
+    taken: Mapping[str, int]
+    left: Mapping[str, int]
+
+
+class CompiledProgram:
+    """A program whose every byte is planned. Run its steps by name; see `mosaic.compile`, which makes it.
+
+    A step is planned and bound once for each size of its dims. Committed memory is the most that steps have needed; what
+    only earlier ones needed goes back on `trim`, and wherever a step would exceed the budget otherwise. Threads may share
+    a program: it serves one call at a time.
+
+    Parameters
+    ----------
+    planner
+        Plans the program's steps, on the device and within the budgets.
+    weights
+        By the buffers' `tensor`, or by their names; drawn at random if not given.
+    dims
+        Values of dims that follow from no input's shape, for every step; a call's own come before them.
+    config
+        Take these settings in every plan instead of searching; each step takes those that it has.
+
+    Attributes
+    ----------
+    program
+        What was registered.
+    workspace
+        Its memory.
+
+    Examples
+    --------
+    >>> def double(g):
+    ...     n = g.dim("tokens")
+    ...     x, w = g.input("x", (n, 2), "float32"), g.weight("w", (2, 2), "float32")
+    ...     g.add_op("linear", x, w, out=g.output("y", (n, 2), "float32"))
+    >>> with compile_program(double, weights={"w": 2 * torch.eye(2)}) as program:
+    ...     program(x=torch.ones(3, 2))["y"].tolist()
+    [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
+    """
+
+    def __init__(
+        self,
+        planner: ProgramPlanner,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        dims: Dims = NO_DIMS,
+        config: Settings = None,
+        capture: bool = True,
+        debug: Debug = None,
+        seed: int = 0,
+    ) -> None:
+        self.program, self._planner, self._config = planner.program, planner, config
+        if not self.program.steps:
+            raise UsageError(f"the program '{self.program.name}' has no phase.")
+        self._dims = {name: parse_tokens(value, what=f"the dim '{name}'") for name, value in dims.items()}
+        self._debug, self._capture = debug, capture
+        self._on_cuda = planner.device.backend == "cuda"
+        self._streams = shared_streams(torch.cuda.current_device()) if self._on_cuda else None
+        self._turns = Turns(on_cuda=self._on_cuda)
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._bound: OrderedDict[Hashable, _Bound] = OrderedDict()
+        self._handed: list[weakref.ref[Tensor]] = []
+        self._states: dict[str, int] = {}  # bytes of each state that steps have had
+        self._carries: dict[str, int] = {}  # bytes of each carry that hold a value
+        first = self.program.steps[0]
+        self._current = self._fitting(first, self._smallest(first))
+        self.workspace = open_workspace(planner)
+        self._memory = StepMemory(self.workspace, [], self._release_views)
+        try:
+            for fixed in ("context", "library"):
+                self.workspace.ledger.charge(fixed, self._current.components[fixed])
+            self._load(weights, seed)
+        except BaseException:
+            self.workspace.close()
+            raise
+        self._open = True
+
+    def _smallest(self, step: str) -> dict[str, int]:
+        """The dims of a step as far as they are known, and 1 else: what weights do not depend on."""
+        found: dict[str, int] = {}
+        for name, info in reversed(self._planner.graph(step).dims.items()):  # a bound comes before what it bounds
+            bounded = (found[other] for other, known in self._planner.graph(step).dims.items() if known.at_most == name)
+            found[name] = info.value or self._dims.get(name) or max(bounded, default=1)
+        return found
+
+    def _load(self, weights: Mapping[str, Tensor] | None, seed: int) -> None:
+        """Fill the weights where all plans have them, the device's and those that are streamed."""
+        document = self._current.document
+        streamed = streamed_bytes(document)
+        sizes = {"weights": self._current.components["weights"], **({HOST: streamed} if streamed else {})}
+        self.workspace.resize_all(sizes, populate=False)
+        self._weights = place_weights(document, self.workspace, weights, seed=seed)
+        self._places = self._current.weights
+
+    # --- plans ----------------------------------------------------------------------------------------------------
+
+    def plan(self, step: str | None = None, **dims: Size) -> Plan:
+        """Plan a step without running it. Of a bucketed step, give the plan that takes the most memory.
+
+        Parameters
+        ----------
+        step
+            A phase, a joined step or a bucketed one; not needed where there is one only.
+        dims
+            A value for every dim that was not given to `compile`: a number, or like "128k".
+
+        Raises
+        ------
+        DoesNotFit
+            If the step needs more than the budget.
+        """
+        with self._turn():
+            name = self._named(step)
+            given = self._dims | {key: parse_tokens(value, what=f"the dim '{key}'") for key, value in dims.items()}
+            bucketed = self.program.bucketed.get(name)
+            if bucketed is None:
+                return self._fitting(name, given)
+            return max(self._all_buckets(bucketed, given), key=lambda plan: plan.total_bytes)
+
+    def _named(self, step: str | None) -> str:
+        known = (*self.program.steps, *self.program.bucketed)
+        if step is None and len(known) > 1:
+            raise UsageError(f"the program has several steps, name one: {', '.join(known)}.")
+        name = known[0] if step is None else step
+        if name not in known:
+            raise UnknownName("step", name, known)
+        return name
+
+    def _fitting(self, step: str, dims: Mapping[str, int]) -> Plan:
+        """Plan a step that fits, or find its plan."""
+        self._require_dims(step, dims)
+        key = self._key(step, dims)
+        plan = self._plans.get(key) or self._planner.plan(step, dims, config=self._config)
+        if plan.fits:
+            self._plans[key] = plan
+            self._plans.move_to_end(key)
+            while len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+            return plan
+        on_host = plan.total_bytes <= plan.budget_bytes
+        needed = plan.document["host_bytes"] if on_host else plan.total_bytes
+        available = plan.document["host_budget_bytes"] if on_host else plan.budget_bytes
+        sizes = ", ".join(f"{name} = {size:,}" for name, size in plan.dims.items())
+        raise DoesNotFit(
+            f"the step '{step}' ({sizes}) needs {format_bytes(needed)}{' of host memory' if on_host else ''}, the "
+            f"{'host budget' if on_host else 'budget'} is {format_bytes(available)}. Raise it, or run smaller steps.",
+            needed_bytes=needed, available_bytes=available,
+        )  # fmt: skip
+
+    def _require_dims(self, step: str, dims: Mapping[str, int]) -> None:
+        known = self._planner.graph(step).dims
+        absent = [name for name, info in known.items() if info.value is None and name not in dims]
+        if absent:
+            raise UsageError(
+                f"the step '{step}' has dims that no input's shape says: {', '.join(map(repr, absent))}. Give them by "
+                f"dims={{'{absent[0]}': ...}}."
+            )
+
+    def _key(self, step: str, dims: Mapping[str, int]) -> Hashable:
+        known = self._planner.graph(step).dims
+        return step, tuple(sorted((name, size) for name, size in dims.items() if name in known))
+
+    def _all_buckets(self, step: BucketedStep, dims: Mapping[str, int]) -> list[Plan]:
+        """The plans of a bucketed step: the prefix's, and the suffix's of every bucket."""
+        sizes = dict.fromkeys(self._bounded(step, bucket, dims) for bucket in step.buckets)
+        suffixes = [self._fitting(step.suffix, {**dims, step.dim: size}) for size in sizes]
+        return [self._fitting(step.prefix, dims), *suffixes]
+
+    def _bounded(self, step: BucketedStep, bucket: int, dims: Mapping[str, int]) -> int:
+        """A bucket, or what bounds the dim where that is less."""
+        bound = self._planner.graph(step.suffix).dims[step.dim].at_most
+        return min(bucket, dims.get(bound, bucket)) if bound is not None else bucket
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, step: str | None = None, /, *, dims: Dims = NO_DIMS, **inputs: Tensor) -> dict[str, Tensor]:
+        """Run a step with its inputs by name; see `run`."""
+        return self.run(step, inputs, dims=dims)
+
+    def run(
+        self, step: str | None = None, inputs: Mapping[str, Tensor] = NO_INPUTS, *, dims: Dims = NO_DIMS
+    ) -> dict[str, Tensor]:
+        """Run a step.
+
+        A bucketed step runs its prefix, reads the count that it computed, and runs its suffix in the smallest bucket
+        that holds it. All buckets are planned before: where one does not fit, nothing is run.
+
+        Parameters
+        ----------
+        step
+            As for `plan`.
+        inputs
+            By the names of the step's inputs, in their dtypes, on any device. Dims that are an axis of an input are read
+            from its shape. A bucketed step takes the inputs of both phases; one that both have goes to both.
+        dims
+            Values of other dims. A state has the rows that its shape says: what is beyond them is lost, new rows are zero.
+
+        Returns
+        -------
+        dict
+            Outputs by name, of a bucketed step its suffix's: views of planned memory, valid until the next step; copies
+            where another thread may run one meanwhile.
+
+        Raises
+        ------
+        UsageError
+            If inputs or dims are missing, unknown or do not agree, or a carry that is read was not written before.
+        BucketOverflow
+            If no bucket holds the count. The prefix has run by then, the suffix has not.
+        DoesNotFit
+            If the step needs more than the budget.
+        """
+        with self._turn():
+            name = self._named(step)
+            bucketed = self.program.bucketed.get(name)
+            if bucketed is None:
+                found = self._step(name, inputs, self._dims_of([name], inputs, dims))
+            else:
+                found = self._two_steps(name, bucketed, inputs, dims)
+            if not self._turns.is_alone:
+                return {key: value.clone() for key, value in found.items()}
+            if self._on_cuda:
+                self._handed = [weakref.ref(value) for value in found.values()]
+            return dict(found)
+
+    def _two_steps(
+        self, name: str, step: BucketedStep, inputs: Mapping[str, Tensor], dims: Dims
+    ) -> Mapping[str, Tensor]:
+        """Run the prefix, and the suffix in the bucket that the prefix asks for."""
+        if step.dim in dims:
+            raise UsageError(f"the step '{name}' computes '{step.dim}': leave it out of `dims`.")
+        first, second = (self._input_shapes(phase).keys() for phase in (step.prefix, step.suffix))
+        for key in inputs:
+            if key not in (known := first | second):
+                raise UnknownName("input", key, sorted(known))
+        sizes = self._dims_of([step.prefix, step.suffix], inputs, dims)
+        self._all_buckets(step, sizes)
+        found = self._step(step.prefix, {key: inputs[key] for key in inputs.keys() & first}, sizes)
+        bucket = self._bounded(step, step.bucket(int(found[step.count].item())), sizes)
+        given = {key: inputs[key] for key in inputs.keys() & second}
+        return self._step(step.suffix, given, {**sizes, step.dim: bucket})
+
+    def _step(self, step: str, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> Mapping[str, Tensor]:
+        """Run one plan."""
+        bound = self._bind(step, dims)
+        for name, size in bound.taken.items():
+            if self._carries.get(name, 0) < size:
+                raise UsageError(
+                    f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
+                    f"{self._carries.get(name, 0):,}: run the step that writes it first."
+                )
+        _fill(step, bound.executor.inputs, inputs)
+        bound.executor.run()
+        self._carries = {
+            name: size if name not in bound.taken else min(size, self._carries[name])
+            for name, size in bound.left.items()
+        }
+        return bound.executor.outputs
+
+    def _bind(self, step: str, dims: Mapping[str, int]) -> _Bound:
+        """Find or bind the executor of a step at its dims, with its memory committed."""
+        plan, key = self._fitting(step, dims), self._key(step, dims)
+        found = self._bound.get(key)
+        self._memory.commit(plan)
+        self._current = plan
+        self._settle_states(plan)
+        if found is None:
+            executor = Executor(
+                plan, self.workspace, weights=self._places, debug=self._debug, streams=self._streams,
+                capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
+            )  # fmt: skip
+            found = self._bound[key] = _Bound(executor=executor, **_carried(plan.document))
+        self._bound.move_to_end(key)
+        while len(self._bound) > _KEPT_EXECUTORS:
+            self._bound.popitem(last=False)
+        return found
+
+    def _settle_states(self, plan: Plan) -> None:
+        """Clear the rows that are new; forget those that a plan leaves out."""
+        for record in plan.document["buffers"]:
+            if record["kind"] == "state":
+                name, size = record["name"], _bytes(record)
+                held = self._states.get(name, 0)
+                if size > held:
+                    self.workspace.view(record["pool"], held, (size - held,), "uint8").zero_()
+                self._states[name] = size
+
+    # --- dims -----------------------------------------------------------------------------------------------------
+
+    def _input_shapes(self, step: str) -> dict[str, Sequence[Any]]:
+        return {b.name: b.shape for b in self._planner.graph(step).buffers if b.kind == "input"}
+
+    def _dims_of(self, phases: Sequence[str], inputs: Mapping[str, Tensor], dims: Dims) -> dict[str, int]:
+        """The dims of a step: those of the call, those that are an axis of an input, and those of the program."""
+        found = {name: parse_tokens(value, what=f"the dim '{name}'") for name, value in dims.items()}
+        said = dict.fromkeys(found, "dims")
+        for name, dim, size in (entry for phase in phases for entry in self._axes(phase, inputs)):
+            if found.setdefault(dim, size) != size:
+                raise UsageError(f"the dim '{dim}' is {found[dim]:,} by {said[dim]} and {size:,} by input '{name}'.")
+            said.setdefault(dim, f"input '{name}'")
+        return self._dims | found
+
+    def _axes(self, step: str, inputs: Mapping[str, Tensor]) -> Iterator[tuple[str, str, int]]:
+        """Input, dim and size of every axis that is a dim."""
+        for name, shape in self._input_shapes(step).items():
+            if name not in inputs:
+                continue
+            if inputs[name].dim() != len(shape):
+                got = list(inputs[name].shape)
+                raise UsageError(f"input '{name}' of '{step}': expected {len(shape)} axes, got {got}.")
+            for dim, size in zip(shape, inputs[name].shape, strict=True):
+                if isinstance(dim, sympy.Symbol) and self._planner.graph(step).dims[str(dim)].value is None:
+                    yield name, str(dim), size
+
+    # --- looking and leaving --------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Plan:
+        """The plan of the last step."""
+        return self._current
+
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """The executors that are kept, in the order of their last use."""
+        return tuple(bound.executor for bound in self._bound.values())
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Views of all weights by the names of their buffers; streamed ones are in host memory."""
+        with self._turn():
+            return MappingProxyType(self._weights)
+
+    def state(self, name: str) -> Tensor:
+        """View a state with the rows of the last step, to read or to write; valid until the next step.
+
+        Raises
+        ------
+        UsageError
+            If no step has run yet, or there is no such state.
+        """
+        with self._turn():
+            return self._kept("state", name, self._states)
+
+    def carry(self, name: str) -> Tensor:
+        """View a carry as the last step had it; valid until the next step.
+
+        Raises
+        ------
+        UsageError
+            If the last step did not have it.
+        """
+        with self._turn():
+            return self._kept("carry", name, self._carries)
+
+    def _kept(self, kind: str, name: str, held: Mapping[str, int]) -> Tensor:
+        for record in self._current.document["buffers"]:
+            if record["kind"] == kind and record["name"] == name and name in held:
+                return self.workspace.view(record["pool"], 0, record["shape"], record["dtype"])
+        raise UsageError(f"no {kind} '{name}' holds anything; there are: {', '.join(held) or 'none yet'}.")
+
+    def memory(self) -> MemoryReport:
+        """Report planned, committed and resident bytes by pool; planned are those of the last step's plan."""
+        with self._turn():
+            planned, committed = self._current.pools, self.workspace.committed_bytes()
+            pools = dict.fromkeys(name for name in (*planned, *committed) if name != HOST or planned[HOST])
+            return MemoryReport(
+                planned={name: planned.get(name, 0) for name in pools},
+                committed={name: committed.get(name, 0) for name in pools},
+                resident={name: self.workspace.resident_bytes().get(name, 0) for name in pools},
+                budget_bytes=self._planner.budget_bytes,
+                in_use=in_use() if self._on_cuda else None,
+            )
+
+    def trim(self) -> None:
+        """Give back what the last step does not need. On a CUDA device, outputs that were handed out are emptied."""
+        with self._turn():
+            self._release_views()
+            self._memory.exact = True
+            self._memory.commit(self._current)
+            self._carries = {
+                name: size for name, size in self._carries.items() if f"carry/{name}" in self._current.pools
+            }
+
+    def _release_views(self) -> None:
+        """Empty the outputs handed out last: on a device, one touch of memory that is gone ends the whole process."""
+        for reference in self._handed:
+            tensor = reference()
+            if tensor is not None:
+                tensor.set_()  # type: ignore[call-overload]
+        self._handed = []
+
+    def close(self) -> None:
+        """Give all memory back. Closing twice is fine; running a step afterwards is an error."""
+        with self._turns:
+            self._open = False
+            self._bound.clear()
+            self.workspace.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the program to be free, and make sure that it is open."""
+        with self._turns:
+            if not self._open:
+                raise RuntimeMemoryError("the program is closed: compile it again.")
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _fill(step: str, views: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Write the inputs of a step."""
+    for name in given:
+        if name not in views:
+            raise UnknownName("input", name, views)
+    absent = [name for name in views if name not in given]
+    if absent:
+        raise UsageError(f"the step '{step}' needs the input{'s' if len(absent) > 1 else ''} {', '.join(absent)}.")
+    for name, view in views.items():
+        if given[name].shape != view.shape or given[name].dtype != view.dtype:
+            expected, got = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (view, given[name]))
+            raise UsageError(f"input '{name}' of '{step}': expected {expected}, got {got}.")
+    for name, view in views.items():
+        view.copy_(given[name])
+
+
+def _carried(document: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Bytes of the carries that a plan reads before it writes them, and of all that hold a value after it."""
+    carries = {b["id"]: b for b in document["buffers"] if b["kind"] == "carry"}
+    touched: set[int] = set()
+    taken: dict[str, int] = {}
+    for op in document["ops"]:
+        taken |= {carries[b]["name"]: _bytes(carries[b]) for b in op["reads"] if b in carries and b not in touched}
+        touched |= {*op["reads"], *op["writes"]}
+    return {"taken": taken, "left": {b["name"]: _bytes(b) for b in carries.values()}}
+
+
+def _bytes(record: Mapping[str, Any]) -> int:
+    return math.prod(map(int, record["shape"])) * torch_dtype(record["dtype"]).itemsize

@@ -1,0 +1,367 @@
+"""Programs that users register: compiled, run, and compared with plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mosaic
+from mosaic import Implementation, Operator, Program, Spec
+from mosaic.errors import BucketOverflow, CheckpointError, DoesNotFit, GraphError, UnknownName, UsageError
+from mosaic.runtime.page_pool import PAGE_BYTES
+
+WIDTH = 64
+
+
+def _keep(*, x: Tensor, limit: Tensor, kept: Tensor, count: Tensor, scratch: Tensor | None = None) -> None:
+    """Copy the rows whose first column is above the limit to the front; NaN behind them, which nobody may use."""
+    chosen = x[x[:, 0] > limit]
+    kept.fill_(torch.nan)
+    kept[: len(chosen)] = chosen
+    count.fill_(len(chosen))
+
+
+KEEP = Operator(
+    name="keep_rows", reads=("x", "limit"), writes=("kept", "count"), whole=frozenset({"x", "kept"}),
+    infer=lambda x, limit: (x, Spec((1,), "int64")), implementations=(Implementation(backend="cpu", kernel=_keep),),
+)  # fmt: skip
+
+
+def _double(*, x: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+    torch.add(x, x, out=y)
+
+
+DOUBLE = Operator(
+    name="double", reads=("x",), writes=("y",), infer=lambda x: (x,),
+    implementations=(Implementation(backend="cpu", kernel=_double),),
+)  # fmt: skip
+
+
+def prefix(g: Any) -> None:
+    """Two products that need room, then the rows that are kept."""
+    n = g.dim("tokens")
+    x = g.input("x", (n, WIDTH), "float32")
+    h = g.add_op("linear", x, g.weight("up", (4 * WIDTH, WIDTH), "float32"))
+    y = g.add_op("linear", h, g.weight("down", (WIDTH, 4 * WIDTH), "float32"))
+    limit = g.input("limit", (1,), "float32")
+    g.add_op(KEEP, y, limit, out=(g.carry("kept", (n, WIDTH), "float32"), g.output("count", (1,), "int64")))
+
+
+def suffix(g: Any) -> None:
+    """What is done with them, in one of several sizes."""
+    g.dim("tokens")
+    rows = g.dim("rows", at_most="tokens")
+    kept = g.carry("kept", (rows, WIDTH), "float32")
+    h = g.add_op("linear", kept, g.weight("up", (4 * WIDTH, WIDTH), "float32"))
+    y = g.add_op("linear", h, g.weight("last", (WIDTH, 4 * WIDTH), "float32"))
+    g.add_op(DOUBLE, y, out=g.output("y", (rows, WIDTH), "float32"))
+
+
+def bucketed(buckets: tuple[int, ...] = (4, 16, 64)) -> Program:
+    program = Program("pruned")
+    program.add_phase("prefix", prefix)
+    program.add_phase("suffix", suffix)
+    program.add_bucketed_step("step", "prefix", "suffix", count="count", dim="rows", buckets=buckets)
+    return program
+
+
+def rows_of(seed: int, count: int, width: int = WIDTH) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def limit_of(y: Tensor, count: int) -> Tensor:
+    """What the first column of `count` rows is above."""
+    found = y[:, 0].sort(descending=True).values
+    return ((found[count - 1] + found[count]) / 2).reshape(1)
+
+
+def test_a_step_of_two_graphs_runs_at_three_buckets() -> None:
+    """Under poison; the carry lies at one address in all of them, and what the prefix left is what the suffix reads."""
+    with mosaic.compile(bucketed(), debug="poison") as program:
+        weights, seen, addresses = program.weights(), set(), set()
+        for seed, count in enumerate((3, 12, 40, 4, 16, 5, 17, 1)):
+            x = rows_of(seed, 60)
+            y = x @ weights["up"].T @ weights["down"].T
+            limit = limit_of(y, count)
+            found = program("step", x=x, limit=limit)
+            size = program.current.dims["rows"]
+            assert size == min(b for b in (4, 16, 60) if b >= count) == len(found["y"])
+            kept = y[y[:, 0] > limit]
+            torch.testing.assert_close(program.carry("kept")[:count], kept)
+            torch.testing.assert_close(found["y"][:count], 2 * (kept @ weights["up"].T @ weights["last"].T))
+            seen.add(size)
+            addresses.add(program.carry("kept").data_ptr())
+            record = next(b for b in program.current.document["buffers"] if b["name"] == "kept")
+            assert (record["pool"], record["offset"]) == ("carry/kept", 0)
+            assert program.current.check() == ("double",)
+        assert seen == {4, 16, 60} and len(addresses) == 1
+        changes = program.workspace.changes()
+        for seed, count in enumerate((40, 3, 12, 40, 3)):
+            x = rows_of(seed, 60)
+            program("step", x=x, limit=limit_of(x @ weights["up"].T @ weights["down"].T, count))
+        assert program.workspace.changes() == changes  # sizes that alternate map nothing
+
+
+def test_a_count_beyond_the_largest_bucket_is_an_error() -> None:
+    with mosaic.compile(bucketed((4, 16))) as program:
+        with pytest.raises(
+            BucketOverflow, match=r"'prefix' computed count = 60, the largest bucket of 'rows' is 16"
+        ) as at:
+            program("step", x=rows_of(0, 60), limit=torch.tensor([-1e9]))
+        assert (at.value.count, at.value.buckets) == (60, (4, 16))
+        assert len(program("step", x=rows_of(0, 60), limit=torch.tensor([1e9]))["y"]) == 4
+
+
+def test_a_carry_is_read_after_it_was_written_and_within_what_was() -> None:
+    with mosaic.compile(bucketed()) as program:
+        with pytest.raises(UsageError, match="run the step that writes it first"):
+            program.run("suffix", dims={"tokens": 60, "rows": 4})
+        program("prefix", x=rows_of(0, 8), limit=torch.tensor([-1e9]))
+        kept = program.carry("kept").clone()
+        for rows in (8, 8, 4, 4):
+            found = program.run("suffix", dims={"tokens": 60, "rows": rows})["y"]
+            up, last = program.weights()["up"], program.weights()["last"]
+            torch.testing.assert_close(found, 2 * (kept[:rows] @ up.T @ last.T))
+        with pytest.raises(UsageError, match=r"reads 4,096 bytes of the carry 'kept', of which .* left 1,024"):
+            program.run("suffix", dims={"tokens": 60, "rows": 16})
+
+
+def test_buckets_are_planned_before_anything_runs() -> None:
+    with mosaic.compile(bucketed((4, 4096))) as program:
+        most = program.plan("step", tokens=5000)
+        assert most.total_bytes == max(
+            program.plan("prefix", tokens=5000).total_bytes,
+            *(program.plan("suffix", tokens=5000, rows=rows).total_bytes for rows in (4, 4096)),
+        )
+    with mosaic.compile(bucketed((4, 4096)), budget=most.total_bytes - 1) as program:
+        with pytest.raises(DoesNotFit, match=r"needs .*, the budget is"):
+            program("step", x=rows_of(0, 5000), limit=torch.tensor([1e9]))
+        assert program.executors == ()
+    with mosaic.compile(bucketed((4, 4096)), budget=most.total_bytes) as program:
+        program("step", x=rows_of(0, 5000), limit=torch.tensor([1e9]))
+        assert program.memory().committed["carry/kept"] < 5000 * WIDTH * 4 + PAGE_BYTES
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"count": "missing"}, "'prefix' has no output 'missing' of one integer"),
+    ({"dim": "width"}, "'suffix' has no dim 'width'"),
+    ({"buckets": (4, 4)}, "buckets must be ascending"),
+    ({"buckets": ()}, "buckets must be ascending"),
+    ({"suffix": "other"}, "unknown phase 'other'"),
+    ({"name": "prefix"}, "has a phase or step 'prefix' already"),
+])  # fmt: skip
+def test_a_bucketed_step_that_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:
+    program = Program("p")
+    program.add_phase("prefix", prefix)
+    program.add_phase("suffix", suffix)
+    asked = {"name": "step", "prefix": "prefix", "suffix": "suffix", "count": "count", "dim": "rows", "buckets": (4,)}
+    with pytest.raises((GraphError, UnknownName), match=message):
+        program.add_bucketed_step(**{**asked, **changed})
+        program.graph("suffix")
+
+
+def wide(g: Any) -> None:
+    shape = (g.dim("n"), 8)
+    g.add_op(DOUBLE, g.carry("kept", shape, "float32"), out=g.output("y", shape, "float32"))
+
+
+def test_a_carry_of_other_rows_is_refused() -> None:
+    program = bucketed()
+    program.add_phase("wide", wide)
+    program.add_bucketed_step("more", "prefix", "wide", count="count", dim="n", buckets=(4,))
+    with pytest.raises(GraphError, match="only the number of rows may differ"):
+        program.graph("wide")
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+NAMES = ("kv", "summary")
+
+
+def two_states(g: Any) -> None:
+    """Store new rows into each state, and read all that there are."""
+    for name in NAMES:
+        new, rows = g.dim(f"{name}_new"), g.dim(f"{name}_rows")
+        state = g.state(name, (rows, WIDTH), "float32")
+        k, v = (g.input(f"{name}_{part}", (new, WIDTH // 2), "float32") for part in "kv")
+        g.add_op("kv_store", k, v, g.input(f"{name}_slots", (new,), "int64"), state, layer=0)
+        read = g.input(f"{name}_read", (rows,), "int64")
+        g.add_op("gather_rows", state, read, out=g.output(f"{name}_found", (rows, WIDTH), "float32"))
+
+
+def test_two_states_keep_their_rows_while_they_grow() -> None:
+    """Under poison: contents as naive code has them, addresses where they were, new rows zero."""
+    held = {name: torch.zeros(1, WIDTH) for name in NAMES}
+    generator = torch.Generator().manual_seed(0)
+    with mosaic.compile(two_states, debug="poison") as program:
+        addresses: dict[str, int] = {}
+        for step, sizes in enumerate(((1, 7), (900, 7), (900, 2000), (40, 2000), (900, 2001), (2500, 3))):
+            inputs: dict[str, Tensor] = {}
+            for name, rows in zip(NAMES, sizes, strict=True):
+                old = held[name][:rows]
+                held[name] = torch.cat([old, torch.zeros(rows - len(old), WIDTH)])
+                slots = torch.randperm(rows, generator=generator)[: max(1, rows // 3)]
+                held[name][slots] = new = rows_of(step, len(slots))
+                inputs |= {f"{name}_k": new[:, : WIDTH // 2], f"{name}_v": new[:, WIDTH // 2 :], f"{name}_slots": slots}
+                inputs[f"{name}_read"] = torch.arange(rows)
+            found = program.run("step", inputs)
+            for name in NAMES:
+                assert torch.equal(found[f"{name}_found"], held[name])
+                assert torch.equal(program.state(name), held[name])
+                assert program.state(name).data_ptr() == addresses.setdefault(name, program.state(name).data_ptr())
+            if step == 3:
+                program.trim()
+                committed = program.memory().committed
+                assert all(committed[f"state/{name}"] == program.current.pools[f"state/{name}"] for name in NAMES)
+        assert program.current.check() == ()
+
+
+# --- a model of one's own -----------------------------------------------------------------------------------------------
+
+
+def readme_blocks() -> tuple[str, str]:
+    """The README's model without its plan, and the code that runs it."""
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    model, run = (
+        text.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0].split("```python")[1].split("```")[0]
+        for name in ("custom-model", "run-custom-model")
+    )
+    return model.split("plan = mosaic.plan_graph(")[0], run
+
+
+def plain_step(weights: dict[str, Tensor], names: dict[str, Any], ids: Tensor, rows: Tensor) -> Tensor:
+    """Logits of the rows, in float32 from the formulas."""
+    w, head = {name: value.float() for name, value in weights.items()}, names["HEAD"]
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    def turned(x: Tensor, frequencies: Tensor) -> Tensor:
+        angles = torch.arange(len(x)).float()[:, None] * frequencies
+        a, b = x.view(len(x), -1, head).chunk(2, dim=-1)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    x = w["embedding"][ids]
+    for i in range(names["LAYERS"]):
+        p = f"layers.{i}/"
+        h = norm(x, w[p + "attention_norm"])
+        q, k, v = (h @ w[f"{p}{name}_proj"].T for name in "qkv")
+        q, k = (turned(t, w[p + "inv_freq"]) for t in (q, k))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * head**-0.5
+        y = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.view(len(x), -1, head)).reshape(len(x), -1)
+        x = x + y @ w[p + "o_proj"].T
+        h = norm(x, w[p + "ffn_norm"])
+        x = x + (torch.nn.functional.silu(h @ w[p + "gate_proj"].T) * (h @ w[p + "up_proj"].T)) @ w[p + "down_proj"].T
+    return norm(x[rows], w["final_norm"]) @ w["embedding"].T
+
+
+def test_the_model_of_the_readme_ends_with_a_step() -> None:
+    model, run = readme_blocks()
+    names: dict[str, Any] = {}
+    exec(compile(model, "README.md", "exec"), names)
+    shown: list[Any] = []
+    names["print"] = lambda *values: shown.extend(value.clone() for value in values)
+    exec(compile(run, "README.md", "exec"), names)
+    token, entropy = shown
+    rows = torch.tensor([3, 5, 8, 13, 21])
+    with mosaic.compile(names["denoising_step"], budget="64MiB", dims={"seqs": 1, "span": 24}, debug="poison") as again:
+        given = {name: value.clone() for name, value in again.weights().items()}
+    given = {name: value if value.dtype == torch.float32 else 4 * value for name, value in given.items()}
+    inputs = {
+        "token_ids": torch.arange(24), "positions": torch.arange(24, dtype=torch.int32),
+        "cu_seqlens": torch.tensor([0, 24], dtype=torch.int32), "rows": rows,
+    }  # fmt: skip
+    weights = {name: value for name, value in given.items() if not name.endswith("inv_freq")}
+    for scale in (1, 4):
+        own = {name: value if value.dtype == torch.float32 else value * scale / 4 for name, value in given.items()}
+        bound = {name: own[name] for name in weights}
+        with mosaic.compile(
+            names["denoising_step"], weights=bound, budget="64MiB", dims={"seqs": 1, "span": 24}, debug="poison"
+        ) as compiled:
+            found = {name: value.clone() for name, value in compiled.run("step", inputs).items()}
+        logits = plain_step(own, names, inputs["token_ids"], rows)
+        assert torch.equal(found["token"], logits.argmax(-1))
+        torch.testing.assert_close(found["maximum"], logits.max(-1).values, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(found["logsumexp"], logits.logsumexp(-1), rtol=0.01, atol=0.01)
+        if scale == 1:
+            assert torch.equal(found["token"], token) and torch.equal(found["entropy"], entropy)
+
+
+# --- what is asked wrongly ----------------------------------------------------------------------------------------------
+
+
+def small(g: Any) -> None:
+    n, m = g.dim("tokens"), g.dim("more")
+    x, y = g.input("x", (n, 2), "float32"), g.input("y", (n, 2), "float32")
+    h = g.add_op("linear", x, g.weight("w", (2, 2), "float32", tensor="a.weight"))
+    g.add_op(DOUBLE, h, out=g.output("z", (n, 2), "float32"))
+    g.add_op("linear", y, g.weight("v", (2, 2), "float32"), out=g.output("u", (n, 2), "float32"))
+    g.add_op(DOUBLE, g.input("s", (m + 1,), "float32"), out=g.output("t", (m + 1,), "float32"))
+
+
+SMALL = {"x": torch.ones(3, 2), "y": torch.ones(3, 2), "s": torch.ones(6)}
+EYE = torch.eye(2)
+
+
+def test_weights_go_by_their_tensor_or_their_name() -> None:
+    for key in ("a.weight", "w"):
+        with mosaic.compile(small, weights={key: 3 * EYE, "v": EYE}, dims={"more": 5}) as program:
+            assert program.run("step", SMALL)["z"].tolist() == [[6.0, 6.0]] * 3
+            assert program.run("step", SMALL, dims={"more": 5})["u"].tolist() == [[1.0, 1.0]] * 3
+
+
+@pytest.mark.parametrize(("weights", "message"), [
+    ({"v": EYE}, r"weights: missing: 'a.weight'\.$"),
+    ({"v": EYE, "w": EYE, "q": EYE}, r"weights: used by nothing: 'q'\.$"),
+    ({"q": EYE}, r"weights: missing: 'a.weight', 'v'; used by nothing: 'q'"),
+    ({"v": EYE, "w": torch.eye(3)}, r"'a.weight': expected float32 \[2, 2\], found float32 \[3, 3\]"),
+    ({"v": EYE.half(), "w": EYE}, r"'v': expected float32 \[2, 2\], found float16 \[2, 2\]"),
+])  # fmt: skip
+def test_weights_that_are_not_the_programs_are_refused(weights: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        mosaic.compile(small, weights=weights)
+
+
+@pytest.mark.parametrize(("changed", "dims", "message"), [
+    ({}, {}, "the step 'step' has dims that no input's shape says: 'more'. Give them by"),
+    ({"x": None}, {"more": 5}, "needs the input x"),
+    ({"x": torch.ones(4, 2)}, {"more": 5}, "the dim 'tokens' is 4 by input 'x' and 3 by input 'y'"),
+    ({}, {"more": 5, "tokens": 9}, "the dim 'tokens' is 9 by dims and 3 by input 'x'"),
+    ({"x": torch.ones(3)}, {"more": 5}, r"input 'x' of 'step': expected 2 axes, got \[3\]"),
+    ({"x": torch.ones(3, 4)}, {"more": 5}, r"expected float32 \[3, 2\], got float32 \[3, 4\]"),
+    ({"x": torch.ones(3, 2).long()}, {"more": 5}, r"expected float32 \[3, 2\], got int64 \[3, 2\]"),
+    ({"q": torch.ones(3)}, {"more": 5}, "unknown input 'q'"),
+])  # fmt: skip
+def test_inputs_that_do_not_make_a_step_are_refused(
+    changed: dict[str, Any], dims: dict[str, int], message: str
+) -> None:
+    inputs = {name: value for name, value in {**SMALL, **changed}.items() if value is not None}
+    with mosaic.compile(small) as program, pytest.raises(UsageError, match=message):
+        program.run("step", inputs, dims=dims)
+
+
+def test_what_is_no_step_and_no_program_is_refused() -> None:
+    with mosaic.compile(bucketed()) as program:
+        with pytest.raises(UsageError, match="several steps, name one: prefix, suffix, step"):
+            program(x=rows_of(0, 3))
+        with pytest.raises(UnknownName, match="unknown step 'prefx'"):
+            program.plan("prefx")
+        with pytest.raises(UsageError, match="computes 'rows': leave it out"):
+            program.run("step", {}, dims={"rows": 4})
+        with pytest.raises(UsageError, match="no state 'kv' holds anything"):
+            program.state("kv")
+    with pytest.raises(mosaic.MosaicError, match="closed"):
+        program.plan("prefix", tokens=4)
+    with pytest.raises(UsageError, match="has no phase"):
+        mosaic.compile(Program("empty"))
+    with pytest.raises(UsageError, match="a callable that registers"):
+        mosaic.compile(3)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="weights and dims are those of a program"):
+        mosaic.compile("llada-8b", weights={})  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="leave dtype, max_tokens and threads out"):
+        mosaic.compile(small, dtype="float32")  # type: ignore[call-overload]
