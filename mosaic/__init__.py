@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Implementation, Operator, Spec
     from mosaic.registrar.program import Program
     from mosaic.runtime.compiled import CompiledModel, compile
+    from mosaic.runtime.compiled_program import CompiledProgram
 
 _PUBLIC = {
     "CompiledModel": "mosaic.runtime.compiled",
+    "CompiledProgram": "mosaic.runtime.compiled_program",
     "DEVICES": "mosaic.devices",
     "Device": "mosaic.devices",
     "Graph": "mosaic.registrar.graph",
@@ -49,6 +51,7 @@ _PUBLIC = {
 __all__ = [
     "DEVICES",
     "CompiledModel",
+    "CompiledProgram",
     "Device",
     "Graph",
     "Implementation",

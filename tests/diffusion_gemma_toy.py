@@ -1,4 +1,4 @@
-"""Two layers of DiffusionGemma as a program: the hard test of the DSL. It is planned and checked, never run.
+"""Two layers of DiffusionGemma as a program: the hard test of the DSL. It is planned at full size and run small.
 
 Sizes are the release's (26B-A4B), layers are two: one sliding, one full, of different heads and head sizes. `encode` is
 causal and commits keys and values; `denoise` lets a canvas see the committed ones and its own, and carries a soft
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import sympy
+from diffusion_gemma_kernels import KERNELS
 
 from mosaic.registrar.graph import Buffer, Graph
-from mosaic.registrar.operator import Dim, Operator, Spec, require
+from mosaic.registrar.operator import Dim, Implementation, Operator, Spec, require
 from mosaic.registrar.program import Program
 
 HIDDEN: Final = 2816
@@ -142,34 +143,39 @@ def _only_rows(specs: Mapping[str, Spec], _: Mapping[str, Any]) -> Dim:
     return total
 
 
-ADD = Operator(name="add", reads=("x", "y"), updates=("x",), infer=_same)
-SCALE = Operator(name="scale", reads=("x", "factor?"), updates=("x",), infer=lambda x, factor=None, **_: ())
-NORM = Operator(name="norm_to", reads=("x", "weight?"), writes=("y",), inplace=(("y", "x"),), infer=_norm)
-HEAD_VALUES = Operator(name="head_values", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=_head_values)
-GELU_MUL = Operator(name="gelu_mul", reads=("gate", "up"), updates=("gate",), infer=lambda gate, up: _same(gate, up))
-GELU_PACKED = Operator(name="gelu_mul_packed", reads=("x",), writes=("y",), infer=_packed_gate)
-ROUTER = Operator(
-    name="scaled_route", reads=("x", "scale", "weight", "per_expert"), writes=("scores", "experts"), infer=_router,
+def _operator(name: str, **said: Any) -> Operator:
+    """An operator with what the CPU has for it."""
+    origin = "table" if name == "vocab_tile_update" else None
+    way = Implementation(backend="cpu", kernel=KERNELS[name], row_origin=origin)
+    return Operator(name=name, implementations=(way,), **said)
+
+
+ADD = _operator("add", reads=("x", "y"), updates=("x",), infer=_same)
+SCALE = _operator("scale", reads=("x", "factor?"), updates=("x",), infer=lambda x, factor=None, **_: ())
+NORM = _operator("norm_to", reads=("x", "weight?"), writes=("y",), inplace=(("y", "x"),), infer=_norm)
+HEAD_VALUES = _operator("head_values", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=_head_values)
+GELU_MUL = _operator("gelu_mul", reads=("gate", "up"), updates=("gate",), infer=lambda gate, up: _same(gate, up))
+GELU_PACKED = _operator("gelu_mul_packed", reads=("x",), writes=("y",), infer=_packed_gate)
+ROUTER = _operator(
+    "scaled_route", reads=("x", "scale", "weight", "per_expert"), writes=("scores", "experts"), infer=_router,
     flops=lambda x, scale, weight, per_expert, **_: 2 * x.elements * weight.shape[0], rate="gemm",
 )  # fmt: skip
-EXPERT_SUM = Operator(name="expert_sum", reads=("y", "order", "scores"), writes=("x",), infer=_expert_sum)
-CACHED_ATTENTION = Operator(
-    name="cached_attention", reads=("q", "k", "v", "keys", "values", "lengths"), writes=("y",),
+EXPERT_SUM = _operator("expert_sum", reads=("y", "order", "scores"), writes=("x",), infer=_expert_sum)
+CACHED_ATTENTION = _operator(
+    "cached_attention", reads=("q", "k", "v", "keys", "values", "lengths"), writes=("y",),
     whole=frozenset({"k", "v", "keys", "values"}), inplace=(("y", "q"),), infer=_cached, flops=_cached_flops, rate="attention",
 )  # fmt: skip
-COMMIT = Operator(
-    name="commit", reads=("k", "v", "lengths", "keys", "values"), updates=("keys", "values"), infer=_commit
+COMMIT = _operator("commit", reads=("k", "v", "lengths", "keys", "values"), updates=("keys", "values"), infer=_commit)
+SOFTCAP_TILE = _operator("softcap_tile", reads=("logits", "temperature"), writes=("scores",), infer=_softcap)
+VOCABULARY_START = _operator(
+    "vocab_start", reads=("h",), writes=ACCUMULATORS, infer=_vocabulary_start, bytes_moved=_only_rows
 )
-SOFTCAP_TILE = Operator(name="softcap_tile", reads=("logits", "temperature"), writes=("scores",), infer=_softcap)
-VOCABULARY_START = Operator(
-    name="vocab_start", reads=("h",), writes=ACCUMULATORS, infer=_vocabulary_start, bytes_moved=_only_rows
-)
-VOCABULARY_TILE = Operator(
-    name="vocab_tile_update", reads=("scores", "table", "seed", *ACCUMULATORS), updates=ACCUMULATORS,
+VOCABULARY_TILE = _operator(
+    "vocab_tile_update", reads=("scores", "table", "seed", *ACCUMULATORS), updates=ACCUMULATORS,
     infer=_vocabulary_tile, flops=_vocabulary_tile_flops, rate="gemm",
 )  # fmt: skip
-VOCABULARY_FINISH = Operator(
-    name="vocab_finish", reads=("maximum", "total", "weighted", "soft"), writes=("entropy",), updates=("soft",),
+VOCABULARY_FINISH = _operator(
+    "vocab_finish", reads=("maximum", "total", "weighted", "soft"), writes=("entropy",), updates=("soft",),
     infer=_vocabulary_finish,
 )  # fmt: skip
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusion_gemma_toy as toy
 import pytest
 import torch
+from diffusion_gemma_kernels import KERNELS
 from torch import Tensor
 
 import mosaic
 from mosaic import Implementation, Operator, Program, Spec
 from mosaic.errors import BucketOverflow, CheckpointError, DoesNotFit, GraphError, UnknownName, UsageError
+from mosaic.runtime.compiled_program import CompiledProgram
 from mosaic.runtime.page_pool import PAGE_BYTES
 
 WIDTH = 64
@@ -365,3 +369,72 @@ def test_what_is_no_step_and_no_program_is_refused() -> None:
         mosaic.compile("llada-8b", weights={})  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="leave dtype, max_tokens and threads out"):
         mosaic.compile(small, dtype="float32")  # type: ignore[call-overload]
+
+
+# --- two modes, three kinds of state and fourteen operators -------------------------------------------------------------
+
+TINY = {
+    "HIDDEN": 32, "DENSE": 24, "EXPERTS": 4, "TOP_K": 2, "EXPERT": 8, "VOCABULARY": 2048, "WINDOW": 15, "DTYPE": "float32",
+    "LAYERS": tuple(
+        replace(layer, heads=4, kv_heads=2, head_size=size, window=layer.window and 16)
+        for layer, size in zip(toy.LAYERS, (8, 16), strict=True)
+    ),
+}  # fmt: skip
+CHUNKED = {"canvas_rows": 32, "vocabulary": 1024, "encoder_proj": None, "decoder_ffn": None, "self_conditioning": 64}
+
+
+def encoded(program: CompiledProgram, parts: tuple[int, ...]) -> None:
+    """Commit tokens, as many at a time."""
+    before, ids = 0, torch.arange(sum(parts)) * 37 % 2048
+    for count in parts:
+        end = before + count
+        inputs = {
+            "token_ids": ids[before:end], "positions": torch.arange(before, end, dtype=torch.int32),
+            "lengths": torch.tensor([count, before], dtype=torch.int32),
+        }  # fmt: skip
+        program.run("encode", inputs, dims={"kv_tokens": end, "window_tokens": min(end, 15)})
+        before = end
+
+
+def denoised(program: CompiledProgram, before: int, tokens: int, seed: int) -> dict[str, Tensor]:
+    """One step of a canvas of 80 tokens behind what is committed, and the state that it leaves."""
+    inputs = {
+        "token_ids": torch.full((80,), tokens), "positions": torch.arange(before, before + 80, dtype=torch.int32),
+        "lengths": torch.tensor([80, before], dtype=torch.int32), "temperature": torch.tensor([0.5]),
+        "seed": torch.tensor([seed, 1]),
+    }  # fmt: skip
+    found = program.run("denoise", inputs, dims={"kv_tokens": before, "window_tokens": min(before, 15)})
+    return {**{name: value.clone() for name, value in found.items()}, "soft": program.state("soft_embedding").clone()}
+
+
+def test_diffusion_gemma_runs_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under poison: a prompt committed in parts leaves the states of one committed at once, chunks change nothing, and the
+    second step is conditioned on the first."""
+    for name, value in TINY.items():
+        monkeypatch.setattr(toy, name, value)
+    weights: dict[str, Tensor] = {}
+    seen: list[dict[str, Tensor]] = []
+    for parts, config in (((20,), None), ((12, 8), CHUNKED), ((5, 6, 9), {})):
+        with mosaic.compile(toy.program(), dims={"canvas": 80}, debug="poison", config=config) as program:
+            own = program.weights()
+            if not weights:
+                weights = {name: 8 * value for name, value in own.items()}
+            for name, value in own.items():
+                if "inv_freq" not in name:
+                    value.copy_(weights[name])
+            encoded(program, parts)
+            kept = {name: program.state(name).clone() for name in STATES}
+            first = denoised(program, 20, 7, 3)
+            second = denoised(program, 20, 7, 3)
+            seen.append({**kept, **first, **{f"{name} again": value for name, value in second.items()}})
+            assert config is not CHUNKED or program.current.config["canvas_rows"] == 32
+            assert set(program.current.check()) <= KERNELS.keys()
+        logits_bound = torch.log(torch.tensor(2048.0))
+        assert bool(((first["entropy"] >= 0) & (first["entropy"] <= logits_bound)).all())
+        assert not torch.equal(first["soft"], second["soft"])
+    for other in seen[1:]:
+        for name, value in seen[0].items():
+            torch.testing.assert_close(other[name], value, rtol=2e-3, atol=2e-4)
+
+
+STATES = tuple(f"layers.{i}/committed_{what}" for i in range(2) for what in ("keys", "values"))
