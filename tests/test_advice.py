@@ -70,6 +70,7 @@ def explained(planner: Planner, request: Request) -> Misfit:
     return misfit(planner, request, plan)
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("short", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_every_option_fits_as_written_and_is_the_least_of_its_kind(

@@ -83,6 +83,7 @@ def test_dream(bidirectional: Case, task: str, alg: str, temperature: float) -> 
     assert_same(bidirectional, prompt, expected, gen_length=30, **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("task", ["retrieval", "addition"])
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
 @pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 1.0}])

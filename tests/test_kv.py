@@ -344,6 +344,7 @@ def test_kv_attention_in_triton_may_overwrite_its_queries(splits: int, monkeypat
     check_in_triton(kv_case([(3, 60, 57), (10, 100, 90)], 4, 2, 8, BF16, block=4, padding=2), {"y": "q"})
 
 
+@pytest.mark.grid(together=1)
 @triton_test
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("block", [0, 4])
@@ -356,6 +357,7 @@ def test_a_slice_of_a_window_in_triton(block: int, splits: int, monkeypatch: pyt
         check_in_triton(Case("kv_attention", case.operands | part, outputs, case.attrs), row_start=start)
 
 
+@pytest.mark.soak
 @triton_test
 def test_kv_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     from mosaic.kernels.cuda import _triton
