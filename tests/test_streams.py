@@ -638,6 +638,10 @@ class MovingRange:
     def committed_bytes(self) -> int:
         return self.tensor.numel()
 
+    @property
+    def end_bytes(self) -> int:
+        return self.tensor.numel()
+
     def resize(self, num_bytes: int, *, holes: Any = (), populate: bool = True) -> None:
         old, self.tensor = self.tensor, torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
         self.tensor[: min(num_bytes, old.numel())] = old[:num_bytes]
