@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,54 @@ def test_buckets_are_planned_before_anything_runs() -> None:
     with mosaic.compile(bucketed((4, 4096)), budget=most.total_bytes) as program:
         program("step", x=rows_of(0, 5000), limit=torch.tensor([1e9]))
         assert program.memory().committed["carry/kept"] < 5000 * WIDTH * 4 + PAGE_BYTES
+
+
+def other(g: Any) -> None:
+    """A step that has nothing to do with the carry."""
+    m = g.dim("more")
+    g.add_op(
+        "linear", g.input("z", (m, WIDTH), "float32"), g.weight("up", (4 * WIDTH, WIDTH), "float32"),
+        out=g.output("u", (m, 4 * WIDTH), "float32"),
+    )  # fmt: skip
+
+
+def test_what_fits_by_its_plan_runs_after_a_carry_of_another_step() -> None:
+    """The carry's memory goes back where a step that does not declare it needs the room, and its value is gone then."""
+    program = bucketed((4, 16))
+    program.add_phase("other", other)
+    with mosaic.compile(program) as free:
+        budget = free.plan("prefix", tokens=5000).total_bytes
+        rows = max(m for m in range(1000, 10000, 50) if free.plan("other", more=m).total_bytes <= budget)
+        assert free.plan("other", more=rows).total_bytes + 5000 * WIDTH * 4 > budget
+    with mosaic.compile(program, budget=budget) as compiled:
+        for _ in range(2):
+            compiled("prefix", x=rows_of(0, 5000), limit=torch.tensor([0.0]))
+            assert compiled.memory().committed["carry/kept"] >= 5000 * WIDTH * 4
+            z = rows_of(1, rows)
+            torch.testing.assert_close(compiled("other", z=z)["u"], z @ compiled.weights()["up"].T)
+            assert compiled.memory().committed["carry/kept"] == 0
+            assert sum(compiled.memory().committed.values()) <= budget
+            with pytest.raises(UsageError, match="run the step that writes it first"):
+                compiled.run("suffix", dims={"tokens": 60, "rows": 4})
+
+
+def test_executors_are_kept_for_the_latest_sizes_and_outputs_for_their_owner() -> None:
+    program = Program("other")
+    program.add_phase("other", other)
+    with mosaic.compile(program) as compiled:
+        up = compiled.weights()["up"]
+        for rows in (*range(1, 20), 3, 19):
+            torch.testing.assert_close(compiled(z=torch.ones(rows, WIDTH))["u"], torch.ones(rows, WIDTH) @ up.T)
+        assert len(compiled.executors) == 16
+        done = threading.Event()
+        thread = threading.Thread(target=done.wait)
+        thread.start()
+        first = compiled(z=torch.ones(3, WIDTH))["u"]
+        kept = first.clone()
+        second = compiled(z=torch.zeros(3, WIDTH))["u"]
+        done.set()
+        thread.join()
+        assert torch.equal(first, kept) and not second.any()
 
 
 @pytest.mark.parametrize(("changed", "message"), [

@@ -71,7 +71,7 @@ class Program:
     name
         The model's name.
     backend
-        Whose implementations declare scratch bytes.
+        Whose implementations declare scratch bytes in graphs that are drawn or looked at; plans are for their device's.
 
     Examples
     --------
