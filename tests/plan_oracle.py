@@ -27,7 +27,7 @@ POOLS_OF = {
     "weight": ("weights", "host", "external"), "state": ("host", "external"), "host": ("host",),
     "external": ("external",),
 }  # fmt: skip
-POOLS = ("workspace", "weights", "host")  # and one for each state, of its name
+POOLS = ("workspace", "weights", "host")  # and one for each state and carry, of its name
 KERNELS = {  # kernel -> what it reads, what it writes, (written, read) in place
     "copy": (("x",), ("y",), ()),
     "rms_norm": (("x", "weight"), ("y",), (("y", "x"),)),
@@ -350,7 +350,7 @@ class Oracle:
         """What crosses a region's border, by the lists of its barrier."""
         region = self.regions[name]
         first, last = region["start"], region["end"]
-        listed = {b for b in self.ids if self.buffers[b]["pool"].split("/")[0] in ("workspace", "state")}
+        listed = {b for b in self.ids if self.buffers[b]["pool"].split("/")[0] in ("workspace", "state", "carry")}
         outside = {b for b in self.ids if not self.is_within(b, name)}
         written = {b for b in self.ids if any(first <= i < last for i in self._written(b))}
         read = {b for b in self.ids if any(first <= i < last for i in self._read(b))}
