@@ -6,12 +6,10 @@ from step to step, a carry its value from one step to the next one that declares
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
@@ -22,6 +20,7 @@ from torch import Tensor
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UnknownName, UsageError
 from mosaic.planner.custom import ProgramPlanner, Settings
 from mosaic.registrar.program import Build, Program
+from mosaic.runtime.bound_step import BoundStep, buffer_bytes, carried_bytes, fill_inputs
 from mosaic.runtime.engine import CAPTURED_MS
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.opening import in_use, open_workspace, usable_device
@@ -30,7 +29,7 @@ from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.turns import Turns
 from mosaic.runtime.weights import place_weights, streamed_bytes
-from mosaic.runtime.workspace import HOST, torch_dtype
+from mosaic.runtime.workspace import HOST
 from mosaic.units import Size, format_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -70,15 +69,6 @@ def compile_program(
     return CompiledProgram(
         planner, weights=weights, dims=dims, config=config, capture=capture, debug=debug, seed=seed
     )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bound:
-    """A step at one size: its executor, and bytes of the carries that it needs a value in, and that it leaves."""
-
-    executor: Executor
-    taken: Mapping[str, int]
-    left: Mapping[str, int]
 
 
 class CompiledProgram:
@@ -137,7 +127,7 @@ class CompiledProgram:
         self._streams = shared_streams(torch.cuda.current_device()) if self._on_cuda else None
         self._turns = Turns(on_cuda=self._on_cuda)
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._bound: OrderedDict[Hashable, _Bound] = OrderedDict()
+        self._bound: OrderedDict[Hashable, BoundStep] = OrderedDict()
         self._handed: list[weakref.ref[Tensor]] = []
         self._states: dict[str, int] = {}  # bytes of each state that steps have had
         self._carries: dict[str, int] = {}  # bytes of each carry that hold a value
@@ -328,7 +318,7 @@ class CompiledProgram:
                     f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
                     f"{self._carries.get(name, 0):,}: run the step that writes it first."
                 )
-        _fill(step, bound.executor.inputs, inputs)
+        fill_inputs(step, bound.executor.inputs, inputs)
         bound.executor.run()
         self._carries = {
             name: size if name not in bound.taken else min(size, self._carries[name])
@@ -336,7 +326,7 @@ class CompiledProgram:
         }
         return bound.executor.outputs
 
-    def _bind(self, step: str, dims: Mapping[str, int]) -> _Bound:
+    def _bind(self, step: str, dims: Mapping[str, int]) -> BoundStep:
         """Find or bind the executor of a step at its dims, with its memory committed."""
         plan, key = self._fitting(step, dims), self._key(step, dims)
         found = self._bound.get(key)
@@ -348,7 +338,7 @@ class CompiledProgram:
                 plan, self.workspace, weights=self._places, debug=self._debug, streams=self._streams,
                 capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
             )  # fmt: skip
-            found = self._bound[key] = _Bound(executor=executor, **_carried(plan.document))
+            found = self._bound[key] = BoundStep(executor=executor, **carried_bytes(plan.document))
         self._bound.move_to_end(key)
         while len(self._bound) > _KEPT_EXECUTORS:
             self._bound.popitem(last=False)
@@ -358,7 +348,7 @@ class CompiledProgram:
         """Clear the rows that are new; forget those that a plan leaves out."""
         for record in plan.document["buffers"]:
             if record["kind"] == "state":
-                name, size = record["name"], _bytes(record)
+                name, size = record["name"], buffer_bytes(record)
                 held = self._states.get(name, 0)
                 if size > held:
                     self.workspace.view(record["pool"], held, (size - held,), "uint8").zero_()
@@ -489,34 +479,3 @@ class CompiledProgram:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _fill(step: str, views: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Write the inputs of a step."""
-    for name in given:
-        if name not in views:
-            raise UnknownName("input", name, views)
-    absent = [name for name in views if name not in given]
-    if absent:
-        raise UsageError(f"the step '{step}' needs the input{'s' if len(absent) > 1 else ''} {', '.join(absent)}.")
-    for name, view in views.items():
-        if given[name].shape != view.shape or given[name].dtype != view.dtype:
-            expected, got = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (view, given[name]))
-            raise UsageError(f"input '{name}' of '{step}': expected {expected}, got {got}.")
-    for name, view in views.items():
-        view.copy_(given[name])
-
-
-def _carried(document: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Bytes of the carries that a plan reads before it writes them, and of all that hold a value after it."""
-    carries = {b["id"]: b for b in document["buffers"] if b["kind"] == "carry"}
-    touched: set[int] = set()
-    taken: dict[str, int] = {}
-    for op in document["ops"]:
-        taken |= {carries[b]["name"]: _bytes(carries[b]) for b in op["reads"] if b in carries and b not in touched}
-        touched |= {*op["reads"], *op["writes"]}
-    return {"taken": taken, "left": {b["name"]: _bytes(b) for b in carries.values()}}
-
-
-def _bytes(record: Mapping[str, Any]) -> int:
-    return math.prod(map(int, record["shape"])) * torch_dtype(record["dtype"]).itemsize

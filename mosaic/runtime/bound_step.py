@@ -1,0 +1,58 @@
+"""A step of a program at one size, bound: its executor, its inputs, and the carries that it takes and leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mosaic.errors import UnknownName, UsageError
+from mosaic.runtime.executor import Executor
+from mosaic.runtime.workspace import torch_dtype
+
+__all__ = ["BoundStep", "buffer_bytes", "carried_bytes", "fill_inputs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundStep:
+    """A step at one size: its executor, and bytes of the carries that it needs a value in, and that it leaves."""
+
+    executor: Executor
+    taken: Mapping[str, int]
+    left: Mapping[str, int]
+
+
+def fill_inputs(step: str, views: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Write the inputs of a step."""
+    for name in given:
+        if name not in views:
+            raise UnknownName("input", name, views)
+    absent = [name for name in views if name not in given]
+    if absent:
+        raise UsageError(f"the step '{step}' needs the input{'s' if len(absent) > 1 else ''} {', '.join(absent)}.")
+    for name, view in views.items():
+        if given[name].shape != view.shape or given[name].dtype != view.dtype:
+            expected, got = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (view, given[name]))
+            raise UsageError(f"input '{name}' of '{step}': expected {expected}, got {got}.")
+    for name, view in views.items():
+        view.copy_(given[name])
+
+
+def carried_bytes(document: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Bytes of the carries that a plan reads before it writes them, and of all that hold a value after it."""
+    carries = {b["id"]: b for b in document["buffers"] if b["kind"] == "carry"}
+    touched: set[int] = set()
+    taken: dict[str, int] = {}
+    for op in document["ops"]:
+        taken |= {
+            carries[b]["name"]: buffer_bytes(carries[b]) for b in op["reads"] if b in carries and b not in touched
+        }
+        touched |= {*op["reads"], *op["writes"]}
+    return {"taken": taken, "left": {b["name"]: buffer_bytes(b) for b in carries.values()}}
+
+
+def buffer_bytes(record: Mapping[str, Any]) -> int:
+    return math.prod(map(int, record["shape"])) * torch_dtype(record["dtype"]).itemsize
