@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Graph
     from mosaic.registrar.operator import Implementation, Operator, Spec
     from mosaic.registrar.program import Program
-    from mosaic.runtime.compiled import CompiledModel, compile
+    from mosaic.runtime.compile import compile
+    from mosaic.runtime.compiled import CompiledModel
     from mosaic.runtime.compiled_program import CompiledProgram
 
 _PUBLIC = {
@@ -41,7 +42,7 @@ _PUBLIC = {
     "Request": "mosaic.planner.request",
     "Spec": "mosaic.registrar.operator",
     "check_plan": "mosaic.planner.check",
-    "compile": "mosaic.runtime.compiled",
+    "compile": "mosaic.runtime.compile",
     "load_device": "mosaic.devices",
     "plan": "mosaic.planner.planner",
     "plan_graph": "mosaic.planner.custom",

@@ -449,7 +449,7 @@ SMALL = {
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     pytest.importorskip("torch")
-    from mosaic.runtime.compiled import compile
+    from mosaic.runtime.compile import compile
 
     with compile(SMALL) as model:
         model.save(tmp_path / "small")

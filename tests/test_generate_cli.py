@@ -25,7 +25,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import mosaic.decoding.loop
-import mosaic.runtime.compiled
+import mosaic.runtime.compile
 from mosaic import cli
 from mosaic.cli.live import LiveView, Record
 from mosaic.cli.output import results
@@ -366,7 +366,7 @@ class Outcome:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     model = FakeModel("Grüße, 東京!\n".encode())
-    monkeypatch.setattr(mosaic.runtime.compiled, "compile", model.compile)
+    monkeypatch.setattr(mosaic.runtime.compile, "compile", model.compile)
     monkeypatch.setattr(mosaic.decoding.loop, "generate", model.generate)
     return model
 
@@ -599,7 +599,7 @@ class AnswersBytes(FakeModel):
 
 def test_the_real_loop_feeds_text_json_and_totals(run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AnswersBytes("né!Grüße_".encode())
-    monkeypatch.setattr(mosaic.runtime.compiled, "compile", model.compile)
+    monkeypatch.setattr(mosaic.runtime.compile, "compile", model.compile)
     options = ("--gen-length", "24", "--block-length", "12", "--steps", "8", "--prompt", "hello worlds")  # 12 bytes
     ran = run("--model", str(checkpoint), *options)
     assert ran.code == 0 and ran.out == "né!Grüße_" * 2 + "\n" and "24 tokens in" in ran.err and " 8 steps" in ran.err
@@ -618,10 +618,10 @@ def test_the_real_loop_feeds_text_json_and_totals(run: Any, checkpoint: Path, mo
 IN_A_TERMINAL = """
 import sys
 sys.path.insert(0, {tests!r})
-import mosaic.runtime.compiled, mosaic.decoding.loop
+import mosaic.runtime.compile, mosaic.decoding.loop
 from test_generate_cli import FakeModel
 fake = FakeModel("Grüße, \\x1b[2J東京!".encode())
-mosaic.runtime.compiled.compile = fake.compile
+mosaic.runtime.compile.compile = fake.compile
 mosaic.decoding.loop.generate = fake.generate
 sys.argv = ["mosaic", "generate", "--model", {model!r}, "--prompt", "hi", *{extra!r}]
 from mosaic.cli import main

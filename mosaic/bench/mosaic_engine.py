@@ -15,7 +15,7 @@ from mosaic.bench.plans import alive_by_plan
 from mosaic.bench.settings import Settings
 from mosaic.devices import load_device
 from mosaic.planner import Planner, Request
-from mosaic.runtime.compiled import compile as compile_model
+from mosaic.runtime.compile import compile as compile_model
 
 __all__ = ["MosaicEngine", "fixed_part"]
 

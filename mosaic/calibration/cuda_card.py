@@ -252,7 +252,7 @@ def hold_models(profile: str) -> None:
 
 def _run_model(models: ExitStack, config: dict[str, Any], device: Device) -> int:
     """Run steps of one model, which stays open, and give the bytes of its pages."""
-    from mosaic.runtime.compiled import compile
+    from mosaic.runtime.compile import compile
 
     model = models.enter_context(compile(config, device=device))
     for lengths in _BATCHES:

@@ -196,7 +196,7 @@ def _decode(
     from mosaic.cli.live import Record
     from mosaic.cli.progress import compiling
     from mosaic.decoding import loop
-    from mosaic.runtime.compiled import compile
+    from mosaic.runtime.compile import compile
 
     began = time.perf_counter()
     try:

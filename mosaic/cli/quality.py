@@ -90,7 +90,7 @@ def quality(
     from mosaic.bench.environment import environment
     from mosaic.bench.meters import card
     from mosaic.devices import load_device
-    from mosaic.runtime.compiled import compile
+    from mosaic.runtime.compile import compile
 
     where = card(load_device(device).backend == "cuda")
     dtype = dtype or own_dtype(model, device)

@@ -21,6 +21,7 @@ import mosaic
 from mosaic.files import write_atomic
 from mosaic.models import Model
 from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.planner.polynomials import factor_columns
 from mosaic.planner.template import (
     Bodies,
     Body,
@@ -33,7 +34,6 @@ from mosaic.planner.template import (
     Template,
     compile_choices,
     compile_template,
-    factor_columns,
 )
 from mosaic.version import __version__
 

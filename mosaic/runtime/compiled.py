@@ -1,4 +1,4 @@
-"""`compile`: a model whose every byte is planned, as an object to call.
+"""A model whose every byte is planned, as an object to call.
 
 The face of an `Engine`, which has the plans, weights, states and executors; threads take `turns`.
 """
@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError, UsageError
 from mosaic.models.parts import LOGITS
@@ -24,7 +24,6 @@ from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.host_copy import HostCopy
-from mosaic.runtime.opening import config_of, planner_of
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import pack_step
 from mosaic.runtime.state_rows import OwnedRows
@@ -38,153 +37,15 @@ from mosaic.units import Size, parse_lengths, parse_tokens
 if TYPE_CHECKING:
     from mosaic.decoding import Generation, GenerationConfig, Prompt, Session, Streamer
     from mosaic.decoding.streaming import OnStep
-    from mosaic.devices import Device
-    from mosaic.models import Model
     from mosaic.models.architecture import Architecture
     from mosaic.planner.plan import Plan
-    from mosaic.planner.planner import Planner, Progress
-    from mosaic.registrar.program import Build, Program
-    from mosaic.runtime.compiled_program import CompiledProgram
+    from mosaic.planner.planner import Planner
 
-__all__ = ["CompiledModel", "MemoryReport", "StepOutput", "compile"]
+__all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
 DECIDED: Final = ("token", "score", "committed", "chosen")
 """Outputs of a phase with a commit rule."""
 _log = logging.getLogger(__name__)
-
-
-@overload
-def compile(
-    model: str | Path | Mapping[str, Any] | Model | nn.Module,
-    *,
-    device: Device | str | None = "cpu",
-    dtype: str | torch.dtype | None = None,
-    budget: Size | None = None,
-    host_budget: Size | None = None,
-    max_tokens: Size | None = None,
-    config: Mapping[str, int | str | None] | None = None,
-    capture: bool = True,
-    threads: int | None = None,
-    debug: Debug = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> CompiledModel: ...
-
-
-@overload
-def compile(
-    model: Program | Build,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    dims: Mapping[str, Size] | None = None,
-    device: Device | str | None = "cpu",
-    budget: Size | None = None,
-    host_budget: Size | None = None,
-    config: Mapping[str, int | str | None] | None = None,
-    capture: bool = True,
-    debug: Debug = None,
-    seed: int = 0,
-) -> CompiledProgram: ...
-
-
-def compile(
-    model: str | Path | Mapping[str, Any] | Model | nn.Module | Program | Build,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    dims: Mapping[str, Size] | None = None,
-    device: Device | str | None = "cpu",
-    dtype: str | torch.dtype | None = None,
-    budget: Size | None = None,
-    host_budget: Size | None = None,
-    max_tokens: Size | None = None,
-    config: Mapping[str, int | str | None] | None = None,
-    capture: bool = True,
-    threads: int | None = None,
-    debug: Debug = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> CompiledModel | CompiledProgram:
-    """Plan a model or a program, load its weights into planned memory, and return it ready to be called.
-
-    Parameters
-    ----------
-    model
-        A checkpoint directory; a preset's name or a config, with random weights; or a Hugging Face module, whose
-        parameters are adopted without a copy and must stay as they are. Or what a user has registered: a `Program`, or a
-        callable that registers a graph, which gives a `CompiledProgram`.
-    weights
-        Of a program: tensors by the buffers' `tensor`, or by their names; drawn at random if not given.
-    dims
-        Of a program: values of dims that follow from no input's shape.
-    device
-        "cpu", which None means too, or the profile of the CUDA card that this process uses (the first that PyTorch sees).
-    dtype
-        Of weights and activations; the checkpoint's if not given.
-    budget
-        The most bytes that everything together may take, as a number or like "24GiB"; the device's memory if not given.
-    host_budget
-        Pinned host memory that weights and hidden states may be kept in; what the profile says if not given.
-    max_tokens
-        The longest step expected, a number or like "128k": weights are loaded to where its plan wants them. A step that
-        needs them elsewhere loads them anew.
-    config
-        Take these settings in every plan instead of searching, such as {"attention": "heads", "heads": 4}; each kind of
-        step takes those that it has. A call's own `config` comes before it.
-    capture
-        Replay short steps from CUDA graphs.
-    threads
-        On a CPU, the threads that operations of a step may use: PyTorch is set to them for its time only. By the model's
-        size if not given (`StepThreads`), at most as many as PyTorch is set to.
-    debug
-        "poison" fills every buffer with NaN before and after its lifetime, and makes it an error to change a weight.
-    seed
-        For random weights.
-    progress
-        Told what is compiled, which takes seconds the first time; see `Planner`.
-
-    Raises
-    ------
-    DoesNotFit
-        If not even one token fits the budget.
-    CheckpointError
-        If the checkpoint is not what its config.json says.
-
-    Examples
-    --------
-    >>> config = {"model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48,
-    ...           "embedding_size": 64, "mask_token_id": 63, "torch_dtype": "float32"}
-    >>> with compile(config) as model:
-    ...     step = model(torch.tensor([1, 2, 63, 63]))
-    ...     step.rows.tolist(), tuple(step.confidence.shape)
-    ([2, 3], (2,))
-    """
-    from mosaic.models import Model
-
-    if not isinstance(model, str | Path | Mapping | Model | nn.Module):
-        from mosaic.runtime.compiled_program import compile_program  # symbolic: kept out of the start of a model
-
-        if dtype is not None or max_tokens is not None or threads is not None:
-            raise UsageError("a program has its own dtypes and sizes: leave dtype, max_tokens and threads out.")
-        return compile_program(
-            model, weights=weights, dims=dims or {}, device=device, budget=budget, host_budget=host_budget, config=config,
-            capture=capture, debug=debug, seed=seed,
-        )  # fmt: skip
-    if weights is not None or dims is not None:
-        raise UsageError(
-            "weights and dims are those of a program: a model's weights come from its directory or module."
-        )
-    source = dict(config_of(model)) if isinstance(model, nn.Module) else model
-    if isinstance(model, nn.Module) and dtype is None:
-        dtype = next(iter(model.parameters())).dtype
-    longest = None if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
-    planner = planner_of(
-        source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module), progress=progress
-    )
-    state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-    return CompiledModel(
-        planner, state=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug,
-        seed=seed,
-    )  # fmt: skip
 
 
 class CompiledModel:
@@ -252,9 +113,10 @@ class CompiledModel:
 
         Examples
         --------
+        >>> import mosaic
         >>> config = {"model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48,
         ...           "embedding_size": 64, "mask_token_id": 63, "torch_dtype": "float32"}
-        >>> with compile(config) as model, model.exclusive():
+        >>> with mosaic.compile(config) as model, model.exclusive():
         ...     first = model(torch.tensor([1, 63])).clone()
         ...     bool((model(torch.tensor([1, 63])).confidence == first.confidence).all())
         True
