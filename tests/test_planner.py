@@ -125,7 +125,7 @@ def test_plans_are_certified_optimal_across_the_grid(name: str, device: str) -> 
         assert made.fits == (made.total_bytes <= budget)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(sorted(PRESETS)), device=st.sampled_from(["rtx-4090", "h200", "cpu"]),
     lengths=st.lists(st.integers(1, 40000), min_size=1, max_size=5), ratio=st.fractions(Fraction(1, 100), 1),

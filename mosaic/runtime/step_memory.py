@@ -61,7 +61,7 @@ class StepMemory:
         committed = self._workspace.committed_bytes()
         if sizes[WORKSPACE] < committed.get(WORKSPACE, 0):
             self._before_shrinking()
-        unused = {name: 0 for name in committed if name != "weights"}
+        unused = {name: 0 for name in committed if name == HOST or name.startswith("carry/")}
         self._workspace.resize_all({**unused, **sizes}, holes=self._holes())
         self.exact = False
 
