@@ -114,6 +114,9 @@ class _Generator:
             self.rescue(dim)
         if _has_calls(body):
             scope.here.append(Loop(name, knob, dim, tile, tuple(body)))
+            return
+        for declared in declarations(body):  # a loop that does nothing is left out, and what it declared with it
+            scope.values.pop(declared, None)
 
     def rescue(self, dim: str) -> None:
         """Hand on some of what a loop makes, so that it matters: filled slice by slice, or added up."""
