@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from mosaic.decoding.streaming import OnStep, Step, Streamer
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.step import KV, StepSize
 from mosaic.runtime.packing import group_of
+from mosaic.runtime.range_pool import ClosesOnExit
 
 if TYPE_CHECKING:
     from mosaic.runtime.steps import StepRunner
@@ -45,7 +45,7 @@ class _Described(NamedTuple):
         return any(size.phase.cached for size in self.largest)
 
 
-class Session:
+class Session(ClosesOnExit):
     """The live requests of a model.
 
     Closing it, or leaving its `with` block, cancels what is live. Each call holds the model for its time, so threads may
@@ -216,11 +216,3 @@ class Session:
         for request in self.live:
             self.cancel(request)
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

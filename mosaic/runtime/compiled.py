@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import pack_step
+from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
@@ -48,7 +49,7 @@ DECIDED: Final = ("token", "score", "committed", "chosen")
 _log = logging.getLogger(__name__)
 
 
-class CompiledModel:
+class CompiledModel(ClosesOnExit):
     """A planned model. Call it with token ids; see `compile`, which makes it.
 
     One plan is made per configuration and shape of the input (tokens, sequences, masked rows rounded up by at most an
@@ -206,7 +207,7 @@ class CompiledModel:
             if not self._turns.is_alone:  # somebody else may overwrite views before the caller's next call
                 return output.clone()
             if self._engine.on_cuda:
-                self._engine.hand_out(output.tensors())
+                self._engine.handed_out.hold(output.tensors())
             return output
 
     def _warn_beyond(self, positions: int) -> None:
@@ -349,7 +350,7 @@ class CompiledModel:
         Outputs of the last call stay valid on the CPU; on a CUDA device they are emptied, as by a next call.
         """
         with self._turn():
-            self._engine.empty_views()
+            self._engine.handed_out.empty()
             self._engine.give_back()
 
     def save(self, path: str | Path) -> None:
@@ -370,11 +371,3 @@ class CompiledModel:
             if not self._engine.is_open:
                 raise RuntimeMemoryError("the model is closed: compile it again.")
             yield
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

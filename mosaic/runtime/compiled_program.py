@@ -6,12 +6,11 @@ from step to step, a carry its value from one step to the next one that declares
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import sympy
 import torch
@@ -21,10 +20,12 @@ from mosaic.errors import DoesNotFit, RuntimeMemoryError, UnknownName, UsageErro
 from mosaic.planner.custom import ProgramPlanner, Settings
 from mosaic.registrar.program import Build, Program
 from mosaic.runtime.bound_step import BoundStep, buffer_bytes, carried_bytes, fill_inputs
-from mosaic.runtime.engine import CAPTURED_MS
+from mosaic.runtime.engine import CAPTURED_MS, KEPT_EXECUTORS
 from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.opening import in_use, open_workspace, usable_device
 from mosaic.runtime.outputs import MemoryReport
+from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.turns import Turns
@@ -43,7 +44,6 @@ Dims: TypeAlias = Mapping[str, Size]
 NO_DIMS: Final[Dims] = MappingProxyType({})
 NO_INPUTS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 _KEPT_PLANS: Final = 128
-_KEPT_EXECUTORS: Final = 16
 
 
 def compile_program(
@@ -71,7 +71,7 @@ def compile_program(
     )  # fmt: skip
 
 
-class CompiledProgram:
+class CompiledProgram(ClosesOnExit):
     """A program whose every byte is planned. Run its steps by name; see `mosaic.compile`, which makes it.
 
     A step is planned and bound once for each size of its dims. Committed memory is the most that steps have needed; what
@@ -128,13 +128,13 @@ class CompiledProgram:
         self._turns = Turns(on_cuda=self._on_cuda)
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._bound: OrderedDict[Hashable, BoundStep] = OrderedDict()
-        self._handed: list[weakref.ref[Tensor]] = []
+        self._handed = HandedOut()
         self._states: dict[str, int] = {}  # bytes of each state that steps have had
         self._carries: dict[str, int] = {}  # bytes of each carry that hold a value
         first = self.program.steps[0]
         self._current = self._fitting(first, self._smallest(first))
         self.workspace = open_workspace(planner)
-        self._memory = StepMemory(self.workspace, [], self._release_views)
+        self._memory = StepMemory(self.workspace, [], self._handed.empty)
         try:
             for fixed in ("context", "library"):
                 self.workspace.ledger.charge(fixed, self._current.components[fixed])
@@ -289,7 +289,7 @@ class CompiledProgram:
             if not self._turns.is_alone:
                 return {key: value.clone() for key, value in found.items()}
             if self._on_cuda:
-                self._handed = [weakref.ref(value) for value in found.values()]
+                self._handed.hold(found.values())
             return dict(found)
 
     def _two_steps(
@@ -340,7 +340,7 @@ class CompiledProgram:
             )  # fmt: skip
             found = self._bound[key] = BoundStep(executor=executor, **carried_bytes(plan.document))
         self._bound.move_to_end(key)
-        while len(self._bound) > _KEPT_EXECUTORS:
+        while len(self._bound) > KEPT_EXECUTORS:
             self._bound.popitem(last=False)
         return found
 
@@ -442,20 +442,12 @@ class CompiledProgram:
     def trim(self) -> None:
         """Give back what the last step does not need. On a CUDA device, outputs that were handed out are emptied."""
         with self._turn():
-            self._release_views()
+            self._handed.empty()
             self._memory.exact = True
             self._memory.commit(self._current)
             self._carries = {
                 name: size for name, size in self._carries.items() if f"carry/{name}" in self._current.pools
             }
-
-    def _release_views(self) -> None:
-        """Empty the outputs handed out last: on a device, one touch of memory that is gone ends the whole process."""
-        for reference in self._handed:
-            tensor = reference()
-            if tensor is not None:
-                tensor.set_()  # type: ignore[call-overload]
-        self._handed = []
 
     def close(self) -> None:
         """Give all memory back. Closing twice is fine; running a step afterwards is an error."""
@@ -471,11 +463,3 @@ class CompiledProgram:
             if not self._open:
                 raise RuntimeMemoryError("the program is closed: compile it again.")
             yield
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

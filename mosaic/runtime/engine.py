@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from mosaic.models.step import KV, StepSize
 from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.opening import in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.packing import PackedStep, fill
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-_KEPT_EXECUTORS: Final = 16
+KEPT_EXECUTORS: Final = 16
 CAPTURED_MS: Final = 500.0
 """Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
 _log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class Engine:
         Who owns which rows of the keys and values.
     current
         The plan of the last step.
+    handed_out
+        Views of outputs that a caller may hold.
     """
 
     def __init__(
@@ -95,9 +97,9 @@ class Engine:
         self.current = self.plans.exact(StepSize(windows=(max_tokens,), rows=max_tokens))
         self.workspace = open_workspace(planner)
         self.rows = RowTable(KV, turns, drained=self.give_back)
-        self._memory = StepMemory(self.workspace, [self.rows], self.empty_views)
+        self.handed_out = HandedOut()
+        self._memory = StepMemory(self.workspace, [self.rows], self.handed_out.empty)
         self._bound: OrderedDict[Hashable, tuple[Plan, Executor]] = OrderedDict()
-        self._handed: list[weakref.ref[Tensor]] = []
         self._streams = shared_streams(torch.cuda.current_device()) if on_cuda else None
         where = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.weights = WeightStore(planner.model, self.workspace, where, seed=seed)
@@ -167,7 +169,7 @@ class Engine:
         )  # fmt: skip
         if step.rounded().dims(self._architecture).items() <= plan.document["dims"].items():
             self._bound[key] = (plan, executor)  # a plan for the exact numbers serves no other
-        while len(self._bound) > _KEPT_EXECUTORS:
+        while len(self._bound) > KEPT_EXECUTORS:
             self._bound.popitem(last=False)
         return executor
 
@@ -176,7 +178,7 @@ class Engine:
         lost = "; what was written into `weights()` is lost" if self.weights.shown else ""
         say = _log.warning if self.weights.shown else _log.info
         say("weights move: %s is streamed from now on, loaded anew%s", plan.config["stream"], lost)
-        self.empty_views()
+        self.handed_out.empty()
         self._bound.clear()
         self.weights.forget()
         self.workspace.resize_all(
@@ -194,19 +196,7 @@ class Engine:
 
     def give_back(self) -> None:
         """Give back what neither the last step nor owners of rows need; the workspace later if outputs may be in it."""
-        self._memory.trim(self.current, states_alone=bool(self._handed))
-
-    def hand_out(self, views: Iterable[Tensor]) -> None:
-        """Remember views of outputs that a caller holds, to be emptied before their memory goes."""
-        self._handed = [weakref.ref(view) for view in views]
-
-    def empty_views(self) -> None:
-        """Empty the outputs handed out last: on a device, one touch of memory that is gone ends the whole process."""
-        for reference in self._handed:
-            tensor = reference()
-            if tensor is not None:
-                tensor.set_()  # type: ignore[call-overload]
-        self._handed = []
+        self._memory.trim(self.current, states_alone=bool(self.handed_out))
 
     def memory(self) -> MemoryReport:
         """Report planned, committed and resident bytes; planned are those of the last step's plan."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from threading import RLock
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from mosaic.errors import UsageError
+from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.spans import Span, Spans, joined
 
 __all__ = ["OwnedRows", "RowTable"]
@@ -111,7 +110,7 @@ class RowTable:
                 self._drained()
 
 
-class OwnedRows:
+class OwnedRows(ClosesOnExit):
     """The rows that one owner has in a state, by position; see `RowTable`."""
 
     def __init__(self, table: RowTable, owner: Hashable) -> None:
@@ -196,11 +195,3 @@ class OwnedRows:
                 self._spans.append((first, last))
         ranges = [torch.arange(first, last) for first, last in self._spans]
         self._slots = torch.cat(ranges) if ranges else self._slots[:0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,0 +1,42 @@
+"""Outputs that callers hold: views of planned memory, to be emptied before that memory goes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+
+__all__ = ["HandedOut"]
+
+
+class HandedOut:
+    """The views handed out last. On a device, one touch of memory that is gone ends the whole process.
+
+    Examples
+    --------
+    >>> import torch
+    >>> views, output = HandedOut(), torch.zeros(3)
+    >>> views.hold([output]); bool(views)
+    True
+    >>> views.empty(); output.numel(), bool(views)
+    (0, False)
+    """
+
+    def __init__(self) -> None:
+        self._views: list[weakref.ref[Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._views)
+
+    def hold(self, views: Iterable[Tensor]) -> None:
+        """Remember these, in place of those before."""
+        self._views = [weakref.ref(view) for view in views]
+
+    def empty(self) -> None:
+        """Take their memory from all that somebody still holds."""
+        for reference in self._views:
+            tensor = reference()
+            if tensor is not None:
+                tensor.set_()  # type: ignore[call-overload]
+        self._views = []
