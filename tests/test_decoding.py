@@ -60,23 +60,34 @@ class Case:
 Make = Callable[..., Case]
 
 
+@pytest.fixture(scope="module")
+def cases() -> Iterator[dict[tuple[str, str, int], Case]]:
+    """Cases by runner, family and seed: one model serves all tests of a worker, and may keep nothing of any."""
+    made: dict[tuple[str, str, int], Case] = {}
+    yield made
+    for case in made.values():
+        if isinstance(case.runner, CompiledRunner):
+            case.runner.close()
+
+
 @pytest.fixture(params=list(RUNNERS))
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+def make(request: pytest.FixtureRequest, cases: dict[tuple[str, str, int], Case]) -> Iterator[Make]:
     made: list[Case] = []
 
     def build(family: str, seed: int = 0) -> Case:
-        config = CONFIGS[family]
-        arch = models.load(config).architecture
-        tensors = random_tensors(arch, seed)
-        made.append(Case(RUNNERS[request.param](config, tensors), Network(arch, tensors)))
+        key = (request.param, family, seed)
+        if key not in cases:
+            arch = models.load(CONFIGS[family]).architecture
+            tensors = random_tensors(arch, seed)
+            cases[key] = Case(RUNNERS[request.param](CONFIGS[family], tensors), Network(arch, tensors))
+        made.append(cases[key])
         return made[-1]
 
     yield build
     for case in made:
+        case.runner.architecture = case.network.arch
         if isinstance(case.runner, ReferenceRunner):
             assert all(sequence.closed for sequence in case.runner.sequences)
-        else:
-            case.runner.close()
 
 
 def prompt_of(length: int, seed: int = 0) -> Tensor:

@@ -1,101 +1,22 @@
 """Samples of rows: the CPU kernels, and the Triton ones in the interpreter or on a GPU, against an independent statement.
 
 `words_of`, `noise_of` and `assert_samples` state the random numbers and the rule in NumPy and float64, from what is
-published and nothing of the package. Compiling for real cards happens in a process of its own.
+published and nothing of the package.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
-from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-
-# --- in the process of its own --------------------------------------------------------------------------------------
-
-EVERY = "--every" in sys.argv
-
-
-def launches() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Operands of the statistics and samples of LLaDA-8B's head.
-
-    2,048 rows everywhere; in 80 and 90, whose code 86 and 89 share but for shared memory, also few rows, float32 and
-    rows that no descriptor describes; every tile of Hopper's, with a narrow one after it and without. What reads logits is
-    the same for any number of rows. If not `EVERY`, kinds after the first have statistics and samples in turn.
-    """
-    import torch
-
-    from mosaic.kernels.cuda import _triton
-
-    hidden, vocabulary, other = 4096, 126464, 152064
-    kinds = [(2048, torch.bfloat16, hidden, vocabulary)]
-    if _triton.capability(torch.empty(0)) in (80, 90):
-        kinds += [(32, torch.bfloat16, hidden, vocabulary), (2048, torch.float32, hidden, vocabulary)]
-    if _triton.capability(torch.empty(0)) == 90:
-        kinds += [(2048, torch.bfloat16, hidden + 4, vocabulary)]
-        kinds += [(rows, torch.bfloat16, hidden, vocabulary) for rows in (128, 256)]
-        kinds += [(rows, torch.bfloat16, hidden, other) for rows in (64, 128)]
-    for turn, (rows, dtype, stride, vocabulary) in enumerate(kinds):
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(*shape, dtype=dtype, device="meta")
-
-        stats = {name: empty(rows) for name in ("maximum", "second", "logsumexp", "entropy")}
-        stats["token"] = empty(rows, dtype=torch.int64)
-        more = {"keys": empty(rows, dtype=torch.int64), "temperature": empty(1), "sample_logit": empty(rows)}
-        more["sample"] = empty(rows, dtype=torch.int64)
-        x, weight = empty(rows, stride, dtype=dtype)[:, :hidden], empty(vocabulary, hidden, dtype=dtype)
-        if EVERY or turn % 2 == 0:
-            yield "unembed_stats", {"x": x, "weight": weight, **stats}
-        if EVERY or turn % 2 == 1 or turn == 0:
-            yield "unembed_sample", {"x": x, "weight": weight, **stats, **more}
-        if (rows, stride) != (2048, hidden):
-            continue
-        logits = empty(rows, vocabulary, dtype=dtype)
-        yield "row_stats", {"logits": logits, **stats}
-        yield "row_sample", {"logits": logits, **stats, **more}
-
-
-def compile_all() -> None:
-    """Print a line of JSON for every kernel and capability; operands as on a GPU, so descriptors where it has them."""
-    import test_triton_compiles as ahead
-
-    from mosaic.kernels.cuda import _triton, unembed_stats
-
-    plain = ahead.specialised
-
-    def specialised(kernel: Any, arguments: dict[str, Any]) -> Any:
-        described = {n: a for n, a in arguments.items() if isinstance(a, unembed_stats.TensorDescriptor)}
-        signature, constants, attributes = plain(kernel, arguments | {n: a.base for n, a in described.items()})
-        for parameter in kernel.params:
-            if parameter.name in described:
-                signature[parameter.name] = f"tensordesc<bf16{list(described[parameter.name].block_shape)}>"
-                del attributes[(parameter.num,)]
-        return signature, constants, attributes
-
-    def has_descriptors(x: Any, weight: Any) -> bool:
-        return _triton.capability(x) == 90 and x.element_size() == 2 and x.stride(0) % 8 == 0
-
-    ahead.launches, ahead.specialised, unembed_stats.has_descriptors = launches, specialised, has_descriptors
-    ahead.compile_all(every=True)
-
-
-if __name__ == "__main__":
-    compile_all()
-    sys.exit()
-
-
-# --- an independent statement ---------------------------------------------------------------------------------------
-
-import numpy as np  # noqa: E402
-import sympy  # noqa: E402
-import torch  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
-from operator_tables import scratch_rules  # noqa: E402
-from runtime_helpers import StorageWatch, allocated_bytes, storages  # noqa: E402
-from test_kernels import (  # noqa: E402
+import sympy
+import torch
+from numpy.typing import NDArray
+from operator_tables import scratch_rules
+from runtime_helpers import StorageWatch, allocated_bytes, storages
+from test_kernels import (
     BF16,
     DTYPES,
     F32,
@@ -109,13 +30,13 @@ from test_kernels import (  # noqa: E402
     strided,
     unit,
 )
-from torch import Tensor  # noqa: E402
+from torch import Tensor
 
-from mosaic.errors import GraphError  # noqa: E402
-from mosaic.kernels import _sampling, load  # noqa: E402
-from mosaic.registrar import tiles  # noqa: E402
-from mosaic.registrar.operator import Spec  # noqa: E402
-from mosaic.registrar.operators import operator as contract  # noqa: E402
+from mosaic.errors import GraphError
+from mosaic.kernels import _sampling, load
+from mosaic.registrar import tiles
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator as contract
 
 KERNELS = ("row_sample", "unembed_sample")
 NOISE_ERROR = 1.2e-5  # of g, in float32 and with a GPU's fast logarithm
@@ -636,34 +557,3 @@ def test_one_graph_serves_every_temperature_and_allocates_nothing(kernel: str) -
         graph.replay()
         case.outputs = {name: given[name].cpu() for name in case.outputs}
         verify(case)
-
-
-# --- compiled for real cards ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["in turn", pytest.param("every kind", marks=pytest.mark.soak)])
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if not HAS_TRITON:
-        pytest.skip("triton is not installed")
-    from test_triton_compiles import compiled_by
-
-    return compiled_by(__file__, tmp_path_factory, every=request.param == "every kind")
-
-
-def test_samples_compile_without_spills_and_within_shared_memory(compiled: list[dict[str, Any]]) -> None:
-    from test_triton_compiles import SHARED_BYTES
-
-    assert {line["capability"] for line in compiled} == set(SHARED_BYTES)
-    assert {line["operator"] for line in compiled} == {"row_stats", "unembed_stats", *KERNELS}
-    for line in compiled:
-        assert line["stack"] == 0 and line["local"] == 0, line
-        assert line["shared"] <= SHARED_BYTES[line["capability"]], line
-        assert line["global_scratch"] == 0, line
-
-
-def test_fused_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
-    products = [line for line in compiled if line["kernel"] == "partial_kernel" and line["capability"] == 90]
-    # many rows, few, one tile of them, two, without descriptors; float32 is beyond them
-    assert {line["operator"] for line in products if line["halves"]} == {"unembed_stats", "unembed_sample"}
-    assert not all(line["halves"] for line in products)
-    assert all(line["wgmma"] == line["halves"] for line in products), products

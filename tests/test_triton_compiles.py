@@ -5,7 +5,7 @@ its arguments, specialised as the just-in-time compiler would (1 as a constant, 
 16), and compiled ahead of time instead.
 
 The test command compiles each operator's first launch for Hopper and one of the older cards, and each further launch for
-one card, in turn; `make soak` compiles every launch for every card.
+one of the cards that it differs on, in turn; `make soak` compiles every launch for every card.
 """
 
 from __future__ import annotations
@@ -32,9 +32,14 @@ STACK_BYTES = {"rotary_kernel": 32}
 
 # --- in the process of its own --------------------------------------------------------------------------------------
 
+EVERY = "--every" in sys.argv
+
 
 def launches() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Operands of every Triton operator: 2,048 rows of LLaDA-8B, and of LLaDA-MoE for the experts; bfloat16."""
+    """Operands of every Triton operator: 2,048 rows of LLaDA-8B, and of LLaDA-MoE for the experts; bfloat16.
+
+    Of the sizes of `transfer`, the test command takes every rule's in turn.
+    """
     import torch
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -44,8 +49,6 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     experts, top_k, width = 64, 8, 2048
     wide, index = torch.float32, torch.int64
     x, cu_seqlens = empty(rows, hidden), empty(2, dtype=torch.int32)
-    stats = {name: empty(rows, dtype=wide) for name in ("maximum", "second", "logsumexp", "entropy")}
-    stats["token"] = empty(rows, dtype=index)
     choice, order = empty(rows, top_k, dtype=index), empty(rows * top_k, dtype=index)
     offsets, routed = empty(experts + 1, dtype=index), empty(rows * top_k, width)
     some, logsum = empty(rows, dtype=index), empty(rows, dtype=wide)
@@ -57,7 +60,6 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "rotary", {"x": x, **angles, **own, "head_size": size, "factor": 1.2}
     yield "silu_mul", {"gate": empty(rows, feed), "up": empty(rows, feed)}
     yield "embedding", {"ids": some, "table": empty(vocabulary, hidden), "y": x}
-    yield "row_stats", {"logits": empty(rows, vocabulary), **stats}
     attrs = {"head_size": size, "scale": size**-0.5}
     keys = {"k": empty(rows, hidden // 4), "v": empty(rows, hidden // 4), "cu_seqlens": cu_seqlens}
     yield "attention", {"q": x, **keys, "y": x, **attrs}
@@ -68,11 +70,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     for tokens, block in ((2, 0), (8, 4), (32, 0), (32, 32), (2048, 0), (2048, 32)):  # every tile; split, and not
         window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
         yield "kv_attention", {**window, "key_slots": empty(20_000, dtype=index), **attrs, "block": block}
-    yield "unembed_stats", {"x": x, "weight": empty(vocabulary, hidden), **stats}
-    for count in (32, 256):  # a short tile, more splits; a narrow one at the end of a split
-        few = {name: value[:count] for name, value in {"x": x, **stats}.items()}
-        yield "unembed_stats", {"weight": empty(vocabulary, hidden), **few}
-    figures = {name: stats[name] for name in ("maximum", "second", "logsumexp", "entropy")} | {"sample_logit": logsum}
+    figures = dict.fromkeys(("maximum", "second", "logsumexp", "entropy", "sample_logit"), logsum)
     for kind in ("confidence", "margin", "entropy", "random", "sequential"):
         yield "row_score", {**figures, "keys": some, "score": logsum, "kind": kind}
     yield "perturb_score", {"score": logsum, "keys": some, "temperature": empty(1, dtype=wide)}
@@ -82,8 +80,8 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     for dtype in (torch.bfloat16, wide):
         yield "row_nucleus", {"logits": empty(rows, vocabulary, dtype=dtype), **limits, **drawn}
     per_sequence = {"quota": empty(4, dtype=torch.int32), "threshold": empty(4, dtype=wide)}
-    for rule in ("top", "threshold", "dynamic", "above", "factor", "edit"):
-        for count in (rows, 100_000):
+    for turn, rule in enumerate(("top", "threshold", "dynamic", "above", "factor", "edit")):
+        for count in (rows, 100_000) if EVERY else (rows, 100_000)[turn % 2 :][:1]:
             of_rows = {name: empty(count, dtype=index) for name in ("token", "current", "chosen")}
             of_rows |= {"score": empty(count, dtype=wide), "committed": empty(count, dtype=torch.uint8)}
             edit = {"edit_threshold": empty(4, dtype=wide)} if rule == "edit" else {}
@@ -104,14 +102,51 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "moe_combine", {"y": routed, "order": order, "scores": empty(rows, top_k), "x": empty(rows, width)}
 
 
-def recorded(capability: int, *, every: bool) -> list[tuple[str, Any, dict[str, Any]]]:
+def samples() -> Iterator[tuple[str, dict[str, Any], tuple[int, ...]]]:
+    """Operands of the statistics and samples of LLaDA-8B's head, and the cards whose code the launch is about.
+
+    2,048 rows everywhere; in 80 and 90, whose code 86 and 89 share but for shared memory, also few rows, float32 and
+    rows that no descriptor describes; every tile of Hopper's, with a narrow one after it and without. What reads logits is
+    the same for any number of rows. If not `EVERY`, kinds after the first have statistics and samples in turn.
+    """
+    import torch
+
+    hidden, vocabulary, other = 4096, 126464, 152064
+    both, hopper = (80, 90), (90,)
+    kinds = [(2048, torch.bfloat16, hidden, vocabulary, tuple(SHARED_BYTES))]
+    kinds += [(32, torch.bfloat16, hidden, vocabulary, both), (2048, torch.float32, hidden, vocabulary, both)]
+    kinds += [(2048, torch.bfloat16, hidden + 4, vocabulary, hopper)]
+    kinds += [(rows, torch.bfloat16, hidden, vocabulary, hopper) for rows in (128, 256)]
+    kinds += [(rows, torch.bfloat16, hidden, other, hopper) for rows in (64, 128)]
+    for turn, (rows, dtype, stride, vocabulary, cards) in enumerate(kinds):
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device="meta")
+
+        stats = {name: empty(rows) for name in ("maximum", "second", "logsumexp", "entropy")}
+        stats["token"] = empty(rows, dtype=torch.int64)
+        more = {"keys": empty(rows, dtype=torch.int64), "temperature": empty(1), "sample_logit": empty(rows)}
+        more["sample"] = empty(rows, dtype=torch.int64)
+        x, weight = empty(rows, stride, dtype=dtype)[:, :hidden], empty(vocabulary, hidden, dtype=dtype)
+        if EVERY or turn % 2 == 0:
+            yield "unembed_stats", {"x": x, "weight": weight, **stats}, cards
+        if EVERY or turn % 2 == 1 or turn == 0:
+            yield "unembed_sample", {"x": x, "weight": weight, **stats, **more}, cards
+        if (rows, stride) != (2048, hidden):
+            continue
+        logits = empty(rows, vocabulary, dtype=dtype)
+        yield "row_stats", {"logits": logits, **stats}, cards
+        yield "row_sample", {"logits": logits, **stats, **more}, cards
+
+
+def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
     """Run the launchers as on such a card; list (operator, kernel, arguments by name) of every launch, or of this card's."""
     import torch
     from operator_tables import scratch_rules
     from triton.runtime.jit import JITFunction
 
     from mosaic.kernels import load
-    from mosaic.kernels.cuda import _triton
+    from mosaic.kernels.cuda import _triton, unembed_stats
 
     found: list[tuple[str, Any, dict[str, Any]]] = []
 
@@ -121,12 +156,15 @@ def recorded(capability: int, *, every: bool) -> list[tuple[str, Any, dict[str, 
 
     JITFunction.run = record
     _triton.capability = lambda operand: capability
+    unembed_stats.has_descriptors = lambda x, weight: (
+        capability == 90 and x.element_size() == 2 and x.stride(0) % 8 == 0
+    )
     turns: Counter[str] = Counter()
-    for operator, given in launches():
+    for operator, given, cards in [*((*launch, tuple(SHARED_BYTES)) for launch in launches()), *samples()]:
         turn, turns[operator] = turns[operator], turns[operator] + 1
         *older, newest = SHARED_BYTES
-        mine = (newest, older[len(turns) % 3]) if turn == 0 else (list(SHARED_BYTES)[(len(turns) + turn) % 4],)
-        if not every and capability not in mine:
+        mine = (newest, older[len(turns) % 3]) if turn == 0 else (cards[(len(turns) + turn) % len(cards)],)
+        if capability not in (cards if EVERY else mine):
             continue
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -142,6 +180,8 @@ def specialised(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str],
     """Signature, constants and divisibilities, as the just-in-time compiler would choose them."""
     import torch
 
+    from mosaic.kernels.cuda import unembed_stats
+
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
     signature, constants, attributes = {}, {}, {}
     for parameter in kernel.params:
@@ -150,6 +190,8 @@ def specialised(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str],
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name], attributes[place] = f"*{names[value.dtype]}", [["tt.divisibility", 16]]
+        elif isinstance(value, unembed_stats.TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{names[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
@@ -171,13 +213,13 @@ def usage(binary: bytes) -> dict[str, int]:
     return {key.lower(): int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
-def compile_all(*, every: bool) -> None:
-    """Print a line of JSON for every kernel and capability; of every launch, or of each card's."""
+def compile_all() -> None:
+    """Print a line of JSON for every kernel and capability."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     for capability in SHARED_BYTES:
-        for operator, kernel, arguments in recorded(capability, every=every):
+        for operator, kernel, arguments in recorded(capability):
             options = arguments.pop("")
             signature, constants, attributes = specialised(kernel, arguments)
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -192,7 +234,7 @@ def compile_all(*, every: bool) -> None:
 
 
 if __name__ == "__main__":
-    compile_all(every="--every" in sys.argv)
+    compile_all()
     sys.exit()
 
 
@@ -202,38 +244,33 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 
-def compiled_by(file: str, folders: pytest.TempPathFactory, *, every: bool) -> list[dict[str, Any]]:
-    """Run such a file in a process of its own, with an empty cache, once for all workers; give its lines."""
-    own = folders.getbasetemp()
-    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    kept = folder / f"{Path(file).stem}-{every}.jsonl"
+@pytest.fixture(scope="module", params=["each once", pytest.param("every card", marks=pytest.mark.soak)])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Lines of a process of its own with an empty cache, which is run once for all workers."""
+    own, every = tmp_path_factory.getbasetemp(), request.param == "every card"
+    kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"compiled-{every}.jsonl"
     with open(kept.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            kept.write_text(run_alone(file, folders.mktemp("triton"), every=every))
+            kept.write_text(run_alone(tmp_path_factory.mktemp("triton"), every=every))
     return [json.loads(line) for line in kept.read_text().splitlines()]
 
 
-def run_alone(file: str, folder: Path, *, every: bool) -> str:
-    """What such a file prints, with its cache in a folder."""
+def run_alone(folder: Path, *, every: bool) -> str:
+    """What this file prints as a program, with its cache in a folder."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(Path(__file__).parent.parent)}
-    command = [sys.executable, file, *(["--every"] if every else [])]
+    command = [sys.executable, __file__, *(["--every"] if every else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["each once", pytest.param("every card", marks=pytest.mark.soak)])
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return compiled_by(__file__, tmp_path_factory, every=request.param == "every card")
-
-
 def test_every_triton_operator_is_compiled(compiled: list[dict[str, Any]]) -> None:
     from mosaic.registrar.operators import OPERATORS
 
-    # cuBLAS carries out two, the driver copies; gather_rows launches the kernel of embedding; samples: test_sampling
-    elsewhere = {"linear", "linear_add", "copy", "gather_rows", "row_sample", "unembed_sample"}
+    # cuBLAS carries out two, the driver copies; gather_rows launches the kernel of embedding
+    elsewhere = {"linear", "linear_add", "copy", "gather_rows"}
     for cards in ((80, 86, 89), (90,)):
         assert {line["operator"] for line in compiled if line["capability"] in cards} == set(OPERATORS) - elsewhere
 
@@ -253,3 +290,11 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
 def test_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
     products = {"attention_kernel", "kv_attention_kernel", "partial_kernel", "grouped_linear_kernel"}
     assert products == {line["kernel"] for line in compiled if line["wgmma"] and line["kernel"] in products}
+
+
+def test_fused_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
+    products = [line for line in compiled if line["kernel"] == "partial_kernel" and line["capability"] == 90]
+    # many rows, few, one tile of them, two, without descriptors; float32 is beyond them
+    assert {line["operator"] for line in products if line["halves"]} == {"unembed_stats", "unembed_sample"}
+    assert not all(line["halves"] for line in products)
+    assert all(line["wgmma"] == line["halves"] for line in products), products
