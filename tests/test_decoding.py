@@ -420,6 +420,7 @@ def test_dream_draws_positions(make: Make) -> None:
     assert_same(case, prompt, expected, gen_length=12, steps=5, alg="maskgit_plus", alg_temp=0.4, seed=1)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("rule", [{"threshold": 0.3}, {"threshold": 1.0}, {"factor": 0.7}, {"factor": 1.0}])
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -439,6 +440,7 @@ def test_fast_dllm_keeps_what_top_p_leaves_on_dream(make: Make) -> None:
     assert_same(case, prompt, expected, gen_length=12, threshold=0.6, **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("steps", [3, 6, 9, 21])
 def test_the_schedule_with_a_cache(make: Make, cache: str, steps: int) -> None:
@@ -535,7 +537,7 @@ def way(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return WAYS[request.param]
 
 
-@pytest.mark.grid
+@pytest.mark.parametrize("make", [pytest.param("reference", marks=pytest.mark.soak), "compiled"], indirect=True)
 def test_batches_of_other_lengths_give_the_same_tokens_as_alone(make: Make, way: tuple[str, dict[str, Any]]) -> None:
     family, options = way
     case, prompts = make(family), [prompt_of(length) for length in (5, 16, 1, 16, 9)]
@@ -545,7 +547,7 @@ def test_batches_of_other_lengths_give_the_same_tokens_as_alone(make: Make, way:
     assert [found.steps for found in together] == [found.steps for found in alone]
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("seed", [1, 6])
 def test_generation_stops_at_the_end_of_the_text(make: Make, way: tuple[str, dict[str, Any]], seed: int) -> None:
     """What comes before is the same as without; every token of an answer is tried as the one that ends it."""
@@ -584,6 +586,7 @@ def test_ties_go_to_the_lower_row() -> None:
     assert order == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.grid(together=1)
 def test_a_model_that_predicts_the_mask_comes_to_an_end(make: Make, way: tuple[str, dict[str, Any]]) -> None:
     """The originals' loops wait for masks to go away; here a position is decided once, even for the mask."""
     family, options = way
@@ -712,6 +715,7 @@ class Plain:
         self.ids.append(-1)
 
 
+@pytest.mark.grid(together=1)
 def test_streams_are_the_answer_in_order(make: Make, way: tuple[str, dict[str, Any]]) -> None:
     family, options = way
     case, prompt, streamer, steps = make(family), prompt_of(9), Recorder(), list[Step]()
