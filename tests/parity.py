@@ -63,8 +63,8 @@ class Point:
 
 
 def pairwise(points: Sequence[Point], seed: str) -> list[Point]:
-    """Points drawn at random until every pair of settings that some point has is in one of them."""
-    source, tries = random.Random(seed), min(20, len(points))
+    """Points, the best of some drawn at random, until every pair of settings that some point has is in one of them."""
+    source, tries = random.Random(seed), min(1000, len(points))
     chosen = covering([point.pairs for point in points], lambda: source.sample(range(len(points)), tries))
     return in_turn(points[place] for place in chosen)
 

@@ -53,7 +53,7 @@ def prompt_of(task: str) -> Tensor:
     return torch.tensor(vocabulary().encode(PROMPTS[task]))
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("task", PROMPTS)
 @pytest.mark.parametrize(
     ("temperature", "remasking"), [(0.0, "low_confidence"), (0.8, "low_confidence"), (0.0, "random")]
@@ -71,7 +71,7 @@ def test_llada_guided(bidirectional: Case) -> None:
     assert_same(bidirectional, prompt, expected, gen_length=32, block_length=16, steps=16, cfg_scale=0.7)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("task", ["retrieval", "story"])
 @pytest.mark.parametrize("alg", ["origin", "maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
@@ -83,7 +83,7 @@ def test_dream(bidirectional: Case, task: str, alg: str, temperature: float) -> 
     assert_same(bidirectional, prompt, expected, gen_length=30, **options)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("task", ["retrieval", "addition"])
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
 @pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 1.0}])
@@ -98,7 +98,7 @@ def test_fast_dllm(
     assert_same(bidirectional, prompt, expected, gen_length=36, **options)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("task", PROMPTS)
 @pytest.mark.parametrize("remasking", ["sequential", "low_confidence_static", "low_confidence_dynamic"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -116,14 +116,16 @@ def test_sdar_keeps_what_top_p_and_top_k_leave(blockwise: Case, task: str) -> No
     assert_same(blockwise, prompt, expected, gen_length=40, steps=16, **settings)
 
 
-@pytest.mark.parametrize("task", PROMPTS)
+@pytest.mark.parametrize(
+    "task", ["addition", *(pytest.param(task, marks=pytest.mark.soak) for task in PROMPTS if task != "addition")]
+)
 def test_llada2(blockwise: Case, task: str) -> None:
     prompt = prompt_of(task)
     expected = sdar(blockwise.network, prompt, 40, 32, "low_confidence_dynamic", Draw(), 0.95)
     assert_same(blockwise, prompt, expected, gen_length=40, algorithm="llada2")
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("task", ["addition", "sorting"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_llada21(blockwise: Case, task: str, temperature: float) -> None:
