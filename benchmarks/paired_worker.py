@@ -1,0 +1,108 @@
+"""One turn of `benchmarks.paired`, in a process of its own: prints figures of whichever Mosaic is first on the path.
+
+It uses what the checkouts have in common: `compile`, calls, `generate`, and `Executor.run`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import mosaic
+from mosaic.runtime.executor import Executor
+
+STEPS = (1024, 4096, 16384)
+GENERATED = {
+    "llada-8b": (512, {"gen_length": 64, "block_length": 32, "steps": 64}),
+    "sdar-8b": (256, {"gen_length": 128}),
+}
+Figures = dict[str, list[float]]
+
+
+class Brackets:
+    """Events before and after every step that an executor runs."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        run, events = Executor.run, self.events
+
+        def bracketed(executor: Executor) -> None:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            run(executor)
+            last.record()
+            events.append((first, last))
+
+        Executor.run = bracketed  # type: ignore[method-assign]
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """Milliseconds of the steps on the device, and between the end of each and the start of the next."""
+        torch.cuda.synchronize()
+        inside = [first.elapsed_time(last) for first, last in self.events]
+        between = [a[1].elapsed_time(b[0]) for a, b in pairwise(self.events)]
+        self.events.clear()
+        return inside, between
+
+
+def steps_of(model: Any, name: str) -> Figures:
+    """Wall time of full steps, half of the rows masked."""
+    found: Figures = {}
+    for tokens in STEPS:
+        ids = torch.arange(tokens) % 50_000
+        rows = torch.arange(0, tokens, 2)
+        seconds = []
+        for repeat in range(3 + (20 if tokens < 10_000 else 8)):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            model(ids, masked=rows)
+            torch.cuda.synchronize()
+            if repeat >= 3:
+                seconds.append(1e3 * (time.perf_counter() - began))
+        found[f"{name}, step of {tokens:,} tokens"] = seconds
+    return found
+
+
+def generation_of(model: Any, name: str, brackets: Brackets) -> Figures:
+    """Wall time of a generation, and of its small steps: on the device, and between them."""
+    length, options = GENERATED[name]
+    prompt = torch.arange(length) % 50_000 + 100
+    found: Figures = {}
+
+    def generate() -> None:
+        model.generate(prompt, seed=1, stop_at_eos=False, **options)
+
+    generate()
+    generate()
+    brackets.times()
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        generate()
+        seconds.append(1e3 * (time.perf_counter() - began))
+    found[f"{name}, generation"] = seconds
+    inside, between = brackets.times()
+    found[f"{name}, a step of it on the card"] = inside
+    found[f"{name}, from the end of a step to the next"] = between
+    return found
+
+
+def main(device: str, models: list[str]) -> None:
+    """Measure the models in turn."""
+    figures: dict[str, Any] = {"card": torch.cuda.get_device_name()}
+    brackets = Brackets()
+    for name in models:
+        with mosaic.compile(name, device=device, seed=3) as model:
+            if name == "llada-8b":
+                figures |= steps_of(model, name)
+            figures |= generation_of(model, name, brackets)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,158 @@
+"""On a CUDA card: programs with operators of a user's own, bucketed steps replayed from graphs, and states that give pages
+back from their middle while later rows live."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import test_programs
+import torch
+from test_gpu_generation import DEVICE, FAMILIES, draw, generated, tokens_of
+from test_states import COMMIT, DECIDE, TOKENS, ids_of
+from torch import Tensor
+
+import mosaic
+from mosaic import Implementation
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.compiled_program import CompiledProgram
+from mosaic.runtime.state_rows import OwnedRows
+from mosaic.runtime.steps import StepRequest
+from mosaic.testing import verify_operator
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card: torch.cuda.is_available() is False"),
+]
+WIDTH = test_programs.WIDTH
+
+
+def keep_on_card(*, x: Tensor, limit: Tensor, kept: Tensor, count: Tensor, scratch: Tensor | None = None) -> None:
+    """The user's kernel; Triton is imported when it is first launched."""
+    kernels = importlib.import_module("keep_rows_triton")
+    kernels.keep_rows[(1,)](x, limit, kept, count, x.shape[0], W=x.shape[1], B=32)
+
+
+def double_on_card(*, x: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
+    torch.add(x, x, out=y)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CompiledProgram, CompiledProgram]]:
+    """The program of `test_programs` on the CPU and on the card, with the same weights."""
+    for name, launch in (("KEEP", keep_on_card), ("DOUBLE", double_on_card)):
+        operator = getattr(test_programs, name)
+        mine = Implementation(backend="cuda", kernel=launch)
+        monkeypatch.setattr(test_programs, name, replace(operator, implementations=(*operator.implementations, mine)))
+    with (
+        mosaic.compile(test_programs.bucketed()) as cpu,
+        mosaic.compile(test_programs.bucketed(), device=DEVICE) as card,
+    ):
+        for name, view in card.weights().items():
+            view.copy_(cpu.weights()[name])
+        yield cpu, card
+
+
+def test_bucketed_steps_are_replayed_and_their_carry_stays_where_it_is(
+    pair: tuple[CompiledProgram, CompiledProgram],
+) -> None:
+    cpu, card = pair
+    up, down = (cpu.weights()[name] for name in ("up", "down"))
+    addresses, sizes = set(), set()
+    for turn in range(5):
+        for seed, count in enumerate((3, 12, 40, 4, 17, 1)):
+            x = test_programs.rows_of(10 * turn + seed, 60)
+            limit = test_programs.limit_of(x @ up.T @ down.T, count)
+            expected, found = cpu("step", x=x, limit=limit), card("step", x=x.cuda(), limit=limit.cuda())
+            assert len(found["y"]) == len(expected["y"])
+            torch.testing.assert_close(found["y"][:count].cpu(), expected["y"][:count], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                card.carry("kept")[:count].cpu(), cpu.carry("kept")[:count], rtol=1e-4, atol=1e-4
+            )
+            addresses.add(card.carry("kept").data_ptr())
+            sizes.add(len(found["y"]))
+    assert len(addresses) == 1 and sizes == {4, 16, 60}
+    assert len(card.executors) == 4 and all(executor.captured for executor in card.executors)
+
+
+def test_an_operator_of_ones_own_is_held_against_its_reference_on_the_card() -> None:
+    double = replace(
+        test_programs.DOUBLE, reference=lambda *, x: 2 * x,
+        implementations=(Implementation(backend="cuda", kernel=double_on_card, name="torch"),),
+    )  # fmt: skip
+    assert verify_operator(double, {"x": "float32[tokens, 12]"}, sizes={"tokens": 37}, backend="cuda") == ("torch",)
+
+
+def ask(model: CompiledModel, owned: OwnedRows, seed: int, *, decide: bool) -> Tensor:
+    """Write keys and values of a whole sequence, or score a window at its end."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    tokens = ids_of(seed, TOKENS if decide else owned.length) % 200 + 8
+    rows = torch.arange(4) if decide else nothing
+    request = StepRequest(
+        phase=DECIDE if decide else COMMIT, token_ids=tokens, start=owned.length - len(tokens), sequence=owned,
+        key_len=owned.length, rows=rows, current=tokens[rows], quota=1,
+    )  # fmt: skip
+    return model.step([request])[0].score
+
+
+def test_pages_in_the_middle_of_a_state_go_back_to_the_card() -> None:
+    """The driver's counter shows it; later rows keep addresses and contents, and steps replayed from graphs stay right."""
+    with mosaic.compile(FAMILIES["sdar"]) as cpu, mosaic.compile(FAMILIES["sdar"], device=DEVICE) as card:
+        owned: dict[str, list[OwnedRows]] = {}
+        for name, model in (("cpu", cpu), ("card", card)):
+            draw(model)
+            owned[name] = [model.open_sequence() for _ in range(3)]
+            for number, mine in enumerate(owned[name]):
+                mine.reserve((500, 40_000, 700)[number])
+                ask(model, mine, number, decide=False)
+        expected = ask(cpu, owned["cpu"][2], 9, decide=True)
+
+        def check() -> None:
+            found = ask(card, owned["card"][2], 9, decide=True)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+        for _ in range(3):
+            check()
+        assert card.executors[-1].captured
+        state, row_bytes = card.workspace.range("state/kv"), 2 * 2 * 2 * 16 * 4
+        address, full = state.address, card.workspace.committed_bytes()["state/kv"]
+        for _ in range(3):
+            torch.cuda.synchronize()
+            free = torch.cuda.mem_get_info()[0]
+            owned["card"][1].close()
+            card.trim()
+            given = torch.cuda.mem_get_info()[0] - free
+            held = card.workspace.committed_bytes()["state/kv"]
+            assert full - held >= 40_000 * row_bytes - (4 << 20)
+            assert given >= full - held
+            assert card.memory().resident["state/kv"] == held
+            check()
+            again = card.open_sequence()
+            again.reserve(40_000)
+            assert again.runs() == [(500, 40_000)]
+            owned["card"][1] = again
+            ask(card, again, 1, decide=False)
+            check()
+            assert state.address == address
+        for mine in owned["card"]:
+            mine.close()
+        assert card.workspace.committed_bytes()["state/kv"] == 0
+
+
+def test_graphs_replay_after_their_memory_went_and_came_again() -> None:
+    with mosaic.compile(FAMILIES["sdar"], device=DEVICE) as model:
+        draw(model)
+        options: dict[str, Any] = {"gen_length": 40, "threshold": 0.3}
+        first = tokens_of(generated(model, "sdar", options))
+        for _ in range(2):
+            assert tokens_of(generated(model, "sdar", options)) == first
+        captured = [executor for executor in model.executors if executor.captured]
+        assert captured
+        for _ in range(2):
+            model(torch.arange(3000) % 200)  # other pages come
+            model.trim()
+            assert tokens_of(generated(model, "sdar", options)) == first
+        assert all(executor.captured for executor in captured)
