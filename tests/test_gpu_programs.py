@@ -89,7 +89,7 @@ def test_an_operator_of_ones_own_is_held_against_its_reference_on_the_card() -> 
 def ask(model: CompiledModel, owned: OwnedRows, seed: int, *, decide: bool) -> Tensor:
     """Write keys and values of a whole sequence, or score a window at its end."""
     nothing = torch.empty(0, dtype=torch.int64)
-    tokens = ids_of(seed, TOKENS if decide else owned.length) % 200 + 8
+    tokens = ids_of(seed, TOKENS if decide else owned.length) % 80
     rows = torch.arange(4) if decide else nothing
     request = StepRequest(
         phase=DECIDE if decide else COMMIT, token_ids=tokens, start=owned.length - len(tokens), sequence=owned,
@@ -152,7 +152,7 @@ def test_graphs_replay_after_their_memory_went_and_came_again() -> None:
         captured = [executor for executor in model.executors if executor.captured]
         assert captured
         for _ in range(2):
-            model(torch.arange(3000) % 200)  # other pages come
+            model(torch.arange(3000) % 80)  # other pages come
             model.trim()
             assert tokens_of(generated(model, "sdar", options)) == first
         assert all(executor.captured for executor in captured)
