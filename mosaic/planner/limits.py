@@ -10,21 +10,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Final
 
-from mosaic.planner.placement import Placement, place
+from mosaic.planner.placement import Placement, place, replayed
 from mosaic.planner.search import SearchResult, lowest, search, trace_step
 from mosaic.planner.space import Config, Point, Space
 
 __all__ = ["DimsAt", "is_feasible", "max_context", "search_and_place", "smallest_host", "smallest_total"]
 
 DimsAt = Callable[[int], Mapping[str, int]]
-_SAMPLES: Final = (1, 1 << 17, 1 << 20, 1 << 22)
-"""Contexts that may differ in what the host has room for."""
-_EXTREMES: Final = (1 << 12, 1 << 22)
-"""Contexts that may differ in which loops are worth it."""
-
-
+_FAR: Final = 1 << 20
+"""A context at which it shows which ways of running a step need least of the device."""
 QUICK: Final = "greedy_by_size"
 """Packs in milliseconds, never lower than the portfolio."""
 
@@ -53,7 +50,8 @@ class _Packer:
     def tightest(self) -> Config:
         """Of the configurations with the smallest chunks, one per combination of choices, the one that packs lowest."""
         best = lowest(self.point, self.host_budget_bytes)
-        for config in sorted(self.point.smallest(self.host_budget_bytes), key=self.point.total_bytes):
+        missed = self.total_bytes(best) - self.point.total_bytes(best)
+        for config in self.point.smallest(self.host_budget_bytes, slack=missed):
             if self.point.total_bytes(config) >= self.total_bytes(best):
                 break
             best = min(best, config, key=self.total_bytes)
@@ -104,19 +102,23 @@ def smallest_total(point: Point, host_budget_bytes: int = 0, *, solver: str = "a
 
 
 def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, solver: str = "auto") -> bool:
-    """Whether a plan fits the budgets. Packed only where the lower bound fits, and searched where the lowest one misses it.
-
-    A greedy packing that fits is answer enough: the portfolio's is no larger.
-    """
+    """Whether a plan fits the budgets. Packed only where the lower bound fits, and searched where the lowest one misses it."""
     least = lowest(point, host_budget_bytes)
     if not point.fits(least, budget_bytes, host_budget_bytes):
         return False
-    if solver == "auto":
-        quick = place(point, least, solver=QUICK)
-        if point.total_bytes(least, quick.peak_bytes) <= budget_bytes:
-            return True
+    if solver == "auto" and _fits_quickly(point, least, budget_bytes):
+        return True
     packer = _Packer(point, host_budget_bytes, solver)
     return packer.total_bytes(least) <= budget_bytes or packer.found(budget_bytes).fits
+
+
+def _fits_quickly(point: Point, config: Config, budget_bytes: int) -> bool:
+    """Whether a greedy packing or a replayed one fits, which is answer enough: the portfolio's is no larger."""
+    quick = place(point, config, solver=QUICK)
+    return any(
+        point.total_bytes(config, packing.peak_bytes) <= budget_bytes
+        for packing in chain([quick], replayed(point, config))
+    )
 
 
 def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> int | None:
@@ -173,36 +175,56 @@ def max_context(
     def at(context: int) -> Point:
         return space.at(dims_at(context), pinned=pinned)
 
+    def fits_quickly(context: int) -> bool:
+        point = at(context)
+        return _fits_quickly(point, lowest(point, host_budget_bytes), budget_bytes)
+
     def misses(context: int) -> bool:
         return not is_feasible(at(context), budget_bytes, host_budget_bytes, solver=solver)
 
     longest = _by_bounds(at, budget_bytes, host_budget_bytes, limit)
-    if longest and misses(longest):
-        longest = bisect_left(range(1, longest), True, key=misses)
-    return longest
+    if not longest or (solver == "auto" and fits_quickly(longest)):
+        return longest
+    # thorough packing takes a second where it misses, so it begins where the quick one ends
+    held = bisect_left(range(1, longest), True, key=lambda c: not fits_quickly(c)) if solver == "auto" else 0
+    if misses(held + 1):
+        return held
+    if not misses(longest):
+        return longest
+    return held + bisect_left(range(held + 1, longest), True, key=misses)
 
 
 def _by_bounds(at: Callable[[int], Point], budget_bytes: int, host_budget_bytes: int, limit: int) -> int:
     """The largest context with a configuration whose lower bound fits the budgets; 0 if there is none.
 
-    Found with the configurations that need least at some contexts, and held against all that there are.
+    One ladder after the other, the one that may need least of the device first. Where a rung misses the host's budget,
+    only lower ones can fit a longer context, and where it misses the device's, only higher ones: each rung that is asked
+    rules out half of them, so that few bodies are compiled.
     """
-    # what the host has room for depends on the context: weights alone, or hidden states as well
-    samples = [at(context) for context in (_SAMPLES if host_budget_bytes else _SAMPLES[-1:])]
-    choices = dict.fromkeys(c for point in samples for c in point.frugal(host_budget_bytes))
-    known = dict.fromkeys(at(context).lowest(c) for c in choices for context in _EXTREMES)
-
-    def fits(context: int, config: Config) -> bool:
-        return at(context).fits(config, budget_bytes, host_budget_bytes)
+    far = at(_FAR)
+    ladders = [[base] for base, _ in far.groups()]
+    ladders += [ladder for _, found in far.groups() for ladder in found if ladder and host_budget_bytes]
+    ladders.sort(key=lambda rungs: far.total_bytes(far.lowest(rungs[-1])))
 
     def largest(config: Config, least: int) -> int:
         """The largest context of one configuration, from one that it fits on."""
-        return least - 1 + bisect_left(range(least, limit + 1), True, key=lambda context: not fits(context, config))
 
-    longest, grown = 0, True
-    while grown and longest < limit:
-        grown = False
-        for config in (*known, *at(longest + 1).smallest(host_budget_bytes)):
-            if longest < limit and fits(longest + 1, config):
-                longest, grown = largest(config, longest + 1), True
+        def misses(context: int) -> bool:
+            return not at(context).fits(config, budget_bytes, host_budget_bytes)
+
+        return least - 1 + bisect_left(range(least, limit + 1), True, key=misses)
+
+    longest = 0
+    for rungs in ladders:
+        low, rung, high = 0, len(rungs) - 1, len(rungs) - 1
+        while low <= high and longest < limit:
+            point = at(longest + 1)
+            config = point.lowest(rungs[rung])
+            crowded = point.total_bytes(config) > budget_bytes
+            costly = point.host_bytes(config.choices) > host_budget_bytes
+            if not crowded and not costly:
+                longest = largest(config, longest + 1)
+                continue
+            low, high = (rung + 1 if crowded else low), (rung - 1 if costly else high)
+            rung = (low + high) // 2
     return longest

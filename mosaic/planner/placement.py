@@ -10,14 +10,14 @@ plan whatever was planned before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from mosaic.planner.offsets import Guard, Order, Problem, Solution, solve
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
 
-__all__ = ["NODE_LIMIT", "Placement", "place", "problem_of"]
+__all__ = ["NODE_LIMIT", "Placement", "place", "problem_of", "replayed"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,21 +37,27 @@ class Placement(NamedTuple):
 
 def place(point: Point, config: Config, *, solver: str = "auto") -> Placement:
     """Place every root of the workspace."""
+    found: list[Placement] = []
+    for placement in replayed(point, config) if solver == "auto" else ():
+        found.append(placement)
+        if placement.peak_bytes == point.lower_bound(config):
+            return placement
+    solution = _solve(problem_of(point.space.variant(config), point.root_sizes(config).tolist()), solver)
+    found.append(Placement(solution.offsets, solution.peak_bytes, solution.solver))
+    return min(found, key=lambda placement: placement.peak_bytes)  # the first of equals
+
+
+def replayed(point: Point, config: Config) -> Iterator[Placement]:
+    """The packings that the orders of a variant give at these sizes, those that hold, one by one."""
     variant = point.space.variant(config)
     sizes = point.root_sizes(config)
-    found: list[Placement] = []
-    for number in range(len(REFERENCES)) if solver == "auto" else ():
+    for number in range(len(REFERENCES)):
         order, guard, found_by = _reference_order(point, variant, number)
         offsets, peak = order.replay(sizes)
         if fault := guard.fault(offsets, sizes):
             _log.warning("dropped a replayed order of the solver %s: %s", found_by, fault)
             continue
-        found.append(Placement(offsets, int(peak), f"{found_by}, replayed"))
-        if peak == point.lower_bound(config):
-            return found[-1]
-    solution = _solve(problem_of(variant, sizes.tolist()), solver)
-    found.append(Placement(solution.offsets, solution.peak_bytes, solution.solver))
-    return min(found, key=lambda placement: placement.peak_bytes)  # the first of equals
+        yield Placement(offsets, int(peak), f"{found_by}, replayed")
 
 
 def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order, Guard, str]:

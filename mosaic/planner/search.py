@@ -100,7 +100,8 @@ def brute_force(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> 
 
 def lowest(point: Point, host_budget_bytes: int = 0) -> Config:
     """The configuration with the lowest total: the floor of the model at these dims."""
-    return min(point.smallest(host_budget_bytes), key=lambda c: (point.total_bytes(c), *_preference(point, c)))
+    equals = point.smallest(host_budget_bytes, slack=0)
+    return min(equals, key=lambda c: (point.total_bytes(c), *_preference(point, c)))
 
 
 def _preference(point: Point, config: Config) -> tuple[int, int, int, float, int]:

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import product
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -105,6 +107,10 @@ class Space:
                     rows[b.bytes] += b.rotate
             self._pool_rows[key] = rows
         return self._pool_rows[key]
+
+    def has_counted(self, choices: tuple[str, ...], pool: str) -> bool:
+        """Whether `pool_rows` has been asked for a pool."""
+        return (choices, pool) in self._pool_rows
 
     def state_pools(self, choices: tuple[str, ...]) -> Sequence[str]:
         """The pools of the states and carries of a body, in order of registration."""
@@ -228,10 +234,34 @@ class Point:
             for rows in product(*(self.options(choices, k) for k in self._knobs)):
                 yield Config(choices, rows)
 
-    def smallest(self, host_budget_bytes: int = 0) -> Iterator[Config]:
-        """The configurations among which the one with the lowest total is: one per combination of choices that needs
-        least of the device within what the host gives."""
-        return map(self.lowest, self.frugal(host_budget_bytes))
+    def smallest(self, host_budget_bytes: int = 0, *, slack: float = inf) -> Iterator[Config]:
+        """The configuration with the lowest total first, and of those that follow it the ones with up to `slack` bytes more:
+        of each combination of plain choices and of each ladder the one that needs least of the device and that the host
+        has room for. Where it has room for none, all with nothing escalated.
+
+        The highest rung of a ladder bounds the others from below, so bodies of those are compiled only where the bound
+        is low enough.
+        """
+        bases = [[base] for base, _ in self.groups()]
+        ladders = [ladder for _, found in self.groups() for ladder in found if ladder and host_budget_bytes]
+        held = [self.lowest(rungs[-1]) for rungs in (*bases, *ladders)]
+        waiting: list[tuple[int, int, Sequence[tuple[str, ...]]]] = [
+            (self.total_bytes(held[k]), k, rungs) for k, rungs in enumerate((*bases, *ladders))
+        ]
+        heapify(waiting)
+        given, most = set[Config](), inf
+        while waiting and waiting[0][0] <= most:
+            total, k, rungs = heappop(waiting)
+            room = self.affordable(rungs, host_budget_bytes)
+            if room and len(room) < len(rungs):
+                held[k] = self.lowest(room[-1])
+                heappush(waiting, (self.total_bytes(held[k]), k, room))
+            elif room and held[k] not in given:
+                most = min(most, total + slack)
+                given.add(held[k])
+                yield held[k]
+        if not given:
+            yield from sorted(held[: len(bases)], key=self.total_bytes)
 
     def lowest(self, choices: tuple[str, ...]) -> Config:
         """The configuration with the lowest peak under some choices.
@@ -264,20 +294,15 @@ class Point:
             k for k, knob in enumerate(self.space.template.knobs) if knob.name in around and config.rows[k] is not None
         ]
 
-    def frugal(self, host_budget_bytes: int) -> Iterator[tuple[str, ...]]:
-        """Combinations with escalating choices at their first option, and at the last one that the host has room for; where
-        it has room for none, all with nothing escalated."""
-        bases = [base for base, _ in self.groups()]
-        found = [base for base in bases if self.host_bytes(base) <= host_budget_bytes]
-        for _, ladders in self.groups() if host_budget_bytes else ():
-            found += [rungs[-1] for ladder in ladders if (rungs := self.affordable(ladder, host_budget_bytes))]
-        return iter(dict.fromkeys(found or bases))
-
     def affordable(self, ladder: Sequence[tuple[str, ...]], host_budget_bytes: int) -> Sequence[tuple[str, ...]]:
         """The lower rungs of a ladder, those that the host has room for; higher ones need more of it."""
         if not ladder or self.host_bytes(ladder[-1]) <= host_budget_bytes:
             return ladder
-        return ladder[: bisect_right(ladder, host_budget_bytes, key=self.host_bytes)]
+        low, high = 0, len(ladder) - 1
+        for k, rung in enumerate(ladder[:-1]):
+            if self.space.has_counted(rung, "host"):  # its body is there, so that asking it costs nothing
+                low, high = (k + 1, high) if self.host_bytes(rung) <= host_budget_bytes else (low, min(k, high))
+        return ladder[: bisect_right(ladder, host_budget_bytes, low, high, key=self.host_bytes)]
 
     def groups(self) -> Iterator[tuple[tuple[str, ...], list[list[tuple[str, ...]]]]]:
         """For each combination of the plain choices: it with nothing escalated, and its ladders.
