@@ -197,7 +197,7 @@ def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str
     now = point.dominating(config)
     for knob, rows in enumerate(config.rows):
         smallest = point.options(config.choices, knob)[-1]
-        if rows == smallest or point.dominating(_with(config, knob, smallest)) >= now:
+        if point.dominating(_with(config, knob, smallest)) >= now:
             continue
         for setting in point.by_time(config.choices, knob):
             if setting is None or (rows is not None and setting >= rows):
@@ -246,8 +246,7 @@ def _traded(point: Point, config: Config, outer: int, inner: int, budget_bytes: 
 
 
 def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) -> tuple[Config, list[TraceStep]]:
-    """Within the time limit take every move that lowers the peak, then drop those the peak does not need."""
-    trace = list(trace)
+    """Within the time limit take every move that lowers the peak, then drop those the peak does not need: a trace goes on."""
     while True:
         moves = [move for move in _lowering(point, config) if point.seconds(move[1]) <= limit]
         if not moves:
