@@ -124,7 +124,10 @@ class Tabulated(Point):
         # the op of a live set is told from its index
         variant = SimpleNamespace(formula=SimpleNamespace(at=range(tables.num_sets)))
         template = SimpleNamespace(choices=choices, knobs=knobs)
-        self.space = cast(Space, SimpleNamespace(template=template, variant=lambda config: cast(Variant, variant)))
+        self.asked: set[Choices] = set()
+        found = SimpleNamespace(template=template, variant=lambda config: cast(Variant, variant))
+        found.has_counted = lambda choices, pool: choices in self.asked
+        self.space = cast(Space, found)
 
     def options(self, choices: Choices, knob: int) -> list[int | None]:
         return self.tables.options(choices, knob)
@@ -152,6 +155,7 @@ class Tabulated(Point):
         return self.tables.bytes(config)[0]
 
     def host_bytes(self, choices: Choices) -> int:
+        self.asked.add(choices)
         return self.tables.ways[choices[0]].host[self.tables.rung(choices)]
 
     def seconds(self, config: Config) -> float:
