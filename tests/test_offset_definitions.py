@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Callable, Sequence
+from itertools import accumulate, product
+from typing import Any
 
 import numpy as np
 import pytest
+from offset_instances import perfect
 
-from mosaic.planner.offsets import Blocks, Problem, blocks_of, kernels, lower_bound
+from mosaic.planner.offsets import Blocks, Problem, blocks_of, compiled, kernels, lower_bound
 from mosaic.planner.offsets.best_fit import best_fit, best_fit_in_order
 from mosaic.planner.offsets.blocks import paced
 from mosaic.planner.offsets.first_fit import first_fit, first_fit_in_order
@@ -277,6 +281,38 @@ def test_first_and_best_fit_take_the_lowest_and_the_smallest_hole(best: bool) ->
                 assert kernels.first_fit_scan(*columns).tolist() == naive_place(blocks, order, best=False)
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run what would be compiled as it is, on the same int64 arrays; return the names of what was asked for."""
+    asked: list[str] = []
+
+    def compile_not(source: Callable[..., Any]) -> Callable[..., Any]:
+        asked.append(source.__name__)
+        return source
+
+    monkeypatch.setattr(compiled, "available", lambda: True)
+    monkeypatch.setattr(compiled, "compiled", compile_not)
+    return asked
+
+
+def test_neighbours_are_looked_up_or_scanned_where_lists_would_be_long(uncompiled: list[str]) -> None:
+    for seed in SEEDS:
+        for best in (False, True):
+            blocks = blocks_of(any_problem(seed))
+            order = sorted(range(len(blocks)), key=lambda row: (row * 7) % 5)
+            expected, pairs = naive_place(blocks, order, best=best), blocks.num_pairs
+            scanned = blocks.plain and not best
+            ticks: list[None] = []
+            found = place_in_order(
+                blocks, order, best=best, tick=lambda ticks=ticks: ticks.append(None), many_pairs=pairs - 1
+            )
+            assert found == expected and len(ticks) == (0 if scanned else len(order))
+            assert uncompiled == ["first_fit_scan"] * scanned and "conflicts" not in vars(blocks)
+            uncompiled.clear()
+            assert place_in_order(blocks, order, best=best, many_pairs=pairs) == expected
+            assert "conflicts" in vars(blocks) and not uncompiled
+
+
 def test_greedy_takes_the_most_important_first() -> None:
     for seed in SEEDS:
         blocks = blocks_of(any_problem(seed, most=16))
@@ -361,6 +397,16 @@ def test_neighbours_are_those_that_share_time() -> None:
             found = [int(near.rows[other]) for other in near.of(place)]
             assert len(found) == len(set(found))
             assert set(found) == {o for o in range(count) if starts[o] < ends[row] and starts[row] < ends[o]}
+    assert Neighbours([], []).rows.tolist() == []
+
+
+def test_neighbours_keep_no_list_of_what_is_over() -> None:
+    n = 1 << 14
+    tracemalloc.start()
+    near = Neighbours(range(n), range(2, n + 2))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert near.of(n - 1).tolist() == [n - 2, n - 1] and held < 64 * n
 
 
 def joined(layout: Layout, name: str, cuts: str, at: int) -> list[int]:
@@ -516,6 +562,55 @@ def test_local_search_climbs_as_late_acceptance_does() -> None:
                 expected[row] = offset
             climb.offsets = kept
             assert search.offsets() == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_local_search_remembers_the_costs_of_a_thousand_steps(seed: int) -> None:
+    blocks = blocks_of(perfect(16, seed, height=40))
+    layout, begin = layout_of(blocks), list(accumulate([0, *blocks.sizes[:-1]]))
+    search = LocalSearch(blocks, layout, begin, seed=seed, fast=False)
+    climb = Climb(layout, sorted(range(len(blocks)), key=lambda i: begin[layout.rows[i]]), seed)
+    for _ in range(2_400):
+        climb.step()
+    assert search.advance(2_400, 0) == climb.peak
+    climb.drop(climb.best, None)
+    assert [search.offsets()[row] for row in layout.rows] == climb.offsets
+
+
+def test_local_search_climbs_on_arrays_as_on_lists(uncompiled: list[str]) -> None:
+    for seed in range(6):
+        blocks = blocks_of(any_problem(seed, most=24))
+        layout, begin = layout_of(blocks), first_fit(blocks)
+        slow, fast = (LocalSearch(blocks, layout, begin, seed=seed, fast=fast) for fast in (False, True))
+        assert fast.advance(150, 0) == slow.advance(150, 0) and fast.offsets() == slow.offsets()
+        assert all(type(offset) is int for offset in fast.offsets())
+    assert {"drop", "improve"} == set(uncompiled)
+
+
+def test_a_drop_gives_up_once_a_top_is_above_the_limit() -> None:
+    for seed in SEEDS[:60]:
+        blocks, draw = blocks_of(any_problem(seed)), random.Random(seed)
+        layout = layout_of(blocks)
+        order = sorted(range(len(layout.rows)), key=lambda _: draw.random())
+        if not order:
+            continue
+        climb = Climb(layout, order, seed)
+        names = ("sizes", "piece_cuts", "piece_low", "piece_high", "alignments", "pin_cuts", "pin_low", "pin_top")
+        fixed = [layout.columns[name] for name in names]
+        for limit in range(climb.highest() - 3, climb.highest() + 2):
+            offsets, tops = [99] * len(order), [99] * layout.num_sections
+            cost = climb.drop(order, limit)
+            assert kernels.drop(order, offsets, tops, *fixed, limit=limit) == (-1 if cost is None else cost)
+            assert cost is None or offsets == climb.offsets
+
+
+def test_what_is_moved_lies_at_its_target_and_the_others_keep_their_order() -> None:
+    for source, target in product(range(6), repeat=2):
+        order = list("abcdef")
+        kernels.move(order, source, target)
+        others = list("abcdef")
+        others.insert(target, others.pop(source))
+        assert order == others
 
 
 def test_a_search_of_nothing_but_pins_has_a_peak_of_nothing() -> None:

@@ -15,10 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from test_offset_definitions import any_problem
 
 from mosaic.errors import MosaicError, UnknownName
 from mosaic.planner.offsets import Blocks, Problem, Solution, blocks_of, compiled, cpsat, ilp, portfolio, solve
+from mosaic.planner.offsets.best_fit import best_fit
 from mosaic.planner.offsets.exact import FAILED, LANES, RUNNING, SOLVED
+from mosaic.planner.offsets.first_fit import first_fit
+from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from mosaic.planner.offsets.incumbent import Incumbent, Outcome, OutOfTime
 from mosaic.planner.offsets.periodic import Folded
 
@@ -415,7 +419,7 @@ def test_capacities_to_ask_for_lie_between_bound_and_peak() -> None:
         bound = step * draw.randrange(20)
         peak = bound + step * draw.randrange(1, draw.choice((12, 400)))
         held = [step * draw.randrange(peak // step + 9) for _ in range(draw.randrange(7))]
-        capacity = draw.randrange(peak + 9) if draw.random() < 0.4 else None
+        capacity = draw.choice((bound, peak, draw.randrange(peak + 9))) if draw.random() < 0.4 else None
         room = (peak - bound) // step
         near = [at for at in range(bound, peak) if at in held]
         eighths = {part: bound + step * int(room * part / 8) for part in (4, 6, 7)}
@@ -440,6 +444,14 @@ def test_skyline_tries_its_preorders_until_one_reaches_the_bound(rig: Rig) -> No
     rig.forget()
     rig.peaks["skyline TAW"] = BOUND
     assert solve(problem_of(), solver="skyline").optimal and rig.asked == list(CHEAP[2:4])
+
+
+@pytest.mark.parametrize("place", [first_fit, best_fit, greedy_by_size, greedy_by_area, greedy_by_conflicts])
+def test_a_heuristic_is_asked_by_its_name(place: Callable[[Blocks], list[int]]) -> None:
+    for seed in range(5):
+        problem = any_problem(seed, most=30)
+        solution, blocks = solve(problem, solver=place.__name__), blocks_of(problem)
+        assert (solution.solver, solution.offsets) == (place.__name__, blocks.expand(place(blocks)))
 
 
 def test_local_search_alone_begins_with_a_skyline_and_ends_at_the_bound(rig: Rig) -> None:

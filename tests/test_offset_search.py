@@ -11,13 +11,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from offset_instances import perfect
 from test_offset_definitions import any_problem, lifted, times
 
-from mosaic.planner.offsets import Problem, blocks_of
+from mosaic.planner.offsets import Problem, blocks_of, compiled, memory
 from mosaic.planner.offsets.blocks import Blocks
 from mosaic.planner.offsets.exact import FAILED, LANES, RUNNING, SOLVED, Layout, Search, layout_of, luby
+from mosaic.planner.offsets.memory import memory_of
+from mosaic.planner.offsets.propagation import subset_sums
 
 RULES = ("choices", "floor", "offset")
 PLANS = [(rule, keys) for keys in ("TWA", "TAW", "ATW") for rule in RULES]
@@ -250,6 +253,70 @@ def test_searches_take_the_steps_of_the_definition() -> None:
         for capacity in (blocks.lower_bound - 1, blocks.lower_bound, blocks.lower_bound + 2):
             for lane in (seed % 9, (seed + 4) % 9):
                 compare(problem, capacity, lane, 4)
+
+
+def test_a_memory_has_room_for_the_longest_search_and_no_more() -> None:
+    for seed in range(40):
+        layout = layout_of(blocks_of(any_problem(seed)))
+        slow, fast = (
+            memory_of(records, layout.parts, 77, records is layout.array) for records in (layout.records, layout.array)
+        )
+        n, sections = len(layout.rows), layout.num_sections
+        for m, slots in ((slow, 1 << 14), (fast, 1 << 18)):
+            starts = [m[at] for at in (memory.DIRTY_QUEUE, memory.DOUBTFUL_QUEUE, memory.FIRST_FRAME)]
+            lists = starts[-1] + (n + 1) * memory.FRAME_WIDTH
+            parts = lists + sum(range(n + 1))  # with rows all alive at once: all, all but one, and so on
+            starts += [lists, parts, m[memory.SUMS], m[memory.REFUTED], m[memory.TRAIL], len(m)]
+            assert starts[:3] == [len(layout.records) + at for at in (0, sections, 2 * sections)]
+            assert [b - a for a, b in itertools.pairwise(starts[4:])] == [
+                n * memory.PART_WIDTH, 3 * memory.MOST_SUMS, slots, 2 * m[memory.ROOM],
+            ]  # fmt: skip
+            assert m[memory.REFUTED_MASK] == slots - 1 and m[memory.CAPACITY] == 77
+            assert (
+                m[memory.LISTED_TOP] == lists + n
+                and m[memory.PARTS_TOP] == parts + len(layout.parts) * memory.PART_WIDTH
+            )
+        moved = (1 << 18) - (1 << 14)
+        assert isinstance(slow, list) and fast.dtype == np.int64 and len(fast) == len(slow) + moved
+        differ = {at for at, value in enumerate(slow) if fast[at] != value}
+        assert differ <= {memory.TRAIL, memory.REFUTED_MASK} and fast[memory.TRAIL] == slow[memory.TRAIL] + moved
+
+
+def test_sums_of_subsets_are_listed_once_up_to_the_capacity() -> None:
+    for seed in range(120):
+        draw = random.Random(seed)
+        sizes = [draw.randrange(1, 30) for _ in range(draw.randrange(1, 9))]
+        if seed % 10 == 0:
+            sizes = [1 << power for power in range(10 + seed // 10 % 2)]  # 1,024 sums are kept, more are not
+        layout = layout_of(blocks_of(Problem(sizes=sizes, starts=[0] * len(sizes), ends=[1] * len(sizes))))
+        capacity, base = (
+            draw.randrange(sum(sizes), 2 * sum(sizes)) if seed % 10 == 0 else draw.randrange(90),
+            draw.randrange(9),
+        )
+        m = memory_of(layout.records, layout.parts, capacity + base, False)
+        rows = m[m[memory.FIRST_SECTION] + memory.MEMBERS :][:2]
+        left = []
+        for row in m[rows[0] : rows[1]]:
+            m[row + memory.PLACED] = int(seed % 10 > 0 and draw.random() < 0.2)
+            left += [m[row + memory.SIZE]] * (1 - m[row + memory.PLACED])
+        picks = itertools.product((0, 1), repeat=len(left))
+        sums = sorted({base + sum(itertools.compress(left, pick)) for pick in picks})
+        expected = [value for value in sums if value <= capacity + base]
+        count = subset_sums(base, rows[0], rows[1], m[memory.SUMS], m)
+        assert count == (len(expected) if len(expected) <= 1_024 else 0)
+        assert m[m[memory.SUMS] :][:count] == expected[:count]
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # compiled code wraps without a word
+def test_searches_take_the_same_steps_on_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "compiled", lambda source: source)
+    for seed in range(6):
+        blocks = blocks_of(perfect(9, seed, height=12) if seed % 2 else any_problem(seed, most=11))
+        searches = [Search(layout_of(blocks), blocks.lower_bound, fast=fast, turn=5) for fast in (False, True)]
+        assert len({(search.advance(60), search.nodes) for search in searches}) == 1
+        if searches[0].status == SOLVED:
+            one, two = (search.offsets(blocks) for search in searches)
+            assert one == two and all(type(offset) is int for offset in two)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_offsets import problems, relaxed
 
+from mosaic.planner import placement
 from mosaic.planner.offsets import SOLVERS, Blocks, Guard, Problem, blocks_of, lower_bound, solve, validate
 from mosaic.planner.offsets.incumbent import Incumbent
+from mosaic.planner.space import Space
+from tests.small_programs import CARD, Exact, dims, template
 
 
 def holds(problem: Problem, offsets: Sequence[int]) -> bool:
@@ -184,10 +187,8 @@ def test_bound_and_peak_of_no_blocks_are_those_of_the_pins() -> None:
 
 
 def test_a_replayed_order_that_does_not_hold_is_dropped_and_the_solver_asked(caplog: pytest.LogCaptureFixture) -> None:
-    from mosaic.planner import Planner, Request, placement
-
-    point = Planner("small", device="cpu").space().at(Request(seq_lens=(300,), mask_ratio=0.5).size.dims())
-    config = point.config({})
+    point = Space(template(0), CARD).at(dims(300))
+    config = next(Exact(point).configs())
     expected = placement.place(point, config)
     variant = point.space.variant(config)
     assert "replayed" in expected[2] and variant.orders

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -153,6 +153,12 @@ class Blocks:
     def peak(self, offsets: Sequence[int]) -> int:
         """Return the largest offset + size in bytes."""
         return max(map(int.__add__, offsets, self.sizes), default=0)
+
+    def beside_pins(self, offsets: Mapping[int, int]) -> list[int]:
+        """Return one offset per block: where it is pinned, or as given by row."""
+        if self.pins is None:
+            return [offsets[row] for row in range(len(self))]
+        return [offsets[row] if pin is None else pin for row, pin in enumerate(self.pins)]
 
     def expand(self, offsets: Sequence[int]) -> tuple[int, ...]:
         """Return one offset per buffer of the problem, from one per block."""

@@ -17,8 +17,6 @@ from .memory import (
     CHOICES,
     CHOOSING,
     CROSSING,
-    DIRTY,
-    DIRTY_TOP,
     F_HIGH,
     F_KEY,
     F_LIST,
@@ -29,6 +27,7 @@ from .memory import (
     F_ROW,
     F_TRAIL,
     FAILED,
+    FAR,
     FIRST_FRAME,
     FIRST_SECTION,
     FLOOR,
@@ -41,6 +40,7 @@ from .memory import (
     MEMBERS_END,
     NEW,
     NODES,
+    NONE,
     OFFSET,
     P_HIGH,
     P_LIST,
@@ -70,7 +70,7 @@ from .memory import (
     UNDER_WAY,
     WEIGHT,
 )
-from .propagation import crowded, place, refuse, save, settle, undo
+from .propagation import crowded, mark, place, refuse, save, settle, undo
 
 __all__ = ["BY_CHOICES", "BY_FLOOR", "BY_OFFSET", "advance"]
 
@@ -86,16 +86,16 @@ def advance(node_limit: Any, m: Any) -> Any:
         m[START] = m[TRAIL]
     if m[STAGE] == AGAIN:
         undo(m[START], m)
-        m[FRAME], m[CHOOSING] = m[FIRST_FRAME], 0
+        m[FRAME], m[CHOOSING] = m[FIRST_FRAME], False
     m[STAGE] = UNDER_WAY
     while True:
-        if m[CHOOSING] == 0:
+        if not m[CHOOSING]:
             while m[m[FRAME] + F_PART] == m[m[FRAME] + F_PARTS_END]:
                 if m[FRAME] == m[FIRST_FRAME]:
                     return SOLVED
                 m[FRAME] -= FRAME_WIDTH  # every part is solved: so is the frame
             enter(m)
-            if m[CHOOSING] == 0:
+            if not m[CHOOSING]:
                 continue
             if known_hopeless(m):
                 if not back(m):
@@ -111,7 +111,7 @@ def advance(node_limit: Any, m: Any) -> Any:
         m[NODES] += 1
         if place(row, m):
             split(frame, m)
-            m[CHOOSING] = 0
+            m[CHOOSING] = False
             continue
         undo(m[frame + F_TRAIL], m)
         if not refuse(row, m) and not back(m):
@@ -121,9 +121,7 @@ def advance(node_limit: Any, m: Any) -> Any:
 def look(m: Any) -> Any:
     """Work out every section for the first time; return False if one cannot hold its rows."""
     for section in range(m[FIRST_SECTION], m[SECTIONS_END], SECTION_WIDTH):
-        m[section + DIRTY] = 1
-        m[m[DIRTY_TOP]] = section
-        m[DIRTY_TOP] += 1
+        mark(section, m)
     return settle(True, m)
 
 
@@ -141,7 +139,7 @@ def enter(m: Any) -> None:
     m[child + F_LOW], m[child + F_HIGH] = m[part + P_LOW], m[part + P_HIGH]
     m[child + F_LIST], m[child + F_LIST_END] = m[part + P_LIST], m[part + P_LIST_END]
     m[child + F_KEY] = fingerprint(child, m)
-    m[CHOOSING] = 1
+    m[CHOOSING] = True
 
 
 def known_hopeless(m: Any) -> Any:
@@ -160,7 +158,7 @@ def back(m: Any) -> Any:
         if frame == m[FIRST_FRAME]:
             return False
         undo(m[frame + F_TRAIL], m)
-        m[CHOOSING] = 1
+        m[CHOOSING] = True
         if refuse(m[frame + F_ROW], m):
             return True
 
@@ -172,25 +170,25 @@ def choose(frame: Any, m: Any) -> Any:
     """
     if m[RULE] == BY_OFFSET:
         return lowest_of_all(frame, m)
-    found, least, least_slack = -1, 0, 0
+    found, least, least_slack = NONE, FAR, FAR
     for section in range(m[frame + F_LOW], m[frame + F_HIGH], SECTION_WIDTH):
         if m[section + TOTAL] == 0:
             continue
         slack = m[CAPACITY] - m[section + REACH]
         score = m[section + WEIGHT] * (m[section + CHOICES] if m[RULE] == BY_CHOICES else m[section + FLOOR])
-        if found >= 0 and (score > least or (score == least and slack >= least_slack)):
+        if score > least or (score == least and slack >= least_slack):
             continue
         row = lowest_of(section, m)
-        if row >= 0:
+        if row != NONE:
             found, least, least_slack = row, score, slack
     return found
 
 
 def lowest_of_all(frame: Any, m: Any) -> Any:
     """Return the lowest unplaced row of a frame, the first by rank."""
-    found = -1
+    found = NONE
     for i in range(m[frame + F_LIST], m[frame + F_LIST_END]):
-        if found < 0 or lies_before(m[i], found, m):
+        if found == NONE or lies_before(m[i], found, m):
             found = m[i]
     return found
 
@@ -203,13 +201,13 @@ def lies_before(row: Any, other: Any, m: Any) -> Any:
 
 
 def lowest_of(section: Any, m: Any) -> Any:
-    """Return the first by rank of a section's lowest unplaced rows that can be chosen, or -1."""
-    found = -1
+    """Return the first by rank of a section's lowest unplaced rows that can be chosen, or NONE."""
+    found = NONE
     for i in range(m[section + MEMBERS], m[section + MEMBERS_END]):
         row = m[i]
         if m[row + PLACED] == 1 or m[row + OFFSET] > m[section + FLOOR]:
             continue
-        if (found < 0 or m[row + RANK] < m[found + RANK]) and grounded(row, m):
+        if (found == NONE or m[row + RANK] < m[found + RANK]) and grounded(row, m):
             found = row
     return found
 
@@ -225,13 +223,12 @@ def grounded(row: Any, m: Any) -> Any:
 
 def fingerprint(frame: Any, m: Any) -> Any:
     """Return a 63-bit hash of what a part's outcome depends on: its rows, and how low each may lie."""
-    total = 1
+    code = 1
     for i in range(m[frame + F_LIST], m[frame + F_LIST_END]):
         row = m[i]
-        code = ((m[row + OFFSET] ^ m[row + SALT]) * 0x1E3779B97F4A7C15) & 0x7FFFFFFFFFFFFFFF
-        code = ((code ^ (code >> 31)) * 0x3F58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF
-        total = (total + (code ^ (code >> 29))) & 0x7FFFFFFFFFFFFFFF
-    return total
+        code = ((code ^ m[row + OFFSET] ^ m[row + SALT]) * 0x3F58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF
+        code ^= code >> 31
+    return code
 
 
 def split(frame: Any, m: Any) -> None:

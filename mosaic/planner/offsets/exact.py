@@ -96,10 +96,8 @@ class Search:
     def offsets(self, blocks: Blocks) -> list[int]:
         """Return the placement of a solved search, one offset per block."""
         assert self.status == SOLVED
-        found = [pin or 0 for pin in blocks.pins] if blocks.pins is not None else [0] * len(blocks)
-        for row, offset in zip(self.layout.rows, self._column(memory.OFFSET), strict=True):
-            found[row] = int(offset)
-        return found
+        offsets = self._column(memory.OFFSET)
+        return blocks.beside_pins({row: int(offsets[i]) for i, row in enumerate(self.layout.rows)})
 
     def _next_turn(self) -> None:
         """Go back to the start with the next rule, and an order of its own."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["drop", "first_fit_scan", "improve", "lifted"]
+__all__ = ["drop", "first_fit_scan", "improve", "lifted", "move"]
 
 
 def first_fit_scan(order: Any, sizes: Any, starts: Any, ends: Any) -> Any:
@@ -39,13 +39,11 @@ def first_fit_scan(order: Any, sizes: Any, starts: Any, ends: Any) -> Any:
 
 def lifted(row: Any, offset: Any, size: Any, alignment: Any, pin_cuts: Any, pin_low: Any, pin_top: Any) -> Any:
     """Return the lowest aligned place at or above `offset` that hits none of the row's pinned neighbours."""
-    if alignment > 1:
-        offset += -offset % alignment
+    offset += -offset % alignment
     for i in range(pin_cuts[row], pin_cuts[row + 1]):
         if offset < pin_top[i] and pin_low[i] < offset + size:
             offset = pin_top[i]
-            if alignment > 1:
-                offset += -offset % alignment
+            offset += -offset % alignment
     return offset
 
 
@@ -94,17 +92,6 @@ def improve(steps: Any, goal: Any, state: Any, order: Any, best: Any, past: Any,
     worse than now or than the cost some steps ago (`past`).
     """
     n = len(order)
-    none = 1 << 62
-    if state[1] == 0:
-        cost = drop(order, offsets, tops, sizes, piece_cuts, piece_low, piece_high, alignments, pin_cuts, pin_low,
-                    pin_top, none)  # fmt: skip
-        state[2], state[4] = cost, cost
-        state[3] = 0
-        for i in range(n):
-            if offsets[i] + sizes[i] > state[3]:
-                state[3] = offsets[i] + sizes[i]
-        for i in range(len(past)):
-            past[i] = cost
     for _ in range(steps):
         if state[3] <= goal:
             break
@@ -123,14 +110,7 @@ def improve(steps: Any, goal: Any, state: Any, order: Any, best: Any, past: Any,
         target = (draws >> 32) % n
         if draws & 4 and target > source:
             target = (draws >> 32) % (source + 1)
-        row = order[source]
-        if target < source:
-            for i in range(source, target, -1):
-                order[i] = order[i - 1]
-        else:
-            for i in range(source, target):
-                order[i] = order[i + 1]
-        order[target] = row
+        move(order, source, target)
         was = past[state[1] % len(past)]
         bound = was if was > state[2] else state[2]
         cost = drop(order, offsets, tops, sizes, piece_cuts, piece_low, piece_high, alignments, pin_cuts, pin_low,
@@ -146,12 +126,15 @@ def improve(steps: Any, goal: Any, state: Any, order: Any, best: Any, past: Any,
                         peak = offsets[i] + sizes[i]
                 state[3] = peak
         else:
-            if target < source:
-                for i in range(target, source):
-                    order[i] = order[i + 1]
-            else:
-                for i in range(target, source, -1):
-                    order[i] = order[i - 1]
-            order[source] = row
+            move(order, target, source)
         past[state[1] % len(past)] = state[2]
     return state[3]
+
+
+def move(order: Any, source: Any, target: Any) -> None:
+    """Move what is at one place to another; what lies between moves over by one."""
+    row = order[source]
+    step = 1 if target > source else -1
+    for i in range(source, target, step):
+        order[i] = order[i + step]
+    order[target] = row

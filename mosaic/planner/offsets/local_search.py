@@ -13,6 +13,7 @@ import numpy as np
 from . import compiled, kernels
 from .blocks import Blocks
 from .layout import Layout
+from .memory import FAR
 
 __all__ = ["LocalSearch"]
 
@@ -38,28 +39,29 @@ class LocalSearch:
         self._blocks, self._layout, self._fast = blocks, layout, fast
         rows, columns = layout.rows, layout.columns
         order = sorted(range(len(rows)), key=lambda i: offsets[rows[i]])
-        make: Any = (lambda column: np.array(column, dtype=np.int64)) if fast else list
-        self._state = make([(seed * 0x9E3779B97F4A7C1 + 88172645463325252) & 0x3FFFFFFFFFFFFFFF or 1, 0, 0, 0, 0])
-        self._order, self._best, self._past = make(order), make(order), make([0] * _MEMORY)
-        self._offsets, self._tops = make([0] * len(rows)), make([0] * max(layout.num_sections, 1))
+        make: Any = (lambda column: np.array(column, np.int64)) if fast else list
+        self._order, self._best = make(order), make(order)
+        self._offsets, self._tops = make(columns["sizes"]), make(columns["totals"])  # as long as that; overwritten
         names = ("sizes", "piece_cuts", "piece_low", "piece_high", "alignments", "pin_cuts", "pin_low", "pin_top")
         self._fixed = [make(columns[name]) for name in names]
+        cost = self._drop(self._offsets)
+        peak = max([self._offsets[i] + columns["sizes"][i] for i in order], default=0)
+        draws = (seed * 0x9E3779B97F4A7C1 + 88172645463325252) & 0x3FFFFFFFFFFFFFFF or 1
+        self._state, self._past = make([draws, 0, cost, peak, cost]), make([cost] * _MEMORY)
 
     def advance(self, steps: int, goal: int) -> int:
         """Try that many more moves, or until a peak of `goal` bytes; return the best peak of the free blocks."""
-        if not self._layout.rows:
-            return 0
         run = compiled.compiled(kernels.improve) if self._fast else kernels.improve
         work = (self._state, self._order, self._best, self._past, self._offsets, self._tops)
         return int(run(steps, goal, *work, *self._fixed))
 
     def offsets(self) -> list[int]:
         """Return the best placement, one offset per block."""
+        offsets = self._offsets.copy()
+        self._drop(offsets)
+        return self._blocks.beside_pins({row: int(offsets[i]) for i, row in enumerate(self._layout.rows)})
+
+    def _drop(self, offsets: Any) -> int:
+        """Drop the best order; write where its rows lie; return the cost."""
         run: Any = compiled.compiled(kernels.drop) if self._fast else kernels.drop
-        scratch = self._offsets.copy()
-        run(self._best, scratch, self._tops.copy(), *self._fixed, 1 << 62)
-        pins = self._blocks.pins
-        found = [pin or 0 for pin in pins] if pins is not None else [0] * len(self._blocks)
-        for row, offset in zip(self._layout.rows, scratch, strict=True):
-            found[row] = int(offset)
-        return found
+        return int(run(self._best, offsets, self._tops, *self._fixed, FAR))

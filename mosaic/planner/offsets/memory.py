@@ -20,43 +20,42 @@ RUNNING, SOLVED, FAILED, FULL = range(4)
 NEW, AGAIN, UNDER_WAY = range(3)
 """Stages: nothing was looked at yet; a turn begins; a turn is under way."""
 
+NONE: Final = 0
+"""A pointer to nothing: registers lie there."""
+
 FAR: Final = 1 << 62
 """An offset that no row reaches: the floor of a section in which nothing is left to place."""
 
 CAPACITY, NODES, STAGE, RULE, CHOOSING, FRAME, FIRST_FRAME, TRAIL, START = range(9)
 LISTED_TOP, PARTS_TOP, FIRST_SECTION, SECTIONS_END, DIRTY_QUEUE, DIRTY_TOP, DOUBTFUL_QUEUE, DOUBTFUL_TOP = range(9, 17)
-SUMS, REFUTED, REFUTED_MASK, ROOM = range(17, 21)
+SUMS, REFUTED, REFUTED_MASK, ROOM, NUM_REGISTERS = range(17, 22)
 """Registers: the capacity in bytes; placements so far; the stage; the rule of choice; whether the deepest frame is at a
 choice (or its parts are to be solved); the deepest frame and the first; the end of the trail, and what it was at the
 start of a turn; the ends of the lists and parts; the sections; two queues of sections; scratch for sums; the table of
-refuted states; and the room that the trail needs for one placement."""
-NUM_REGISTERS: Final = 21
+refuted states; the room that the trail needs for one placement; and how many registers there are."""
 
 OFFSET, SIZE, PLACED, RANK, ALIGNMENT, LOW, HIGH, TWIN, SALT = range(9)
-PIECES, PIECES_END, NEAR, NEAR_END, PINS, PINS_END = range(9, 15)
+PIECES, PIECES_END, NEAR, NEAR_END, PINS, PINS_END, ROW_WIDTH = range(9, 16)
 """Fields of a row: where it lies or the lowest place where it still may; its size in bytes; whether it is placed; its
-rank; its alignment; its first section and the end of its last; the next identical row or 0; a random number; and what
-it lists: pieces (first section, end), neighbours, pinned neighbours (low, top)."""
-ROW_WIDTH: Final = 15
+rank; its alignment; its first section and the end of its last; the next identical row or NONE; a random number; and what
+it lists: pieces (first section, end), neighbours, pinned neighbours (low, top). Last, how many fields there are."""
 
 _ROW_COLUMNS: Final = {OFFSET: "starts", SIZE: "sizes", ALIGNMENT: "alignments", SALT: "salts"}
 
 FLOOR, REACH, TOP, CHOICES, TOTAL, CROSSING, DIRTY, DOUBTFUL, WEIGHT = range(9)
-MEMBERS, MEMBERS_END, OPENING, OPENING_END, CLOSING, CLOSING_END, STAYING, STAYING_END = range(9, 17)
+MEMBERS, MEMBERS_END, OPENING, OPENING_END, CLOSING, CLOSING_END, STAYING, STAYING_END, SECTION_WIDTH = range(9, 18)
 """Fields of a section. Of its unplaced rows: the lowest offset, what they reach at least one on top of the other, the
 lowest top, how many may come next, their bytes, and how many have begun and end later. Whether it is in either queue.
 Its weight in this turn's choices. What it lists: rows in it, only in it and not in the one before, only in that one,
-in both."""
-SECTION_WIDTH: Final = 17
+in both. Last, how many fields there are."""
 
-F_TRAIL, F_ROW, F_KEY, F_LOW, F_HIGH, F_LIST, F_LIST_END, F_PART, F_PARTS_END = range(9)
+F_TRAIL, F_ROW, F_KEY, F_LOW, F_HIGH, F_LIST, F_LIST_END, F_PART, F_PARTS_END, FRAME_WIDTH = range(10)
 """Fields of a frame: the end of the trail at its choice, the row it has placed, the fingerprint of its state, its
-sections, its list of unplaced rows, and the parts that its choice left."""
-FRAME_WIDTH: Final = 9
+sections, its list of unplaced rows, and the parts that its choice left. Last, how many fields there are."""
 
-P_LOW, P_HIGH, P_LIST, P_LIST_END, P_SLACK = range(5)
-"""Fields of a part: its sections, its list of unplaced rows, and the least room to spare in one of its sections."""
-PART_WIDTH: Final = 5
+P_LOW, P_HIGH, P_LIST, P_LIST_END, P_SLACK, PART_WIDTH = range(6)
+"""Fields of a part: its sections, its list of unplaced rows, the least room to spare in one of its sections. Last, how many
+fields there are."""
 
 MOST_SUMS: Final = 1024
 """Sums of subsets kept for one side of a boundary; with more, nothing is concluded from it."""
@@ -82,7 +81,7 @@ def records_of(columns: Mapping[str, Sequence[int]], num_sections: int) -> list[
         memory[NUM_REGISTERS + field : first_section : ROW_WIDTH] = columns[name]
     for field, name in ((LOW, "low"), (HIGH, "high")):
         memory[NUM_REGISTERS + field : first_section : ROW_WIDTH] = [to_section[s] for s in columns[name]]
-    memory[NUM_REGISTERS + TWIN : first_section : ROW_WIDTH] = [to_row[t] if t >= 0 else 0 for t in columns["twins"]]
+    memory[NUM_REGISTERS + TWIN : first_section : ROW_WIDTH] = [to_row[t] if t >= 0 else NONE for t in columns["twins"]]
     for field, name in ((TOTAL, "totals"), (CROSSING, "crossing")):
         memory[first_section + field : end : SECTION_WIDTH] = columns[name]
     pieces = [(to_section[a], to_section[b]) for a, b in zip(columns["piece_low"], columns["piece_high"], strict=True)]
@@ -137,18 +136,17 @@ def memory_of(
     lengths = {
         DIRTY_QUEUE: num_sections,
         DOUBTFUL_QUEUE: num_sections,
-        FIRST_FRAME: (num_rows + 2) * FRAME_WIDTH,
-        LISTED_TOP: num_rows + num_rows * (num_rows + 1) // 2,
-        PARTS_TOP: (num_rows + len(parts) + 1) * PART_WIDTH,
+        FIRST_FRAME: (num_rows + 1) * FRAME_WIDTH,  # each has placed a row of its own, but for the first
+        LISTED_TOP: num_rows * (num_rows + 1) // 2,  # a part has placed a row of its own when it lists the rest
+        PARTS_TOP: num_rows * PART_WIDTH,
         SUMS: 3 * MOST_SUMS,
         REFUTED: _REMEMBERED[fast],
         TRAIL: 2 * room,
     }
-    memory: Any = np.zeros(len(records) + sum(lengths.values()), dtype=np.int64) if fast else list(records)
+    more = sum(lengths.values())
+    memory: Any = [*records, *[0] * more] if not fast else np.zeros(len(records) + more, np.int64)
     if fast:
         memory[: len(records)] = records
-    else:
-        memory += [0] * sum(lengths.values())
     at = len(records)
     for register, length in lengths.items():
         memory[register] = at

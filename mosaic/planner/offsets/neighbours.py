@@ -30,18 +30,19 @@ class Neighbours:
     """
 
     def __init__(self, starts: Sequence[int], ends: Sequence[int]) -> None:
-        begins = np.array(starts, dtype=np.int64)
+        begins = np.array(starts, np.int64)
         self.rows = np.argsort(begins, kind="stable")
         """The row of each place in the order."""
         self.starts = begins[self.rows]
-        self.ends = np.array(ends, dtype=np.int64)[self.rows]
+        self.ends = np.array(ends, np.int64)[self.rows]
         self._until = np.searchsorted(self.starts, self.ends)
         self._live: list[Int64s] = []
-        live = np.zeros(0, dtype=np.int64)
+        places = np.arange(len(self.rows))
+        live = places[:0]
         for first in range(0, len(self.rows), _STRIDE):
             live = live[self.ends[live] > self.starts[first]]
             self._live.append(live)
-            live = np.concatenate((live, np.arange(first, min(first + _STRIDE, len(self.rows)))))
+            live = np.concatenate((live, places[first : first + _STRIDE]))
 
     def of(self, place: int) -> Int64s:
         """Return the places that share time with a place, itself among them."""

@@ -32,6 +32,7 @@ from .memory import (
     MOST_SUMS,
     NEAR,
     NEAR_END,
+    NONE,
     OFFSET,
     OPENING,
     OPENING_END,
@@ -54,7 +55,7 @@ from .memory import (
     TWIN,
 )
 
-__all__ = ["crowded", "meeting", "place", "refuse", "save", "settle", "subset_sums", "undo"]
+__all__ = ["crowded", "mark", "meeting", "place", "refuse", "save", "settle", "subset_sums", "undo"]
 
 
 def save(at: Any, value: Any, m: Any) -> None:
@@ -123,15 +124,20 @@ def touch(row: Any, m: Any) -> None:
     """Queue the sections of a row: something about it has changed."""
     for piece in range(m[row + PIECES], m[row + PIECES_END], 2):
         for section in range(m[piece], m[piece + 1], SECTION_WIDTH):
-            if m[section + DIRTY] == 0:
-                m[section + DIRTY] = 1
-                m[m[DIRTY_TOP]] = section
-                m[DIRTY_TOP] += 1
+            mark(section, m)
+
+
+def mark(section: Any, m: Any) -> None:
+    """Queue a section, unless it is queued."""
+    if m[section + DIRTY] == 0:
+        m[section + DIRTY] = 1
+        m[m[DIRTY_TOP]] = section
+        m[DIRTY_TOP] += 1
 
 
 def lift(row: Any, least: Any, m: Any) -> Any:
     """Raise an unplaced row to `least` or above, its later twins on top of it; return False if one does not fit."""
-    while row > 0 and m[row + PLACED] == 0:
+    while row != NONE and m[row + PLACED] == 0:
         offset = free(row, least, m)
         if offset <= m[row + OFFSET]:
             return True

@@ -166,21 +166,20 @@ class Order:
                 offset = self._around_pins(block, offset, blocks)
             tops.append(offset + size)
             if simple:
-                offsets[self.rows[block][0]] = offset
+                (row,) = self.rows[block]
+                offsets[row] = offset
             else:
                 for row, distance in zip(self.rows[block], self.distances[block], strict=True):
                     offsets[row] = offset + distance
         return offsets, max(tops, default=0)
 
     def _around_pins(self, block: int, offset: int, sizes: list[int]) -> int:
-        pin = self.pins[block]
-        if pin is not None:
+        if self.pins[block] is not None:
             for other in self.fixed[block]:
                 self._check_pins(block, other, [sizes[block]], [sizes[other]])
-            return pin
+            return self._pin(block)
         for other in self.fixed[block]:
-            low = self.pins[other]
-            assert low is not None
+            low = self._pin(other)
             if sizes[other] and sizes[block] and offset < low + sizes[other] and low < offset + sizes[block]:
                 offset = low + sizes[other]
                 offset += -offset % self.alignments[block]
@@ -203,7 +202,7 @@ class Order:
                 place += -place % level.alignment[:, None]
             if self.fixed:
                 self._batch_around_pins(level, place, by_block)
-            np.add(place, by_block[a:b], out=tops[a:b])
+            tops[a:b] = place + by_block[a:b]
         placed = offsets[layout.block_of_row]
         if not self._single:
             placed += layout.distance_of_row[:, None]
@@ -216,8 +215,7 @@ class Order:
             pin = self.pins[block]
             size = sizes[level.first + i]
             for other in self.fixed[block]:
-                low = self.pins[other]
-                assert low is not None
+                low = self._pin(other)
                 its = sizes[where[other]]
                 top = low + its
                 if pin is not None:
@@ -229,14 +227,18 @@ class Order:
                 place[i] = pin
 
     def _check_pins(self, block: int, other: int, size: Any, other_size: Any) -> None:
-        low, other_low = self.pins[block], self.pins[other]
-        assert low is not None and other_low is not None
+        low, other_low = self._pin(block), self._pin(other)
         for mine, its in zip(size, other_size, strict=True):
             if mine and its and low < other_low + its and other_low < low + mine:
                 raise UsageError(
                     f"buffers {self.rows[block][0]} and {self.rows[other][0]} are pinned at {low} and {other_low}; "
                     f"with sizes of {mine} and {its} bytes they overlap"
                 )
+
+    def _pin(self, block: int) -> int:
+        pin = self.pins[block]
+        assert pin is not None
+        return pin
 
     def _check_sizes(self, got: int, smallest: int) -> None:
         if got != self.num_buffers:
@@ -246,7 +248,7 @@ class Order:
 
     def _block_sizes(self, sizes: Sequence[int]) -> list[int]:
         if self._single:
-            return [sizes[row[0]] for row in self.rows]
+            return [sizes[row] for (row,) in self.rows]
         pairs = zip(self.rows, self.distances, strict=True)
         return [max([d + sizes[r] for r, d in zip(row, away, strict=True)]) for row, away in pairs]
 
@@ -304,11 +306,9 @@ def _layout_of(order: Order) -> _Layout:
             depth[block] = 1 + max([depth[low] for low in lows])
     # within a level blocks of few edges come first, so that one of many does not pad all of them
     widths = [(len(lows) - 1).bit_length() if lows else 0 for lows in order.below]
-    keys = list(zip(depth, widths, strict=True))
+    keys = [(depth[block], widths[block]) for block in range(n)]
     blocks = sorted(range(n), key=keys.__getitem__)
-    position = [0] * n
-    for at, block in enumerate(blocks):
-        position[block] = at
+    position = sorted(range(n), key=blocks.__getitem__)  # a permutation's inverse
     cuts = [0, *(i for i in range(1, n) if keys[blocks[i]] != keys[blocks[i - 1]]), n] if n else []
     levels = [_level_of(order, blocks, position, a, b) for a, b in pairwise(cuts)]
     rows = np.array([row for block in blocks for row in order.rows[block]], dtype=np.int64)
@@ -349,8 +349,8 @@ def _order_of(problem: Problem, offsets: Sequence[int]) -> Order:
     roots, distances = groups_of(problem)
     found: list[tuple[int, int, int | None, tuple[Interval, ...]]]
     if not problem.aliases and problem.gaps is None and problem.pins is None:
-        columns = zip(problem.sizes, problem.starts, problem.ends, strict=True)
-        found = [(row, size, None, ((start, end),)) for row, (size, start, end) in enumerate(columns)]
+        starts, ends = problem.starts, problem.ends
+        found = [(row, size, None, ((starts[row], ends[row]),)) for row, size in enumerate(problem.sizes)]
     else:
         found = [(row, size, pin, tuple(pieces)) for row, size, pin, pieces in rectangles(problem)]
     found.sort(key=lambda block: (offsets[block[0]], offsets[block[0]] + block[1]))

@@ -7,7 +7,9 @@ other sizes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from itertools import accumulate
+from operator import mul
 
 from .blocks import Blocks, Tick, on, paced
 
@@ -41,11 +43,10 @@ def skyline(blocks: Blocks, keys: str = "TWA", tick: Tick = on) -> list[int]:
     """
     spans, lift = blocks.sections.spans, None if blocks.alignments is None and blocks.pins is None else blocks.lift
     sizes = blocks.sizes
-    offsets = [0 if pin is None else pin for pin in blocks.pins] if blocks.pins is not None else [0] * len(blocks)
+    offsets: dict[int, int] = {}
     tops = [0] * blocks.sections.count
     rows = [row for row in preorder(blocks, keys) if blocks.pins is None or blocks.pins[row] is None]
-    waiting = [(0 if lift is None else lift(row, 0), rank) for rank, row in enumerate(rows)]
-    heapify(waiting)
+    waiting = [(0, rank) for rank in range(len(rows))]  # a heap already
     for offset, rank in paced(_popped(waiting), tick, every=256):
         row = rows[rank]
         lowest = max([max(tops[a:b]) for a, b in spans[row]])
@@ -58,7 +59,7 @@ def skyline(blocks: Blocks, keys: str = "TWA", tick: Tick = on) -> list[int]:
         top = lowest + sizes[row]
         for a, b in spans[row]:
             tops[a:b] = [top] * (b - a)
-    return offsets
+    return blocks.beside_pins(offsets)
 
 
 def _popped(heap: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -71,15 +72,11 @@ def _loads(blocks: Blocks) -> list[int]:
     """Return for each block the largest load in bytes among its sections."""
     sections = blocks.sections
     change = [0] * (sections.count + 1)
-    for size, pieces in zip(blocks.sizes, sections.spans, strict=True):
+    for row, pieces in enumerate(sections.spans):
         for a, b in pieces:
-            change[a] += size
-            change[b] -= size
-    load: list[int] = []
-    total = 0
-    for step in change[:-1]:
-        total += step
-        load.append(total)
+            change[a] += blocks.sizes[row]
+            change[b] -= blocks.sizes[row]
+    load = list(accumulate(change))
     return [max([max(load[a:b]) for a, b in pieces]) for pieces in sections.spans]
 
 
@@ -88,7 +85,7 @@ def _widths(blocks: Blocks) -> list[int]:
 
 
 def _areas(blocks: Blocks) -> list[int]:
-    return [size * width for size, width in zip(blocks.sizes, _widths(blocks), strict=True)]
+    return list(map(mul, blocks.sizes, _widths(blocks)))
 
 
 _COLUMNS = {"T": _loads, "W": _widths, "A": _areas}

@@ -34,34 +34,27 @@ def place_in_order(
     list of int
         Offsets in bytes.
     """
-    offsets = [0] * len(blocks)
     if blocks.pins is not None:
-        for row, pin in enumerate(blocks.pins):
-            if pin is not None:
-                offsets[row] = pin
         pinned = [row for row, pin in enumerate(blocks.pins) if pin is not None]
         order = [*pinned, *(row for row in order if blocks.pins[row] is None)]
     if blocks.num_pairs > many_pairs:
         if blocks.plain and not best and compiled.available():
             return _scan_all(blocks, order)
         return _among_neighbours(blocks, order, best, tick)
-    return _with_conflict_lists(blocks, order, offsets, best, tick)
+    return _with_conflict_lists(blocks, order, best, tick)
 
 
-def _with_conflict_lists(blocks: Blocks, order: Sequence[int], offsets: list[int], best: bool, tick: Tick) -> list[int]:
+def _with_conflict_lists(blocks: Blocks, order: Sequence[int], best: bool, tick: Tick) -> list[int]:
     conflicts, sizes, alignments, pins = blocks.conflicts, blocks.sizes, blocks.alignments, blocks.pins
-    tops = [-1] * len(blocks)  # -1: not placed
+    placed: dict[int, tuple[int, int]] = {}  # row -> offset, top
     for row in paced(order, tick, every=256):
-        size = sizes[row]
-        if pins is not None and pins[row] is not None:
-            tops[row] = offsets[row] + size
-            continue
-        around = sorted([(offsets[other], tops[other]) for other in conflicts[row] if tops[other] >= 0])
-        alignment = alignments[row] if alignments is not None else 1
-        offset = _best_hole(around, size, alignment) if best else _first_hole(around, size, alignment)
-        offsets[row] = offset
-        tops[row] = offset + size
-    return offsets
+        size, offset = sizes[row], pins[row] if pins is not None else None
+        if offset is None:
+            around = sorted([placed[other] for other in conflicts[row] if other in placed])
+            alignment = alignments[row] if alignments is not None else 1
+            offset = _best_hole(around, size, alignment) if best else _first_hole(around, size, alignment)
+        placed[row] = offset, offset + size
+    return [placed[row][0] for row in range(len(blocks))]
 
 
 def _first_hole(around: list[tuple[int, int]], size: int, alignment: int) -> int:
@@ -75,18 +68,17 @@ def _first_hole(around: list[tuple[int, int]], size: int, alignment: int) -> int
 
 
 def _best_hole(around: list[tuple[int, int]], size: int, alignment: int) -> int:
-    offset, chosen, smallest = 0, -1, 0
+    offset, holes = 0, []
     for low, top in around:
-        hole = low - offset
-        if hole >= size and (chosen < 0 or hole < smallest):
-            chosen, smallest = offset, hole
+        if low - offset >= size:
+            holes.append((low - offset, offset))
         if top > offset:
             offset = top if alignment == 1 else -(-top // alignment) * alignment
-    return chosen if chosen >= 0 else offset
+    return min(holes)[1] if holes else offset
 
 
 def _scan_all(blocks: Blocks, order: Sequence[int]) -> list[int]:
-    columns = [np.asarray(column, dtype=np.int64) for column in (order, blocks.sizes, blocks.starts, blocks.ends)]
+    columns = [np.array(column, np.int64) for column in (order, blocks.sizes, blocks.starts, blocks.ends)]
     offsets: Int64s = compiled.compiled(kernels.first_fit_scan)(*columns)
     found: list[int] = offsets.tolist()
     return found
@@ -96,7 +88,7 @@ def _among_neighbours(blocks: Blocks, order: Sequence[int], best: bool, tick: Ti
     """Place among the placed neighbours of each block, which are looked up when it is its turn."""
     near = Neighbours(blocks.starts, blocks.ends)
     place_of = np.argsort(near.rows).tolist()
-    sizes = np.array(blocks.sizes, dtype=np.int64)[near.rows]
+    sizes = np.array(blocks.sizes, np.int64)[near.rows]
     lows = np.full(len(sizes), _NOT_PLACED)
     for row in order:
         tick()
@@ -107,7 +99,7 @@ def _among_neighbours(blocks: Blocks, order: Sequence[int], best: bool, tick: Ti
         around = near.of(place)
         around = around[lows[around] != _NOT_PLACED]
         if blocks.pieces is not None:
-            around = np.array([i for i in around.tolist() if blocks.meet(row, near.rows[i])], dtype=np.int64)
+            around = np.array([i for i in around.tolist() if blocks.meet(row, near.rows[i])], np.int64)
         alignment = blocks.alignments[row] if blocks.alignments is not None else 1
         lows[place] = _hole(lows[around], lows[around] + sizes[around], blocks.sizes[row], alignment, best)
     offsets = np.empty_like(lows)
