@@ -301,6 +301,7 @@ def test_row_nucleus(
     verify_nucleus(case, launched(case, backend))
 
 
+@pytest.mark.grid(together=1)
 @backends
 @pytest.mark.parametrize(("kept", "temperature"), [(1, 1.0), (3, 0.0), (3, 1.0), (5, 1.0)])
 def test_of_equal_logits_the_lower_ids_are_kept(kept: int, temperature: float, backend: str) -> None:
@@ -332,6 +333,7 @@ def test_minus_infinity_is_never_drawn(backend: str) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.grid(together=1)
 @backends
 @pytest.mark.parametrize("top_p", [-1.0, 0.0, 1e-9])
 def test_the_first_token_is_always_kept(top_p: float, backend: str) -> None:
@@ -448,11 +450,24 @@ def scores_of(kind: str, rows: int, seed: int = 0) -> Tensor:
     return score
 
 
-@pytest.mark.grid
-@backends
-@pytest.mark.parametrize("kind", ["confidence", "ties", "entropy", "signs"])
+KINDS = ("confidence", "ties", "entropy", "signs")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", transfer.RULES)
-def test_transfer(rule: str, kind: str, backend: str) -> None:
+def test_transfer_on_the_cpu(rule: str, kind: str) -> None:
+    check_transfer(rule, kind, "cpu")
+
+
+@pytest.mark.grid(together=1)
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", transfer.RULES)
+def test_transfer_in_triton(rule: str, kind: str, backend: str) -> None:
+    check_transfer(rule, kind, backend)
+
+
+def check_transfer(rule: str, kind: str, backend: str) -> None:
     """Empty sequences, one row, sizes that are no multiple of a tile, padding; quotas of 0, below it, beyond the rows."""
     for seed, (lengths, padding) in enumerate([([1], 0), ([0, 5, 0, 1, 31, 0], 9), ([1025, 3, 300], 1), ([2500], 700)]):
         seqs, rows = len(lengths), sum(lengths) + padding
@@ -466,6 +481,7 @@ def test_transfer(rule: str, kind: str, backend: str) -> None:
         assert_transfer(case, backend)
 
 
+@pytest.mark.grid(together=1)
 @backends
 @pytest.mark.parametrize("rule", transfer.RULES)
 def test_transfer_where_everything_is_decided_and_where_nothing_is(rule: str, backend: str) -> None:
@@ -516,6 +532,7 @@ def test_the_factor_rule_by_hand(backend: str) -> None:
         assert sum(assert_transfer(case, backend)) == count, scores
 
 
+@pytest.mark.grid(together=1)
 @backends
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 4.0, 50.0])
 def test_the_factor_rule_over_lengths(factor: float, backend: str) -> None:
