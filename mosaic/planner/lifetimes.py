@@ -7,8 +7,6 @@ number of accesses. Regions are applied from the inside out (Mosaic, section
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -81,14 +79,8 @@ def _apply_region(
 ) -> BarrierRecord:
     region = body.regions[index]
     inputs, outputs, carried = [], [], []
-    touched: dict[int, bool] = {}
-    for op in body.ops[region.start : region.end]:
-        for b in op.reads:
-            touched.setdefault(b, False)
-        for b in op.writes:
-            touched[b] = True
-    for b in sorted(touched):
-        written, listed = touched[b], body.buffers[b].pool not in _UNLISTED
+    for b, written in body.touched[index]:
+        listed = body.buffers[b].pool not in _UNLISTED
         if _is_inside(body, homes[b], index):
             if not accesses[b][0].read:
                 continue
@@ -118,23 +110,11 @@ def _apply_barriers(body: Body, starts: list[int], ends: list[int]) -> list[Barr
 
 def _apply_streams(body: Body, active: Set[str], starts: list[int], ends: list[int]) -> None:
     """What a side op touches lives from its fork to its join; inside a loop, through the loop, whose end joins it."""
-    forks: dict[str, int] = {}
-    fork_at = {target: source for kind, source, target in body.edges if kind == "fork"}
-    joins = defaultdict[str, list[tuple[int, int]]](list)
-    for source, target in sorted((source, target) for kind, source, target in body.edges if kind == "wait"):
-        joins[body.ops[source].stream].append((source, target))
-    for index, op in enumerate(body.ops):
-        if op.stream == "main":
-            continue
-        forks[op.stream] = fork_at.get(index, forks.get(op.stream, -1))
-        loop = _nearest(body, op.region, active)
+    for region, start, end, touched in body.side_windows:
+        loop = _nearest(body, region, active)
         if loop is not None:
             start, end = body.regions[loop].start, body.regions[loop].end
-        else:
-            start = forks[op.stream] + 1
-            following = bisect_left(joins[op.stream], (index,))
-            end = joins[op.stream][following][1] if following < len(joins[op.stream]) else len(body.ops)
-        for b in {*op.reads, *op.writes}:
+        for b in touched:
             starts[b] = min(starts[b], start)
             ends[b] = max(ends[b], end)
 
@@ -143,21 +123,12 @@ def _merge_aliases(
     body: Body, on: list[int], accesses: list[list[Access]], starts: list[int], ends: list[int]
 ) -> list[Sequence[tuple[int, int]]]:
     """Give roots the union of their group's lifetimes, and find the gaps in which a group holds no value."""
-    groups: dict[int, list[int]] = {}
-    for b, buffer in enumerate(body.buffers):
-        if buffer.alias_of is not None:
-            groups.setdefault(buffer.alias_of, [buffer.alias_of]).append(b)
     looped = [False] * len(body.ops)
     for i in on:
         looped[body.regions[i].start : body.regions[i].end] = [True] * (body.regions[i].end - body.regions[i].start)
     gaps: list[Sequence[tuple[int, int]]] = [()] * len(body.buffers)
     stretched = {b for _, ids, _, _ in body.barriers for b in ids}
-    for b, buffer in enumerate(body.buffers):
-        if buffer.alias_of is not None or buffer.pool != "workspace":
-            continue
-        members = groups.get(b, [b])
-        if len(members) == 1 and sum(not a.read for a in accesses[b]) < 2:
-            continue
+    for b, members in body.reused:
         live: list[tuple[int, int]] = []
         for m in members:
             plain = m not in stretched and not any(looped[a.op] or body.ops[a.op].stream != "main" for a in accesses[m])

@@ -74,41 +74,37 @@ class PeakFormula:
 
 def peak_formula(body: Body, life: Lifetimes) -> PeakFormula:
     """Sweep a body's lifetimes once and keep the undominated live sets. O(ops x classes + forms^2)."""
-    roots = [b for b, r in enumerate(body.buffers) if r.alias_of is None and r.pool == "workspace"]
-    groups: dict[int, list[tuple[int, int, int]]] = {
-        b: [(body.buffers[b].bytes, body.buffers[b].alias_offset, body.buffers[b].rotate)] for b in roots
-    }
-    for record in body.buffers:
-        if record.alias_of in groups:
-            groups[record.alias_of].append((record.bytes, record.alias_offset, record.rotate))
-    keys = [tuple(sorted(set(groups[b]))) for b in roots]
-    class_of = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    classes = np.array([class_of[key] for key in keys], dtype=np.int64)
-    flat = [member for key in class_of for member in key]
-    begins = np.cumsum([0] + [len(key) for key in class_of])[:-1]
-    delta = np.zeros((len(body.ops) + 1, len(class_of)), dtype=np.int64)
+    roots = [root for root, _ in body.groups]
+    classes, members = body.size_classes
+    flat = [member for key in members for member in key]
+    begins = np.cumsum([0] + [len(key) for key in members])[:-1]
+    delta = np.zeros((len(body.ops) + 1, len(members)), dtype=np.int64)
+    np.add.at(delta, ([life.starts[b] for b in roots], classes), 1)
+    np.add.at(delta, ([life.ends[b] for b in roots], classes), -1)
     for b, c in zip(roots, classes, strict=True):
-        delta[life.starts[b], c] += 1
-        delta[life.ends[b], c] -= 1
         for low, high in life.gaps[b]:
             delta[low, c] -= 1
             delta[high, c] += 1
     counts, at = _undominated(np.cumsum(delta[:-1], axis=0))
     sizes, offsets, rotates = (np.array(column, dtype=np.int64) for column in zip(*flat, strict=True))
     return PeakFormula(
-        roots=np.array(roots, dtype=np.int64), classes=classes, counts=counts, at=at,
+        roots=np.array(roots, dtype=np.int64), classes=np.array(classes, dtype=np.int64), counts=counts, at=at,
         size_table=body.coefficients[sizes], offset_table=body.coefficients[offsets], rotates=rotates, begins=begins,
-        plain=len(flat) == len(class_of) and not body.coefficients[offsets].any() and bool((rotates == 1).all()),
+        plain=len(flat) == len(members) and not body.coefficients[offsets].any() and bool((rotates == 1).all()),
     )  # fmt: skip
 
 
 def _undominated(live: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
     """Distinct rows that no other row covers, with the first op at which each occurs, in program order."""
-    distinct, first = np.unique(live, axis=0, return_index=True)
+    rows = np.ascontiguousarray(live).view(f"V{live.shape[1] * live.itemsize}").ravel().tolist()
+    found: dict[bytes, int] = {}
+    for at, row in enumerate(rows):
+        found.setdefault(row, at)
+    first = np.array(list(found.values()), dtype=np.int64)
+    distinct = live[first]
     covered: npt.NDArray[np.bool_] = np.all(distinct[:, None, :] <= distinct[None, :, :], axis=2)
     np.fill_diagonal(covered, False)
     keep = np.flatnonzero(~covered.any(axis=1))
-    keep = keep[np.argsort(first[keep])]
     return np.ascontiguousarray(distinct[keep]), tuple(int(i) for i in first[keep])
 
 

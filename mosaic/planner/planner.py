@@ -27,6 +27,7 @@ from mosaic.planner.plan import Plan
 from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
 from mosaic.planner.search import SearchResult
 from mosaic.planner.space import Config, Point, Space
+from mosaic.planner.template import collector_paused
 from mosaic.units import Size, parse_bytes
 from mosaic.version import __version__
 
@@ -133,6 +134,7 @@ class Planner:
         ]
         Layout(self.model.path).verify(weights, self.model.architecture)
 
+    @collector_paused()
     def plan(
         self,
         step: Request | StepSize,
@@ -159,6 +161,7 @@ class Planner:
             config=None if config is None else point.config(config),
         )  # fmt: skip
 
+    @collector_paused()
     def max_context(self, step: Request | StepSize, *, solver: str = "auto") -> int:
         """Largest context for steps like this one, in tokens; 0 if not even one token fits.
 
@@ -177,6 +180,7 @@ class Planner:
             )  # fmt: skip
         return self._longest[key]
 
+    @collector_paused()
     def needed(self, step: Request | StepSize) -> int:
         """Bytes of the smallest budget that holds the step."""
         return smallest_total(self.at(step), self.host_budget_bytes)[0]

@@ -8,7 +8,8 @@ choices; a body's ops and buffers refer to rows of its polynomial table.
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ __all__ = [
     "RegionRecord",
     "Register",
     "Template",
+    "collector_paused",
     "compile_choices",
     "compile_template",
 ]
@@ -173,6 +175,65 @@ class Body:
             starts.append(0 if buffer.kind in _FROM_START or constant or not seen else seen[0].op)
             ends.append(num_ops if buffer.kind in _TO_END or constant else (seen[-1].op + 1 if seen else 1))
         return starts, ends
+
+    @cached_property
+    def touched(self) -> list[list[tuple[int, bool]]]:
+        """The buffers that the ops of every region touch, ascending, and whether any of them writes it."""
+        found = []
+        for region in self.regions:
+            writes: dict[int, bool] = {}
+            for op in self.ops[region.start : region.end]:
+                for b in op.reads:
+                    writes.setdefault(b, False)
+                for b in op.writes:
+                    writes[b] = True
+            found.append(sorted(writes.items()))
+        return found
+
+    @cached_property
+    def side_windows(self) -> list[tuple[int | None, int, int, list[int]]]:
+        """Of every side op its region, the ops from its fork to its join, [start, end), and the buffers that it touches."""
+        fork_at = {target: source for kind, source, target in self.edges if kind == "fork"}
+        joins = defaultdict[str, list[tuple[int, int]]](list)
+        for source, target in sorted((source, target) for kind, source, target in self.edges if kind == "wait"):
+            joins[self.ops[source].stream].append((source, target))
+        forks: dict[str, int] = {}
+        found = []
+        for index, op in enumerate(self.ops):
+            if op.stream == "main":
+                continue
+            forks[op.stream] = fork_at.get(index, forks.get(op.stream, -1))
+            following = bisect_left(joins[op.stream], (index,))
+            end = joins[op.stream][following][1] if following < len(joins[op.stream]) else len(self.ops)
+            found.append((op.region, forks[op.stream] + 1, end, _unique((*op.reads, *op.writes))))
+        return found
+
+    @cached_property
+    def groups(self) -> list[tuple[int, list[int]]]:
+        """Every root of the workspace, ascending, with the buffers that occupy its storage, itself first."""
+        members = {b: [b] for b, r in enumerate(self.buffers) if r.alias_of is None and r.pool == "workspace"}
+        for b, buffer in enumerate(self.buffers):
+            if buffer.alias_of in members:
+                members[buffer.alias_of].append(b)
+        return list(members.items())
+
+    @cached_property
+    def reused(self) -> list[tuple[int, list[int]]]:
+        """Those of `groups` that may hold no value for a while: of several buffers, or of one that is overwritten whole."""
+        return [
+            (root, members)
+            for root, members in self.groups
+            if len(members) > 1 or sum(not access.read for access in self.accesses[root]) > 1
+        ]
+
+    @cached_property
+    def size_classes(self) -> tuple[list[int], list[tuple[tuple[int, int, int], ...]]]:
+        """The size class of every root of the workspace, and of every class its members: rows of the polynomial table for
+        bytes of one slot and alias offset, and the slots."""
+        sizes = [(b.bytes, b.alias_offset, b.rotate) for b in self.buffers]
+        keys = [tuple(sorted({sizes[member] for member in members})) for _, members in self.groups]
+        class_of = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        return [class_of[key] for key in keys], list(class_of)
 
     @cached_property
     def dtype(self) -> str:
@@ -326,7 +387,7 @@ def compile_choices(register: Register, shell: Template, options: Sequence[str])
     """
     from mosaic.registrar.validate import validate
 
-    with _collector_paused():
+    with collector_paused():
         graph = register({choice.name: option for choice, option in zip(shell.choices, options, strict=True)})
         _require_same(shell, graph, options)
         validate(graph)
@@ -334,8 +395,9 @@ def compile_choices(register: Register, shell: Template, options: Sequence[str])
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep the cycle collector from walking a growing graph again and again: a third of the time of compiling.
+def collector_paused() -> Iterator[None]:
+    """Keep the cycle collector from walking what is being built again and again: a third of the time of compiling, a fifth
+    of that of planning.
 
     Of threads that come and go, the one that found it on turns it on again.
     """
