@@ -7,7 +7,8 @@ smaller chunk never needs more, as in programs.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from copy import copy
 from itertools import product
 from types import SimpleNamespace
 from typing import cast
@@ -41,7 +42,13 @@ class Tables:
             self.choice_options = (("b", "a"), *self.choice_options[1:])
         self.knobs = ("first", "second", "third")
         self.ways = {way: _Way(rng, apart=apart) for way in self.choice_options[0]}
-        self.num_sets = self.ways["a"].num_sets
+        self.num_sets, self.tokens = self.ways["a"].num_sets, 1
+
+    def at(self, tokens: int) -> Tables:
+        """The tables of as many tokens, each of which takes as much again of the live sets."""
+        found = copy(self)
+        found.tokens = tokens
+        return found
 
     def combinations(self) -> list[Choices]:
         return list(product(*self.choice_options))
@@ -58,14 +65,21 @@ class Tables:
         """Bytes of every live set."""
         way = self.ways[config.choices[0]]
         return [
-            base + sum(of[rows] for of, rows in zip(sizes, config.rows, strict=True))
+            base + self.tokens * sum(of[rows] for of, rows in zip(sizes, config.rows, strict=True))
             for base, sizes in zip(way.bases, way.sizes, strict=True)
         ]
 
     def bytes(self, config: Config) -> tuple[int, int]:
         """Bytes of the device, and of the host."""
-        way, rung = self.ways[config.choices[0]], self.rung(config.choices)
-        return way.fixed[rung] + -(-max(self.live(config)) // PAGE) * PAGE, way.host[rung]
+        return self.fixed(config.choices) + round_up(max(self.live(config))), self.host_bytes(config.choices)
+
+    def fixed(self, choices: Choices) -> int:
+        return self.ways[choices[0]].fixed[self.rung(choices)]
+
+    def host_bytes(self, choices: Choices) -> int:
+        """Bytes of the host: with every rung more of the weights, and of some programs' hidden states."""
+        way, rung = self.ways[choices[0]], self.rung(choices)
+        return way.host[rung] + (self.tokens - 1) * rung * way.hidden
 
     def seconds(self, config: Config) -> float:
         way = self.ways[config.choices[0]]
@@ -80,6 +94,10 @@ class Tables:
     def fits(self, config: Config, budget: int, host: int) -> bool:
         device, pinned = self.bytes(config)
         return device <= budget and pinned <= host
+
+
+def round_up(size: int) -> int:
+    return -(-size // PAGE) * PAGE
 
 
 class _Way:
@@ -101,6 +119,7 @@ class _Way:
         self.fixed = [100 + sum(steps[rung:]) for rung in rungs]
         own = rng.choice((0, 0, PAGE))
         self.host = [own + rung * PAGE for rung in rungs]
+        self.hidden = rng.choice((0, PAGE))
         late = [rng.choice((0, 0, 1)) for _ in rungs]
         self.least = [400 + sum(late[: rung + 1]) for rung in rungs]
 
@@ -125,6 +144,8 @@ class Tabulated(Point):
         variant = SimpleNamespace(formula=SimpleNamespace(at=range(tables.num_sets)))
         template = SimpleNamespace(choices=choices, knobs=knobs)
         self.asked: set[Choices] = set()
+        self.peaks: dict[Config, tuple[int, int]] = {}
+        self.lows: dict[Choices, Config] = {}
         found = SimpleNamespace(template=template, variant=lambda config: cast(Variant, variant))
         found.has_counted = lambda choices, pool: choices in self.asked
         self.space = cast(Space, found)
@@ -140,23 +161,31 @@ class Tabulated(Point):
         return [] if self.tables.apart else [(0, 1)]
 
     def lowest(self, choices: Choices) -> Config:
-        settings = product(*(self.options(choices, knob) for knob in range(len(self.tables.knobs))))
-        return min((Config(choices, rows) for rows in settings), key=lambda c: self.tables.bytes(c)[0])
+        if choices not in self.lows:
+            settings = product(*(self.options(choices, knob) for knob in range(len(self.tables.knobs))))
+            self.lows[choices] = min((Config(choices, rows) for rows in settings), key=self.total_bytes)
+        return self.lows[choices]
 
     def form_values(self, config: Config) -> npt.NDArray[np.int64]:
         self.evaluations += 1
         return np.array(self.tables.live(config))
 
     def dominating(self, config: Config) -> tuple[int, int]:
-        live: Sequence[int] = self.form_values(config).tolist()
-        return max(live), live.count(max(live))
+        if config not in self.peaks:
+            live = self.tables.live(config)
+            self.peaks[config] = max(live), live.count(max(live))
+        return self.peaks[config]
 
     def total_bytes(self, config: Config, workspace_bytes: int | None = None) -> int:
-        return self.tables.bytes(config)[0]
+        workspace = self.lower_bound(config) if workspace_bytes is None else workspace_bytes
+        return self.tables.fixed(config.choices) + round_up(workspace)
+
+    def lower_bound(self, config: Config) -> int:
+        return self.dominating(config)[0]
 
     def host_bytes(self, choices: Choices) -> int:
         self.asked.add(choices)
-        return self.tables.ways[choices[0]].host[self.tables.rung(choices)]
+        return self.tables.host_bytes(choices)
 
     def seconds(self, config: Config) -> float:
         return self.tables.seconds(config)

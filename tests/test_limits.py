@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from functools import cache, partial
+from itertools import product
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from mosaic.planner import placement
+from mosaic.planner import limits, placement
 from mosaic.planner.limits import is_feasible, max_context, search_and_place, smallest_host, smallest_total
 from mosaic.planner.offsets import solve
-from mosaic.planner.placement import place
-from mosaic.planner.space import Point, Space
+from mosaic.planner.placement import Placement, place
+from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import compile_template
 from mosaic.registrar.graph import Graph
+from tests.grid_tables import Tables, Tabulated
 from tests.small_programs import CARD, FRAGMENTED, PAGE, Exact, dims, fragmented, pages, space
 
 PLENTY = 1 << 40
@@ -145,3 +149,100 @@ def test_what_is_promised_holds_as_packed(seed: int, solver: str, monkeypatch: p
         assert not planned(space.at(tokens_alone(longest + 1)), budget, solver)
         assert max_context(space, tokens_alone, budget, limit=longest, solver=solver) == longest
     assert missed
+
+
+# -- packings drawn from a table --------------------------------------------------------------------------------------
+
+
+class Packings:
+    """Bytes that the packings of each configuration miss its bound by, of each solver; the portfolio is never the worst."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng, self.known = random.Random(seed), dict[Config, list[int]]()
+        self.misses = (0,) if seed % 4 == 0 else (0, 0, 1, 4, 9, 30)
+        monkeypatch.setattr(limits, "place", self.place)
+        monkeypatch.setattr(limits, "replayed", self.replayed)
+
+    def missed(self, config: Config) -> list[int]:
+        """Of the portfolio, the quick one, two replayed ones and one that is worse than all."""
+        if config not in self.known:
+            others = [self.rng.choice(self.misses) for _ in range(4)]
+            self.known[config] = [min(others), *others[1:], max(others) + self.rng.choice(self.misses)]
+        return self.known[config]
+
+    def place(self, point: Point, config: Config, *, solver: str = "auto") -> Placement:
+        at = {"auto": 0, limits.QUICK: 1, "worse": 4}[solver]
+        return Placement((), point.lower_bound(config) + self.missed(config)[at], solver)
+
+    def replayed(self, point: Point, config: Config) -> list[Placement]:
+        return [Placement((), point.lower_bound(config) + miss, "replayed") for miss in self.missed(config)[2:4]]
+
+    def total(self, point: Point, config: Config, solver: str) -> int:
+        return point.total_bytes(config, self.place(point, config, solver=solver).peak_bytes)
+
+
+SOLVERS = ("auto", limits.QUICK, "worse")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_limits_of_tables_are_kept_as_packed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, rng, packings = Tables(seed, apart=True), random.Random(seed), Packings(seed, monkeypatch)
+    point, solver = Tabulated(tables), SOLVERS[seed % 3]
+    totals = sorted({packings.total(point, c, solver) for c in tables.configs()})
+    hosts = sorted({tables.host_bytes(choices) for choices in tables.combinations()})
+    for host in (0, rng.choice(hosts), rng.choice(hosts) - 1, hosts[-1]):
+        needed, config = smallest_total(point, host, solver=solver)
+        allowed = [c for c in tables.configs() if tables.host_bytes(c.choices) <= host]
+        packed = [packings.total(point, c, solver) for c in allowed]
+        assert needed == packings.total(point, config, solver)
+        assert needed <= min(packings.total(point, c, solver) for c in point.smallest(host))
+        assert not allowed or (config in allowed and needed >= min(packed))
+        for budget in {needed - 1, needed, needed + 1, *rng.sample(totals, min(2, len(totals)))}:
+            result, placement = search_and_place(point, budget, host, solver=solver)
+            total = point.total_bytes(result.config, placement.peak_bytes)
+            assert placement == packings.place(point, result.config, solver=solver)
+            assert result.seconds == point.seconds(result.config)
+            if allowed:
+                assert result.fits == (total <= budget) == is_feasible(point, budget, host, solver=solver)
+                assert result.fits or (budget < needed and total >= needed)
+                assert result.fits >= (budget >= needed) and (budget != needed - 1 or not result.fits)
+                assert result.config in allowed
+            assert result.trace[-1].config == result.config
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_least_host_memory_of_tables(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, packings = Tables(seed, apart=True), Packings(seed, monkeypatch)
+    point = Tabulated(tables)
+    needs = [
+        (packings.total(point, point.lowest(choices), "auto"), tables.host_bytes(choices))
+        for choices in tables.combinations()
+    ]
+    for device in sorted({device for device, _ in needs}):
+        for budget, host in product((device - 1, device), sorted({host for _, host in needs})):
+            found = [pinned for total, pinned in needs if total <= budget and pinned <= host]
+            assert smallest_host(point, budget, host) == min(found, default=None)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_largest_context_of_tables(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, from one token on; with packings that miss, at the context found and at the next."""
+    tables, rng, packings = Tables(seed, apart=True), random.Random(seed), Packings(seed, monkeypatch)
+    points = cache(lambda tokens: Tabulated(tables.at(tokens)))
+    space = cast(Space, SimpleNamespace(at=lambda tokens, pinned: points(tokens)))
+    solver, limit = SOLVERS[seed % 3], rng.randrange(12, 30)
+
+    def fits(tokens: int, budget: int, host: int) -> bool:
+        return is_feasible(points(tokens), budget, host, solver=solver)
+
+    for _ in range(4):
+        tokens = rng.randrange(1, limit + 2)
+        hosts = sorted({tables.at(tokens).host_bytes(choices) for choices in tables.combinations()})
+        host = rng.choice((0, *hosts)) - rng.choice((0, 0, 1))
+        budget = smallest_total(points(tokens), host, solver=solver)[0] - rng.choice((0, 0, 1))
+        given = {"limit": limit, "host_budget_bytes": host, "solver": solver}
+        found = max_context(space, lambda tokens: tokens, budget, **given)
+        assert not found or fits(found, budget, host)
+        assert found == limit or not fits(found + 1, budget, host)
+        if not any(packings.misses):
+            assert found == sum(fits(tokens, budget, host) for tokens in range(1, limit + 1))

@@ -75,7 +75,7 @@ class _Packer:
         if result.fits:
             return result
         floor = min(result.config, self.floor(), key=self.total_bytes)
-        steps = [] if floor == result.config else [trace_step(self.point, floor, "packs lowest")]
+        steps = [] if floor == result.trace[-1].config else [trace_step(self.point, floor, "packs lowest")]
         return replace(
             result, config=floor, fits=self.total_bytes(floor) <= budget_bytes, seconds=self.point.seconds(floor),
             trace=(*result.trace, *steps),
@@ -138,7 +138,7 @@ def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> in
     least: int | None = None
     for _, ladders in point.groups():
         for ladder in ladders:
-            rungs = point.affordable(ladder, host_budget_bytes if least is None else least - 1)
+            rungs = point.affordable(ladder, host_budget_bytes if least is None else least)
             if rungs and fitting(rungs[-1]):
                 above = rungs[bisect_left(rungs, True, key=fitting) :]
                 least = next((point.host_bytes(rung) for rung in above if packed(rung)), least)
