@@ -68,12 +68,17 @@ def _chosen(points: list[pytest.Function], together: int) -> list[pytest.Functio
     ]
 
 
+LONGEST = ["test_triton_compiles", "test_fuzz", "test_parity_block", "test_parity"]
+"""Files with the longest tests, which run first: what is left for the end is short, and workers end together."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of every test marked `grid`, run points that hold all pairs of its parameters' values; the others only soak.
 
     `grid(together=1)` asks for every value of every parameter instead.
     """
+    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("grid"):

@@ -52,6 +52,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("size", "device", "workspace_mib"), CASES)
 def test_every_step_fits_is_proved_optimal_and_passes_the_checker(
     size: str, device: str, workspace_mib: int | None

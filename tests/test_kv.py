@@ -313,7 +313,7 @@ def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     monkeypatch.setattr(kv_attention, "kv_splits", lambda tiles, tile_rows, keys, places: splits)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @triton_test
 @pytest.mark.parametrize(("splits", "dtype"), [(1, F32), (3, BF16)], ids=["one pass", "split"])
 @pytest.mark.parametrize("name", FEW)
@@ -368,6 +368,7 @@ def test_kv_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> No
     check_in_triton(kv_case([(20, 90, 50), (17, 35, 0)], 8, 1, 16, BF16))
 
 
+@pytest.mark.grid(together=1)
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("shape", BLOCKED, ids=str)

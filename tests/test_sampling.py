@@ -401,6 +401,7 @@ def test_row_sample_in_triton(shape: tuple[int, int], temperature: float, dtype:
     verify(launched(row_case(shape, dtype, temperature)))
 
 
+@pytest.mark.grid
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -409,6 +410,7 @@ def test_unembed_sample_in_triton(shape: tuple[int, int, int], temperature: floa
     verify(launched(unembed_case(shape, dtype, temperature)))
 
 
+@pytest.mark.grid(together=1)
 @triton_test
 @pytest.mark.parametrize("sampled", [False, True], ids=["", "sampled"])
 @pytest.mark.parametrize("shape", [(3, 24, 1025), (70, 72, 700), (300, 64, 130)], ids=str)

@@ -454,7 +454,7 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize(("name", "dtype"), PARAMETERS)
 def test_kernel(name: str, dtype: torch.dtype) -> None:
     check(name, dtype, "cpu")
@@ -492,6 +492,7 @@ def check_alias(name: str, alias: dict[str, str], dtype: torch.dtype, device: st
     assert torch.equal(together["y"], apart["y"])
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(("name", "alias"), ALIASES, ids=str)
 def test_output_may_overwrite_an_operand(name: str, alias: dict[str, str], dtype: torch.dtype) -> None:
