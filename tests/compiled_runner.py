@@ -14,9 +14,10 @@ from torch import Tensor
 
 import mosaic
 from mosaic.models.architecture import Architecture
+from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan
-from mosaic.runtime.steps import KVSequence, StepRequest, StepResult
+from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 
 __all__ = ["CompiledRunner"]
 
@@ -70,10 +71,10 @@ class CompiledRunner:
     def exclusive(self) -> AbstractContextManager[object]:
         return self.model.exclusive()
 
-    def open_sequence(self) -> KVSequence:
-        return self.model.open_sequence()
+    def open_rows(self, state: State) -> StateRows:
+        return self.model.open_rows(state)
 
-    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> Plan:
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
         self.checked, self.peak_bytes = self.model.check(sizes, more=more), 0
         return self.checked
 

@@ -19,7 +19,7 @@ from covering import covering
 from torch import Tensor
 
 import mosaic
-from mosaic.models.parts import KEPT, LOGITS, NO_HEAD, Commit
+from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD, Commit
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Request
 from mosaic.runtime.compiled import CompiledModel, StepOutput
@@ -109,7 +109,7 @@ class Case:
         rows = {} if not phase.head.decides else {"masked": sum(len(self.rows_of(i, phase)) for i in batch)}
         more = {"logit_rows": sum(lengths)} if phase.logits else {}
         owned = tuple(len(self.sequences[i]) for i in batch)
-        cached = {"key_lens": owned, "kv_rows": sum(map(len, self.sequences))} if phase.cached else {}
+        cached = {"key_lens": owned, "states": {KV: sum(map(len, self.sequences))}} if phase.cached else {}
         return Request(seq_lens=lengths, phase=phase, **rows, **more, **cached)
 
     def points(self, phases: Iterable[Phase], few: int | None = None, device: str = "cpu") -> Iterator[Point]:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels import _sampling
+from mosaic.models import parts
 from mosaic.models.architecture import Architecture
 from mosaic.models.parts import Commit
+from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.steps import StepRequest, StepResult
 
@@ -185,11 +187,12 @@ class ReferenceRunner:
     def exclusive(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def open_sequence(self) -> PlainSequence:
+    def open_rows(self, state: State) -> PlainSequence:
+        assert state is parts.KV
         self.sequences.append(PlainSequence(self.network))
         return self.sequences[-1]
 
-    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> Any:
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Any:
         self.checked = list(sizes)
         return SimpleNamespace(total_bytes=1)
 

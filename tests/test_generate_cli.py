@@ -580,7 +580,7 @@ class AnswersBytes(FakeModel):
     def exclusive(self) -> Any:
         return nullcontext()
 
-    def open_sequence(self) -> Any:
+    def open_rows(self, state: Any) -> Any:
         raise AssertionError("a step of the whole canvas keeps no keys and values")
 
     def step(self, requests: Any) -> list[StepResult]:

@@ -72,7 +72,7 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[
         for pool, size in step.plan.pools.items():
             highest[pool] = max(highest.get(pool, 0), size)
         held, kept = runner.model.workspace.committed_bytes(), highest
-        if highest.get("state/kv") and not runner.model.kv_rows:  # the last sequence is closed
+        if highest.get("state/kv") and not runner.model.state_rows:  # the last sequence is closed
             kept = {**step.plan.pools, "state/kv": 0}
         assert held == {pool: kept[pool] for pool in held}  # to the byte, the most that a step has needed
         committed.append(step.peak_bytes)
@@ -81,7 +81,7 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[
     assert runner.checked is not None
     peak, predicted = max(committed), runner.checked.total_bytes
     assert peak == predicted if len(lengths) == 1 else peak <= predicted  # several need not meet their largest at once
-    assert runner.model.kv_rows == 0
+    assert not runner.model.state_rows
     runner.model.trim()
     last = runner.model.memory()  # what is left at the end is the last step's, without its state
     assert last.committed == {**last.planned, **{pool: 0 for pool in last.planned if pool.startswith("state/")}}
@@ -91,7 +91,7 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[
 def test_the_state_grows_without_copying() -> None:
     """A sequence that is longer from step to step: its rows stay where they are, and pages come at the end."""
     runner = runner_of("sdar")
-    sequence, state = runner.open_sequence(), runner.model.workspace.range("state/kv")
+    sequence, state = runner.model.open_sequence(), runner.model.workspace.range("state/kv")
     sizes, address = [], state.address
     first: torch.Tensor | None = None
     for start in range(0, 512, 64):
@@ -151,7 +151,7 @@ def test_a_generation_that_does_not_fit_is_refused_before_it_starts() -> None:
 
 def test_open_sequences_are_part_of_plans() -> None:
     runner = runner_of("sdar")
-    other = runner.open_sequence()
+    other = runner.model.open_sequence()
     alone = decoding.generate(runner, [prompt_of(20)], gen_length=16, stop_at_eos=False)
     before = runner.peak_bytes
     other.reserve(40_000)
@@ -186,7 +186,7 @@ REQUEST: dict[str, Any] = {
 )
 def test_requests_that_make_no_step_are_refused(changed: dict[str, Any], message: str) -> None:
     runner = runner_of("sdar")
-    sequence = runner.open_sequence()
+    sequence = runner.model.open_sequence()
     sequence.reserve(4)
     with pytest.raises(UsageError, match=message):
         runner.step([StepRequest(**{**REQUEST, "sequence": sequence, **changed})])

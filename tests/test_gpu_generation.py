@@ -162,12 +162,12 @@ def test_pages_are_the_plans_at_every_step(opened: Any) -> None:
         for pool, size in step.plan.pools.items():
             most[pool] = max(most.get(pool, 0), size)
         held = model.workspace.committed_bytes()
-        if model.kv_rows:  # until the last sequence is closed: to the byte, the most that a step has needed
+        if model.state_rows:  # until the last sequence is closed: to the byte, the most that a step has needed
             assert {pool: size for pool, size in held.items() if size} == {p: n for p, n in most.items() if n}
         peaks.append(step.peak_bytes)
 
     generated(model, family, options, on_step=measure)
-    assert max(peaks) == highest and model.kv_rows == 0 == model.workspace.committed_bytes()["state/kv"]
+    assert max(peaks) == highest and not model.state_rows and model.workspace.committed_bytes()["state/kv"] == 0
 
 
 def test_the_state_grows_where_it_is(opened: Any) -> None:

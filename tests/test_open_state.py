@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mosaic
 from mosaic.errors import DoesNotFit
-from mosaic.models.parts import KEPT, Commit
+from mosaic.models.parts import KEPT, KV, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 from mosaic.planner import Planner, Request
@@ -51,19 +51,19 @@ def test_a_step_counts_the_rows_that_others_hold(model: CompiledModel, ids: Tens
         if turn % 5 == 4:
             opened[opened.index(sequence)].close()
         plan, step = model.plan(TOKENS, masked=len(expected.rows)), model(ids)
-        assert plan.components["state"] >= model.kv_rows * ROW == plan.dims.get("kv_rows", 0) * ROW
+        assert plan.components["state"] >= model.state_rows.get("kv", 0) * ROW == plan.dims.get("kv_rows", 0) * ROW
         assert step.plan.fits and check_plan(step.plan.document) == [] == check_plan(plan.document)
         assert torch.equal(step.maximum, expected.maximum)
         for found in (step.plan, model.step([request_of(ids)])[0].plan):
-            assert found.components["state"] >= model.kv_rows * ROW
-            assert found.components["state"] <= max(model.kv_rows, 64) * 9 // 8 * ROW + 2 * 4096
+            assert found.components["state"] >= model.state_rows.get("kv", 0) * ROW
+            assert found.components["state"] <= max(model.state_rows.get("kv", 0), 64) * 9 // 8 * ROW + 2 * 4096
             highest = max(highest, found.components["state"])
             assert model.workspace.committed_bytes()["state/kv"] == highest
             assert model.memory().planned["state/kv"] == found.components["state"] or found is step.plan
     for sequence in opened:
         sequence.close()
     assert model.memory().resident["state/kv"] == model.workspace.committed_bytes()["state/kv"] == 0
-    assert model.kv_rows == 0 and model(ids).plan.components["state"] == 0
+    assert not model.state_rows and model(ids).plan.components["state"] == 0
 
 
 def test_plan_check_and_call_agree_beside_open_sequences(ids: Tensor) -> None:
@@ -109,11 +109,11 @@ def test_the_largest_context_is_the_one_beside_open_sequences(ids: Tensor) -> No
 
 def test_a_request_counts_what_is_held() -> None:
     planner = Planner(mosaic.models.load(LLADA), device="cpu", host_budget=0)
-    alone, beside = (planner.plan(Request(seq_lens=(TOKENS,), kv_rows=rows)) for rows in (None, 1000))
+    alone, beside = (planner.plan(Request(seq_lens=(TOKENS,), states=rows)) for rows in ({}, {KV: 1000}))
     assert beside.components == {**alone.components, "state": 1000 * ROW} and beside.weights == alone.weights
     assert (
         beside.peak_bytes == alone.peak_bytes
-        and planner.plan(Request(seq_lens=(9,), kv_rows=0)).dims.get("kv_rows") is None
+        and planner.plan(Request(seq_lens=(9,), states={KV: 0})).dims.get("kv_rows") is None
     )
-    cached = Request(seq_lens=(8,), key_lens=(40,), kv_rows=1040, phase=Phase(cache=KEPT))
+    cached = Request(seq_lens=(8,), key_lens=(40,), states={KV: 1040}, phase=Phase(cache=KEPT))
     assert cached.at(100).dims()["kv_rows"] == 1100

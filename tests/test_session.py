@@ -85,7 +85,7 @@ def test_requests_that_come_and_go_get_what_they_get_alone(family: Family, count
                 session.cancel(cancelled[-1])
             most = max(most, len({step.request for step in session.advance(rng.randrange(1, 4))}))
     assert most > 3
-    assert model.kv_rows == 0
+    assert not model.state_rows
     for request, kind in kinds.items():
         tokens, steps = family.alone(kind)
         assert request.generation is not None
@@ -152,12 +152,12 @@ def test_requests_that_cannot_be_are_refused_together_with_those_beside_them() -
         with pytest.raises(UsageError, match="prompt 1 has the mask token"):
             session.submit_all([good, bad])
         assert session.live == ()
-        assert model.kv_rows == 0
+        assert not model.state_rows
         request = session.submit_all([good])[0]
-        assert model.kv_rows == 24
+        assert model.state_rows == {"kv": 24}
         session.cancel(request)
         session.cancel(request)
-        assert model.kv_rows == 0
+        assert not model.state_rows
         assert request.generation is not None
         assert request.generation.finish == "cancelled"
         assert session.advance() == []

@@ -112,7 +112,7 @@ def test_sixteen_threads_get_what_one_gets(model: CompiledModel, eager_switches:
         if result != pytest.approx(expected[number], rel=1e-4)
     ]
     assert not wrong, f"{len(wrong)} of {len(order)} results are not those of one thread"
-    assert model.kv_rows == 0
+    assert not model.state_rows
 
 
 def test_outputs_are_views_where_nobody_else_can_call_and_copies_elsewhere(model: CompiledModel) -> None:

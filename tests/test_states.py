@@ -294,7 +294,7 @@ def test_pages_of_closed_sequences_go_back_while_a_later_one_lives() -> None:
         rows, expected = last.slots().tolist(), look(model, last)
         address, full = model.workspace.range("state/kv").address, model.memory().resident["state/kv"]
         second.close()
-        assert model.kv_rows == 1060 and model.memory().resident["state/kv"] == full
+        assert model.state_rows == {"kv": 1060} and model.memory().resident["state/kv"] == full
         model.trim()
         memory = model.memory()
         assert memory.resident["state/kv"] == memory.committed["state/kv"] == pages_of([*range(100), *rows])

@@ -18,7 +18,7 @@ import mosaic
 from mosaic.errors import GraphError, UsageError
 from mosaic.models import load
 from mosaic.models.inputs import Input
-from mosaic.models.parts import GUIDED, KEPT, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, WHOLE, Commit, CommitRule
+from mosaic.models.parts import GUIDED, KEPT, KV, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, WHOLE, Commit, CommitRule
 from mosaic.models.parts.cache import Whole
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.step import StepSize
@@ -55,7 +55,7 @@ def sizes(seed: int, count: int) -> Iterator[StepSize]:
         owned = tuple(n + source.randint(0, 40) for n in keys)
         rows = source.randint(1, sum(windows))
         returned = source.choice([0, source.randint(1, sum(windows))]) if phase.head.decides else 0
-        states = {"kv": sum(owned) + source.randint(0, 99)} if source.random() < 0.7 else {}
+        states = {KV: sum(owned) + source.randint(0, 99)} if source.random() < 0.7 else {}
         yield StepSize(
             phase=phase, windows=windows, keys=keys, owned=owned, rows=rows, logit_rows=returned, states=states
         )
@@ -81,10 +81,10 @@ def test_dims_are_those_counted_one_query_at_a_time(block: int) -> None:
         if size.phase.cached:
             expected["keys"] = sum(owned)
         if size.states:
-            expected["kv_rows"] = size.states["kv"]
+            expected["kv_rows"] = size.states[KV]
         assert dims == expected
         assert size.kind.logits == (LOGITS if size.phase.logits or size.logit_rows else None)
-        assert (size.kind.cache != size.phase.cache) == (not size.phase.cached and bool(size.states))
+        assert bool(size.kind.held) == (not size.phase.cached and bool(size.states))
 
 
 def test_a_rounded_size_holds_what_it_was_rounded_from_and_stays_as_it_is() -> None:
@@ -104,15 +104,15 @@ def test_a_rounded_size_holds_what_it_was_rounded_from_and_stays_as_it_is() -> N
 
 
 def test_another_context_keeps_the_rows_and_what_others_hold() -> None:
-    size = StepSize(phase=Phase(cache=KEPT, commit=TOP), windows=(8, 4), keys=(30, 9), rows=5, states={"kv": 139})
-    assert size.at(50) == replace(size, windows=(8,), keys=(50,), owned=(), states={"kv": 150})
-    assert size.at(3) == replace(size, windows=(3,), keys=(3,), owned=(), rows=3, states={"kv": 103})
+    size = StepSize(phase=Phase(cache=KEPT, commit=TOP), windows=(8, 4), keys=(30, 9), rows=5, states={KV: 139})
+    assert size.at(50) == replace(size, windows=(8,), keys=(50,), owned=(), states={KV: 150})
+    assert size.at(3) == replace(size, windows=(3,), keys=(3,), owned=(), rows=3, states={KV: 103})
     fill = StepSize(phase=Phase(cache=KEPT, head=NO_HEAD), windows=(8,), keys=(30,), rows=7)
-    assert fill.rows == 0 and fill.at(50).windows == (50,) and fill.at(50).states == {"kv": 50}
-    whole = StepSize(windows=(8, 4), rows=12, logit_rows=9, states={"kv": 7})
+    assert fill.rows == 0 and fill.at(50).windows == (50,) and fill.at(50).states == {KV: 50}
+    whole = StepSize(windows=(8, 4), rows=12, logit_rows=9, states={KV: 7})
     assert whole.at(3) == replace(whole, windows=(3,), rows=3, logit_rows=3)
-    half = mosaic.Request(seq_lens=(8, 4), mask_ratio=0.5, kv_rows=7)
-    assert half.at(9).rows == 5 and half.at(9).states == {"kv": 7} and half.size.rows == 6
+    half = mosaic.Request(seq_lens=(8, 4), mask_ratio=0.5, states={KV: 7})
+    assert half.at(9).rows == 5 and half.at(9).states == {KV: 7} and half.size.rows == 6
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_another_context_keeps_the_rows_and_what_others_hold() -> None:
         ({"keys": ()}, "as many numbers of keys"),
         ({"keys": (7,)}, "sees at least its own keys, got 7"),
         ({"owned": (19,)}, "has rows for as many tokens, got 19"),
-        ({"states": {"kv": 19}}, "do not fit 19 rows"),
+        ({"states": {KV: 19}}, "do not fit 19 rows"),
     ],
 )
 def test_numbers_that_make_no_step_are_refused(wrong: Mapping[str, Any], message: str) -> None:
@@ -210,7 +210,7 @@ def test_random_requests_are_packed_as_one_at_a_time(phase: Phase, shifted: bool
     declared = {b.name: b for b in graph.buffers if b.kind == "input"}
     for _ in range(8):
         requests = requests_of(phase, source, RowTable("kv"))
-        packed = pack_step(requests, arch, states={"kv": 200})
+        packed = pack_step(requests, arch, states={KV: 200})
         expected = expected_inputs(requests, shifted)
         assert packed.inputs.keys() == declared.keys()
         dims = packed.size.dims(arch) | {"keys": sum(packed.size.keys)}

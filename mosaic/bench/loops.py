@@ -291,7 +291,7 @@ def generate_plainly(model: PlainModel, prompt: Tensor, config: GenerationConfig
     UsageError
         If the algorithm is not among `LOOPS`, or an option is not in its loop.
     """
-    loop = LOOPS.get(config.algorithm or "")
+    loop = LOOPS.get(str(config.algorithm))
     left_out = {
         "cache": config.cache is not None and config.algorithm == "llada",
         "factor": config.factor is not None,

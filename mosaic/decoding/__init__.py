@@ -12,7 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from mosaic.decoding.algorithm import Algorithm, Traits
 from mosaic.decoding.algorithms import shapes
+from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.live import Generation, LiveRequest, Submission
 from mosaic.decoding.loop import generate as generate_ids
@@ -26,6 +28,8 @@ from mosaic.runtime.steps import StepRunner
 
 __all__ = [
     "ALGORITHMS",
+    "Algorithm",
+    "Canvas",
     "DraftStreamer",
     "Generation",
     "GenerationConfig",
@@ -37,6 +41,7 @@ __all__ = [
     "Submission",
     "TextStreamer",
     "Tokenizer",
+    "Traits",
     "generate",
     "generate_ids",
     "resolve",

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
 from typing import Final
 
 from mosaic.decoding import dream, fast_dllm, fast_dllm_v2, llada, llada2, sdar
-from mosaic.decoding.canvas import Canvas, Shapes, Steps, whole_blocks
-from mosaic.decoding.config import GenerationConfig, resolve
+from mosaic.decoding.algorithm import Algorithm
+from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.models.architecture import Architecture
 from mosaic.models.phase import Phase
-from mosaic.models.step import StepSize
+from mosaic.models.state import State
+from mosaic.models.step import StepSize, most_rows
 
-__all__ = ["Algorithm", "algorithm_of", "canvas_length", "largest_steps", "shapes", "shared_sizes"]
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """An algorithm: a generator over a canvas, and the largest steps that it will ask for."""
-
-    decode: Callable[[Canvas], Steps]
-    shapes: Callable[[GenerationConfig, Architecture, int, int], Shapes]
+__all__ = ["algorithm_of", "canvas_length", "largest_steps", "shapes", "shared_sizes"]
 
 
+_MODULES: Final[Mapping[str, ModuleType]] = {
+    "llada": llada, "dream": dream, "fast-dllm": fast_dllm, "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "llada2": sdar,
+    "llada2.1": llada2,
+}  # fmt: skip
 _ALGORITHMS: Final[Mapping[str, Algorithm]] = {
-    "llada": Algorithm(llada.decode, llada.shapes),
-    "dream": Algorithm(dream.decode, dream.shapes),
-    "fast-dllm": Algorithm(fast_dllm.decode, fast_dllm.shapes),
-    "sdar": Algorithm(sdar.decode, sdar.shapes),
-    "fast-dllm-v2": Algorithm(fast_dllm_v2.decode, fast_dllm_v2.shapes),
-    "llada2": Algorithm(sdar.decode, sdar.shapes),
-    "llada2.1": Algorithm(llada2.decode, llada2.shapes),
+    name: Algorithm(name=name, decode=module.decode, shapes=module.shapes, traits=ALGORITHMS[name])
+    for name, module in _MODULES.items()
 }
 
 
 def algorithm_of(config: GenerationConfig) -> Algorithm:
     """The algorithm of a resolved config. LLaDA's schedule with a cache is Fast-dLLM without a threshold."""
+    if isinstance(config.algorithm, Algorithm):
+        return config.algorithm
     return _ALGORITHMS["fast-dllm" if config.cache and config.algorithm == "llada" else config.algorithm or "llada"]
 
 
 def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:
     """Positions of a request's canvas: whole blocks where the model attends by blocks."""
-    return whole_blocks(config, prompt_len)[1] if architecture.block else prompt_len + config.gen_length
+    block = architecture.block or 1
+    return -(-(prompt_len + config.gen_length) // block) * block
 
 
 def shapes(
@@ -72,12 +69,19 @@ def shapes(
 def largest_steps(
     config: GenerationConfig, architecture: Architecture, prompt_len: int, request_id: int
 ) -> list[StepSize]:
-    """The largest steps of one request, options resolved: none of its steps is larger than all of these."""
+    """The largest steps of one request, options resolved: none of its steps is larger than all of these.
+
+    Its rows of states are those that it takes: of keys and values, for the whole canvas.
+    """
     canvas = canvas_length(config, architecture, prompt_len)
     sizes = algorithm_of(config).shapes(config, architecture, prompt_len, request_id)
-    return [
-        replace(size, owned=(canvas,), states={}) if size.phase.cached else size for size in sizes if size is not None
-    ]
+    return [_of_canvas(size, canvas) for size in sizes if size is not None]
+
+
+def _of_canvas(size: StepSize, length: int) -> StepSize:
+    """The same step of a sequence that has rows for its whole canvas."""
+    kept = size.phase.cache.kept
+    return size if kept is None else replace(size, owned=(length,), states={**size.states, kept: length})
 
 
 def shared_sizes(requests: Sequence[Sequence[StepSize]]) -> list[StepSize]:
@@ -103,6 +107,7 @@ def shared_sizes(requests: Sequence[Sequence[StepSize]]) -> list[StepSize]:
             keys=tuple(seen for size in group for seen in size.keys),
             owned=tuple(owned for size in group for owned in size.owned),
             rows=sum(size.rows for size in group),
+            states=sum((Counter(size.states) for size in group), Counter[State]()),
         )
         for phase, group in packed.items()
     ]
@@ -113,5 +118,5 @@ def _most(sizes: Sequence[StepSize]) -> StepSize:
     keys = [seen for size in sizes for seen in size.keys]
     return replace(
         sizes[0], windows=(max(size.tokens for size in sizes),), keys=(max(keys),) if keys else (),
-        rows=max(size.rows for size in sizes),
+        rows=max(size.rows for size in sizes), states=most_rows(sizes),
     )  # fmt: skip

@@ -6,7 +6,7 @@ scores, never logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from mosaic.decoding.noise import row_keys
+from mosaic.errors import UsageError
 from mosaic.models.parts import KEPT, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
-from mosaic.runtime.steps import KVSequence, StepRequest, StepResult
+from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
+    from mosaic.models.state import State
 
 __all__ = ["COMMIT", "Canvas", "Commit", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
 
@@ -84,8 +86,10 @@ class Canvas:
         The number that stands for this request in random keys.
     length
         Positions of the canvas, at least P + `gen_length`: whole blocks where the model attends by blocks.
-    open_sequence
-        Opens the cache when it is first asked for.
+    demand
+        Rows of each state that the request has until its end, the keys and values of the canvas among them.
+    open_state
+        Starts the request's rows of a state.
 
     Attributes
     ----------
@@ -108,7 +112,8 @@ class Canvas:
     architecture: Architecture
     request: int
     length: int
-    open_sequence: Callable[[], KVSequence]
+    demand: Mapping[State, int]
+    open_state: Callable[[State], StateRows]
     tokens: Tensor = field(init=False)
     masked: Tensor = field(init=False)
     confidence: Tensor = field(init=False)
@@ -116,7 +121,7 @@ class Canvas:
     block: int = 0
     settled: int | None = None
     last: Commit | None = None
-    _sequence: KVSequence | None = None
+    _held: dict[State, StateRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = torch.full((self.length,), self.architecture.mask_token_id)
@@ -164,25 +169,33 @@ class Canvas:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    @property
-    def sequence(self) -> KVSequence:
-        """The keys and values of this request. All of its rows are taken at once: they are planned for anyway, and one
-        plan, and one captured graph, then serves every step of a kind."""
-        self.reserve()
-        assert self._sequence is not None
-        return self._sequence
+    def rows_of(self, state: State) -> StateRows:
+        """The request's rows of a state, which its largest steps name.
+
+        Raises
+        ------
+        UsageError
+            If they do not: nobody has counted on them.
+        """
+        if state not in self._held:
+            known = ", ".join(held.name for held in self._held) or "none"
+            raise UsageError(
+                f"the algorithm asks for the state '{state.name}', its largest steps have {known}: `shapes` gives them with "
+                "their states."
+            )
+        return self._held[state]
 
     def reserve(self) -> None:
-        """Take the rows of the cache, if that has not been done."""
-        if self._sequence is None:
-            self._sequence = self.open_sequence()
-            self._sequence.reserve(self.length)
+        """Take the rows of all states at once: they are planned for anyway, and one plan, and one captured graph, then
+        serves every step of a kind."""
+        for state, count in self.demand.items():
+            self._held[state] = self.open_state(state)
+            self._held[state].reserve(count)
 
     def close(self) -> None:
-        """Give the cache back."""
-        if self._sequence is not None:
-            self._sequence.close()
-            self._sequence = None
+        """Give all rows back."""
+        while self._held:
+            self._held.popitem()[1].close()
 
     def keys(self, positions: Tensor) -> Tensor:
         """Random keys of some positions at this step, int64 [M]."""
@@ -204,15 +217,17 @@ class Canvas:
         decided too where row i-1 predicts position i.
         """
         start, end = window
-        seen = (key_len or end) if phase.cached else 0
+        kept = phase.cache.kept
+        rows = {state: self.rows_of(state) for state in phase.states}
         if sampling is not None:
             rule |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return StepRequest(
             phase=phase,
             token_ids=self.tokens[start:end].clone(),
             start=start,
-            sequence=self.sequence if phase.cached else None,
-            key_len=seen,
+            sequence=None if kept is None else rows.pop(kept),
+            key_len=0 if kept is None else key_len or end,
+            states=rows,
             rows=positions - start,
             current=self.tokens[positions],
             keys=self.keys(positions) if phase.noisy else None,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from mosaic.decoding.algorithm import Algorithm, Traits
 from mosaic.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class GenerationConfig:
     Parameters
     ----------
     algorithm
-        "llada", "dream", "fast-dllm", "sdar", "fast-dllm-v2", "llada2" or "llada2.1"; the model family's own if not
-        given.
+        "llada", "dream", "fast-dllm", "sdar", "fast-dllm-v2", "llada2" or "llada2.1", or an `Algorithm` of your own; the
+        model family's if not given.
     gen_length
         Tokens to generate.
     steps
@@ -80,7 +81,7 @@ class GenerationConfig:
     64
     """
 
-    algorithm: str | None = None
+    algorithm: str | Algorithm | None = None
     gen_length: int = 128
     steps: int | None = None
     block_length: int | None = None
@@ -112,8 +113,8 @@ class GenerationConfig:
             ("alg", self.alg, ALGS),
             ("cache", self.cache, CACHES),
         ):
-            if value is not None and value not in known:
-                raise UnknownName(what, str(value), known)
+            if isinstance(value, str) and value not in known:
+                raise UnknownName(what, value, known)
         for name in ("gen_length", "steps", "block_length", "small_block_length", "minimal_topk"):
             self._check(name, lambda n: n >= 1, "at least 1", int)
         self._check("top_k", lambda n: n >= 0, "at least 0 (0: off)", int)
@@ -138,19 +139,6 @@ class GenerationConfig:
             raise UsageError(f"{name}: expected {'an integer' if kind is int else 'a number'}, got {value!r}.")
         if not holds(value):
             raise UsageError(f"{name} is {value}; it must be {expected}.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
-    """What an algorithm takes besides the options that all take, and the models that it is for."""
-
-    options: frozenset[str]
-    blockwise: bool
-    """For models that attend block by block, causally; otherwise for bidirectional ones."""
-    shifted: bool | None = None
-    """Whether row i-1 predicts position i; None: either."""
-    remasking: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 ALGORITHMS: Final[Mapping[str, Traits]] = {
@@ -220,35 +208,38 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     UsageError
         If the options do not fit each other, the algorithm or the model.
     """
-    name = config.algorithm or own_algorithm(architecture)
-    traits = ALGORITHMS[name]
+    chosen = config.algorithm or own_algorithm(architecture)
+    name, shipped = str(chosen), not isinstance(chosen, Algorithm)
+    traits = chosen.traits if isinstance(chosen, Algorithm) else ALGORITHMS[chosen]
     _check_model(name, traits, architecture)
     for entry in fields(config):
         taken = entry.name in traits.options or entry.name in _COMMON
         if not taken and getattr(config, entry.name) != entry.default:
             raise UsageError(
-                f"{entry.name} means nothing to the algorithm '{name}', which takes {', '.join(sorted(traits.options))}."
+                f"{entry.name} means nothing to the algorithm '{name}', which takes "
+                f"{', '.join(sorted(traits.options)) or 'what all take'}."
             )
-    values: dict[str, Any] = {"algorithm": name, "top_p": 1.0, "top_k": 0, **traits.defaults}
+    values: dict[str, Any] = {"algorithm": chosen, "top_p": 1.0, "top_k": 0, **traits.defaults}
     if traits.remasking:
         values["remasking"] = traits.remasking[0]
         if config.remasking and config.remasking not in traits.remasking:
             raise UnknownName(f"remasking of '{name}'", config.remasking, traits.remasking)
-    values |= _lengths(name, config, architecture)
-    if name == "fast-dllm" and config.factor is None:
+    values |= _lengths(name, config, architecture) if shipped else {}
+    if chosen == "fast-dllm" and config.factor is None:
         values["threshold"] = 0.9
     given = {entry.name: getattr(config, entry.name) for entry in fields(config)}
     values |= {option: value for option, value in given.items() if value is not None}
     found = replace(config, **{option: values[option] for option in values if option in traits.options | _COMMON})
-    (_check_blocks if traits.blockwise else _check_canvas)(found, architecture)
-    if name == "llada2" and found.steps is not None:
+    if shipped:  # an algorithm of a user's own checks what it makes of options, in `shapes`
+        (_check_blocks if traits.blockwise else _check_canvas)(found, architecture)
+    if chosen == "llada2" and found.steps is not None:
         found = replace(found, steps=max(min(found.steps, found.gen_length // found.minimal_topk), 1))
     return found
 
 
 def _check_model(name: str, traits: Traits, architecture: Architecture) -> None:
     kind = f"attends in blocks of {architecture.block}" if architecture.block else "attends in both directions"
-    fits = traits.blockwise == bool(architecture.block)
+    fits = traits.blockwise in (None, bool(architecture.block))
     if not fits or traits.shifted not in (None, architecture.shifted):
         shift = ", and its row i-1 predicts position i" if architecture.shifted else ""
         raise UsageError(

@@ -7,6 +7,7 @@ what is admitted fits in every future step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,11 +22,12 @@ from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import check_prompt
 from mosaic.decoding.streaming import OnStep, Step, Streamer
 from mosaic.errors import DoesNotFit, UsageError
-from mosaic.models.step import KV, StepSize
+from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.packing import group_of
 from mosaic.runtime.range_pool import ClosesOnExit
 
 if TYPE_CHECKING:
+    from mosaic.models.state import State
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["Session"]
@@ -40,9 +42,9 @@ class _Described(NamedTuple):
     largest: list[StepSize]
 
     @property
-    def keeps_keys(self) -> bool:
-        """Whether it takes rows of the state."""
-        return any(size.phase.cached for size in self.largest)
+    def demand(self) -> dict[State, int]:
+        """Rows of each state that it takes."""
+        return most_rows(self.largest)
 
 
 class Session(ClosesOnExit):
@@ -149,8 +151,10 @@ class Session(ClosesOnExit):
         """Plan the largest steps that the live requests and these may come to share."""
         demands = [request.largest for request in self.live] + [described.largest for described in more]
         if demands:
-            rows = sum(described.length for described in more if described.keeps_keys)
-            self._runner.check(shared_sizes(demands), more={KV: rows})
+            rows: Counter[State] = Counter()
+            for described in more:
+                rows.update(described.demand)
+            self._runner.check(shared_sizes(demands), more=rows)
 
     def _started(self, described: _Described) -> LiveRequest:
         canvas = Canvas(
@@ -159,13 +163,13 @@ class Session(ClosesOnExit):
             architecture=self._runner.architecture,
             request=described.submission.request_id,
             length=described.length,
-            open_sequence=self._runner.open_sequence,
+            demand=described.demand,
+            open_state=self._runner.open_rows,
         )
         request = LiveRequest(self._submitted, described.submission, canvas, described.largest)
         self._submitted += 1
         request.waiting_since = self._turns
-        if described.keeps_keys:
-            canvas.reserve()  # the rows that were counted on are taken at once: nobody else gets them meanwhile
+        canvas.reserve()  # the rows that were counted on are taken at once: nobody else gets them meanwhile
         self._live[request.number] = request
         request.begin()
         if request.pending is None:

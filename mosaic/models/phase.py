@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.errors import UsageError
@@ -11,6 +11,7 @@ from mosaic.models.inputs import Input
 from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Guidance, Head, Part, ReturnedLogits
 from mosaic.models.parts.heads import NOISE
 from mosaic.models.parts.windows import WINDOWS
+from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -34,6 +35,15 @@ class Phase:
         A second copy of the sequences is computed, without the prompt.
     logits
         The logits of chosen rows are returned as well.
+    others
+        Parts of other kinds: of whoever reads or writes a state of its own.
+    held
+        States that others have rows of, which the step does not touch: its plan counts them.
+
+    Attributes
+    ----------
+    states
+        The states that its parts have, each once.
 
     Raises
     ------
@@ -54,11 +64,16 @@ class Phase:
     commit: CommitRule | None = None
     guidance: Guidance | None = None
     logits: ReturnedLogits | None = None
+    others: tuple[Part, ...] = ()
+    held: tuple[State, ...] = ()
+    states: tuple[State, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        found = dict.fromkeys(state for part in self.parts for state in part.states)
+        object.__setattr__(self, "states", tuple(found))
         returns = self.commit is not None or self.guidance is not None or self.logits is not None
-        if not self.head.decides and (returns or not self.cached):
-            raise UsageError("a phase without head only fills the cache; it is cached, and neither scores nor returns.")
+        if not self.head.decides and (returns or not self.states):
+            raise UsageError("a phase without head only fills a state; it has one, and neither scores nor returns.")
         if self.head.samples and self.commit is None:
             raise UsageError(f"a phase that samples ('{self.head.name}') chooses among its rows; give a commit rule.")
         if self.cached and self.guidance is not None:
@@ -67,25 +82,25 @@ class Phase:
     @property
     def parts(self) -> Iterator[Part]:
         """The parts, in the order in which they are registered."""
-        found = (WINDOWS, self.cache, self.head, self.guidance, self.commit, self.logits)
+        found = (WINDOWS, self.cache, *self.others, self.head, self.guidance, self.commit, self.logits)
         return (part for part in found if part is not None)
 
     @property
     def name(self) -> str:
         """The phase's label: `full_step`, `denoise` (over cached keys), or `commit` (no head; `prefill` is a long one)."""
-        if not self.cached:
-            return "full_step"
-        return "denoise" if self.head.decides else "commit"
+        if not self.head.decides:
+            return "commit"
+        return "denoise" if self.cached else "full_step"
 
     @property
     def cached(self) -> bool:
         """Whether keys and values are written to, and read from, a state that outlives the step."""
-        return self.cache.cached
+        return self.cache.kept is not None
 
     @property
     def shipped(self) -> bool:
-        """Whether all parts are Mosaic's own."""
-        return all(type(part).__module__.startswith("mosaic.") for part in self.parts)
+        """Whether all parts, and kinds of states, are Mosaic's own."""
+        return all(type(one).__module__.startswith("mosaic.") for one in (*self.parts, *self.held))
 
     @property
     def noisy(self) -> bool:
@@ -116,9 +131,10 @@ class Phase:
         """The tokens of a request's window, int64 [T], and of its copy."""
         return [request.token_ids, *([] if self.guidance is None else [self.guidance.copy_of(request)])]
 
-    def registered(self, *, logits: ReturnedLogits | None, beside: bool) -> Phase:
-        """The phase as a step of it is registered that returns logits, or where others have rows of the state."""
-        return replace(self, logits=self.logits or logits, cache=self.cache.beside() if beside else self.cache)
+    def registered(self, *, logits: ReturnedLogits | None, open_states: Iterable[State]) -> Phase:
+        """The phase as a step of it is registered that returns logits, or while these states have rows."""
+        held = set(open_states).difference(self.states)
+        return replace(self, logits=self.logits or logits, held=tuple(sorted(held, key=lambda state: state.name)))
 
 
 def before(request: Any) -> Any:

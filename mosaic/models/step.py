@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Final
 from mosaic.errors import UsageError
 from mosaic.models.parts import LOGITS
 from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["KV", "MAX_TOKENS", "StepSize", "bucket"]
+__all__ = ["MAX_TOKENS", "StepSize", "bucket", "most_rows"]
 
-KV: Final = "kv"
-"""The name of the state that holds keys and values."""
 MAX_TOKENS: Final = 2**31 - 1
 """Positions and sequence bounds are int32."""
 FEWEST_ROWS: Final = 16
@@ -47,7 +46,8 @@ class StepSize:
     logit_rows
         Rows whose logits are returned.
     states
-        Rows of each state by name, for all sequences that are open; of cached phases, `kv` has the owned ones if not given.
+        Rows of each state, of all owners together. States of the phase that are not given have the rows that are owned,
+        where its keys are kept in them, else one.
 
     Raises
     ------
@@ -66,13 +66,16 @@ class StepSize:
     owned: tuple[int, ...] = ()
     rows: int = 0
     logit_rows: int = 0
-    states: Mapping[str, int] = field(default_factory=dict, hash=False)
+    states: Mapping[State, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        states = {name: rows for name, rows in self.states.items() if rows}
-        if self.phase.cached:
+        states = {state: rows for state, rows in self.states.items() if rows}
+        kept = self.phase.cache.kept
+        if kept is not None:
             object.__setattr__(self, "owned", self.owned or self.keys)
-            states.setdefault(KV, sum(self.owned))
+            states.setdefault(kept, sum(self.owned))
+        for state in self.phase.states:
+            states.setdefault(state, 1)
         object.__setattr__(self, "states", MappingProxyType(states))
         if not self.has_rows:
             object.__setattr__(self, "rows", 0)
@@ -87,7 +90,8 @@ class StepSize:
         self._check_keys()
 
     def _check_keys(self) -> None:
-        if not self.phase.cached:
+        kept = self.phase.cache.kept
+        if kept is None:
             if self.keys or self.owned:
                 raise UsageError("keys are seen in cached phases.")
             return
@@ -98,8 +102,8 @@ class StepSize:
                 raise UsageError(f"a window of {window:,} tokens sees at least its own keys, got {keys:,}.")
             if owned < keys:
                 raise UsageError(f"a window that sees {keys:,} keys has rows for as many tokens, got {owned:,}.")
-        if self.states[KV] < max(self.owned):
-            raise UsageError(f"{max(self.owned):,} keys do not fit {self.states[KV]:,} rows of the state.")
+        if self.states[kept] < max(self.owned):
+            raise UsageError(f"{max(self.owned):,} keys do not fit {self.states[kept]:,} rows of the state.")
 
     @property
     def tokens(self) -> int:
@@ -113,9 +117,15 @@ class StepSize:
 
     @property
     def kind(self) -> Phase:
-        """The phase that is registered: with logits where rows of them are returned, beside the state where others have
-        rows of it."""
-        return self.phase.registered(logits=LOGITS if self.logit_rows else None, beside=KV in self.states)
+        """The phase that is registered: with logits where rows of them are returned, holding the states that others have
+        rows of."""
+        return self.phase.registered(logits=LOGITS if self.logit_rows else None, open_states=self.states)
+
+    @property
+    def others(self) -> dict[State, int]:
+        """Rows of each state beside those that the keys of this step's sequences are kept in."""
+        own = {self.phase.cache.kept: sum(self.owned)}
+        return {state: max(rows - own.get(state, 0), 0) for state, rows in self.states.items()}
 
     def dims(self, architecture: Architecture | None = None) -> dict[str, int]:
         """Values of the symbolic dims: tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys
@@ -137,22 +147,21 @@ class StepSize:
             dims["logit_rows"] = self.logit_rows
         if self.owned:
             dims["keys"] = sum(self.owned)
-        return dims | {f"{name}_rows": rows for name, rows in self.states.items()}
+        return dims | {state.rows_dim: rows for state, rows in self.states.items()}
 
     def at(self, context: int) -> StepSize:
         """One sequence of another length, the rows kept as far as there are so many. Where keys are cached and rows are
         decided, the window is kept and the keys are `context`. Rows of the state that others hold are kept, too."""
         window = min(max(self.windows), context) if self.phase.cached and self.has_rows else context
-        states = dict(self.states)
-        if KV in states:
-            others = max(states[KV] - sum(self.owned), 0)
-            states[KV] = others + context if self.phase.cached else others
+        kept, states = self.phase.cache.kept, self.others
+        if kept is not None:
+            states[kept] += context
         return replace(
             self, windows=(window,), keys=(context,) if self.phase.cached else (), owned=(),
             rows=min(self.rows, window), logit_rows=min(self.logit_rows, window), states=states,
         )  # fmt: skip
 
-    def beside(self, states: Mapping[str, int]) -> StepSize:
+    def beside(self, states: Mapping[State, int]) -> StepSize:
         """The same step where the states have these rows."""
         return replace(self, states={**self.states, **states})
 
@@ -164,7 +173,7 @@ class StepSize:
         return replace(
             self, owned=(*self.owned[:-1], self.owned[-1] + more) if owned else (),
             rows=bucket(self.rows, self.tokens, **rows), logit_rows=bucket(self.logit_rows, self.tokens),
-            states={name: bucket(count, least=FEWEST_KEYS) for name, count in self.states.items()},
+            states={state: bucket(count, least=FEWEST_KEYS) for state, count in self.states.items()},
         )  # fmt: skip
 
     @property
@@ -172,7 +181,15 @@ class StepSize:
         """Equal for steps that one plan, rounded, serves."""
         found = self.rounded()
         windows = len(self.windows), self.tokens
-        return self.phase, windows, sum(found.owned), found.rows, found.logit_rows, tuple(sorted(found.states.items()))
+        return self.phase, windows, sum(found.owned), found.rows, found.logit_rows, frozenset(found.states.items())
+
+
+def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
+    """The most rows of each state that any of these steps has."""
+    found: dict[State, int] = {}
+    for size in sizes:
+        found |= {state: max(rows, found.get(state, 0)) for state, rows in size.states.items()}
+    return found
 
 
 def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.attention.projections import PROJECTION_TILE
 from mosaic.models.ending import Ending
 from mosaic.models.inputs import StepInputs
 from mosaic.models.phase import Phase
 from mosaic.models.residency import Hidden, Matrix, Residency
+from mosaic.models.state import State
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Dim
 
@@ -89,6 +91,8 @@ class StepGraph:
         self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
         self.sequences: Buffer | None = None
         phase.cache.declare(self)
+        for state in (*phase.states, *phase.held):
+            self.state(state)
         self.hidden = Hidden(g, arch, on_host=self.on_host)
         self.attention_way.begin(self)
         table = self.embed(ids)
@@ -96,6 +100,8 @@ class StepGraph:
             matrices = self.residency.fetch(self.attention_matrices(0), streamed=self.residency.streams(0))
         for layer in range(arch.layers):
             matrices = self.layer(layer, matrices)
+        for part in phase.parts:
+            part.finish(self)
         if phase.head.decides:
             end = Ending(
                 g, arch, phase, self.residency, self.inputs, hidden=self.hidden.buffer, cu_seqlens=self.cu_seqlens
@@ -104,6 +110,18 @@ class StepGraph:
         else:
             Ending.declare(g, arch)
         self.inputs.finish()
+        self._check_states()
+
+    def state(self, state: State) -> Buffer:
+        """The buffer of a state that a part of the phase has, or that others have rows of."""
+        return state.register(self.g, self.arch)
+
+    def _check_states(self) -> None:
+        """Make sure that all states are the parts': nobody has rows of another."""
+        known = {state.name for state in (*self.phase.states, *self.phase.held)}
+        strange = [b.name for b in self.g.buffers if b.kind == "state" and b.name not in known]
+        if strange:
+            raise GraphError(f"no part of the phase has the states {', '.join(strange)}: add them to its `states`.")
 
     def embed(self, ids: Buffer) -> Buffer:
         """hidden = table[ids]; the table stays in host memory where its rows are gathered from there."""

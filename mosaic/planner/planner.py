@@ -17,7 +17,7 @@ from mosaic.errors import UnsafePlan, UsageError
 from mosaic.models import Model, load
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.safetensors import Layout
-from mosaic.models.step import KV, MAX_TOKENS, StepSize
+from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.planner.cache import template_of
 from mosaic.planner.check import prove_safe
 from mosaic.planner.document import Draft, assemble
@@ -170,8 +170,8 @@ class Planner:
         size, arch = _size(step), self.model.architecture
         share = step.mask_ratio if isinstance(step, Request) and step.masked is None else None
         window = max(size.windows) if size.phase.cached else None
-        others = max(size.states.get(KV, 0) - sum(size.owned), 0)
-        kind = (solver, size.kind, share, size.rows if share is None else 0, size.logit_rows, window, others)
+        rows = 0 if share is not None else size.rows
+        kind = (solver, size.kind, share, rows, size.logit_rows, window, frozenset(size.others.items()))
         key = (*kind, self.budget_bytes, self.host_budget_bytes, *self.pinned.items())
         if key not in self._longest:
             self._longest[key] = max_context(

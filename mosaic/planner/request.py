@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
@@ -10,8 +11,9 @@ from typing import Final
 
 from mosaic.errors import UsageError
 from mosaic.models.phase import FULL_STEP, Phase
-from mosaic.models.step import KV, StepSize
-from mosaic.units import parse_lengths, parse_tokens
+from mosaic.models.state import State
+from mosaic.models.step import StepSize
+from mosaic.units import Size, parse_lengths, parse_tokens
 
 __all__ = ["DEFAULT_MASK_RATIO", "Request"]
 
@@ -36,8 +38,8 @@ class Request:
         The kind of step; the whole sequence with statistics of its masked rows, if not given.
     key_lens
         Of cached phases: keys that each window sees, itself included.
-    kv_rows
-        Rows of the state, for all sequences that are open; of cached phases the keys if not given, of others none.
+    states
+        Rows of each state, of all owners together; as for `StepSize`.
 
     Attributes
     ----------
@@ -56,7 +58,7 @@ class Request:
     logit_rows: int = 0
     phase: Phase = FULL_STEP
     key_lens: tuple[int, ...] = ()
-    kv_rows: int | None = None
+    states: Mapping[State, Size] = field(default_factory=dict, hash=False)
     size: StepSize = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class Request:
             raise UsageError(f"the mask ratio must be in (0, 1], got {self.mask_ratio!r}.")
         size = StepSize(
             phase=self.phase, windows=self.seq_lens, keys=self.key_lens, rows=self._rows(sum(self.seq_lens)),
-            logit_rows=self.logit_rows, states={} if self.kv_rows is None else {KV: self.kv_rows},
+            logit_rows=self.logit_rows, states=self._counts,
         )  # fmt: skip
         object.__setattr__(self, "size", size)
 
@@ -75,10 +77,14 @@ class Request:
         """Numbers and text to ints."""
         for name, what in (("seq_lens", "a context"), ("key_lens", "a number of keys")):
             object.__setattr__(self, name, parse_lengths(getattr(self, name), what=what))
-        for name in ("masked", "logit_rows", "kv_rows"):
+        for name in ("masked", "logit_rows"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_tokens(value, what=name, least=0))
+
+    @property
+    def _counts(self) -> dict[State, int]:
+        return {state: parse_tokens(rows, what=state.rows_dim, least=0) for state, rows in self.states.items()}
 
     def _rows(self, tokens: int) -> int:
         return self.masked if self.masked is not None else max(1, ceil(Fraction(str(self.mask_ratio)) * tokens))

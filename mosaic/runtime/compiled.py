@@ -6,7 +6,7 @@ The face of an `Engine`, which has the plans, weights, states and executors; thr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError, UsageError
-from mosaic.models.parts import LOGITS
+from mosaic.models.parts import KV, LOGITS
 from mosaic.models.phase import FULL_STEP, Phase
-from mosaic.models.step import KV, StepSize
+from mosaic.models.state import State, rows_by_name
+from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug, Executor
@@ -223,14 +224,31 @@ class CompiledModel(ClosesOnExit):
     # --- decoding -------------------------------------------------------------------------------------------------
 
     def open_sequence(self) -> OwnedRows:
-        """Start a sequence of keys and values, whose rows are part of every plan until it is closed."""
+        """Start a sequence of keys and values: an owner of rows of the state `kv`."""
+        return self.open_rows(KV)
+
+    def open_rows(self, state: State, owner: Hashable = None) -> OwnedRows:
+        """Start an owner's rows of a state, which are part of every plan until they are given back.
+
+        Parameters
+        ----------
+        state
+            One that a part of a phase has; of keys and values, `KV`.
+        owner
+            Whose they are, for people: a request, a layer, a group of heads.
+
+        Raises
+        ------
+        UsageError
+            If rows of another state of the same name have been opened.
+        """
         with self._turn():
-            return self._engine.rows.open()
+            return self._engine.table(state).open(owner)
 
     @property
-    def kv_rows(self) -> int:
-        """Rows of the state that open sequences hold."""
-        return self._engine.rows.rows
+    def state_rows(self) -> Mapping[str, int]:
+        """Rows of each state that are in use, by name; states without any are left out."""
+        return rows_by_name(self._engine.states)
 
     def step(self, requests: Sequence[StepRequest], *, config: Settings | None = None) -> list[StepResult]:
         """Run one step over requests of one phase, packed.
@@ -277,14 +295,14 @@ class CompiledModel(ClosesOnExit):
             for token, score, committed, chosen in zip(*(torch.split(x, counts) for x in outputs), strict=True)
         ]  # fmt: skip
 
-    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> Plan:
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
         """Plan steps of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
 
         Parameters
         ----------
         more
-            Rows of each state that will be reserved by then, besides those that open sequences have; those of the step
-            that owns the most, if not given.
+            Rows of each state that will be reserved by then, besides those that are; those of the step that has the most,
+            if not given.
 
         Raises
         ------
@@ -293,8 +311,7 @@ class CompiledModel(ClosesOnExit):
         """
         with self._turn():
             self.architecture.rotary.check_kept(max((keys for size in sizes for keys in size.keys), default=0))
-            taken = {KV: max((sum(size.owned) for size in sizes), default=0)} if more is None else more
-            states = self._engine.states_with(taken)
+            states = self._engine.states_with(most_rows(sizes) if more is None else more)
             plans = [self._engine.plans.plan(size.beside(states)) for size in sizes]
             return max(plans, key=lambda plan: plan.total_bytes)
 

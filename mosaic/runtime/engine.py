@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from mosaic.models.step import KV, StepSize
+from mosaic.errors import UsageError
+from mosaic.models.state import State
+from mosaic.models.step import StepSize
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.opening import in_use, open_workspace
@@ -68,8 +70,6 @@ class Engine:
         Its memory.
     weights
         Where its weights are.
-    rows
-        Who owns which rows of the keys and values.
     current
         The plan of the last step.
     handed_out
@@ -96,9 +96,10 @@ class Engine:
         self.plans = StepPlans(planner, config)
         self.current = self.plans.exact(StepSize(windows=(max_tokens,), rows=max_tokens))
         self.workspace = open_workspace(planner)
-        self.rows = RowTable(KV, turns, drained=self.give_back)
+        self._turns = turns
+        self._tables: dict[State, RowTable] = {}
         self.handed_out = HandedOut()
-        self._memory = StepMemory(self.workspace, [self.rows], self.handed_out.empty)
+        self._memory = StepMemory(self.workspace, self._tables.values(), self.handed_out.empty)
         self._bound: OrderedDict[Hashable, tuple[Plan, Executor]] = OrderedDict()
         self._streams = shared_streams(torch.cuda.current_device()) if on_cuda else None
         where = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
@@ -120,15 +121,35 @@ class Engine:
         """Whether it has weights, thus can run."""
         return bool(self.weights.views)
 
-    @property
-    def states(self) -> dict[str, int]:
-        """Rows of each state that are in use."""
-        return {KV: self.rows.rows}
+    # --- states ---------------------------------------------------------------------------------------------------
 
-    def states_with(self, more: Mapping[str, int]) -> dict[str, int]:
-        """Rows of each state once so many more are taken: those that nobody owns are handed out first."""
-        unowned = sum(end - start for start, end in self.rows.free)
-        return {KV: self.rows.rows + max(more.get(KV, 0) - unowned, 0)}
+    def table(self, state: State) -> RowTable:
+        """Who owns which rows of a state; there is none of another one of its name.
+
+        Raises
+        ------
+        UsageError
+            If there is.
+        """
+        other = next((known for known in self._tables if known.name == state.name and known != state), None)
+        if other is not None:
+            raise UsageError(f"the state '{state.name}' is {other}, asked for {state}: give one of them another name.")
+        if state not in self._tables:
+            self._tables[state] = RowTable(state.name, self._turns, drained=self.give_back)
+        return self._tables[state]
+
+    @property
+    def states(self) -> dict[State, int]:
+        """Rows of each state that are in use."""
+        return {state: table.rows for state, table in self._tables.items()}
+
+    def states_with(self, more: Mapping[State, int]) -> dict[State, int]:
+        """Rows of each state once `more` are taken: those that nobody owns are handed out first."""
+        found = dict.fromkeys(more, 0) | self.states
+        for state, count in more.items():
+            free = self._tables[state].free if state in self._tables else ()
+            found[state] += max(count - sum(end - start for start, end in free), 0)
+        return found
 
     # --- running --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from mosaic.errors import UsageError
 from mosaic.models.architecture import Architecture
 from mosaic.models.inputs import Frequencies, Input, Window
 from mosaic.models.phase import Phase
+from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.batch import fill_rows
 from mosaic.runtime.frequencies import inverse_frequencies
@@ -43,7 +44,7 @@ def group_of(request: StepRequest, arch: Architecture) -> Hashable:
 
 
 def pack_step(
-    requests: Sequence[StepRequest], arch: Architecture, *, states: Mapping[str, int] | None = None
+    requests: Sequence[StepRequest], arch: Architecture, *, states: Mapping[State, int] | None = None
 ) -> PackedStep:
     """Lay the requests one after another; of a guided phase, all of them, then all of them without their prompts.
 
@@ -52,7 +53,7 @@ def pack_step(
     arch
         The model's.
     states
-        Rows of each state that open sequences hold, by name.
+        Rows of each state, of all owners together.
 
     Raises
     ------
@@ -104,7 +105,7 @@ def _lengths(request: StepRequest) -> tuple[int, ...]:
     return request.lengths or (request.token_ids.numel(),)
 
 
-def _size(phase: Phase, requests: Sequence[StepRequest], rows: int, states: Mapping[str, int]) -> StepSize:
+def _size(phase: Phase, requests: Sequence[StepRequest], rows: int, states: Mapping[State, int]) -> StepSize:
     kept = [seen for request in requests if (seen := phase.cache.seen(request)) is not None]
     returned = sum(len(r.logit_rows) for r in requests if r.logit_rows is not None)
     return StepSize(

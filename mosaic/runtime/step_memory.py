@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError
@@ -29,13 +29,15 @@ class StepMemory:
     workspace
         Whose pools they are.
     tables
-        Who owns rows of the states.
+        Who owns rows of the states; there may come to be more.
     before_shrinking
         Called before the pool `workspace` loses memory: nobody may look at it any more.
     """
 
-    def __init__(self, workspace: Workspace, tables: Sequence[RowTable], before_shrinking: Callable[[], None]) -> None:
-        self._workspace, self._tables, self._before_shrinking = workspace, tuple(tables), before_shrinking
+    def __init__(
+        self, workspace: Workspace, tables: Collection[RowTable], before_shrinking: Callable[[], None]
+    ) -> None:
+        self._workspace, self._tables, self._before_shrinking = workspace, tables, before_shrinking
         self._row_bytes: dict[str, int] = {}
         self.exact = True
         """Whether the next commit gives back all that its plan does not need."""

@@ -13,25 +13,26 @@ from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
+    from mosaic.models.state import State
     from mosaic.models.step import StepSize
     from mosaic.planner.plan import Plan
 
-__all__ = ["SETTINGS", "KVSequence", "StepRequest", "StepResult", "StepRunner"]
+__all__ = ["SETTINGS", "StateRows", "StepRequest", "StepResult", "StepRunner"]
 
 
 SETTINGS: Final = ("temperature", "top_p", "top_k", "score_temperature", "guidance")
 """Fields of a request that a step has once."""
 
 
-class KVSequence(Protocol):
-    """What decoding needs of the keys and values of one sequence: a model's are `OwnedRows`."""
+class StateRows(Protocol):
+    """What decoding needs of rows of a state that one owner has, such as a sequence's keys: a model's are `OwnedRows`."""
 
     @property
     def length(self) -> int:
-        """Tokens that there are rows for."""
+        """Positions that there are rows for."""
 
     def reserve(self, count: int, /) -> None:
-        """Have rows for `count` tokens; what is there stays where it is."""
+        """Have rows for `count` positions; what is there stays where it is."""
 
     def close(self) -> None:
         """Give the rows back."""
@@ -67,6 +68,8 @@ class StepRequest:
         Tokens of each sequence, where `token_ids` are several whole ones; one if not given.
     logit_rows
         int64 [R], the tokens whose logits are returned, for phases that do.
+    states
+        Its rows of the other states that parts of the phase have.
     values
         By name, what parts of the phase need of a request beside these (`mosaic.models.inputs.Input`).
     """
@@ -74,7 +77,7 @@ class StepRequest:
     phase: Phase
     token_ids: Tensor
     start: int = 0
-    sequence: KVSequence | None = None
+    sequence: StateRows | None = None
     key_len: int = 0
     rows: Tensor
     current: Tensor
@@ -90,6 +93,7 @@ class StepRequest:
     unconditional: Tensor | None = None
     lengths: tuple[int, ...] = ()
     logit_rows: Tensor | None = None
+    states: Mapping[State, StateRows] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -131,16 +135,17 @@ class StepRunner(Protocol):
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step over requests of one phase, packed."""
 
-    def open_sequence(self) -> KVSequence:
-        """Start a sequence of keys and values."""
+    def open_rows(self, state: State, /) -> StateRows:
+        """Start an owner's rows of a state."""
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Keep other threads out until the block is left, so that what was checked stays true."""
 
-    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> Plan:
-        """Plan steps of all of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
+        """Plan steps of all of these sizes, beside the rows of states that are taken, and give the plan that takes the most
+        memory.
 
-        `more` are rows of each state that will be reserved by then, besides those that open sequences have.
+        `more` are rows of each state that will be reserved by then, besides those that are.
 
         Raises
         ------

@@ -14,7 +14,7 @@ import mosaic
 from mosaic.devices import DEVICES
 from mosaic.errors import MosaicError
 from mosaic.models import PRESETS, Model, load
-from mosaic.models.parts import KEPT, NO_HEAD, Commit
+from mosaic.models.parts import KEPT, KV, NO_HEAD, Commit
 from mosaic.models.phase import Phase
 from mosaic.planner import Plan, Planner, Request
 from mosaic.planner.advice import misfit
@@ -149,7 +149,7 @@ def _request(rng: random.Random) -> Request:
             Phase(cache=KEPT, commit=Commit(score="confidence", rule="top")),
         ]
     )
-    more = {"kv_rows": sum(keys) + rng.randrange(1000)} if rng.random() < 0.5 else {}
+    more = {"states": {KV: sum(keys) + rng.randrange(1000)}} if rng.random() < 0.5 else {}
     return Request(seq_lens=lengths, key_lens=keys, phase=phase, **masked, **more)
 
 

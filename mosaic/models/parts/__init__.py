@@ -1,6 +1,6 @@
 """The parts that phases are made of, one kind a file; a part of your own is a subclass beside these."""
 
-from mosaic.models.parts.cache import BESIDE, KEPT, WHOLE, CachePolicy
+from mosaic.models.parts.cache import KEPT, KV, WHOLE, CachePolicy
 from mosaic.models.parts.commit import Commit, CommitRule, Rule, Score
 from mosaic.models.parts.guidance import GUIDED, Guidance
 from mosaic.models.parts.heads import NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
@@ -8,9 +8,9 @@ from mosaic.models.parts.logits import LOGITS, ReturnedLogits
 from mosaic.models.parts.part import Part
 
 __all__ = [
-    "BESIDE",
     "GUIDED",
     "KEPT",
+    "KV",
     "LOGITS",
     "NO_HEAD",
     "NUCLEUS",

@@ -9,14 +9,26 @@ from typing import TYPE_CHECKING, Any, Final
 from mosaic.errors import UsageError
 from mosaic.models.inputs import Frequencies, Input
 from mosaic.models.parts.part import Part
+from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
     from mosaic.models.transformer import StepGraph
-    from mosaic.registrar.graph import Buffer
 
-__all__ = ["BESIDE", "KEPT", "WHOLE", "Beside", "CachePolicy", "Kept", "Whole"]
+__all__ = ["KEPT", "KV", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Whole"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysAndValues(State):
+    """The keys and values of all layers, side by side, one row a token; it grows at its end, so nothing moves."""
+
+    def columns(self, arch: Architecture) -> int:
+        """Keys and values of all layers."""
+        return arch.layers * 2 * arch.kv_heads * arch.head_size
+
+
+KV: Final = KeysAndValues(name="kv")
 
 
 class CachePolicy(Part):
@@ -25,17 +37,18 @@ class CachePolicy(Part):
     __slots__ = ()
 
     @property
-    def cached(self) -> bool:
-        """Whether the step writes to, and reads from, the state `kv`, which outlives it."""
-        return False
+    def kept(self) -> State | None:
+        """The state that keys and values are written to and read from, a row a token; None: they do not outlive the step."""
+        return None
+
+    @property
+    def states(self) -> Sequence[State]:
+        """The state that keys and values are kept in; with states of its own, a policy names them beside it."""
+        return () if self.kept is None else (self.kept,)
 
     def seen(self, request: Any) -> tuple[int, int] | None:
         """Keys that a request's window sees, and tokens that its sequence owns rows for; None where nothing is kept."""
         return None
-
-    def beside(self) -> CachePolicy:
-        """The same policy where other sequences have rows of the state."""
-        return self
 
     def ways(self) -> Sequence[Way]:
         """How attention may run, the fastest first: the options of the choice `attention`."""
@@ -46,7 +59,7 @@ class CachePolicy(Part):
         raise NotImplementedError
 
     def declare(self, step: StepGraph) -> None:
-        """Declare the state and ask for the policy's inputs."""
+        """Register the states and ask for the policy's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +79,6 @@ class Whole(CachePolicy):
             Input(name="sequences", dtype="int32", per="token", value=lambda window: window.number),
         )  # fmt: skip
 
-    def beside(self) -> CachePolicy:
-        """Others' rows are in every plan."""
-        return BESIDE
-
     def ways(self) -> Sequence[Way]:
         """All queries at once, by chunks of queries, by groups of heads."""
         from mosaic.models.attention import heads, queries, together
@@ -84,16 +93,6 @@ class Whole(CachePolicy):
         """Turn by the frequencies of each sequence, where they are its own."""
         if step.arch.rotary.kind == "dynamic":
             step.inv_freq, step.sequences = step.inputs["frequencies"], step.inputs["sequences"]
-
-
-@dataclass(frozen=True, slots=True)
-class Beside(Whole):
-    """Like `Whole`, while other sequences' keys and values stay in the state `kv`, which the step does not touch."""
-
-    def declare(self, step: StepGraph) -> None:
-        """Have the state, so that plans count it."""
-        Whole.declare(self, step)
-        kv_state(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +125,9 @@ class Kept(CachePolicy):
         arch.rotary.check_kept(request.key_len)
 
     @property
-    def cached(self) -> bool:
-        """Yes."""
-        return True
+    def kept(self) -> State:
+        """The state `kv`."""
+        return KV
 
     def seen(self, request: Any) -> tuple[int, int]:
         """What the request says, of what its sequence has."""
@@ -147,18 +146,10 @@ class Kept(CachePolicy):
 
     def declare(self, step: StepGraph) -> None:
         """The state, and the rows of it that are written and read."""
-        step.kv = kv_state(step)
+        step.kv = step.state(KV)
         for entry in self.inputs(step.arch):
             step.inputs[entry.name]
 
 
-def kv_state(step: StepGraph) -> Buffer:
-    """Declare the keys and values of all layers, side by side, one row a token; it grows at its end, so nothing moves."""
-    g, arch = step.g, step.arch
-    width = arch.layers * 2 * arch.kv_heads * arch.head_size
-    return g.state("kv", (g.dim("kv_rows"), width), arch.dtype)
-
-
 WHOLE: Final = Whole()
-BESIDE: Final = Beside()
 KEPT: Final = Kept()

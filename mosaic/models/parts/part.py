@@ -9,6 +9,8 @@ from mosaic.models.inputs import Input
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
+    from mosaic.models.state import State
+    from mosaic.models.transformer import StepGraph
 
 __all__ = ["Part"]
 
@@ -24,6 +26,14 @@ class Part:
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """The inputs that the part needs."""
         return ()
+
+    @property
+    def states(self) -> Sequence[State]:
+        """The states that the part's ops write or read: `g[NAME]` is the buffer."""
+        return ()
+
+    def finish(self, step: StepGraph) -> None:
+        """Register what the part does after the last layer, before rows are unembedded: `step.hidden` is whole then."""
 
     def check(self, request: Any, arch: Architecture) -> None:
         """Raise a `UsageError` where a request lacks what the part needs."""
