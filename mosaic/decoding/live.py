@@ -111,11 +111,9 @@ class LiveRequest:
 
     def begin(self) -> None:
         """Ask for the first step."""
-        self.pending = next(self._algorithm, None)
+        self.pending = next(self._algorithm)  # there is one: an answer has at least a token
         if self._submission.streamer is not None:
             self._submission.streamer.put(self._canvas.prompt.clone())
-        if self.pending is None:
-            self.end()
 
     def take(self, result: StepResult) -> Step:
         """Go on with an outcome, to the next step or the end; tell the streamer and the callback."""

@@ -195,9 +195,7 @@ def lowest_of_all(frame: Any, m: Any) -> Any:
 
 def lies_before(row: Any, other: Any, m: Any) -> Any:
     """Return whether a row lies lower than another, or as low with a lower rank."""
-    if m[row + OFFSET] != m[other + OFFSET]:
-        return m[row + OFFSET] < m[other + OFFSET]
-    return m[row + RANK] < m[other + RANK]
+    return (m[row + OFFSET], m[row + RANK]) < (m[other + OFFSET], m[other + RANK])
 
 
 def lowest_of(section: Any, m: Any) -> Any:

@@ -63,7 +63,7 @@ def _first_hole(around: list[tuple[int, int]], size: int, alignment: int) -> int
         if low - offset >= size:
             return offset
         if top > offset:
-            offset = top if alignment == 1 else -(-top // alignment) * alignment
+            offset = top + -top % alignment
     return offset
 
 
@@ -73,7 +73,7 @@ def _best_hole(around: list[tuple[int, int]], size: int, alignment: int) -> int:
         if low - offset >= size:
             holes.append((low - offset, offset))
         if top > offset:
-            offset = top if alignment == 1 else -(-top // alignment) * alignment
+            offset = top + -top % alignment
     return min(holes)[1] if holes else offset
 
 
