@@ -14,9 +14,10 @@ import torch
 from mosaic.decoding.canvas import COMMIT, Canvas, Commit, Sampling, cached_shape, whole_blocks
 from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.noise import row_keys
-from mosaic.models.parts import KEPT, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS
+from mosaic.models.parts import KEPT, KV, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS
 from mosaic.models.parts import Commit as Rule
 from mosaic.models.phase import Phase
+from mosaic.models.state import State
 from mosaic.models.step import StepSize
 
 MASK, EOS = 99, (7, 11)
@@ -38,8 +39,8 @@ class Rows:
 
 
 def canvas_of(prompt: list[int], *, extra: int = 0, opened: list[Rows] | None = None, **options: Any) -> Canvas:
-    def open_sequence() -> Rows:
-        assert opened is not None, "nothing needs a cache here"
+    def open_state(state: State) -> Rows:
+        assert opened is not None and state is KV, "nothing needs a cache here"
         opened.append(Rows())
         return opened[-1]
 
@@ -48,8 +49,9 @@ def canvas_of(prompt: list[int], *, extra: int = 0, opened: list[Rows] | None = 
     length = len(prompt) + config.gen_length + extra
     ids = torch.tensor(prompt, dtype=torch.int64)
     return Canvas(
-        prompt=ids, config=config, architecture=architecture, request=5, length=length, open_sequence=open_sequence
-    )
+        prompt=ids, config=config, architecture=architecture, request=5, length=length, demand={KV: length},
+        open_state=open_state,
+    )  # fmt: skip
 
 
 def result_of(committed: list[bool], chosen: list[int], score: list[float]) -> Any:
@@ -192,11 +194,11 @@ def test_the_cache_is_opened_once_and_given_back_once() -> None:
     canvas.close()
     assert not opened
     canvas.reserve()
-    assert canvas.sequence is canvas.sequence is opened[0] and opened[0].asked == [8]
+    assert canvas.rows_of(KV) is canvas.rows_of(KV) is opened[0] and opened[0].asked == [8]
     canvas.close()
     canvas.close()
     assert opened[0].asked == [8, "close"]
-    assert canvas.sequence is opened[1] and opened[1].asked == [8]
+    assert canvas.rows_of(KV) is opened[1] and opened[1].asked == [8]
 
 
 def test_shapes_of_cached_steps() -> None:

@@ -21,6 +21,8 @@ from mosaic import models
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submission, shapes
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.architecture import Architecture
+from mosaic.models.parts import KV
+from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.packing import group_of
 
@@ -64,7 +66,7 @@ class Runner:
         self.architecture, self.room = architecture(blockwise), room
         self.held = self.entered = 0
         self.stepped: list[list[Any]] = []
-        self.checked: list[tuple[list[StepSize], dict[str, int]]] = []
+        self.checked: list[tuple[list[StepSize], dict[State, int]]] = []
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -72,10 +74,11 @@ class Runner:
         yield
         self.entered -= 1
 
-    def open_sequence(self) -> Rows:
+    def open_rows(self, state: State) -> Rows:
+        assert state is KV
         return Rows(self)
 
-    def check(self, sizes: Sequence[StepSize], *, more: Mapping[str, int] | None = None) -> None:
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> None:
         assert self.entered
         self.checked.append((list(sizes), dict(more or {})))
         if self.held + sum((more or {}).values()) > self.room:
@@ -271,7 +274,7 @@ def test_what_is_admitted_is_what_would_be_submitted() -> None:
                 submitted = session.submit(one.prompt, one.config, request_id=3)
                 alone = shapes(one.config, [5], runner.architecture, [3])
                 together = shapes(one.config, [5] * (count + 1), runner.architecture, [3] * (count + 1))
-                assert runner.checked[-1] == (together, {"kv": 12})
+                assert runner.checked[-1] == (together, {KV: 12})
                 assert list(submitted.largest) == alone and runner.held == 12 * (count + 1)
             assert not session.admits(one)
             with pytest.raises(DoesNotFit):

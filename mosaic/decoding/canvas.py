@@ -177,6 +177,7 @@ class Canvas:
         UsageError
             If they do not: nobody has counted on them.
         """
+        self.reserve()
         if state not in self._held:
             known = ", ".join(held.name for held in self._held) or "none"
             raise UsageError(
@@ -186,9 +187,9 @@ class Canvas:
         return self._held[state]
 
     def reserve(self) -> None:
-        """Take the rows of all states at once: they are planned for anyway, and one plan, and one captured graph, then
-        serves every step of a kind."""
-        for state, count in self.demand.items():
+        """Take the rows of all states at once, if that has not been done: they are planned for anyway, and one plan, and one
+        captured graph, then serves every step of a kind."""
+        for state, count in () if self._held else self.demand.items():
             self._held[state] = self.open_state(state)
             self._held[state].reserve(count)
 
