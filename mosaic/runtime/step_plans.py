@@ -53,6 +53,8 @@ class StepPlans:
     def plan(self, step: StepSize, config: Settings | None = None) -> Plan:
         """Plan with rows and keys rounded up, to be used again; exactly, where only that fits.
 
+        For steps that run: the largest context, which would be solved for every number of masked rows, is not.
+
         Parameters
         ----------
         config
@@ -66,19 +68,19 @@ class StepPlans:
             If this kind of step does not have the settings.
         """
         try:
-            return self.exact(step.rounded(), config)
+            return self.exact(step.rounded(), config, limit=False)
         except DoesNotFit:
-            return self.exact(step, config)
+            return self.exact(step, config, limit=False)
 
-    def exact(self, step: StepSize, config: Settings | None = None) -> Plan:
+    def exact(self, step: StepSize, config: Settings | None = None, *, limit: bool = True) -> Plan:
         """Plan with the weights where they are; where only that fits, with weights elsewhere."""
         settings = self._settings(step, config)
         try:
-            return _plan(self.planner, step, settings)
+            return _plan(self.planner, step, settings, limit=limit)
         except DoesNotFit:
             if settings is not None or self.asked.pinned == self.planner.pinned:
                 raise
-            return _plan(self.asked, step, None)
+            return _plan(self.asked, step, None, limit=limit)
 
     def _settings(self, step: StepSize, config: Settings | None) -> Settings | None:
         if config is not None or self.config is None:
@@ -86,9 +88,9 @@ class StepPlans:
         return self.planner.space(step.kind).known(self.config)
 
 
-def _plan(planner: Planner, step: StepSize, settings: Settings | None) -> Plan:
+def _plan(planner: Planner, step: StepSize, settings: Settings | None, *, limit: bool) -> Plan:
     """Plan one step, or say why it does not fit."""
-    plan = planner.plan(step, config=settings, limit=step.phase.commit is None and not step.phase.cached)
+    plan = planner.plan(step, config=settings, limit=limit)
     if plan.fits:
         return plan
     on_host = plan.total_bytes <= plan.budget_bytes
