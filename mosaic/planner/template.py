@@ -481,7 +481,7 @@ def compile_body(graph: Any) -> Body:
     ops = tuple(map(op_record, graph.ops))
     buffers = tuple(map(buffer_record, graph.buffers))
     regions = tuple(
-        RegionRecord(r.name, r.knob, str(r.over), at(r.parent.name) if r.parent else None, r.start, r.end)
+        RegionRecord(r.name, r.knob, r.over.name, at(r.parent.name) if r.parent else None, r.start, r.end)
         for r in graph.regions
     )
     exponents, coefficients, denominators = polynomials.tables()

@@ -86,7 +86,7 @@ class Declarations:
 
     def _check_knob(self, knob: str, over: sympy.Symbol, tile: int, source: str) -> None:
         """One knob is one number of rows: one dim, one tile, and never nested in itself."""
-        if str(over) not in self.dims or self.dims[str(over)].symbol != over:
+        if not isinstance(over, sympy.Symbol) or over.name not in self.dims or self.dims[over.name].symbol != over:
             raise GraphError(f"chunk '{knob}' ({source}): over= must be a dim of this graph, got {over}")
         known = self.knob_dims.get(knob, over)
         if known != over:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -263,8 +264,7 @@ class Operator:
         UnknownName
             If there is no such backend.
         """
-        _known("backend", [backend], BACKENDS)
-        return tuple(way for way in self.implementations if way.backend == backend)
+        return _on(self, backend)
 
     def implementation(self, backend: str, name: str | None = None) -> Implementation:
         """The implementation of a name, or the first that serves every launch.
@@ -294,8 +294,7 @@ class Operator:
 
     def inplace_on(self, backend: str) -> tuple[tuple[str, str], ...]:
         """Pairs (write, read) that may share storage on a backend, whichever implementation it is."""
-        stated = [way.inplace for way in self.on(backend) if way.inplace is not None]
-        return tuple(pair for pair in self.inplace if all(pair in pairs for pairs in stated))
+        return _inplace_on(self, backend)
 
     def moved(self, specs: Specs, attrs: Attrs) -> Dim:
         """Bytes of device memory that one launch reads and writes."""
@@ -305,6 +304,21 @@ class Operator:
         for name, spec in specs.items():
             total += spec.bytes * (2 if name in self.updates else 1)
         return total
+
+
+# every launch of every layer asks these
+
+
+@lru_cache(maxsize=1024)
+def _on(operator: Operator, backend: str) -> tuple[Implementation, ...]:
+    _known("backend", [backend], BACKENDS)
+    return tuple(way for way in operator.implementations if way.backend == backend)
+
+
+@lru_cache(maxsize=1024)
+def _inplace_on(operator: Operator, backend: str) -> tuple[tuple[str, str], ...]:
+    stated = [way.inplace for way in _on(operator, backend) if way.inplace is not None]
+    return tuple(pair for pair in operator.inplace if all(pair in pairs for pairs in stated))
 
 
 def _larger(a: Dim, b: Dim) -> Dim:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, permutations
 
@@ -83,12 +85,13 @@ def _aliases_are_legal(graph: Graph) -> None:
             group = touching.get(graph.root(buffer).id)
             if group is not None:
                 group[op.index] = op
+    order = _Order(graph)
     for root_id, members in by_root.items():
         ops = list(touching[root_id].values())
         for old, new in permutations(members, 2):
             if _overlap(graph, old, new):
                 _no_stale_read(graph, ops, old, new)
-                _no_write_beside(graph, old, new)
+                _no_write_beside(graph, order, ops, old, new)
                 _no_write_while_kept(graph, old, new)
 
 
@@ -123,12 +126,12 @@ def _no_stale_read(graph: Graph, ops: Sequence[Op], old: Buffer, new: Buffer) ->
         )
 
 
-def _no_write_beside(graph: Graph, old: Buffer, new: Buffer) -> None:
+def _no_write_beside(graph: Graph, order: _Order, ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
     """What a side op touches stays as it is until it is joined."""
-    for side in graph.ops:
+    for side in ops:
         if side.stream == MAIN or old not in (*side.reads, *side.writes):
             continue
-        start, end = _window(graph, side)
+        start, end = order.window(side)
         for op in graph.ops[start:end]:
             meets = new in op.writes or (new in op.reads and old in side.writes)
             if meets and op.stream != side.stream:
@@ -153,24 +156,37 @@ def _no_write_while_kept(graph: Graph, old: Buffer, new: Buffer) -> None:
                 )
 
 
-def _window(graph: Graph, side: Op) -> tuple[int, int]:
-    """The ops over which a side op holds what it touches: from after its fork to its join, or all of its loop."""
-    if side.region is not None:
-        return side.region.start, side.region.end
-    forks = _forks(graph, side)
-    return (forks[-1] + 1 if forks else 0), min(_joins(graph, side), default=len(graph.ops))
+class _Order:
+    """The forks and waits of every side stream, as pairs (side op, main op) in order of registration."""
 
+    def __init__(self, graph: Graph) -> None:
+        self._num_ops = len(graph.ops)
+        self._forks = defaultdict[str, list[tuple[int, int]]](list)
+        self._waits = defaultdict[str, list[tuple[int, int]]](list)
+        for edge in graph.edges:
+            if edge.kind == "fork":
+                self._forks[graph.ops[edge.target].stream].append((edge.target, edge.source))
+            else:
+                self._waits[graph.ops[edge.source].stream].append((edge.source, edge.target))
 
-def _joins(graph: Graph, op: Op) -> list[int]:
-    """Main ops that wait for a side op."""
-    edges = [e for e in graph.edges if e.kind == "wait" and e.source >= op.index]
-    return [e.target for e in edges if graph.ops[e.source].stream == op.stream]
+    def fork(self, op: Op) -> int | None:
+        """The last main op that a side op waits for."""
+        forks = self._forks[op.stream]
+        at = bisect_right(forks, (op.index, self._num_ops))
+        return forks[at - 1][1] if at else None
 
+    def join(self, op: Op) -> int | None:
+        """The first main op that waits for a side op."""
+        waits = self._waits[op.stream]
+        at = bisect_left(waits, (op.index,))
+        return waits[at][1] if at < len(waits) else None
 
-def _forks(graph: Graph, op: Op) -> list[int]:
-    """Main ops that a side op waits for."""
-    edges = [e for e in graph.edges if e.kind == "fork" and e.target <= op.index]
-    return [e.source for e in edges if graph.ops[e.target].stream == op.stream]
+    def window(self, side: Op) -> tuple[int, int]:
+        """The ops over which a side op holds what it touches: from after its fork to its join, or all of its loop."""
+        if side.region is not None:
+            return side.region.start, side.region.end
+        fork, join = self.fork(side), self.join(side)
+        return 0 if fork is None else fork + 1, self._num_ops if join is None else join
 
 
 def _replayed(ops: Sequence[Op], depth: int = 0) -> Iterator[Op | Region]:
@@ -251,9 +267,10 @@ def _certainly_at_most(low: Dim, high: Dim) -> bool:
 def _streams_are_closed(graph: Graph) -> None:
     if graph.open_waits:
         raise GraphError(f"graph '{graph.name}': wait() with no op after it; side streams join at a main op")
+    order = _Order(graph)
     for op in graph.ops:
         if op.stream != MAIN and not (op.region is not None and _rotates(op, op.region)):
-            _is_forked_and_joined(graph, op)
+            _is_forked_and_joined(order, op)
 
 
 def _rotates(op: Op, region: Region) -> bool:
@@ -262,18 +279,18 @@ def _rotates(op: Op, region: Region) -> bool:
     return all(b.home is region and b.rotate > 1 for b in touched)
 
 
-def _is_forked_and_joined(graph: Graph, op: Op) -> None:
-    joins = _joins(graph, op)
+def _is_forked_and_joined(order: _Order, op: Op) -> None:
+    join = order.join(op)
     workspace = next((b for b in (*op.reads, *op.writes) if b.pool == "workspace"), None)
-    if not joins and workspace is not None:
+    if join is None and workspace is not None:
         raise GraphError(
             f"{op.name} ({op.source}): stream '{op.stream}' is never joined, yet it touches {workspace}; wait for it"
         )
     region = op.region
     if region is None:
         return
-    forks = _forks(graph, op)
-    if not forks or not joins or not region.start <= forks[-1] or min(joins) >= region.end:
+    fork = order.fork(op)
+    if fork is None or join is None or fork < region.start or join >= region.end:
         raise GraphError(
             f"{op.name} ({op.source}): stream '{op.stream}' must fork and join inside region {region.name}, whose "
             "iterations follow each other, or touch only buffers of the region that rotate"
