@@ -14,6 +14,7 @@ import torch
 from mosaic.decoding.canvas import COMMIT, Canvas, Commit, Sampling, cached_shape, whole_blocks
 from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.noise import row_keys
+from mosaic.errors import UsageError
 from mosaic.models.parts import KEPT, KV, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS
 from mosaic.models.parts import Commit as Rule
 from mosaic.models.phase import Phase
@@ -38,19 +39,24 @@ class Rows:
         self.asked.append("close")
 
 
-def canvas_of(prompt: list[int], *, extra: int = 0, opened: list[Rows] | None = None, **options: Any) -> Canvas:
+def canvas_of(
+    prompt: list[int], *, extra: int = 0, demand: dict[State, int] | None = None, opened: Any = None, **options: Any
+) -> Canvas:
+    """A canvas; rows that it opens are kept in `opened` by their state."""
+
     def open_state(state: State) -> Rows:
-        assert opened is not None and state is KV, "nothing needs a cache here"
-        opened.append(Rows())
-        return opened[-1]
+        assert state not in opened
+        opened[state] = Rows()
+        found: Rows = opened[state]
+        return found
 
     config = GenerationConfig(**options)
     architecture: Any = SimpleNamespace(mask_token_id=MASK, eos_token_ids=EOS)
     length = len(prompt) + config.gen_length + extra
     ids = torch.tensor(prompt, dtype=torch.int64)
     return Canvas(
-        prompt=ids, config=config, architecture=architecture, request=5, length=length, demand={KV: length},
-        open_state=open_state,
+        prompt=ids, config=config, architecture=architecture, request=5, length=length,
+        demand=demand or {}, open_state=open_state,
     )  # fmt: skip
 
 
@@ -150,8 +156,8 @@ PHASES = (
 def test_a_request_says_what_a_step_needs() -> None:
     sampling = Sampling(head=NUCLEUS, temperature=0.5, top_p=0.9, top_k=3)
     for seed in SEEDS:
-        draw, opened = random.Random(seed), list[Rows]()
-        canvas = canvas_of([1, 2, 3], extra=2, opened=opened, gen_length=8, seed=seed)
+        draw, opened = random.Random(seed), dict[State, Rows]()
+        canvas = canvas_of([1, 2, 3], extra=2, demand={KV: 13}, opened=opened, gen_length=8, seed=seed)
         canvas.step = draw.randrange(9)
         canvas.tokens = torch.arange(13) * 2
         phase, start = draw.choice(PHASES), draw.randrange(12)
@@ -169,8 +175,8 @@ def test_a_request_says_what_a_step_needs() -> None:
         assert (asked.temperature, asked.top_p, asked.top_k) == expected
         cached = phase.name != "full_step"
         assert asked.key_len == ((key_len or end) if cached else 0)
-        assert [rows.asked for rows in opened] == [[13]] * cached
-        assert asked.sequence is (opened[0] if cached else None)
+        assert asked.sequence is (opened[KV] if cached else None) and not asked.states
+        assert [rows.asked for rows in opened.values()] == [[13]] * cached
         if phase.head in (SAMPLE, NUCLEUS):
             assert asked.keys is not None and asked.keys.tolist() == row_keys(seed, 5, canvas.step, at).tolist()
         else:
@@ -180,25 +186,36 @@ def test_a_request_says_what_a_step_needs() -> None:
 
 
 def test_filling_the_cache_decides_nothing() -> None:
-    opened: list[Rows] = []
-    canvas = canvas_of([4, 5, 6], opened=opened, gen_length=2)
+    opened: dict[State, Rows] = {}
+    canvas = canvas_of([4, 5, 6], demand={KV: 5}, opened=opened, gen_length=2)
     asked = canvas.fill(1, 3)
     assert asked.phase == COMMIT == Phase(cache=KEPT, head=NO_HEAD) and asked.token_ids.tolist() == [5, 6]
     assert (asked.start, asked.key_len, asked.rows.tolist()) == (1, 3, []) and asked.rows.dtype == torch.int64
-    assert asked.sequence is opened[0]
+    assert asked.sequence is opened[KV]
 
 
-def test_the_cache_is_opened_once_and_given_back_once() -> None:
-    opened: list[Rows] = []
-    canvas = canvas_of([1, 2], opened=opened, gen_length=4, extra=2)
+def test_rows_of_states_are_taken_at_once_and_given_back_once() -> None:
+    opened: dict[State, Rows] = {}
+    own = State(name="summary", width=4)
+    canvas = canvas_of([1, 2], demand={KV: 8, own: 3}, opened=opened, gen_length=4)
     canvas.close()
     assert not opened
     canvas.reserve()
-    assert canvas.rows_of(KV) is canvas.rows_of(KV) is opened[0] and opened[0].asked == [8]
+    canvas.reserve()
+    assert {state: rows.asked for state, rows in opened.items()} == {KV: [8], own: [3]}
+    assert canvas.rows_of(KV) is opened[KV] and canvas.rows_of(own) is opened[own]
+    with pytest.raises(UsageError, match=r"asks for the state 'other', its largest steps have kv, summary:"):
+        canvas.rows_of(State(name="other", width=1))
     canvas.close()
     canvas.close()
-    assert opened[0].asked == [8, "close"]
-    assert canvas.rows_of(KV) is opened[1] and opened[1].asked == [8]
+    assert {state: rows.asked for state, rows in opened.items()} == {KV: [8, "close"], own: [3, "close"]}
+    opened.clear()
+    assert canvas.rows_of(own) is opened[own] and {state: rows.asked for state, rows in opened.items()} == {
+        KV: [8],
+        own: [3],
+    }
+    with pytest.raises(UsageError, match=r"asks for the state 'summary', its largest steps have none:"):
+        canvas_of([1], gen_length=1).rows_of(own)
 
 
 def test_shapes_of_cached_steps() -> None:

@@ -111,9 +111,12 @@ class LiveRequest:
 
     def begin(self) -> None:
         """Ask for the first step."""
-        self.pending = next(self._algorithm)  # there is one: an answer has at least a token
+        self.pending = next(self._algorithm, None)
         if self._submission.streamer is not None:
             self._submission.streamer.put(self._canvas.prompt.clone())
+        if self.pending is None:
+            self.end()
+            self._show()
 
     def take(self, result: StepResult) -> Step:
         """Go on with an outcome, to the next step or the end; tell the streamer and the callback."""

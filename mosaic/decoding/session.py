@@ -172,6 +172,8 @@ class Session(ClosesOnExit):
         canvas.reserve()  # the rows that were counted on are taken at once: nobody else gets them meanwhile
         self._live[request.number] = request
         request.begin()
+        if request.pending is None:
+            del self._live[request.number]
         return request
 
     def advance(self, steps: int = 1) -> list[Step]:
