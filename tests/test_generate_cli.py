@@ -59,6 +59,10 @@ def byte_symbols() -> list[str]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
+    return written_checkpoint(tmp_path)
+
+
+def written_checkpoint(tmp_path: Path) -> Path:
     """A directory with config.json and a tokenizer whose ids are the bytes of UTF-8; 256 is the end, 258 the mask."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
@@ -615,58 +619,85 @@ def test_the_real_loop_feeds_text_json_and_totals(run: Any, checkpoint: Path, mo
 
 # --- terminals, for real ----------------------------------------------------------------------------------------------
 
-IN_A_TERMINAL = """
-import sys
+IN_TERMINALS = """
+import json, os, pty, sys
 sys.path.insert(0, {tests!r})
 import mosaic.runtime.compile, mosaic.decoding.loop
 from test_generate_cli import FakeModel
-fake = FakeModel("Grüße, \\x1b[2J東京!".encode())
-mosaic.runtime.compile.compile = fake.compile
-mosaic.decoding.loop.generate = fake.generate
-sys.argv = ["mosaic", "generate", "--model", {model!r}, "--prompt", "hi", *{extra!r}]
 from mosaic.cli import main
-main()
-"""
 
+def alone(options, environment):
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 2)
+    sys.stdout = open(1, "w", closefd=False)
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        os.environ.pop(name, None)
+    os.environ.update({{"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", **environment}})
+    fake = FakeModel("Grüße, \\x1b[2J東京!".encode())
+    mosaic.runtime.compile.compile, mosaic.decoding.loop.generate = fake.compile, fake.generate
+    sys.argv = ["mosaic", "generate", "--model", {model!r}, "--prompt", "hi", *options]
+    main()
 
-def in_a_terminal(checkpoint: Path, *extra: str, **environment: str) -> str:
-    """Everything that the command writes to a terminal of 80 columns."""
-    code = IN_A_TERMINAL.format(tests=str(Path(__file__).parent), model=str(checkpoint), extra=list(extra))
-    read, write = pty.openpty()
-    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES")}
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=write, stderr=subprocess.DEVNULL,
-        env={**clean, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", **environment},
-    )  # fmt: skip
-    os.close(write)
+found = []
+for options, environment in json.loads({cases!r}):
+    child, terminal = pty.fork()
+    if not child:
+        code = 1
+        try:
+            alone(options, environment)
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
     written = b""
     try:
-        while part := os.read(read, 65536):
+        while part := os.read(terminal, 65536):
             written += part
     except OSError:  # the other end has closed: how Linux reports the end
         pass
-    finally:
-        os.close(read)
-    assert child.wait(timeout=60) == 0
-    return written.decode().replace("\r\n", "\n")
+    found.append((os.waitpid(child, 0)[1], written.decode()))
+print(json.dumps(found))
+"""
+CASES: dict[str, tuple[list[str], dict[str, str]]] = {
+    "plain": ([], {}),
+    "no colour": ([], {"NO_COLOR": "1"}),
+    "dumb": ([], {"TERM": "dumb"}),
+    "no live": (["--no-live"], {}),
+}
 
 
-def test_a_terminal_gets_the_canvas_then_the_text(checkpoint: Path) -> None:
-    shown = in_a_terminal(checkpoint)
+@pytest.fixture(scope="module")
+def terminals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Everything that the command writes to terminals of 80 columns; one process starts, and each case is a fork of it."""
+    folder = written_checkpoint(tmp_path_factory.mktemp("terminals"))
+    cases = json.dumps(list(CASES.values()))
+    code = IN_TERMINALS.format(tests=str(Path(__file__).parent), model=str(folder), cases=cases)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout)
+    assert [status for status, _ in found] == [0] * len(CASES)
+    return {name: text.replace("\r\n", "\n") for name, (_, text) in zip(CASES, found, strict=True)}
+
+
+def test_a_terminal_gets_the_canvas_then_the_text(terminals: dict[str, str]) -> None:
+    shown = terminals["plain"]
     assert "░░░" in shown and "tiny, llada" in shown and "budget" in shown and "20.00 MiB" in shown
     assert shown.endswith("Grüße, ␛[2J東京!\n") and "\x1b[2J" not in shown
+    assert re.search(r"\x1b\[[\d;]*3\dm", shown), "colours"
 
 
-def test_without_colour_the_canvas_keeps_its_cues(checkpoint: Path) -> None:
-    shown = in_a_terminal(checkpoint, NO_COLOR="1")
+def test_without_colour_the_canvas_keeps_its_cues(terminals: dict[str, str]) -> None:
+    shown = terminals["no colour"]
     assert "░░░" in shown and shown.endswith("Grüße, ␛[2J東京!\n")
     styles = {int(code) for codes in re.findall(r"\x1b\[([\d;]+)m", shown) for code in codes.split(";")}
     assert styles <= {0, 1, 2, 3, 4}, "bold, dim, italic, underline, and no colour"
 
 
-def test_a_terminal_that_cannot_be_drawn_in_gets_the_text_alone(checkpoint: Path) -> None:
-    assert in_a_terminal(checkpoint, TERM="dumb") == "Grüße, ␛[2J東京!\n"
+def test_a_terminal_that_cannot_be_drawn_in_gets_the_text_alone(terminals: dict[str, str]) -> None:
+    assert terminals["dumb"] == "Grüße, ␛[2J東京!\n"
 
 
-def test_no_live_in_a_terminal_streams_the_text(checkpoint: Path) -> None:
-    assert in_a_terminal(checkpoint, "--no-live") == "Grüße, ␛[2J東京!\n"
+def test_no_live_in_a_terminal_streams_the_text(terminals: dict[str, str]) -> None:
+    assert terminals["no live"] == "Grüße, ␛[2J東京!\n"
