@@ -415,6 +415,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("family", ["llada", "sdar"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_steps_lower_the_loss(
