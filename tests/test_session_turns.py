@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import FrozenInstanceError
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,17 @@ import torch
 from torch import Tensor
 
 from mosaic import models
-from mosaic.decoding import Algorithm, Canvas, GenerationConfig, LiveRequest, Session, Step, Submission, shapes
+from mosaic.decoding import (
+    Algorithm,
+    Canvas,
+    Generation,
+    GenerationConfig,
+    LiveRequest,
+    Session,
+    Step,
+    Submission,
+    shapes,
+)
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.architecture import Architecture
 from mosaic.models.parts import KV
@@ -320,3 +331,18 @@ def test_prompts_that_cannot_be_are_named_by_their_place() -> None:
         assert (first.config.gen_length, first.config.seed) == (4, 4) and first.pending is not None
         assert first.pending.token_ids.dtype == torch.int64
     assert first.generation is not None and first.generation.finish == "cancelled"
+
+
+def test_records_of_requests_are_named_and_stay_as_they_are() -> None:
+    plain = Submission(prompt=torch.tensor([1]))
+    assert (plain.config, plain.request_id, plain.streamer, plain.on_step) == (GenerationConfig(), 0, None, None)
+    ids, scores = torch.tensor([1]), torch.ones(1)
+    ended = Generation(prompt_ids=ids, token_ids=ids, confidence=scores, finish="length", steps=1)
+    for record in (plain, ended):
+        assert not hasattr(record, "__dict__")
+        with pytest.raises(TypeError, match="positional"):
+            type(record)(ids)  # type: ignore[arg-type, call-arg]
+    with pytest.raises(FrozenInstanceError):
+        plain.request_id = 1  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        ended.steps = 2  # type: ignore[misc]
