@@ -225,7 +225,7 @@ def random_alias_group(rng: random.Random) -> Document:
         side = rng.random() < 0.05
         ops.append(op(f"o{i}", [], [], region=max(around, key=len, default=None), stream="copy" if side else "main"))
     buffers = []
-    for b in range(rng.randint(3, 5)):
+    for b in range(rng.randint(2, 5)):
         home = rng.choice(regions)["name"] if regions and rng.random() < 0.3 else None
         kind = rng.choice(("transient", "transient", "output", "input", "carry")) if home is None else "transient"
         row = buffer(f"b{b}", (0, 0), 0, kind=kind, region=home)

@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_examples import EXAMPLES, KIB, Document, Row, barrier, buffer, decoder, op, plan, region
 from plan_mutations import MUTATIONS, settle_totals
+from plan_random import settle
 
 from mosaic.errors import CheckFailed, PlanFormatError
 from mosaic.planner import check
-from mosaic.planner.check import Violation, check_plan, require_valid, require_well_formed
+from mosaic.planner.check import Violation, check_plan, check_safety, require_valid, require_well_formed
 
 STREAMS = {"side_stream", "two_side_streams", "streamed", "offloaded", "joined_in_loop"}
 
@@ -582,6 +583,31 @@ def test_gap_on_the_way_round_a_loop() -> None:
     assert codes(document) == set()
     document["buffers"][1]["gaps"] = [[2, 3]]
     assert "gap" in codes(document)
+
+
+def test_a_gap_inside_the_inner_loop_that_fills() -> None:
+    """The inner loop fills `rows` slice by slice: what its first iteration wrote, the gap of its second one would lose."""
+    ops = [
+        op("first", [0], [1]),
+        op("other", [1], [2], region="inner"),
+        op("fill", [1], [3], region="inner", slices=[(3, "inner")]),
+        op("use", [3], [4], region="outer"),
+        op("last", [4], [5]),
+    ]
+    kinds = ("input", "transient", "transient", "transient", "transient", "output")
+    homes = (None, None, "inner", "outer", None, None)
+    buffers = [
+        buffer(f"b{b}", (0, 0), 0, 4, kind=kind, region=home)
+        for b, (kind, home) in enumerate(zip(kinds, homes, strict=True))
+    ]
+    document = plan(
+        ops, buffers, peak_at="first", peak_kib=0, lower_bound_kib=0, workspace_kib=0, total_kib=0,
+        regions=[region("outer", (1, 4), 4, 1, 4), region("inner", (1, 3), 4, 1, 4, parent="outer")],
+    )  # fmt: skip
+    settle(document, random.Random(1))
+    assert check_safety(document) == []
+    document["buffers"][3]["gaps"] = [[1, 2]]
+    assert "gap" in {violation.code for violation in check_safety(document)}
 
 
 # Streams.

@@ -226,6 +226,23 @@ def test_random_plans_are_judged_as_the_long_way_round_judges_them() -> None:
     assert seen["sound"] > 30
 
 
+def test_aliases_that_are_moved_are_judged_as_the_long_way_round_judges_them() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(150):
+        rng = random.Random(seed)
+        document = random_alias_group(rng)
+        row = rng.choice([row for row in document["buffers"] if row["alias_of"] is not None] or document["buffers"])
+        by = 512 * rng.randint(1, 4)
+        row.update(rng.choice(({"size": row["size"] + by}, {"alias_offset": row["alias_offset"] + by})))
+        if rng.random() < 0.5:
+            row["offset"] += by
+        found = [violation for violation in check_safety(document) if violation.code != "alias-stale-read"]
+        expected = sorted_reasons(Oracle(document).reasons())
+        assert sorted_reasons(found) == expected, seed
+        seen.update(reason.message.split("'")[2][:5] for reason in expected if reason.code == "alias")
+    assert len(seen) >= 2, seen
+
+
 def test_whatever_stands_in_a_document_gets_a_verdict() -> None:
     """Any value anywhere: a list of violations or a PlanFormatError, and nothing else is raised."""
     refused = 0

@@ -13,9 +13,7 @@ __all__ = ["derive_lifetimes"]
 
 def derive_lifetimes(plan: Skeleton) -> None:
     """Fill the derived lifetimes, windows and alias groups; report claims that differ."""
-    read_first = _derive_base(plan)
-    if plan.regions or any(barrier.region is not None for barrier in plan.barriers):
-        _stretch_regions(plan, read_first)
+    _stretch_regions(plan, _derive_base(plan))
     for barrier in plan.barriers:
         if barrier.region is None:
             if barrier.outputs or barrier.carried:

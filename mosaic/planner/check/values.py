@@ -106,18 +106,12 @@ def _is_handed_on(plan: Skeleton, b: int) -> bool:
 def _is_plainly_legal(plan: Skeleton, lie: _Lie) -> bool:
     """Whether members that share bytes never hold values at the same time, but for plain in-place ops."""
     own = {b: _own_life(plan, b) for b in lie.group}
-    ordered = sorted(lie.group, key=lambda b: own[b])
-    for k, later in enumerate(ordered):
-        t = own[later][0]
-        for earlier in ordered[:k]:
-            end = own[earlier][1]
-            if (
-                end > t
-                and (earlier, later) in lie.shared
-                and not (end == t + 1 and _is_plain_inplace(plan, lie, t, earlier, later))
-            ):
-                return False
-    return True
+    return all(
+        own[new] < own[old]  # the other way round is a pair, too
+        or own[old][1] <= own[new][0]
+        or (own[old][1] == own[new][0] + 1 and _is_plain_inplace(plan, lie, own[new][0], old, new))
+        for old, new in lie.shared
+    )
 
 
 def _is_plain_inplace(plan: Skeleton, lie: _Lie, t: int, old: int, new: int) -> bool:
