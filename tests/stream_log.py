@@ -74,6 +74,10 @@ class StreamLog:
         if not self.held:
             function(**arguments)
 
+    def replay(self, captured: Any) -> None:
+        with self.step():
+            captured.replay()
+
     @contextmanager
     def step(self) -> Iterator[None]:
         self.record(self._entered, CALLER)

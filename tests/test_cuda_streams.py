@@ -82,7 +82,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocation.all.allocated": made.allocated})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.asked in made.capturing)

@@ -4,6 +4,7 @@ back from their middle while later rows live."""
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ import mosaic
 from mosaic import Implementation
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.compiled_program import CompiledProgram
+from mosaic.runtime.host_inputs import HostInputs
+from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.steps import StepRequest
 from mosaic.testing import verify_operator
@@ -156,3 +159,34 @@ def test_graphs_replay_after_their_memory_went_and_came_again() -> None:
             model.trim()
             assert tokens_of(generated(model, "sdar", options)) == first
         assert all(executor.captured for executor in captured)
+
+
+def test_inputs_written_through_their_image_are_what_was_written() -> None:
+    """Random tensors and numbers of random lengths, some there already, beside each other and far apart; on both sides."""
+    rng = random.Random(2)
+    storage = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    views = {
+        name: storage[at : at + 8 * 64].view(torch.int64)
+        for name, at in (("a", 0), ("b", 512), ("c", 1024), ("d", 1 << 19), ("e", (1 << 19) + 2048))
+    }
+    inputs = HostInputs(views)
+    for _ in range(60):
+        values: dict[str, Tensor | Numbers] = {}
+        for name in views:
+            count = rng.randint(1, 64)
+            kind = rng.choice(("numbers", "ranges", "same", "host", "card"))
+            if kind == "numbers":
+                values[name] = Numbers(tuple(rng.choices(range(99), k=count)), "int64")
+            elif kind == "same":
+                values[name] = Numbers((range(7, 50),), "int64")
+            elif kind == "ranges":
+                values[name] = Numbers((range(3), range(40, 40 + count // 2)), "int64")
+            else:
+                values[name] = torch.randint(99, (count,), device="cpu" if kind == "host" else "cuda")
+        storage.random_()  # as a step would leave it
+        inputs.write(values)
+        for name, value in values.items():
+            expected = (value.tensor() if isinstance(value, Numbers) else value).cpu()
+            found = views[name].cpu()
+            assert torch.equal(found[: len(expected)], expected)
+            assert bool((found[len(expected) :] == expected[-1]).all())

@@ -25,6 +25,7 @@ from mosaic.models.step import StepSize
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.host_copy import HostCopy, spans
+from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.packing import group_of, pack_step
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.steps import StepRequest
@@ -214,7 +215,9 @@ def test_random_requests_are_packed_as_one_at_a_time(phase: Phase, shifted: bool
         expected = expected_inputs(requests, shifted)
         assert packed.inputs.keys() == declared.keys()
         dims = packed.size.dims(arch) | {"keys": sum(packed.size.keys)}
-        for name, value in packed.inputs.items():
+        for name, given in packed.inputs.items():
+            value = given.tensor() if isinstance(given, Numbers) else given
+            assert len(given) == len(value)
             assert value.tolist() == pytest.approx(expected[name]), name
             assert str(value.dtype) == f"torch.{declared[name].dtype}"
             (rows,) = declared[name].shape

@@ -122,6 +122,7 @@ class Canvas:
     settled: int | None = None
     last: Commit | None = None
     _held: dict[State, StateRows] = field(default_factory=dict)
+    _decided: tuple[tuple[object, ...], int, int | None] = field(default=((), 0, None), init=False)
 
     def __post_init__(self) -> None:
         self.tokens = torch.full((self.length,), self.architecture.mask_token_id)
@@ -149,18 +150,30 @@ class Canvas:
     @property
     def final(self) -> int:
         """Tokens at positions below this one are decided for good, and text that can be shown."""
-        open_ = self.open_rows(self.prompt_len, self.end)
-        decided = int(open_[0]) if len(open_) else self.end
-        return decided if self.settled is None else min(decided, max(self.settled, self.prompt_len))
+        return self._text()[0]
 
     @property
     def eos(self) -> int | None:
         """The position of the first end-of-sequence token in the text that is final, where generation stops at it."""
+        return self._text()[1]
+
+    def _text(self) -> tuple[int, int | None]:
+        """`final` and `eos`, found once a step."""
+        now = self.step, self.settled
+        if self._decided[0] != now:
+            open_ = self.masked[self.prompt_len : self.end].nonzero()
+            decided = self.prompt_len + int(open_[0]) if open_.numel() else self.end
+            final = decided if self.settled is None else min(decided, max(self.settled, self.prompt_len))
+            self._decided = now, final, self._first_eos(final)
+        return self._decided[1:]
+
+    def _first_eos(self, final: int) -> int | None:
         if not self.config.stop_at_eos or not self.architecture.eos_token_ids:
             return None
-        text = self.tokens[self.prompt_len : self.final]
-        found = torch.isin(text, torch.tensor(self.architecture.eos_token_ids)).nonzero()
-        return self.prompt_len + int(found[0]) if len(found) else None
+        found = torch.isin(
+            self.tokens[self.prompt_len : final], torch.tensor(self.architecture.eos_token_ids)
+        ).nonzero()
+        return self.prompt_len + int(found[0]) if found.numel() else None
 
     @property
     def finished(self) -> bool:

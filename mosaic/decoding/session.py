@@ -201,6 +201,8 @@ class Session(ClosesOnExit):
 
     def _next_group(self) -> list[LiveRequest]:
         """Requests whose steps can be one, those of the request that has waited longest."""
+        if len(self._live) == 1:
+            return [*self._live.values()]
         groups: dict[Hashable, list[LiveRequest]] = {}
         for request in self.live:
             asked = request.pending

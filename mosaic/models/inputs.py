@@ -39,9 +39,9 @@ class Input:
     value
         Where values come from. Text: the request's field of this name, or its entry in `StepRequest.values`; the input's
         own name if empty. A function: called with a `Window` where `per` is token, key, sequence or bound, and with the
-        request where it is row, logit_row or step. Of tokens, keys and rows it gives a tensor or a range with an element
-        for each, or one number for all; of a sequence, a number, or `width` of them; of a bound, how many there are of
-        the sequence. A copy of a sequence, which decides nothing, has 0 where `value` is text.
+        request where it is row, logit_row or step. Of tokens and keys it gives a tensor or ranges with an element for each,
+        or one number for all; of rows, a tensor; of a sequence, a number, or `width` of them; of a bound, how many there
+        are of the sequence. A copy of a sequence, which decides nothing, has 0 where `value` is text.
     index
         Values are numbers of the request's tokens, which packing turns to those of the step's.
     copy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.errors import UsageError
@@ -119,13 +120,7 @@ class Phase:
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """The inputs of all parts, the rows that are unembedded, of copies too, and their random keys."""
-        value = before if self.shifts(arch) else "rows"
-        rows = [
-            Input(name=name, dtype="int64", per="row", index=True, value=value, copy=copy)
-            for copy, name in enumerate(("rows", "unconditional_rows")[: self.copies])
-        ]
-        own = [entry for part in self.parts for entry in part.inputs(arch)]
-        return (*own, *(rows if self.head.decides else ()), *([NOISE] if self.noisy else ()))
+        return _inputs(self, arch)
 
     def windows(self, request: Any) -> list[Any]:
         """The tokens of a request's window, int64 [T], and of its copy."""
@@ -135,6 +130,18 @@ class Phase:
         """The phase as a step of it is registered that returns logits, or while these states have rows."""
         held = set(open_states).difference(self.states)
         return replace(self, logits=self.logits or logits, held=tuple(sorted(held, key=lambda state: state.name)))
+
+
+@lru_cache(maxsize=256)
+def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
+    """What `Phase.inputs` gives: every step asks."""
+    value = before if phase.shifts(arch) else "rows"
+    rows = [
+        Input(name=name, dtype="int64", per="row", index=True, value=value, copy=copy)
+        for copy, name in enumerate(("rows", "unconditional_rows")[: phase.copies])
+    ]
+    own = [entry for part in phase.parts for entry in part.inputs(arch)]
+    return (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
 
 
 def before(request: Any) -> Any:

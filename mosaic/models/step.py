@@ -167,21 +167,28 @@ class StepSize:
 
     def rounded(self) -> StepSize:
         """Rows, keys and rows of the states rounded up, mostly by at most an eighth, so that the plan serves others too."""
-        owned = sum(self.owned)
-        more = bucket(owned, least=FEWEST_KEYS) - owned
-        rows = {"least": FEWEST_ROWS, "doubled": MOST_DOUBLED} if self.phase.commit is not None else {}
+        owned, rows, logit_rows, states = self._rounded
+        more = owned - sum(self.owned)
         return replace(
-            self, owned=(*self.owned[:-1], self.owned[-1] + more) if owned else (),
-            rows=bucket(self.rows, self.tokens, **rows), logit_rows=bucket(self.logit_rows, self.tokens),
-            states={state: bucket(count, least=FEWEST_KEYS) for state, count in self.states.items()},
+            self, owned=(*self.owned[:-1], self.owned[-1] + more) if owned else (), rows=rows, logit_rows=logit_rows,
+            states=dict(states),
         )  # fmt: skip
+
+    @property
+    def _rounded(self) -> tuple[int, int, int, frozenset[tuple[State, int]]]:
+        """Keys owned, rows to decide, rows of logits and rows of each state, rounded up."""
+        tokens, rules = self.tokens, self.phase.commit is not None
+        return (
+            bucket(sum(self.owned), least=FEWEST_KEYS),
+            bucket(self.rows, tokens, least=FEWEST_ROWS if rules else 0, doubled=MOST_DOUBLED if rules else 0),
+            bucket(self.logit_rows, tokens),
+            frozenset((state, bucket(count, least=FEWEST_KEYS)) for state, count in self.states.items()),
+        )
 
     @property
     def key(self) -> Hashable:
         """Equal for steps that one plan, rounded, serves."""
-        found = self.rounded()
-        windows = len(self.windows), self.tokens
-        return self.phase, windows, sum(found.owned), found.rows, found.logit_rows, frozenset(found.states.items())
+        return self.phase, len(self.windows), self.tokens, *self._rounded
 
 
 def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -280,19 +281,20 @@ class CompiledModel(ClosesOnExit):
         self, found: Mapping[str, Tensor], requests: Sequence[StepRequest], started: float
     ) -> list[StepResult]:
         """Copy the outcome to the host, in one go, and cut it up."""
-        counts = [request.rows.numel() for request in requests]
         if requests[0].phase.commit is not None:
-            outputs = self._to_host.fetch([found[name][: sum(counts)] for name in DECIDED])
+            bounds = [0, *accumulate(request.rows.numel() for request in requests)]
+            outputs = self._to_host.fetch([found[name] for name in DECIDED])
         else:  # nothing is decided
-            counts = [0] * len(counts)
+            bounds = [0] * (len(requests) + 1)
             outputs = [torch.empty(0, dtype=kind) for kind in (torch.int64, torch.float32, torch.bool, torch.int64)]
         seconds = perf_counter() - started
+        token, score, committed, chosen = outputs
         return [
             StepResult(
-                token=token.clone(), score=score.clone(), committed=committed.bool(), chosen=chosen.clone(),
-                plan=self._engine.current, seconds=seconds,
+                token=token[start:end].clone(), score=score[start:end].clone(), committed=committed[start:end].bool(),
+                chosen=chosen[start:end].clone(), plan=self._engine.current, seconds=seconds,
             )
-            for token, score, committed, chosen in zip(*(torch.split(x, counts) for x in outputs), strict=True)
+            for start, end in pairwise(bounds)
         ]  # fmt: skip
 
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:

@@ -17,7 +17,7 @@ from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.opening import in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
-from mosaic.runtime.packing import PackedStep, fill
+from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.step_plans import Settings, StepPlans
@@ -162,7 +162,7 @@ class Engine:
             If it needs more than the budget.
         """
         executor = self._executor(step.size, config)
-        fill(executor.inputs, step)
+        executor.write(step.inputs)
         with self._threads.in_force():
             executor.run()
         return executor.outputs

@@ -18,6 +18,8 @@ from torch import Tensor
 from mosaic.errors import PlanFormatError, UsageError
 from mosaic.planner.check import WeightMap
 from mosaic.registrar.operator import Operator
+from mosaic.runtime.host_inputs import HostInputs
+from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.segments import Segment
@@ -128,6 +130,7 @@ class Executor:
         regions = Regions(self.document)
         self._views = Views(self.document, regions, self.workspace, self._tensors)
         self._inputs, self._outputs = self._named("input"), self._named("output")
+        self._writer = HostInputs(self._inputs)
         poison = Poison(self.document, regions, self._views) if self.debug == "poison" else None
         self._guard = WeightGuard(self.document, self._views, self.workspace) if self.debug == "poison" else None
         self._segments: tuple[Segment, ...] = unroll(
@@ -155,6 +158,11 @@ class Executor:
         """Views by name, to write before each `run`; ask again after a pool was resized."""
         self._follow()
         return self._inputs
+
+    def write(self, values: Mapping[str, Tensor | Numbers]) -> None:
+        """Write inputs by name; where there are fewer values than the plan has rows, the last one is repeated."""
+        self._follow()
+        self._writer.write(values)
 
     @property
     def outputs(self) -> Mapping[str, Tensor]:
@@ -219,6 +227,9 @@ class Executor:
             self._walk()
             return
         try:
+            if self._graph is not None:
+                self._streams.replay(self._graph)
+                return
             with self._streams.step():
                 self._launch()
         except Exception as error:

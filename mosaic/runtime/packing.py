@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -19,23 +19,23 @@ from mosaic.models.inputs import Frequencies, Input, Window
 from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
-from mosaic.runtime.batch import fill_rows
 from mosaic.runtime.frequencies import inverse_frequencies
+from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.steps import SETTINGS, StepRequest
 
-__all__ = ["PackedStep", "fill", "group_of", "pack_step"]
+__all__ = ["PackedStep", "group_of", "pack_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
     """One step over several requests: its size, and its inputs by name.
 
-    Inputs are on the host, or where the requests have them; those of rows and keys may be shorter than the plan's, which
+    Tensors are on the host, or where the requests have them. Inputs of rows and keys may be shorter than the plan's, which
     are rounded up.
     """
 
     size: StepSize
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor | Numbers]
 
 
 def group_of(request: StepRequest, arch: Architecture) -> Hashable:
@@ -78,12 +78,6 @@ def pack_step(
     return PackedStep(size=_size(phase, requests, max(rows, 1), states or {}), inputs=inputs)
 
 
-def fill(inputs: Mapping[str, Tensor], packed: PackedStep) -> None:
-    """Write the packed inputs into those of an executor."""
-    for name, value in packed.inputs.items():
-        fill_rows(inputs[name], value)
-
-
 def _require_shared(requests: Sequence[StepRequest], declared: Sequence[Input]) -> None:
     first = _shared(requests[0], declared)
     for request in requests[1:]:
@@ -121,24 +115,29 @@ def _windows(phase: Phase, requests: Sequence[StepRequest]) -> list[Window]:
     of_requests = [phase.windows(request) for request in requests]
     for copy in range(phase.copies):
         for request, tokens in zip(requests, of_requests, strict=True):
-            for part in tokens[copy].split(_lengths(request)):
+            whole = tokens[copy]
+            for part in whole.split(request.lengths) if request.lengths else (whole,):
                 found.append(Window(request=request, token_ids=part, number=len(found), start=request.start, copy=copy))
     return found
 
 
-def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Window]) -> Tensor:
+def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Window]) -> Tensor | Numbers:
     """The values of one input, in its dtype where they are made here."""
-    dtype = getattr(torch, entry.dtype)
     if entry.per == "step":
-        return torch.tensor([entry.of(requests[0])], dtype=dtype)
+        return Numbers((entry.of(requests[0]),), entry.dtype)
     if entry.per == "bound":
-        return torch.tensor([0, *accumulate(entry.at(window) for window in windows)], dtype=dtype)
+        return Numbers((0, *accumulate(entry.at(window) for window in windows)), entry.dtype)
     if entry.per == "sequence":
         values = [entry.at(window) for window in windows]
-        return torch.stack(list(map(_vector, values))) if entry.width else torch.tensor(values, dtype=dtype)
+        return torch.stack(list(map(_vector, values))) if entry.width else Numbers(tuple(values), entry.dtype)
     if entry.per in ("row", "logit_row"):
         return _joined([_rows(entry, request, first) for request, first in _firsts(requests, entry.copy)])
-    return _joined([_values(entry.at(window), window.length, dtype) for window in windows])
+    found = [entry.at(window) for window in windows]
+    if all(isinstance(part, range | tuple) for part in found):
+        ranges = [(part,) if isinstance(part, range) else part for part in found]
+        return Numbers(tuple(chain.from_iterable(ranges)), entry.dtype)
+    parts = zip(found, windows, strict=True)
+    return _joined([_values(part, window.length, entry.dtype) for part, window in parts])
 
 
 def _firsts(requests: Sequence[StepRequest], copy: int) -> list[tuple[StepRequest, int]]:
@@ -154,18 +153,20 @@ def _rows(entry: Input, request: StepRequest, first: int) -> Tensor:
     if not entry.index:
         return values
     tokens = request.token_ids.numel()
-    if len(values) and not 0 <= int(values.min()) <= int(values.max()) < tokens:
-        raise UsageError(f"rows of a window of {tokens} tokens are in [0, {tokens}), got {values.tolist()}.")
-    return values + first
+    if values.numel():
+        low, high = (int(value) for value in torch.aminmax(values))
+        if not 0 <= low <= high < tokens:
+            raise UsageError(f"rows of a window of {tokens} tokens are in [0, {tokens}), got {values.tolist()}.")
+    return values + first if first else values
 
 
-def _values(found: Any, count: int, dtype: torch.dtype) -> Tensor:
-    """A tensor as it is, a range of numbers, or one number `count` times."""
+def _values(found: Any, count: int, dtype: str) -> Tensor:
+    """A tensor as it is, ranges of numbers, or one number `count` times."""
     if isinstance(found, Tensor):
         return found
-    if isinstance(found, range):
-        return torch.arange(found.start, found.stop, found.step, dtype=dtype)
-    return torch.full((count,), found, dtype=dtype)
+    if isinstance(found, range | tuple):
+        return Numbers((found,) if isinstance(found, range) else found, dtype).tensor()
+    return torch.full((count,), found, dtype=getattr(torch, dtype))
 
 
 def _vector(found: Any) -> Tensor:

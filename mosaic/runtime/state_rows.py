@@ -56,6 +56,8 @@ class RowTable:
         self._free: list[Span] = []
         self.rows = 0
         """Rows that the state has to have."""
+        self.changes = 0
+        """How often rows changed hands."""
 
     def open(self, owner: Hashable = None) -> OwnedRows:
         """Start an owner's rows, of which there are none yet.
@@ -84,6 +86,7 @@ class RowTable:
 
     def take(self, owned: OwnedRows, count: int) -> list[Span]:
         """Hand out `count` rows, free ones first."""
+        self.changes += 1
         found: list[Span] = []
         while count and self._free:
             start, end = self._free.pop(0)
@@ -101,6 +104,7 @@ class RowTable:
 
     def give(self, owned: OwnedRows, rows: Iterable[Span]) -> None:
         """Take rows back."""
+        self.changes += 1
         self._free = joined([*self._free, *rows])
         if self._free and self._free[-1][1] == self.rows:
             self.rows = self._free.pop()[0]
@@ -116,12 +120,12 @@ class OwnedRows(ClosesOnExit):
     def __init__(self, table: RowTable, owner: Hashable) -> None:
         self._table, self.owner = table, owner
         self._spans = list[Span]()
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._length = 0
 
     @property
     def length(self) -> int:
         """Positions that there are rows for."""
-        return self._slots.numel()
+        return self._length
 
     def reserve(self, count: int) -> None:
         """Have rows for `count` positions; those that are there stay where they are."""
@@ -151,7 +155,18 @@ class OwnedRows(ClosesOnExit):
         UsageError
             If there are fewer rows.
         """
-        return self._slots[start : self._stop(start, end)]
+        found = [torch.arange(run.start, run.stop) for run in self.ranges(start, end)]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+    def ranges(self, start: int = 0, end: int | None = None) -> tuple[range, ...]:
+        """The same rows as ranges of consecutive ones, in order of position.
+
+        Raises
+        ------
+        UsageError
+            If there are fewer rows.
+        """
+        return tuple(range(first, last) for first, last in self._between(start, self._stop(start, end)))
 
     def runs(self, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
         """The same rows as runs of consecutive ones, in order of position: (first row, count).
@@ -193,5 +208,4 @@ class OwnedRows(ClosesOnExit):
                 self._spans[-1] = self._spans[-1][0], last
             else:
                 self._spans.append((first, last))
-        ranges = [torch.arange(first, last) for first, last in self._spans]
-        self._slots = torch.cat(ranges) if ranges else self._slots[:0]
+        self._length = sum(last - first for first, last in self._spans)

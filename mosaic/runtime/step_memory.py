@@ -41,6 +41,7 @@ class StepMemory:
         self._row_bytes: dict[str, int] = {}
         self.exact = True
         """Whether the next commit gives back all that its plan does not need."""
+        self._last: tuple[object, ...] = ()  # what the last commit was for, and what it left
 
     def commit(self, plan: Plan) -> None:
         """Have a plan's memory, beside what earlier ones needed; where there is no room for both, the plan's alone.
@@ -52,11 +53,14 @@ class StepMemory:
         RuntimeMemoryError
             If the device, or the machine, refuses.
         """
+        if not self.exact and self._last == self._now(plan):
+            return
         sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
         self._learn(plan, sizes)
         if not self.exact:
             try:
                 self._workspace.commit_all(sizes, holes=self._holes())
+                self._last = self._now(plan)
                 return
             except (DoesNotFit, RuntimeMemoryError) as refused:
                 _log.debug("memory of earlier steps is given back: %s", refused)
@@ -65,7 +69,7 @@ class StepMemory:
             self._before_shrinking()
         unused = {name: 0 for name in committed if name == HOST or name.startswith("carry/")}
         self._workspace.resize_all({**unused, **sizes}, holes=self._holes())
-        self.exact = False
+        self.exact, self._last = False, self._now(plan)
 
     def trim(self, plan: Plan, *, states_alone: bool = False) -> None:
         """Give back what a plan and the owners of rows do not need.
@@ -82,6 +86,10 @@ class StepMemory:
         committed = self._workspace.committed_bytes()
         self._workspace.trim_all({name: sizes[name] for name in sizes if name in committed}, holes=self._holes())
         self.exact = states_alone
+
+    def _now(self, plan: Plan) -> tuple[object, ...]:
+        """What a commit depends on: the plan, who has which rows, and what is committed."""
+        return id(plan), plan, *(table.changes for table in self._tables), self._workspace.changes()
 
     def _learn(self, plan: Plan, pools: Mapping[str, int]) -> None:
         """Note the bytes of a row of each state that a plan has; they are the model's, the same in all plans."""

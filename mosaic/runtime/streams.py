@@ -54,6 +54,9 @@ class Streams(Protocol):
     def capture(self, step: Callable[[], None]) -> Replay:
         """Capture what a function launches, instead of running it; inside `step` only."""
 
+    def replay(self, captured: Replay) -> None:
+        """Run a captured step as `step` would: after the caller's stream, and the caller's stream after it."""
+
 
 @cache
 def shared_streams(index: int) -> CudaStreams:
@@ -78,6 +81,7 @@ class CudaStreams:
         self._main = self._stream(MAIN)
         self._entered, self._left = self.event(), self.event()
         self._drained = True
+        self._caller: torch.cuda.Stream | None = None  # whose steps were the last
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
@@ -123,16 +127,18 @@ class CudaStreams:
         with torch.cuda.device(self.device):
             if not self._drained:
                 self.drain()
-            caller = torch.cuda.current_stream()
+            caller = torch.cuda.current_stream(self.device)
             self._drained = False
             try:
                 self._entered.record(caller)
                 self._entered.wait(self._main)
+                if self._caller is not None and self._caller != caller:  # steps may have been replayed there
+                    self._main.wait_stream(self._caller)
                 torch.cuda.set_stream(self._main)
                 yield
                 self._left.record(self._main)
                 self._left.wait(caller)
-                self._drained = True
+                self._drained, self._caller = True, caller
             except BaseException:
                 with suppress(RuntimeError):  # a lost device answers so to everything; the first error says why
                     self.drain()
@@ -142,9 +148,33 @@ class CudaStreams:
 
     def drain(self) -> None:
         """Wait on the host until nothing of ours runs."""
-        for stream in self._streams.values():
+        for stream in (*self._streams.values(), *([self._caller] if self._caller is not None else [])):
             stream.synchronize()
         self._drained = True
+
+    def replay(self, captured: Replay) -> None:
+        """Run a captured step as `step` would.
+
+        Where the last step came from the same stream, the graph is launched on that stream: it is behind all steps then,
+        and going through "main" would take longer than launching it.
+        """
+        index = self.device.index
+        if (
+            not self._drained
+            or torch.cuda.current_device() != index
+            or torch.cuda.current_stream(index) != self._caller
+        ):
+            with self.step():
+                captured.replay()
+            return
+        self._drained = False
+        try:
+            captured.replay()
+            self._drained = True
+        except BaseException:
+            with suppress(RuntimeError):
+                self.drain()
+            raise
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture what a function launches into a CUDA graph; main must be current, and everything warm.

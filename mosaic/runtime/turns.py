@@ -24,13 +24,15 @@ class Turns:
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         self._lock, self._on_cuda, self._depth = threading.RLock(), on_cuda, 0
-        self._done: torch.cuda.Event | None = None
+        self._last: torch.cuda.Stream | None = None
 
     def __enter__(self) -> Self:
         self._lock.acquire()
         self._depth += 1
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+        if self._last is not None:
+            current = torch.cuda.current_stream(self._last.device)
+            if current != self._last:
+                current.wait_stream(self._last)
         return self
 
     def __exit__(
@@ -38,7 +40,7 @@ class Turns:
     ) -> None:
         try:
             if self._on_cuda and kind is None:
-                self._done = torch.cuda.current_stream().record_event()
+                self._last = torch.cuda.current_stream()
         finally:
             self._depth -= 1
             self._lock.release()

@@ -104,18 +104,18 @@ class Kept(CachePolicy):
         return (
             Input(
                 name="slots", dtype="int64", per="token",
-                value=lambda window: window.request.sequence.slots(window.start, window.end),
+                value=lambda window: window.request.sequence.ranges(window.start, window.end),
             ),
             Input(
                 name="key_slots", dtype="int64", per="key",
-                value=lambda window: window.request.sequence.slots(0, window.request.key_len),
+                value=lambda window: window.request.sequence.ranges(0, window.request.key_len),
             ),
             Input(name="cu_keys", dtype="int32", per="bound", value=lambda window: window.request.key_len),
         )  # fmt: skip
 
     def check(self, request: Any, arch: Architecture) -> None:
         """A request has a sequence, and sees its own window at least."""
-        if not hasattr(request.sequence, "slots"):
+        if not hasattr(request.sequence, "ranges"):
             raise UsageError("a cached request needs a sequence that this model has opened.")
         end = request.start + len(request.token_ids)
         if request.key_len < end:

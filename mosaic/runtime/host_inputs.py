@@ -1,0 +1,70 @@
+"""Inputs on their way from the host: written where the plan has them, on a device through one pinned copy of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mosaic.runtime.batch import fill_rows
+from mosaic.runtime.host_copy import bytes_of, spans
+from mosaic.runtime.numbers import Numbers
+
+__all__ = ["HostInputs"]
+
+
+class HostInputs:
+    """Writes the inputs of an executor.
+
+    A device gets them from a pinned image of the bytes in which they lie, in one copy where they lie side by side. Numbers
+    that the image has already are not written again; what lies between inputs is nobody's before a step.
+
+    Parameters
+    ----------
+    inputs
+        Views of the executor's, by name.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self.views, self._targets = inputs, dict(inputs)
+        self._images: list[tuple[Tensor, Tensor]] = []  # of each span: the device's bytes, and their image
+        self._written: dict[str, Numbers] = {}
+        self._sent: torch.cuda.Event | None = None
+        tensors = dict(enumerate(inputs.items()))
+        if all(tensor.device.type == "cpu" for _, tensor in tensors.values()):
+            return
+        for first, size, members in spans([tensor for _, tensor in tensors.values()]):
+            image = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._images.append((bytes_of(first, size), image))
+            for place, offset in members:
+                name, tensor = tensors[place]
+                self._targets[name] = image[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def write(self, values: Mapping[str, Tensor | Numbers]) -> None:
+        """Write values by name; where there are fewer than the plan has rows, the last one is repeated.
+
+        On a device the copy is given to the current stream, and values that are there already come after it.
+        """
+        if self._sent is not None:
+            self._sent.synchronize()  # long since done, but for steps whose results nobody waits for
+        there = {}
+        for name, value in values.items():
+            if isinstance(value, Numbers):
+                if self._images and self._written.get(name) == value:
+                    continue
+                self._written[name] = value
+                fill_rows(self._targets[name], value.tensor())
+                continue
+            self._written.pop(name, None)
+            if self._images and value.device.type != "cpu":
+                there[name] = value
+            else:
+                fill_rows(self._targets[name], value)
+        for device, image in self._images:
+            device.copy_(image, non_blocking=True)
+        for name, value in there.items():
+            fill_rows(self.views[name], value)
+        if self._images:
+            self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._sent.record()
