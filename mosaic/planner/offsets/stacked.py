@@ -110,7 +110,7 @@ def _among_neighbours(blocks: Blocks, order: Sequence[int], best: bool, tick: Ti
 
 def _hole(lows: Int64s, tops: Int64s, size: int, alignment: int, best: bool) -> int:
     """Return the lowest, or the smallest, sufficient hole between address ranges; above all if there is none."""
-    order = np.argsort(lows, kind="stable")
+    order = np.argsort(lows)
     bases = np.concatenate(([0], np.maximum.accumulate(tops[order])))
     bases += -bases % alignment
     rooms = lows[order] - bases[:-1]
