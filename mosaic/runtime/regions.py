@@ -76,12 +76,8 @@ class Regions:
 
     def common(self, a: str | None, b: str | None) -> str | None:
         """Give the innermost region that holds both; None if only the step does."""
-        found = None
-        for mine, other in zip(reversed(self.chain(a)), reversed(self.chain(b)), strict=False):
-            if mine != other:
-                break
-            found = mine
-        return found
+        around = self.chain(a)
+        return next((name for name in self.chain(b) if name in around), None)
 
     def item(self, name: str | None, op: int, op_region: str | None) -> tuple[int, int]:
         """Give the ops [start, end) of what holds an op directly inside a region: the op alone, or a loop."""
