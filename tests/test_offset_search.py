@@ -6,6 +6,7 @@ rows may come next is worked out again each time it is asked for. Steps are coun
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import pytest
 from offset_instances import perfect
 from test_offset_definitions import any_problem, lifted, times
 
-from mosaic.planner.offsets import Problem, blocks_of, compiled, memory
+from mosaic.planner.offsets import Problem, blocks_of, branching, compiled, memory
 from mosaic.planner.offsets.blocks import Blocks
 from mosaic.planner.offsets.exact import FAILED, LANES, RUNNING, SOLVED, Layout, Search, layout_of, luby
 from mosaic.planner.offsets.memory import memory_of
@@ -300,6 +301,22 @@ def test_sums_of_subsets_are_listed_once_up_to_the_capacity(seed: int) -> None:
     count = subset_sums(base, first, end, m[memory.SUMS], m)
     assert count == (len(expected) if len(expected) <= 1_024 else 0)
     assert m[m[memory.SUMS] :][:count] == expected[:count]
+
+
+def test_fingerprints_use_all_bits_and_spread_over_the_slots() -> None:
+    """Offsets are multiples of large powers of two, where sizes are aligned."""
+    layout = layout_of(blocks_of(Problem(sizes=[1 << 20] * 4, starts=[0] * 4, ends=[1] * 4)))
+    m = memory_of(layout.records, layout.parts, 1 << 30, False)
+    frame, part, draw = m[memory.FRAME], m[m[memory.FRAME] + memory.F_PART], random.Random(1)
+    m[frame + memory.F_LIST], m[frame + memory.F_LIST_END] = m[part + memory.P_LIST], m[part + memory.P_LIST_END]
+    keys = {}
+    for _ in range(400):
+        state = tuple(draw.randrange(64) << 20 for _ in range(4))
+        m[memory.NUM_REGISTERS + memory.OFFSET : m[memory.FIRST_SECTION] : memory.ROW_WIDTH] = state
+        keys[state] = branching.fingerprint(frame, m)
+    found = list(keys.values())
+    assert len(set(found)) == len(keys) and len({key & m[memory.REFUTED_MASK] for key in found}) > 0.95 * len(keys)
+    assert functools.reduce(int.__or__, found) == (1 << 63) - 1 and functools.reduce(int.__and__, found) == 0
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # compiled code wraps without a word
