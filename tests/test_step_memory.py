@@ -1,0 +1,119 @@
+"""What steps keep of a workspace, against a model of it: the pages of each pool, as sets."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from mosaic.errors import DoesNotFit
+from mosaic.planner.plan import Plan
+from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.state_rows import OwnedRows, RowTable
+from mosaic.runtime.step_memory import StepMemory
+from mosaic.runtime.workspace import Workspace
+
+PAGE = 4096
+ROW_BYTES = {"kv": PAGE, "ssm": 2 * PAGE}
+BUFFERS = [
+    {"kind": "input", "name": "kv", "shape": [1, 1], "dtype": "int64"},
+    {"kind": "state", "name": "ssm", "shape": [9, 2, 2048], "dtype": "bfloat16"},
+    {"kind": "state", "name": "kv", "shape": [9, 1024], "dtype": "float32"},
+]
+OTHERS = ("workspace", "host", "carry/x", "carry/y")
+
+
+class Model:
+    """Random plans and owners of rows, and which pages should be memory."""
+
+    def __init__(self, seed: int, workspace: Workspace, budget_pages: int) -> None:
+        self.rng, self.workspace, self.budget = random.Random(seed), workspace, budget_pages
+        self.tables = [RowTable(name) for name in ROW_BYTES]
+        self.owned: list[OwnedRows] = []
+        self.pages: dict[str, set[int]] = {}
+        self.shrinks: list[int] = []
+        self.exact, self.learned, self.expected = True, set[str](), 0
+        self.memory = StepMemory(workspace, self.tables, lambda: self.shrinks.append(self.committed("workspace")))
+
+    def committed(self, pool: str) -> int:
+        return self.workspace.committed_bytes().get(pool, 0)
+
+    def change_rows(self) -> None:
+        if self.owned and self.rng.random() < 0.5:
+            self.owned.pop(self.rng.randrange(len(self.owned))).close()
+        else:
+            self.owned.append(self.rng.choice(self.tables).open())
+            self.owned[-1].reserve(self.rng.randint(1, 4))
+
+    def plan(self) -> SimpleNamespace:
+        pools = {name: self.rng.choice((0, 1, self.rng.randrange(1, 8 * PAGE))) for name in OTHERS}
+        pools = {name: size for name, size in pools.items() if name == "workspace" or self.rng.random() < 0.6}
+        pools["workspace"] = self.rng.randrange(8) * PAGE
+        pools["weights"] = 99 * PAGE  # loaded by others
+        states = [table for table in self.tables if self.rng.random() < 0.7]
+        pools |= {table.pool: table.rows * ROW_BYTES[table.name] for table in states}
+        buffers = [b for b in BUFFERS if b["kind"] == "input" or f"state/{b['name']}" in pools]
+        return SimpleNamespace(pools=pools, document={"buffers": buffers})
+
+    def span(self, pool: str, size: int) -> set[int]:
+        """Pages of the first bytes of a pool, but for rows that nobody owns."""
+        found = set(range(-(-size // PAGE)))
+        for table in self.tables:
+            if table.pool == pool and table.name in self.learned:
+                pages = ROW_BYTES[table.name] // PAGE
+                found -= {page for start, end in table.free for page in range(start * pages, end * pages)}
+        return found
+
+    def fits(self, pages: dict[str, set[int]]) -> bool:
+        return sum(len(held) for pool, held in pages.items() if pool != "host") <= self.budget
+
+    def commit(self) -> bool:
+        plan = self.plan()
+        sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (name != "host" or size)}
+        self.learned |= {table.name for table in self.tables if table.pool in sizes}
+        wanted = {pool: self.span(pool, size) for pool, size in sizes.items()}
+        both = self.pages | {pool: self.pages.get(pool, set()) | pages for pool, pages in wanted.items()}
+        idle = [pool for pool in self.pages if pool == "host" or pool.startswith("carry/")]
+        alone = self.pages | {pool: set[int]() for pool in idle} | wanted
+        kept = not self.exact and self.fits(both)
+        if not kept and not self.fits(alone):
+            with pytest.raises(DoesNotFit):
+                self.memory.commit(cast(Plan, plan))
+            return False
+        looked_at = -(-self.committed("workspace") // PAGE)
+        before = len(self.shrinks)
+        self.memory.commit(cast(Plan, plan))
+        # nobody may look at what goes, and all of it is there when that is said
+        self.expected += not kept and sizes["workspace"] < looked_at * PAGE
+        assert len(self.shrinks) == self.expected and self.shrinks[before:] in ([], [looked_at * PAGE])
+        self.pages, self.exact = (both, False) if kept else (alone, False)
+        return True
+
+    def trim(self) -> None:
+        plan, states_alone = self.plan(), self.rng.random() < 0.5
+        self.memory.trim(cast(Plan, plan), states_alone=states_alone)
+        sizes = {t.pool: t.rows * ROW_BYTES[t.name] if t.name in self.learned else 0 for t in self.tables}
+        sizes |= {} if states_alone else {pool: plan.pools.get(pool, 0) for pool in ("workspace", "host")}
+        for pool, size in sizes.items():
+            if pool in self.pages:
+                self.pages[pool] = self.pages[pool] & self.span(pool, size)
+        self.exact = states_alone
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_keep_what_earlier_ones_needed_where_there_is_room(seed: int) -> None:
+    budget = 12 + seed % 30
+    ledger = DeviceLedger(budget_bytes=budget * PAGE)
+    with Workspace(
+        ledger, capacities=dict.fromkeys((*OTHERS, "state/kv", "state/ssm"), 256 * PAGE), page_bytes=PAGE
+    ) as w:
+        model = Model(seed, w, budget)
+        for _ in range(25):
+            action = model.rng.choice((model.change_rows, model.change_rows, model.commit, model.commit, model.trim))
+            if action() is False:
+                break
+            held = {pool: len(pages) * PAGE for pool, pages in model.pages.items()}
+            assert w.committed_bytes() == held, action
+            assert model.memory.exact is model.exact
