@@ -56,7 +56,7 @@ class CompiledModel(ClosesOnExit):
 
     One plan is made per configuration and shape of the input (tokens, sequences, masked rows rounded up by at most an
     eighth) and kept. Committed memory is the most that calls have needed, so that sizes which alternate map nothing. What
-    only earlier calls needed goes back when the last open sequence is closed, on `trim`, and wherever a call would
+    only earlier calls needed goes back when the last owner of a state's rows closes them, on `trim`, and wherever a call would
     exceed the budget otherwise: what fits by its plan runs.
 
     Threads may share a model: it serves one call at a time, a generation being one call, and others wait.
@@ -363,9 +363,10 @@ class CompiledModel(ClosesOnExit):
             return self._engine.memory()
 
     def trim(self) -> None:
-        """Give back what only earlier calls needed, and pages of the state in which no open sequence has a row.
+        """Give back what only earlier calls needed, and pages of states in which nobody has a row.
 
-        It happens by itself when the last open sequence is closed, and wherever a call would exceed the budget otherwise.
+        It happens by itself when the last owner of a state's rows closes them, and wherever a call would exceed the budget
+        otherwise.
         Outputs of the last call stay valid on the CPU; on a CUDA device they are emptied, as by a next call.
         """
         with self._turn():
