@@ -34,6 +34,7 @@ class Model:
         self.owned: list[OwnedRows] = []
         self.pages: dict[str, set[int]] = {}
         self.shrinks: list[int] = []
+        self.last: SimpleNamespace | None = None
         self.exact, self.learned, self.expected = True, set[str](), 0
         self.memory = StepMemory(workspace, self.tables, lambda: self.shrinks.append(self.committed("workspace")))
 
@@ -70,7 +71,9 @@ class Model:
         return sum(len(held) for pool, held in pages.items() if pool != "host") <= self.budget
 
     def commit(self) -> bool:
-        plan = self.plan()
+        again = self.last is not None and self.rng.random() < 0.4
+        plan = self.last = self.last if again else self.plan()
+        assert plan is not None
         sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (name != "host" or size)}
         self.learned |= {table.name for table in self.tables if table.pool in sizes}
         wanted = {pool: self.span(pool, size) for pool, size in sizes.items()}
