@@ -54,7 +54,8 @@ class Fake:
 
         return Event()
 
-    def CUDAGraph(self) -> Any:
+    def CUDAGraph(self, keep_graph: bool) -> Any:
+        assert keep_graph  # so that its nodes can be looked at
         fake = self
 
         class Graph:

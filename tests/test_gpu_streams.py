@@ -201,4 +201,4 @@ def test_a_graph_survives_that_its_pages_went_and_came_back(card: Workspace, str
         card.resize(name, sizes[name])
         for seed in range(3, 5):
             pair.check(seed)
-    assert pair.executor.captured
+        assert pair.executor.captured

@@ -531,9 +531,9 @@ def test_other_errors_stay_what_they_are(workspace: Workspace) -> None:
 class Capturing(StreamLog):
     """Captures by keeping what is launched, and replays it."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, *, copies: bool = False) -> None:
         super().__init__()
-        self.error, self.captures, self.replays = error, 0, 0
+        self.error, self.captures, self.replays, self.copies = error, 0, 0, copies
 
     def capture(self, step: Callable[[], None]) -> Any:
         self.captures += 1
@@ -545,6 +545,8 @@ class Capturing(StreamLog):
         kept = self.launches[before:]
 
         class Graph:
+            copies = self.copies
+
             def replay(graph) -> None:
                 self.replays += 1
                 for launch in kept:
@@ -572,6 +574,21 @@ def test_the_second_step_is_captured_and_later_ones_replay_it(workspace: Workspa
     assert not executor.captured and log.captures == 0  # it compiles and loads what is launched
     assert all(map(torch.equal, first + steps_of(executor, 3, seed=1), results))
     assert executor.captured and executor.not_captured is None and (log.captures, log.replays) == (1, 3)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_graph_with_copies_is_captured_again_when_memory_went_and_came(workspace: Workspace, copies: bool) -> None:
+    """The driver ties its own copies to allocations; kernels go by addresses."""
+    document = planned(heads)
+    log = Capturing(copies=copies)
+    executor = bind(document, workspace, streams=log, capture=True)
+    expected = steps_of(executor, 3)
+    sizes = {pool["name"]: pool["capacity"] for pool in document["pools"]}
+    for turn in range(1, 3):
+        workspace.resize("workspace", 2 * sizes["workspace"])
+        workspace.resize("workspace", sizes["workspace"])
+        assert all(map(torch.equal, steps_of(executor, 3), expected))
+        assert executor.captured and log.captures == (1 + turn if copies else 1)
 
 
 def test_a_poisoned_step_is_never_captured(workspace: Workspace) -> None:
@@ -641,6 +658,10 @@ class MovingRange:
     @property
     def end_bytes(self) -> int:
         return self.tensor.numel()
+
+    @property
+    def changes(self) -> int:
+        return self.generation
 
     def resize(self, num_bytes: int, *, holes: Any = (), populate: bool = True) -> None:
         old, self.tensor = self.tensor, torch.full((num_bytes,), 0xFF, dtype=torch.uint8)

@@ -115,6 +115,7 @@ class Executor:
         self._streams = CudaStreams() if streams is None and self.document.get("backend") == "cuda" else streams
         self._capture, self._warm = capture, False
         self._graph: Replay | None = None
+        self._captured_over: list[int] = []
         self.not_captured: str | None = None
         if capture and (debug is not None or self._streams is None):
             self._capture = False
@@ -141,6 +142,14 @@ class Executor:
         """How often each pool has moved: slabs do when they grow, ranges of virtual memory never."""
         ranges = self.workspace.pages.ranges.items()
         return {name: part.generation for name, part in ranges if hasattr(part, "generation")}
+
+    def _changes(self) -> list[int]:
+        """How often each pool of the plan had memory added or given back, or pinned anew."""
+        return [self.workspace.range(pool["name"]).changes for pool in self.document["pools"] if pool["capacity"]]
+
+    def _is_stale(self, graph: Replay) -> bool:
+        """Whether a graph is tied to memory that may not be there any more."""
+        return graph.copies and self._changes() != self._captured_over
 
     def _follow(self) -> None:
         """Bind anew where a pool has moved since; views made before are dangling."""
@@ -227,7 +236,7 @@ class Executor:
             self._walk()
             return
         try:
-            if self._graph is not None:
+            if self._graph is not None and not self._is_stale(self._graph):
                 self._streams.replay(self._graph)
                 return
             with self._streams.step():
@@ -241,7 +250,7 @@ class Executor:
             raise lost from error
 
     def _launch(self) -> None:
-        if self._capture and self._warm and self._graph is None:
+        if self._capture and self._warm:
             self._try_capture()
         if self._graph is not None:
             self._graph.replay()
@@ -253,6 +262,7 @@ class Executor:
         """Capture the step; where that fails, say so once and never try again."""
         assert self._streams is not None
         try:
+            self._graph, self._captured_over = None, self._changes()
             self._graph = self._streams.capture(self._walk)
         except Exception as error:
             if device_lost(error) is not None:
