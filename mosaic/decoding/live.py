@@ -165,7 +165,7 @@ class LiveRequest:
             step=self.steps,
             block=block,
             phase=phase,
-            masked=int(canvas.masked[canvas.prompt_len : canvas.end].sum()),
+            masked=int(canvas.masked.numpy()[canvas.prompt_len : canvas.end].sum()),
             positions=last.positions if last else nothing,
             token_ids=last.token_ids if last else nothing.clone(),
             confidence=last.confidence if last else torch.empty(0),

@@ -152,7 +152,7 @@ class CudaStreams:
         with torch.cuda.device(self.device):
             if not self._drained:
                 self.drain()
-            caller = torch.cuda.current_stream(self.device)
+            caller = torch.cuda.current_stream(self.device.index)
             self._drained = False
             try:
                 self._entered.record(caller)

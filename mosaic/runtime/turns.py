@@ -30,7 +30,7 @@ class Turns:
         self._lock.acquire()
         self._depth += 1
         if self._last is not None:
-            current = torch.cuda.current_stream(self._last.device)
+            current = torch.cuda.current_stream(self._last.device_index)
             if current != self._last:
                 current.wait_stream(self._last)
         return self
