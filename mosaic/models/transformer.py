@@ -1,7 +1,7 @@
 """One step of a denoising transformer, registered from an `Architecture` and a `Phase`.
 
 `tokens` is the packed total of all sequences or windows, `masked` the rows unembedded, `span` the keys that a query sees
-on average; in cached phases `keys` is the packed total of the keys seen, `kv_rows` the rows of the state. Shape legend:
+on average; in cached phases `keys` is the packed total of the keys seen, `NAME_rows` the rows of a state. Shape legend:
 T tokens, B sequences, R rows of the state, W width of a row, D hidden, F feed-forward, V vocabulary, E experts.
 """
 
