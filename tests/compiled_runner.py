@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import mosaic
+from mosaic.errors import DoesNotFit
 from mosaic.models.architecture import Architecture
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
@@ -77,6 +78,16 @@ class CompiledRunner:
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
         self.checked, self.peak_bytes = self.model.check(sizes, more=more), 0
         return self.checked
+
+    def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
+        """What the model says, held to what plans say."""
+        try:
+            self.check(sizes, more=more)
+        except DoesNotFit:
+            assert not self.model.admits(sizes, more=more)
+            return False
+        assert self.model.admits(sizes, more=more)
+        return True
 
     def close(self) -> None:
         self.model.close()

@@ -196,6 +196,10 @@ class ReferenceRunner:
         self.checked = list(sizes)
         return SimpleNamespace(total_bytes=1)
 
+    def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
+        self.checked = list(sizes)
+        return True
+
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         self.packed.append(list(requests))
         settings = {(r.phase, r.temperature, r.top_p, r.top_k, r.score_temperature, r.guidance) for r in requests}

@@ -587,6 +587,9 @@ class AnswersBytes(FakeModel):
     def open_rows(self, state: Any) -> Any:
         raise AssertionError("a step of the whole canvas keeps no keys and values")
 
+    def admits(self, sizes: Any, *, more: Any = None) -> bool:
+        return max(size.tokens for size in sizes) <= self.limit
+
     def step(self, requests: Any) -> list[StepResult]:
         results = []
         for request in requests:

@@ -89,11 +89,14 @@ class Runner:
         assert state is KV
         return Rows(self)
 
-    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> None:
+    def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
         assert self.entered
         self.checked.append((list(sizes), dict(more or {})))
-        if self.held + sum((more or {}).values()) > self.room:
-            raise DoesNotFit("too many rows")
+        return self.held + sum((more or {}).values()) <= self.room
+
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> None:
+        assert not self.admits(sizes, more=more), "plans are made to say why something does not fit"
+        raise DoesNotFit("too many rows")
 
     def step(self, requests: Sequence[Any]) -> list[Any]:
         assert self.entered and len({group_of(request, self.architecture) for request in requests}) == 1

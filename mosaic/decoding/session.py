@@ -8,7 +8,7 @@ what is admitted fits in every future step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import check_prompt
 from mosaic.decoding.streaming import OnStep, Step, Streamer
-from mosaic.errors import DoesNotFit, UsageError
+from mosaic.errors import UsageError
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.packing import group_of
 from mosaic.runtime.range_pool import ClosesOnExit
@@ -88,11 +88,7 @@ class Session(ClosesOnExit):
     def admits(self, *submissions: Submission) -> bool:
         """Whether every future step fits the budget, with all that is live and these requests added."""
         with self._runner.exclusive():
-            try:
-                self._require_room(self._described(submissions))
-            except DoesNotFit:
-                return False
-            return True
+            return self._has_room(*self._asked(self._described(submissions)))
 
     def submit(
         self,
@@ -133,7 +129,9 @@ class Session(ClosesOnExit):
             if self._closed:
                 raise UsageError("the session is closed: open another one.")
             described = self._described(submissions)
-            self._require_room(described)
+            sizes, rows = self._asked(described)
+            if not self._has_room(sizes, rows):
+                self._runner.check(sizes, more=rows)  # says what is missing
             return [self._started(one) for one in described]
 
     def _described(self, submissions: Sequence[Submission]) -> list[_Described]:
@@ -147,14 +145,17 @@ class Session(ClosesOnExit):
             found.append(_Described(submission, config, canvas_length(config, arch, prompt.numel()), largest))
         return found
 
-    def _require_room(self, more: Sequence[_Described]) -> None:
-        """Plan the largest steps that the live requests and these may come to share."""
+    def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], Counter[State]]:
+        """The largest steps that the live requests and these may come to share, and the rows that these take."""
         demands = [request.largest for request in self.live] + [described.largest for described in more]
-        if demands:
-            rows: Counter[State] = Counter()
-            for described in more:
-                rows.update(described.demand)
-            self._runner.check(shared_sizes(demands), more=rows)
+        rows: Counter[State] = Counter()
+        for described in more:
+            rows.update(described.demand)
+        return shared_sizes(demands) if demands else [], rows
+
+    def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
+        """Whether every one of these steps fits, with these rows taken."""
+        return not sizes or self._runner.admits(sizes, more=rows)
 
     def _started(self, described: _Described) -> LiveRequest:
         canvas = Canvas(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from mosaic.devices import Device, load_device
 from mosaic.errors import UnsafePlan, UsageError
@@ -21,11 +21,11 @@ from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.planner.cache import template_of
 from mosaic.planner.check import prove_safe
 from mosaic.planner.document import Draft, assemble
-from mosaic.planner.limits import max_context, search_and_place, smallest_total
-from mosaic.planner.placement import place
+from mosaic.planner.limits import is_feasible, max_context, search_and_place, smallest_total
+from mosaic.planner.placement import place, replayed
 from mosaic.planner.plan import Plan
 from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
-from mosaic.planner.search import SearchResult
+from mosaic.planner.search import SearchResult, lowest
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import collector_paused
 from mosaic.units import Size, parse_bytes
@@ -35,6 +35,8 @@ __all__ = ["Planner", "Progress", "plan", "plan_point", "read_budgets"]
 
 Progress: TypeAlias = Callable[[int, str], None]
 """Told (how many bodies have been compiled, the name of the next) before each."""
+KEPT_CONFIGS: Final = 4
+"""Configurations of a kind of step that `Planner.fits` tries before it looks for one."""
 
 
 class Planner:
@@ -79,6 +81,7 @@ class Planner:
         self.pinned = dict(pinned or {})
         self._spaces: dict[Phase, Space] = {}
         self._longest: dict[tuple[Any, ...], int] = {}
+        self._fitting: dict[Phase, tuple[Config, ...]] = {}
         self._progress, self._compiled = progress, count()
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
@@ -179,6 +182,32 @@ class Planner:
                 host_budget_bytes=self.host_budget_bytes, pinned=self.pinned, solver=solver,
             )  # fmt: skip
         return self._longest[key]
+
+    @collector_paused()
+    def fits(self, step: Request | StepSize) -> bool:
+        """Whether `plan` finds one that fits, in less than a millisecond where it has said so of such a step before.
+
+        Configurations that held earlier steps of the kind are evaluated first, their known orders replayed: a packing within
+        the budget is answer enough.
+        """
+        point, kind = self.at(step), _size(step).kind
+        known = self._fitting.get(kind, ())
+        for config in known:
+            if self._holds(point, config):
+                return True
+        if not is_feasible(point, self.budget_bytes, self.host_budget_bytes):
+            return False
+        found = lowest(point, self.host_budget_bytes)
+        self._fitting[kind] = (found, *(config for config in known if config != found))[:KEPT_CONFIGS]
+        return True
+
+    def _holds(self, point: Point, config: Config) -> bool:
+        """Whether a configuration fits as a known order packs it."""
+        return (
+            all(option in free for option, free in zip(config.choices, point.choice_options, strict=True))
+            and point.fits(config, self.budget_bytes, self.host_budget_bytes)
+            and any(point.total_bytes(config, p.peak_bytes) <= self.budget_bytes for p in replayed(point, config))
+        )
 
     @collector_paused()
     def needed(self, step: Request | StepSize) -> int:

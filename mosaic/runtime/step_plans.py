@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from mosaic.errors import DoesNotFit
 from mosaic.models.step import StepSize
@@ -17,6 +18,8 @@ __all__ = ["Settings", "StepPlans"]
 
 Settings: TypeAlias = Mapping[str, int | str | None]
 """A configuration: rows per chunk by knob (None: off), an option by choice."""
+KEPT_ANSWERS: Final = 8192
+"""Sizes of which `StepPlans.fits` remembers the answer; the oldest go first."""
 
 
 class StepPlans:
@@ -43,6 +46,7 @@ class StepPlans:
     def __init__(self, asked: Planner, config: Settings | None) -> None:
         self.asked = self.planner = asked
         self.config = config
+        self._answers: OrderedDict[Hashable, bool] = OrderedDict()
         if config is not None:
             asked.at(StepSize(windows=(1,), rows=1)).config(config)
 
@@ -71,6 +75,29 @@ class StepPlans:
             return self.exact(step.rounded(), config, limit=False)
         except DoesNotFit:
             return self.exact(step, config, limit=False)
+
+    def fits(self, step: StepSize) -> bool:
+        """Whether `plan` finds one for a step, without making it: a lookup, where its rounded size was asked for before."""
+        if self._remembered(step.key, step.rounded):
+            return True
+        exact = (step.phase, *step.dims(self.asked.model.architecture).items())
+        return self._remembered(exact, lambda: step)
+
+    def _remembered(self, key: Hashable, step: Callable[[], StepSize]) -> bool:
+        """The answer for a step, found once while the weights stay where they are."""
+        known = self.planner, key
+        if known not in self._answers:
+            self._answers[known] = self._fits(step())
+            while len(self._answers) > KEPT_ANSWERS:
+                self._answers.popitem(last=False)
+        return self._answers[known]
+
+    def _fits(self, step: StepSize) -> bool:
+        """Whether `exact` finds a plan."""
+        settings = self._settings(step, None)
+        if settings is not None:
+            return self.planner.plan(step, config=settings, limit=False).fits
+        return self.planner.fits(step) or (self.asked.pinned != self.planner.pinned and self.asked.fits(step))
 
     def exact(self, step: StepSize, config: Settings | None = None, *, limit: bool = True) -> Plan:
         """Plan with the weights where they are; where only that fits, with weights elsewhere."""

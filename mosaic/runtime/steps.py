@@ -152,3 +152,6 @@ class StepRunner(Protocol):
         DoesNotFit
             If one of them does not fit.
         """
+
+    def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
+        """Whether `check` finds a plan for every one of these sizes; it need not make them."""
