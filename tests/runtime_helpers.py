@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,3 +49,12 @@ class StorageWatch(TorchDispatchMode):
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Give the data pointers of the storages of some tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def buffer_row(name: str, kind: str, shape: Sequence[int], dtype: str, **more: Any) -> dict[str, Any]:
+    """A buffer as plan documents have it, with what most have where a test says nothing."""
+    return {
+        "id": 0, "name": name, "kind": kind, "pool": "workspace", "start": 0, "end": 1, "gaps": [], "alias_of": None,
+        "dtype": dtype, "alignment": 512, "region": None, "tensor": None, "rotate": 1, "offset": 0, "size": 512,
+        "alias_offset": 0, "shape": list(shape), **more,
+    }  # fmt: skip

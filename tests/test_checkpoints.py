@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeDriver
-from runtime_helpers import allocated_bytes
+from runtime_helpers import allocated_bytes, buffer_row
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -451,7 +451,7 @@ def test_a_fused_tensor_of_another_size_is_refused(tmp_path: Path, shape: tuple[
 
 def test_rows_of_a_parameter_are_adopted() -> None:
     parameter = torch.nn.Parameter(torch.ones(8, 3))
-    record = document(tensor="qkv.weight[4:6]", shape=[2, 3])
+    record = document(tensor="qkv.weight[4:6]")
     adopted = adopt_tensors(record, {"qkv.weight": parameter})["qkv.weight[4:6]"]
     assert adopted.data_ptr() == parameter[4].data_ptr() and adopted.shape == (2, 3)
     with pytest.raises(CheckpointError, match=r"the module: tensor 'qkv.weight\[4:6\]' is missing: .* shape \[2, 3\]"):
@@ -470,8 +470,7 @@ def test_members_of_a_stack() -> None:
 
 
 def document(**fields: Any) -> Mapping[str, Any]:
-    record = {"kind": "weight", "tensor": "w", "shape": [2, 3], "dtype": "float32", **fields}
-    return {"buffers": [record]}
+    return {"buffers": [buffer_row("w", "weight", (2, 3), "float32", **{"tensor": "w", **fields})]}
 
 
 @pytest.mark.parametrize(

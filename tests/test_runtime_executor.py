@@ -71,7 +71,7 @@ class Naive:
             {
                 "index": len(self.ops), "name": kernel, "kernel": kernel, "stream": "main", "region": region,
                 "reads": [], "writes": [], "operands": operands, "attrs": attrs, "inplace": [],
-                "slices": [list(entry) for entry in slices],
+                "slices": [list(entry) for entry in slices], "flops": 0, "bytes": 0,
             }
         )  # fmt: skip
 
@@ -93,11 +93,15 @@ class Naive:
                 record["start"] = home["start"] if home else 0
                 record["end"] = home["end"] if home else len(self.ops)
         barriers = [
-            {"name": name, "region": name, "inputs": [], "outputs": [], "carried": self.carried.get(name, [])}
-            for name in homes
-        ]
+            {
+                "name": name, "region": name, "start": home["start"], "end": home["end"], "inputs": [], "outputs": [],
+                "carried": self.carried.get(name, []),
+            }
+            for name, home in homes.items()
+        ]  # fmt: skip
         return {
-            "schema": "mosaic.plan/1", "regions": self.regions, "barriers": barriers, "ops": self.ops,
+            "schema": "mosaic.plan/1", "backend": "cpu", "implementations": {}, "edges": [], "regions": self.regions,
+            "barriers": barriers, "ops": self.ops,
             "buffers": self.buffers, "peak_bytes": self._tops["workspace"], "weights_bytes": self._tops["weights"],
         }  # fmt: skip
 

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from runtime_helpers import buffer_row
 
 from mosaic.errors import DoesNotFit
 from mosaic.planner.plan import Plan
+from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.state_rows import OwnedRows, RowTable
 from mosaic.runtime.step_memory import StepMemory
@@ -18,9 +20,9 @@ from mosaic.runtime.workspace import Workspace
 PAGE = 4096
 ROW_BYTES = {"kv": PAGE, "ssm": 2 * PAGE}
 BUFFERS = [
-    {"kind": "input", "name": "kv", "shape": [1, 1], "dtype": "int64"},
-    {"kind": "state", "name": "ssm", "shape": [9, 2, 2048], "dtype": "bfloat16"},
-    {"kind": "state", "name": "kv", "shape": [9, 1024], "dtype": "float32"},
+    buffer_row("kv", "input", (1, 1), "int64"),
+    buffer_row("ssm", "state", (9, 2, 2048), "bfloat16"),
+    buffer_row("kv", "state", (9, 1024), "float32"),
 ]
 OTHERS = ("workspace", "host", "carry/x", "carry/y")
 
@@ -56,7 +58,7 @@ class Model:
         states = [table for table in self.tables if self.rng.random() < 0.7]
         pools |= {table.pool: table.rows * ROW_BYTES[table.name] for table in states}
         buffers = [b for b in BUFFERS if b["kind"] == "input" or f"state/{b['name']}" in pools]
-        return SimpleNamespace(pools=pools, document={"buffers": buffers})
+        return SimpleNamespace(pools=pools, records=PlanRecords({"buffers": buffers}))
 
     def span(self, pool: str, size: int) -> set[int]:
         """Pages of the first bytes of a pool, but for rows that nobody owns."""

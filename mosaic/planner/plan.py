@@ -19,6 +19,7 @@ from mosaic.planner.check import (
     weight_map,
 )
 from mosaic.planner.document import SCHEMA, Draft
+from mosaic.planner.plan_records import PlanRecords
 from mosaic.registrar.operator import Operator
 
 __all__ = ["Plan"]
@@ -47,12 +48,13 @@ class Plan:
     (True, True)
     """
 
-    __slots__ = ("_document", "_draft", "operators")
+    __slots__ = ("_document", "_draft", "_records", "operators")
 
     def __init__(self, document: Mapping[str, Any] | Draft, *, operators: Mapping[str, Operator] | None = None) -> None:
         self.operators = {**(document.operators if isinstance(document, Draft) else {}), **(operators or {})}
         self._draft: Draft | None = None
         self._document: Mapping[str, Any] | None = None
+        self._records: PlanRecords | None = None
         if isinstance(document, Draft):
             self._draft = document
         else:
@@ -65,6 +67,13 @@ class Plan:
             assert self._draft is not None
             self._document = self._draft.document()
         return self._document
+
+    @property
+    def records(self) -> PlanRecords:
+        """The document's rows as typed records."""
+        if self._records is None:
+            self._records = PlanRecords(self.document)
+        return self._records
 
     @property
     def _header(self) -> Mapping[str, Any]:
@@ -121,6 +130,16 @@ class Plan:
     def budget_bytes(self) -> int:
         """Bytes that the request may take."""
         return int(self._header["budget_bytes"])
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory."""
+        return int(self._header["host_bytes"])
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """Bytes of pinned host memory that the request may take."""
+        return int(self._header["host_budget_bytes"])
 
     @property
     def peak_bytes(self) -> int:

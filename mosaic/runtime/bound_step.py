@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from mosaic.errors import UnknownName, UsageError
+from mosaic.planner.plan_records import PlanBuffer, PlanRecords
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.workspace import torch_dtype
 
@@ -41,18 +41,16 @@ def fill_inputs(step: str, views: Mapping[str, Tensor], given: Mapping[str, Tens
         view.copy_(given[name])
 
 
-def carried_bytes(document: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def carried_bytes(records: PlanRecords) -> dict[str, dict[str, int]]:
     """Bytes of the carries that a plan reads before it writes them, and of all that hold a value after it."""
-    carries = {b["id"]: b for b in document["buffers"] if b["kind"] == "carry"}
+    carries = {b.id: b for b in records.buffers if b.kind == "carry"}
     touched: set[int] = set()
     taken: dict[str, int] = {}
-    for op in document["ops"]:
-        taken |= {
-            carries[b]["name"]: buffer_bytes(carries[b]) for b in op["reads"] if b in carries and b not in touched
-        }
-        touched |= {*op["reads"], *op["writes"]}
-    return {"taken": taken, "left": {b["name"]: buffer_bytes(b) for b in carries.values()}}
+    for op in records.ops:
+        taken |= {carries[b].name: buffer_bytes(carries[b]) for b in op.reads if b in carries and b not in touched}
+        touched |= {*op.reads, *op.writes}
+    return {"taken": taken, "left": {b.name: buffer_bytes(b) for b in carries.values()}}
 
 
-def buffer_bytes(record: Mapping[str, Any]) -> int:
-    return math.prod(map(int, record["shape"])) * torch_dtype(record["dtype"]).itemsize
+def buffer_bytes(record: PlanBuffer) -> int:
+    return math.prod(record.shape) * torch_dtype(record.dtype).itemsize

@@ -154,11 +154,10 @@ class CompiledProgram(ClosesOnExit):
 
     def _load(self, weights: Mapping[str, Tensor] | None, seed: int) -> None:
         """Fill the weights where all plans have them, the device's and those that are streamed."""
-        document = self._current.document
-        streamed = streamed_bytes(document)
+        streamed = streamed_bytes(self._current)
         sizes = {"weights": self._current.components["weights"], **({HOST: streamed} if streamed else {})}
         self.workspace.resize_all(sizes, populate=False)
-        self._weights = place_weights(document, self.workspace, weights, seed=seed)
+        self._weights = place_weights(self._current, self.workspace, weights, seed=seed)
         self._places = self._current.weights
 
     # --- plans ----------------------------------------------------------------------------------------------------
@@ -207,8 +206,8 @@ class CompiledProgram(ClosesOnExit):
                 self._plans.popitem(last=False)
             return plan
         on_host = plan.total_bytes <= plan.budget_bytes
-        needed = plan.document["host_bytes"] if on_host else plan.total_bytes
-        available = plan.document["host_budget_bytes"] if on_host else plan.budget_bytes
+        needed = plan.host_bytes if on_host else plan.total_bytes
+        available = plan.host_budget_bytes if on_host else plan.budget_bytes
         sizes = ", ".join(f"{name} = {size:,}" for name, size in plan.dims.items())
         raise DoesNotFit(
             f"the step '{step}' ({sizes}) needs {format_bytes(needed)}{' of host memory' if on_host else ''}, the "
@@ -338,7 +337,7 @@ class CompiledProgram(ClosesOnExit):
                 plan, self.workspace, weights=self._places, debug=self._debug, streams=self._streams,
                 capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
             )  # fmt: skip
-            found = self._bound[key] = BoundStep(executor=executor, **carried_bytes(plan.document))
+            found = self._bound[key] = BoundStep(executor=executor, **carried_bytes(plan.records))
         self._bound.move_to_end(key)
         while len(self._bound) > KEPT_EXECUTORS:
             self._bound.popitem(last=False)
@@ -346,12 +345,12 @@ class CompiledProgram(ClosesOnExit):
 
     def _settle_states(self, plan: Plan) -> None:
         """Clear the rows that are new; forget those that a plan leaves out."""
-        for record in plan.document["buffers"]:
-            if record["kind"] == "state":
-                name, size = record["name"], buffer_bytes(record)
+        for record in plan.records.buffers:
+            if record.kind == "state":
+                name, size = record.name, buffer_bytes(record)
                 held = self._states.get(name, 0)
                 if size > held:
-                    self.workspace.view(record["pool"], held, (size - held,), "uint8").zero_()
+                    self.workspace.view(record.pool, held, (size - held,), "uint8").zero_()
                 self._states[name] = size
 
     # --- dims -----------------------------------------------------------------------------------------------------
@@ -421,9 +420,9 @@ class CompiledProgram(ClosesOnExit):
             return self._kept("carry", name, self._carries)
 
     def _kept(self, kind: str, name: str, held: Mapping[str, int]) -> Tensor:
-        for record in self._current.document["buffers"]:
-            if record["kind"] == kind and record["name"] == name and name in held:
-                return self.workspace.view(record["pool"], 0, record["shape"], record["dtype"])
+        for record in self._current.records.buffers:
+            if record.kind == kind and record.name == name and name in held:
+                return self.workspace.view(record.pool, 0, record.shape, record.dtype)
         raise UsageError(f"no {kind} '{name}' holds anything; there are: {', '.join(held) or 'none yet'}.")
 
     def memory(self) -> MemoryReport:

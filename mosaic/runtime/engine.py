@@ -188,7 +188,7 @@ class Engine:
             plan, self.workspace, tensors=self.weights.adopted, weights=self.weights.places, debug=self.debug,
             streams=self._streams, capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS,
         )  # fmt: skip
-        if step.rounded().dims(self._architecture).items() <= plan.document["dims"].items():
+        if step.rounded().dims(self._architecture).items() <= plan.dims.items():
             self._bound[key] = (plan, executor)  # a plan for the exact numbers serves no other
         while len(self._bound) > KEPT_EXECUTORS:
             self._bound.popitem(last=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mosaic.errors import PlanFormatError, UsageError
 from mosaic.planner.check import WeightMap
+from mosaic.planner.plan_records import records_in
 from mosaic.registrar.operator import Operator
 from mosaic.runtime.host_inputs import HostInputs
 from mosaic.runtime.numbers import Numbers
@@ -101,6 +102,7 @@ class Executor:
         capture: bool = False,
     ) -> None:
         self.document: Mapping[str, Any] = getattr(plan, "document", plan)
+        self._records = records_in(plan)
         if self.document.get("schema") != SCHEMA:
             raise PlanFormatError(
                 f"the plan's schema is {self.document.get('schema')!r}, this runtime runs '{SCHEMA}'."
@@ -128,14 +130,14 @@ class Executor:
         """Make all views and calls for the addresses that the pools have now."""
         self._generations = self._moves()
         self._graph = None
-        regions = Regions(self.document)
-        self._views = Views(self.document, regions, self.workspace, self._tensors)
+        regions = Regions(self._records)
+        self._views = Views(self._records, regions, self.workspace, self._tensors)
         self._inputs, self._outputs = self._named("input"), self._named("output")
         self._writer = HostInputs(self._inputs)
-        poison = Poison(self.document, regions, self._views) if self.debug == "poison" else None
-        self._guard = WeightGuard(self.document, self._views, self.workspace) if self.debug == "poison" else None
+        poison = Poison(self._records, regions, self._views) if self.debug == "poison" else None
+        self._guard = WeightGuard(self._records, self._views, self.workspace) if self.debug == "poison" else None
         self._segments: tuple[Segment, ...] = unroll(
-            self.document, self._operators, regions, self._views, self._streams, poison
+            self._records, self._operators, regions, self._views, self._streams, poison
         )
 
     def _moves(self) -> dict[str, int]:
@@ -145,7 +147,7 @@ class Executor:
 
     def _changes(self) -> list[int]:
         """How often each pool of the plan had memory added or given back, or pinned anew."""
-        return [self.workspace.range(pool["name"]).changes for pool in self.document["pools"] if pool["capacity"]]
+        return [self.workspace.range(pool.name).changes for pool in self._records.pools if pool.capacity]
 
     def _is_stale(self, graph: Replay) -> bool:
         """Whether a graph is tied to memory that may not be there any more."""
@@ -157,7 +159,7 @@ class Executor:
             self._bind()
 
     def _named(self, kind: str) -> Mapping[str, Tensor]:
-        mine = {b["name"]: self._views.whole(b["id"]) for b in self.document["buffers"] if b["kind"] == kind}
+        mine = {b.name: self._views.whole(b.id) for b in self._records.buffers if b.kind == kind}
         return MappingProxyType(mine)
 
     # --- what callers see -----------------------------------------------------------------------------------------
@@ -203,9 +205,9 @@ class Executor:
     def buffer(self, name: str) -> Tensor:
         """View a whole buffer by name; its contents are those of the plan's moment."""
         self._follow()
-        for record in self.document["buffers"]:
-            if record["name"] == name:
-                return self._views.whole(record["id"])
+        for record in self._records.buffers:
+            if record.name == name:
+                return self._views.whole(record.id)
         raise UsageError(f"the plan has no buffer '{name}'.")
 
     # --- running --------------------------------------------------------------------------------------------------

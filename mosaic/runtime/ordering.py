@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.streams import MAIN, Event
 
@@ -75,7 +76,7 @@ class _Item:
     clock: dict[str, int] = field(default_factory=dict)
 
 
-def bodies_of(document: Mapping[str, Any], regions: Regions, event: NewEvent) -> dict[str | None, Body]:
+def bodies_of(records: PlanRecords, regions: Regions, event: NewEvent) -> dict[str | None, Body]:
     """Derive the signals of every body that holds side ops.
 
     Parameters
@@ -83,18 +84,18 @@ def bodies_of(document: Mapping[str, Any], regions: Regions, event: NewEvent) ->
     event
         Makes the event of a signal.
     """
-    ops = document["ops"]
+    ops = records.ops
     bodies = {}
-    for region in dict.fromkeys(op["region"] for op in ops if op["stream"] != MAIN):
+    for region in dict.fromkeys(op.region for op in ops if op.stream != MAIN):
         items = _items(ops, regions, region)
-        _add_edges(document, regions, region, items)
+        _add_edges(records, regions, region, items)
         body = bodies[region] = Body()
         sources, sinks = _run_clocks(items, body, event)
         body.entering = [stream for stream in sources if stream != MAIN]
         body.entry = Signal(event(), MAIN) if body.entering else None
         body.exits = [Signal(event(), stream) for stream in sinks if stream != MAIN]
         if region is not None:
-            body.distance = _distance(document, region)
+            body.distance = _distance(records, region)
             body.turns = [(waits, on) for waits in sources for on in sinks if waits != on]
             if regions[region].count > body.distance and body.turns:
                 body.ends = {on: [Signal(event(), on) for _ in range(body.distance)] for on in sinks}
@@ -103,7 +104,7 @@ def bodies_of(document: Mapping[str, Any], regions: Regions, event: NewEvent) ->
     return bodies
 
 
-def _items(ops: Sequence[Mapping[str, Any]], regions: Regions, region: str | None) -> dict[int, _Item]:
+def _items(ops: Sequence[PlanOp], regions: Regions, region: str | None) -> dict[int, _Item]:
     """Lay out what is directly in a body, by first op."""
     index, end = (0, len(ops)) if region is None else (regions[region].start, regions[region].end)
     children = regions.children(region)
@@ -111,25 +112,25 @@ def _items(ops: Sequence[Mapping[str, Any]], regions: Regions, region: str | Non
     ranks: dict[str, int] = {}
     while index < end:
         child = children.get(index)
-        stream = ops[index]["stream"] if child is None else MAIN
+        stream = ops[index].stream if child is None else MAIN
         ranks[stream] = ranks.get(stream, 0) + 1
         items[index] = _Item(index, index + 1 if child is None else child.end, stream, ranks[stream])
         index = items[index].end
     return items
 
 
-def _add_edges(document: Mapping[str, Any], regions: Regions, region: str | None, items: Mapping[int, _Item]) -> None:
+def _add_edges(records: PlanRecords, regions: Regions, region: str | None, items: Mapping[int, _Item]) -> None:
     """Give each item the items of its body that it waits for by the plan's edges."""
-    ops = document["ops"]
-    for edge in document["edges"]:
-        a, b = ops[edge["from"]], ops[edge["to"]]
-        if regions.common(a["region"], b["region"]) != region:
+    ops = records.ops
+    for edge in records.edges:
+        a, b = ops[edge.source], ops[edge.target]
+        if regions.common(a.region, b.region) != region:
             continue
         # a side op of a loop further inside begins after that loop's entry and is joined by its exit
-        if any(op["stream"] != MAIN and op["region"] != region for op in (a, b)):
+        if any(op.stream != MAIN and op.region != region for op in (a, b)):
             continue
-        source, _ = regions.item(region, a["index"], a["region"])
-        target, _ = regions.item(region, b["index"], b["region"])
+        source, _ = regions.item(region, a.index, a.region)
+        target, _ = regions.item(region, b.index, b.region)
         items[target].after.append(items[source])
 
 
@@ -164,12 +165,9 @@ def _run_clocks(items: Mapping[int, _Item], body: Body, event: NewEvent) -> tupl
     return sources, sinks
 
 
-def _distance(document: Mapping[str, Any], region: str) -> int:
+def _distance(records: PlanRecords, region: str) -> int:
     """Give how many iterations apart two iterations of a loop must not overlap."""
     touched = {
-        buffer
-        for op in document["ops"]
-        if op["stream"] != MAIN and op["region"] == region
-        for buffer in op["operands"].values()
+        buffer for op in records.ops if op.stream != MAIN and op.region == region for buffer in op.operands.values()
     }
-    return min((b["rotate"] for b in document["buffers"] if b["id"] in touched and b["region"] == region), default=1)
+    return min((b.rotate for b in records.buffers if b.id in touched and b.region == region), default=1)

@@ -7,13 +7,14 @@ that rotates or is carried, filled around the loop only: its iterations may over
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mosaic.planner.plan_records import PlanBuffer, PlanRecords
 from mosaic.runtime.regions import Region, Regions
 from mosaic.runtime.streams import MAIN
 from mosaic.runtime.views import Views
@@ -57,16 +58,16 @@ def _merge(a: dict[int, list[int]], b: dict[int, list[int]]) -> dict[int, list[i
 
 
 class Poison:
-    """The fills of one document."""
+    """The fills of one plan."""
 
-    def __init__(self, document: Mapping[str, Any], regions: Regions, views: Views) -> None:
-        self._buffers: Sequence[Mapping[str, Any]] = document["buffers"]
-        self._peak_bytes: int = document["peak_bytes"]
+    def __init__(self, records: PlanRecords, regions: Regions, views: Views) -> None:
+        self._buffers = records.buffers
+        self._peak_bytes = records.peak_bytes
         self._regions, self._views = regions, views
         self._beside: dict[str | None, set[int]] = {}
-        for op in document["ops"]:
-            if op["stream"] != MAIN:
-                self._beside.setdefault(op["region"], set()).update(op["operands"].values())
+        for op in records.ops:
+            if op.stream != MAIN:
+                self._beside.setdefault(op.region, set()).update(op.operands.values())
         self._times: dict[str | None, Times] = {}
         self._find_times()
 
@@ -77,14 +78,14 @@ class Poison:
     def fill(self, root: int, when: str) -> Fill:
         """Give the fill of a root."""
         record, view = self._buffers[root], self._views.bytes_of(root)
-        return Fill(view, _value(view.dtype), f"poison {record['name']} at its {when}")
+        return Fill(view, _value(view.dtype), f"poison {record.name} at its {when}")
 
     def everything(self) -> Iterator[Fill]:
         """Fill what no input occupies before the step; 0xFF is NaN in every float dtype and -1 in integers."""
         inputs = sorted(
-            (record["offset"], record["offset"] + record["size"])
+            (record.offset, record.offset + record.size)
             for record in self._buffers
-            if record["pool"] == "workspace" and record["kind"] in ("input", *_KEPT)
+            if record.pool == "workspace" and record.kind in ("input", *_KEPT)
         )
         position = 0
         for start, end in [*inputs, (self._peak_bytes, 0)]:
@@ -97,12 +98,12 @@ class Poison:
 
         A group is filled before its lifetime, after it, and in its gaps; where its home is a region, in every iteration.
         """
-        groups: dict[int, list[Mapping[str, Any]]] = {}
+        groups: dict[int, list[PlanBuffer]] = {}
         for record in self._buffers:
-            groups.setdefault(self._views.root(record)["id"], []).append(record)
+            groups.setdefault(self._views.root(record).id, []).append(record)
         for root_id, group in groups.items():
-            root, kinds = self._buffers[root_id], {record["kind"] for record in group}
-            if root["pool"] != "workspace" or not kinds.isdisjoint(_KEPT):
+            root, kinds = self._buffers[root_id], {record.kind for record in group}
+            if root.pool != "workspace" or not kinds.isdisjoint(_KEPT):
                 continue
             home, start, end = self._home(root, group)
             mine = self._times.setdefault(home, Times())
@@ -110,19 +111,19 @@ class Poison:
                 mine.starts.setdefault(start, []).append(root_id)
             if "output" not in kinds:
                 mine.ends.setdefault(end, []).append(root_id)
-            for gap in root["gaps"] if len(group) == 1 else ():
+            for gap in root.gaps if len(group) == 1 else ():
                 mine.ends.setdefault(gap[0], []).append(root_id)
 
-    def _home(self, root: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> tuple[str | None, int, int]:
+    def _home(self, root: PlanBuffer, group: Sequence[PlanBuffer]) -> tuple[str | None, int, int]:
         """Find the region in whose every iteration a group is filled, and its lifetime there."""
-        home: str | None = root["region"]
+        home: str | None = root.region
         for record in group:  # an alias from outside of the loop keeps what earlier iterations wrote
-            home = self._regions.common(home, record["region"])
-        start, end = min(record["start"] for record in group), max(record["end"] for record in group)
+            home = self._regions.common(home, record.region)
+        start, end = min(record.start for record in group), max(record.end for record in group)
         while home is not None:
             region = self._regions[home]
             outlives = region.carried | self._beside.get(home, set())
-            if root["rotate"] == 1 and not any(record["id"] in outlives for record in group):
+            if root.rotate == 1 and not any(record.id in outlives for record in group):
                 break
             home, start, end = region.parent, min(start, region.start), max(end, region.end)
         return home, start, end

@@ -1,10 +1,12 @@
-"""The loops of a plan document: which ops they hold, and the rows of each iteration."""
+"""The loops of a plan: which ops they hold, and the rows of each iteration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from mosaic.planner.plan_records import PlanRecords
 
 __all__ = ["Chunk", "Chunks", "Region", "Regions"]
 
@@ -38,19 +40,26 @@ Chunks: TypeAlias = Mapping[str, Chunk]
 
 
 class Regions:
-    """The regions of a document by name, and what follows from how they nest. None stands for the step itself."""
+    """The regions of a plan by name, and what follows from how they nest. None stands for the step itself."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, records: PlanRecords) -> None:
         carried: dict[str, frozenset[int]] = {}
-        for barrier in document["barriers"]:
-            if barrier["region"] is not None:
-                carried[barrier["region"]] = frozenset(barrier["carried"])
+        for barrier in records.barriers:
+            if barrier.region is not None:
+                carried[barrier.region] = frozenset(barrier.carried)
         self.by_name = {
-            entry["name"]: Region(
-                carried=carried.get(entry["name"], frozenset()),
-                **{key: entry[key] for key in ("name", "parent", "dim", "start", "end", "rows", "extent", "count")},
+            entry.name: Region(
+                carried=carried.get(entry.name, frozenset()),
+                name=entry.name,
+                parent=entry.parent,
+                dim=entry.dim,
+                start=entry.start,
+                end=entry.end,
+                rows=entry.rows,
+                extent=entry.extent,
+                count=entry.count,
             )
-            for entry in document["regions"]
+            for entry in records.regions
         }
         self._chains: dict[str, tuple[str, ...]] = {}
         self._chunks: dict[tuple[int, int, int], tuple[Chunk, ...]] = {}

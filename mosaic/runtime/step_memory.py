@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError
+from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.spans import Spans
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.workspace import HOST, Workspace, torch_dtype
@@ -95,7 +96,7 @@ class StepMemory:
         """Note the bytes of a row of each state that a plan has; they are the model's, the same in all plans."""
         for table in self._tables:
             if table.pool in pools and table.pool not in self._row_bytes:
-                self._row_bytes[table.pool] = _row_bytes(plan.document, table.name)
+                self._row_bytes[table.pool] = _row_bytes(plan.records, table.name)
 
     def _holes(self) -> dict[str, Spans]:
         """Bytes of each state that nobody owns, before the last that somebody does."""
@@ -106,6 +107,6 @@ class StepMemory:
         return found
 
 
-def _row_bytes(document: Mapping[str, Any], state: str) -> int:
-    record = next(b for b in document["buffers"] if b["kind"] == "state" and b["name"] == state)
-    return math.prod(map(int, record["shape"][1:])) * torch_dtype(record["dtype"]).itemsize
+def _row_bytes(records: PlanRecords, state: str) -> int:
+    record = next(b for b in records.buffers if b.kind == "state" and b.name == state)
+    return math.prod(record.shape[1:]) * torch_dtype(record.dtype).itemsize

@@ -121,8 +121,8 @@ def _plan(planner: Planner, step: StepSize, settings: Settings | None, *, limit:
     if plan.fits:
         return plan
     on_host = plan.total_bytes <= plan.budget_bytes
-    needed = plan.document["host_bytes"] if on_host else plan.total_bytes
-    available = plan.document["host_budget_bytes"] if on_host else plan.budget_bytes
+    needed = plan.host_bytes if on_host else plan.total_bytes
+    available = plan.host_budget_bytes if on_host else plan.budget_bytes
     seen = f", {format_tokens(sum(step.owned))} keys" if step.phase.cached else ""
     raise DoesNotFit(
         f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.rows)} masked{seen}) needs "

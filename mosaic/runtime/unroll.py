@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from mosaic.errors import PlanFormatError, UnknownName
 from mosaic.kernels import kernel_of
+from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.registrar.operator import Implementation, Operator
 from mosaic.registrar.operators import find
 from mosaic.runtime.ordering import Body, Signal, bodies_of
@@ -43,14 +44,14 @@ class _Bound(NamedTuple):
 
 
 def unroll(
-    document: Mapping[str, Any],
+    records: PlanRecords,
     operators: Mapping[str, Operator],
     regions: Regions,
     views: Views,
     streams: Streams | None,
     poison: Poison | None,
 ) -> tuple[Segment, ...]:
-    """Bind a document.
+    """Bind a plan.
 
     Parameters
     ----------
@@ -66,13 +67,13 @@ def unroll(
     PlanFormatError
         An op of an operator that was not given and that Mosaic does not ship, or of one that cannot run here.
     """
-    return tuple(_Unroller(document, operators, regions, views, streams, poison).segments())
+    return tuple(_Unroller(records, operators, regions, views, streams, poison).segments())
 
 
 class _Unroller:
     def __init__(
         self,
-        document: Mapping[str, Any],
+        records: PlanRecords,
         operators: Mapping[str, Operator],
         regions: Regions,
         views: Views,
@@ -80,11 +81,11 @@ class _Unroller:
         poison: Poison | None,
     ) -> None:
         self._operators = operators
-        self._ops: Sequence[Mapping[str, Any]] = document["ops"]
-        self._backend: str = document.get("backend", "cpu")
-        self._implementations: Mapping[str, str] = document.get("implementations", {})
+        self._ops = records.ops
+        self._backend = records.backend
+        self._implementations = records.implementations
         self._regions, self._views, self._streams, self._poison = regions, views, streams, poison
-        self._bodies = bodies_of(document, regions, streams.event) if streams is not None else {}
+        self._bodies = bodies_of(records, regions, streams.event) if streams is not None else {}
         self._bound: dict[int, _Bound] = {}
         self._tables: dict[Hashable, Sequence[Arguments]] = {}
         self._starts: dict[Hashable, Column] = {}
@@ -230,13 +231,13 @@ class _Unroller:
     def _add_fill(self, fill: Fill, op: int) -> None:
         self._add_launch(op, fill.name, MAIN, fill.view.fill_, {"value": fill.value}, {})
 
-    def _launch(self, op: Mapping[str, Any], chunks: Chunks, loop: Loop | None) -> None:
+    def _launch(self, op: PlanOp, chunks: Chunks, loop: Loop | None) -> None:
         """Add one launch; what its arguments are in each row goes into its column."""
         bound = self._bind(op)
         on_host = bound.way.on_host
-        arguments: dict[str, Any] = dict(op["attrs"])
+        arguments: dict[str, Any] = dict(op.attrs)
         columns: dict[str, Column] = {}
-        for name, buffer in op["operands"].items():
+        for name, buffer in op.operands.items():
             on_device = self._backend == "cuda" and name not in on_host
             view = self._views.operand(buffer, bound.slices.get(name, ()), chunks, loop, on_device=on_device)
             if isinstance(view, Column):
@@ -251,39 +252,39 @@ class _Unroller:
                 columns["row_start"] = self._row_starts(loop, start, sum(factors))
             else:
                 arguments["row_start"] = start
-        place = op["index"], op["name"], op["stream"]
+        place = op.index, op.name, op.stream
         if bound.bind is not None and self._streams is None and not columns:
             self._add(*place, bound.launch, arguments, bound.bind(**arguments), None)
         else:
             self._add_launch(*place, bound.launch, arguments, columns)
 
-    def _bind(self, op: Mapping[str, Any]) -> _Bound:
-        found = self._bound.get(op["index"])
+    def _bind(self, op: PlanOp) -> _Bound:
+        found = self._bound.get(op.index)
         if found is None:
             way = self._implementation(op)
             kernel = kernel_of(way)
             slices: dict[str, tuple[SliceOf, ...]] = {}
             # outer loops first: a chunk of a loop inside counts from the start of the outer one's
-            for operand, *entry in sorted(op["slices"], key=lambda entry: len(self._regions.chain(entry[2]))):
+            for operand, *entry in sorted(op.slices, key=lambda entry: len(self._regions.chain(entry[2]))):
                 slices[operand] = (*slices.get(operand, ()), SliceOf(*entry))
-            found = self._bound[op["index"]] = _Bound(
+            found = self._bound[op.index] = _Bound(
                 getattr(kernel, "launch", kernel), getattr(kernel, "bind", None), slices, way
             )
         return found
 
-    def _implementation(self, op: Mapping[str, Any]) -> Implementation:
+    def _implementation(self, op: PlanOp) -> Implementation:
         """What carries an op out: of the operators that were given or that Mosaic ships, never by what a file names."""
-        kernel = op["kernel"]
+        kernel = op.kernel
         operator = find(kernel, self._operators)
         if operator is None:
             raise PlanFormatError(
-                f"op {op['index']} ({op['name']}) is of the operator '{kernel}', which Mosaic does not ship; give its "
+                f"op {op.index} ({op.name}) is of the operator '{kernel}', which Mosaic does not ship; give its "
                 f"record: Executor(plan, workspace, operators={{'{kernel}': …}})."
             )
         try:
             return operator.implementation(self._backend, self._implementations.get(kernel))
         except UnknownName as error:
-            raise PlanFormatError(f"op {op['index']} ({op['name']}) cannot run: {error}") from None
+            raise PlanFormatError(f"op {op.index} ({op.name}) cannot run: {error}") from None
 
     def _row_starts(self, loop: Loop, start: int, factor: int) -> Column:
         key = start, factor, id(loop.chunks)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from mosaic.errors import UsageError
+from mosaic.planner.plan_records import PlanBuffer, PlanRecords
 from mosaic.runtime.regions import Chunk, Chunks, Region, Regions
 from mosaic.runtime.workspace import Workspace, torch_dtype
 
@@ -42,7 +43,7 @@ _Ranges: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 class Views:
-    """Views of one document's buffers in a workspace.
+    """Views of one plan's buffers in a workspace.
 
     Parameters
     ----------
@@ -51,43 +52,41 @@ class Views:
     """
 
     def __init__(
-        self, document: Mapping[str, Any], regions: Regions, workspace: Workspace, tensors: Mapping[str, Tensor]
+        self, records: PlanRecords, regions: Regions, workspace: Workspace, tensors: Mapping[str, Tensor]
     ) -> None:
-        self._buffers: Sequence[Mapping[str, Any]] = document["buffers"]
+        self._records = records
         self._regions, self._workspace, self._tensors = regions, workspace, tensors
         self._wholes: dict[Hashable, Tensor] = {}
         self._parts: dict[Hashable, Tensor] = {}
         self._columns: dict[Hashable, Column] = {}
 
-    def root(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    def root(self, record: PlanBuffer) -> PlanBuffer:
         """Give the buffer whose storage a buffer occupies."""
-        while record["alias_of"] is not None:
-            record = self._buffers[record["alias_of"]]
-        return record
+        return self._records.root(record)
 
     def is_adopted(self, buffer: int) -> bool:
         """Whether a tensor of the caller's is used for a buffer."""
-        record = self._buffers[buffer]
-        return record["pool"] != "host" and (record["tensor"] or "") in self._tensors
+        record = self._records.buffers[buffer]
+        return record.pool != "host" and (record.tensor or "") in self._tensors
 
     def whole(self, buffer: int, slot: int = 0, *, on_device: bool = False) -> Tensor:
         """View one slot of a buffer; `on_device` shows host memory under the address that kernels reach it by."""
-        record = self._buffers[buffer]
-        adopted = self._tensors.get(record["tensor"] or "") if record["pool"] != "host" else None
+        record = self._records.buffers[buffer]
+        adopted = self._tensors.get(record.tensor or "") if record.pool != "host" else None
         if adopted is not None:
             return adopted
-        if record["kind"] == "external":
-            raise UsageError(f"the buffer '{record['name']}' is external: give the tensor '{record['tensor']}'.")
+        if record.kind == "external":
+            raise UsageError(f"the buffer '{record.name}' is external: give the tensor '{record.tensor}'.")
         root = self.root(record)
-        offset = root["offset"] + record["alias_offset"] + slot * (record["size"] // record["rotate"])
-        place = root["pool"], offset, tuple(record["shape"]), record["dtype"]
-        return self.at(*place, on_device=on_device and root["pool"] == "host")
+        offset = root.offset + record.alias_offset + slot * (record.size // record.rotate)
+        place = root.pool, offset, tuple(record.shape), record.dtype
+        return self.at(*place, on_device=on_device and root.pool == "host")
 
     def bytes_of(self, buffer: int) -> Tensor:
         """View all bytes that a root covers, in its dtype."""
-        record = self._buffers[buffer]
-        numel = record["size"] // torch_dtype(record["dtype"]).itemsize
-        return self.at(record["pool"], record["offset"], (numel,), record["dtype"])
+        record = self._records.buffers[buffer]
+        numel = record.size // torch_dtype(record.dtype).itemsize
+        return self.at(record.pool, record.offset, (numel,), record.dtype)
 
     def at(self, pool: str, offset: int, shape: tuple[int, ...], dtype: str, *, on_device: bool = False) -> Tensor:
         """View bytes of a pool; the same ones are the same tensor."""
@@ -115,10 +114,10 @@ class Views:
         loop
             The loop that is bound, if the op is in one.
         """
-        record = self._buffers[buffer]
-        home, rotate = record["region"], record["rotate"]
+        record = self._records.buffers[buffer]
+        home, rotate = record.region, record.rotate
         turns = loop is not None and rotate > 1 and home == loop.region.name
-        slots = range(rotate) if turns else (chunks[home].index % rotate if home in chunks else 0,)
+        slots = range(rotate) if turns else (chunks[home].index % rotate if home is not None and home in chunks else 0,)
         outer = tuple(self._range(home, entry, chunks[entry.region]) for entry in slices if entry.region in chunks)
         bases = [self._part(self.whole(buffer, slot, on_device=on_device), outer) for slot in slots]
         inner = [entry for entry in slices if entry.region not in chunks]

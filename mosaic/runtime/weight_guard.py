@@ -6,15 +6,14 @@ For debugging: the gaps are poisoned before a step, and a checksum of every weig
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mosaic.errors import WeightsChanged
+from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.views import Views
 from mosaic.runtime.workspace import Workspace, torch_dtype
 
@@ -24,29 +23,29 @@ _POISON = 0xFF  # NaN in every float dtype, -1 in integers
 
 
 class WeightGuard:
-    """The weights and gaps of one document.
+    """The weights and gaps of one plan.
 
     Parameters
     ----------
     views
-        Of the document; adopted tensors are guarded where they are, and have no gaps.
+        Of the plan; adopted tensors are guarded where they are, and have no gaps.
     """
 
-    def __init__(self, document: Mapping[str, Any], views: Views, workspace: Workspace) -> None:
+    def __init__(self, records: PlanRecords, views: Views, workspace: Workspace) -> None:
         self._weights: dict[str, Tensor] = {}
         self._gaps: dict[str, Tensor] = {}
         self._before: dict[str, int] = {}
         placed: dict[str, list[tuple[int, int, str]]] = {}
-        for record in document["buffers"]:
-            name, whole = record["tensor"] or record["name"], None
-            if record["kind"] == "weight" or (record["kind"] == "host" and record["tensor"] is not None):
-                whole = self._weights[name] = _bytes(views.whole(record["id"]))
-            if whole is not None and not views.is_adopted(record["id"]):
-                start = record["offset"]
-                size = math.prod(record["shape"]) * torch_dtype(record["dtype"]).itemsize
-                placed.setdefault(record["pool"], []).append((start, start + size, name))
+        for record in records.buffers:
+            name, whole = record.tensor or record.name, None
+            if record.kind == "weight" or (record.kind == "host" and record.tensor is not None):
+                whole = self._weights[name] = _bytes(views.whole(record.id))
+            if whole is not None and not views.is_adopted(record.id):
+                start = record.offset
+                size = math.prod(record.shape) * torch_dtype(record.dtype).itemsize
+                placed.setdefault(record.pool, []).append((start, start + size, name))
         for pool, ranges in placed.items():
-            last = workspace.range(pool).committed_bytes if pool == "weights" else _end_of(document, pool)
+            last = workspace.range(pool).committed_bytes if pool == "weights" else _end_of(records, pool)
             for (_, end, name), (start, *_) in pairwise([*sorted(ranges), (last, last, "")]):
                 if end < start:
                     self._gaps[f"the {start - end:,} bytes after '{name}'"] = views.at(
@@ -88,10 +87,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _end_of(document: Mapping[str, Any], pool: str) -> int:
+def _end_of(records: PlanRecords, pool: str) -> int:
     """Where the weights of a pool end that holds other buffers behind them."""
-    weights = [b for b in document["buffers"] if b["pool"] == pool and b["tensor"] is not None]
-    return max(int(b["offset"] + b["size"]) for b in weights)
+    weights = [b for b in records.buffers if b.pool == pool and b.tensor is not None]
+    return max(int(b.offset + b.size) for b in weights)
 
 
 def _checksum(view: Tensor) -> int:

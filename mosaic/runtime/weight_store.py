@@ -66,12 +66,12 @@ class WeightStore:
 
     def load(self, plan: Plan) -> None:
         """Fill the weights where a plan has them, the device's and those that are streamed."""
-        document, workspace = plan.document, self._workspace
-        streamed = streamed_bytes(document)
+        workspace = self._workspace
+        streamed = streamed_bytes(plan)
         # loading touches every page itself; faulting them in before would clear them for nothing
         sizes = {"weights": plan.components["weights"], **({"host": streamed} if streamed else {})}
         workspace.resize_all(sizes, populate=False)
-        views = weight_views(document, workspace)
+        views = weight_views(plan, workspace)
         if self._model.path is None:
             staging = self._staging(plan) if self._device.type == "cuda" and streamed else None
             fill_randomly(views, seed=self._seed, staging=staging)
@@ -90,15 +90,15 @@ class WeightStore:
 
     def adopt(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
         """Take a module's own parameters, without a copy, and make the constants."""
-        records = plan.document["buffers"]
-        names = {tensor_rows(record["tensor"])[0] for record in records if record["tensor"] is not None}
+        records = plan.records.buffers
+        names = {tensor_rows(record.tensor)[0] for record in records if record.tensor is not None}
         bare = {name for name in state if f"model.{name}" in names - state.keys()}
         named = {f"model.{name}" if name in bare else name: tensor for name, tensor in state.items()}
-        adopted = adopt_tensors(plan.document, named, device=self._device, architecture=self._model.architecture)
+        adopted = adopt_tensors(plan, named, device=self._device, architecture=self._model.architecture)
         constants = {
-            record["tensor"]: torch.empty(record["shape"], device=self._device)
+            record.tensor: torch.empty(record.shape, device=self._device)
             for record in records
-            if (record["tensor"] or "").startswith("=")
+            if record.tensor is not None and record.tensor.startswith("=")
         }
         fill_randomly(constants)
         self.adopted_bytes = plan.components["weights"]

@@ -22,6 +22,7 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.rotary import Rotary
 from mosaic.models.safetensors import is_stack, members, missing, refuse_unused, tensor_rows
 from mosaic.planner.check import WeightMap, weight_map
+from mosaic.planner.plan_records import AnyPlan, PlanBuffer, records_in
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.workspace import Workspace
@@ -42,7 +43,7 @@ INIT_STD: Final = 0.02
 
 
 def place_weights(
-    document: Mapping[str, Any], workspace: Workspace, given: Mapping[str, Tensor] | None, *, seed: int = 0
+    plan: AnyPlan, workspace: Workspace, given: Mapping[str, Tensor] | None, *, seed: int = 0
 ) -> dict[str, Tensor]:
     """Fill the weights of a plan of a user's own: with the tensors that are given, else at random.
 
@@ -61,9 +62,9 @@ def place_weights(
     CheckpointError
         If a tensor is missing, of another shape or dtype, or used by nothing.
     """
-    records = [r for r in document["buffers"] if r["alias_of"] is None and _is_weight(r)]
-    views = {r["name"]: workspace.view(r["pool"], r["offset"], r["shape"], r["dtype"]) for r in records}
-    keys = {r["name"]: r["tensor"] or r["name"] for r in records}
+    records = [r for r in records_in(plan).buffers if r.holds_weight]
+    views = {r.name: workspace.view(r.pool, r.offset, r.shape, r.dtype) for r in records}
+    keys = {r.name: r.tensor or r.name for r in records}
     if given is not None:
         known = {key for key in (*keys, *keys.values()) if not key.startswith("=")}
         unused = [name for name in given if name not in known]
@@ -82,10 +83,6 @@ def place_weights(
     return views
 
 
-def _is_weight(record: Mapping[str, Any]) -> bool:
-    return record["kind"] == "weight" or (record["kind"] == "host" and record["tensor"] is not None)
-
-
 def _listed(what: str, names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{what}: {', '.join(map(repr, names[:3]))}{more}"
@@ -99,21 +96,21 @@ def _alike(key: str, view: Tensor, found: Tensor) -> Tensor:
     return found
 
 
-def _stored(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Give the buffers that hold weights of their own."""
-    for record in document["buffers"]:
-        if record["kind"] in ("weight", "host") and record["alias_of"] is None and record["tensor"] is not None:
-            yield record
+def _stored(plan: AnyPlan) -> Iterator[tuple[str, PlanBuffer]]:
+    """Give the buffers that hold weights of their own, by the weights' names."""
+    for record in records_in(plan).buffers:
+        if record.holds_weight and record.tensor is not None:
+            yield record.tensor, record
 
 
-def weight_views(document: Mapping[str, Any], workspace: Workspace) -> dict[str, Tensor]:
+def weight_views(plan: AnyPlan, workspace: Workspace) -> dict[str, Tensor]:
     """View every weight of a plan in its range, by its `tensor` field; constants (`=...`) too.
 
     Those of kind `host` are views of host memory, the others of the device's.
     """
     return {
-        record["tensor"]: workspace.view(record["pool"], record["offset"], record["shape"], record["dtype"])
-        for record in _stored(document)
+        tensor: workspace.view(record.pool, record.offset, record.shape, record.dtype)
+        for tensor, record in _stored(plan)
     }
 
 
@@ -147,9 +144,9 @@ def _place_text(place: tuple[str, int, int]) -> str:
     return f"{pool} + {offset:,} ({size:,} B)"
 
 
-def streamed_bytes(document: Mapping[str, Any]) -> int:
+def streamed_bytes(plan: AnyPlan) -> int:
     """Bytes of host memory that the streamed weights of a plan reach; hidden states come after them."""
-    return max((b["offset"] + b["size"] for b in _stored(document) if b["pool"] == "host"), default=0)
+    return max((b.offset + b.size for _, b in _stored(plan) if b.pool == "host"), default=0)
 
 
 def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint, architecture: Architecture | None = None) -> None:
@@ -253,7 +250,7 @@ def _fill_constant(tensor: str, out: Tensor) -> None:
 
 
 def adopt_tensors(
-    document: Mapping[str, Any],
+    plan: AnyPlan,
     state: Mapping[str, Tensor],
     *,
     device: torch.device | str = "cpu",
@@ -283,9 +280,9 @@ def adopt_tensors(
         If a parameter is missing, of another shape or dtype, not contiguous, elsewhere, or used by nothing.
     """
     found: dict[str, Tensor] = {}
-    for record in document["buffers"]:
-        name = record["tensor"]
-        if record["kind"] not in ("weight", "external") or name is None or name.startswith("="):
+    for record in records_in(plan).buffers:
+        name = record.tensor
+        if record.kind not in ("weight", "external") or name is None or name.startswith("="):
             continue
         whole, rows = tensor_rows(name)
         if whole not in state:
@@ -297,11 +294,11 @@ def adopt_tensors(
     return found
 
 
-def _not_adoptable(name: str, record: Mapping[str, Any], state: Mapping[str, Tensor]) -> CheckpointError:
+def _not_adoptable(name: str, record: PlanBuffer, state: Mapping[str, Tensor]) -> CheckpointError:
     if not any(member in state for member in members(name)):
-        return missing("the module", name, tuple(record["shape"]), state)
+        return missing("the module", name, tuple(record.shape), state)
     return CheckpointError(
-        f"the module: parameter '{name}': expected {record['dtype']} {record['shape']}, found members of a stack, which lie "
+        f"the module: parameter '{name}': expected {record.dtype} {list(record.shape)}, found members of a stack, which lie "
         f"apart; save the model and compile the checkpoint directory instead."
     )
 
@@ -314,15 +311,15 @@ def _refuse_more(state: Mapping[str, Tensor], used: Iterable[str], architecture:
             raise _differs("the module", copy, original)
 
 
-def _adopt(name: str, record: Mapping[str, Any], tensor: Tensor, device: torch.device) -> Tensor:
+def _adopt(name: str, record: PlanBuffer, tensor: Tensor, device: torch.device) -> Tensor:
     tensor = tensor.detach()
     actual = str(tensor.dtype).removeprefix("torch.")
-    fits = list(tensor.shape) == list(record["shape"]) and actual == record["dtype"]
+    fits = list(tensor.shape) == list(record.shape) and actual == record.dtype
     if not fits or not tensor.is_contiguous() or tensor.device != device:
         kind = f"{'' if tensor.is_contiguous() else 'non-contiguous '}{actual} {list(tensor.shape)} on {tensor.device}"
         raise CheckpointError(
-            f"the module: parameter '{name}': expected {record['dtype']} {record['shape']} on {device}, found "
-            f"{kind}; convert the module first, for example with .to('{device}', torch.{record['dtype']})."
+            f"the module: parameter '{name}': expected {record.dtype} {list(record.shape)} on {device}, found "
+            f"{kind}; convert the module first, for example with .to('{device}', torch.{record.dtype})."
         )
     return tensor
 

@@ -1,0 +1,214 @@
+"""What a plan's document says, as typed records: whoever runs, draws or reports a plan reads these.
+
+The checker reads documents by itself (`check/reading.py`): it must not trust what the planner's side makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from mosaic.planner.plan import Plan
+
+__all__ = [
+    "AnyPlan",
+    "PlanBarrier",
+    "PlanBuffer",
+    "PlanEdge",
+    "PlanOp",
+    "PlanPool",
+    "PlanRecords",
+    "PlanRegion",
+    "records_in",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPool:
+    """Memory that buffers lie in: `capacity` bytes, whole pages."""
+
+    name: str
+    device: str
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBuffer:
+    """Bytes that the plan places, `offset` bytes into `pool`; alive over the ops [start, end) but for `gaps`.
+
+    An alias (`alias_of` is the id of another buffer) lies `alias_offset` bytes behind the start of its root. `size` covers
+    all slots of one that rotates, and all members where the buffer is a root. `region` is the loop that it is at home in.
+    """
+
+    id: int
+    name: str
+    kind: str
+    pool: str
+    start: int
+    end: int
+    gaps: Sequence[Sequence[int]]
+    alias_of: int | None
+    dtype: str
+    alignment: int
+    region: str | None
+    tensor: str | None
+    rotate: int
+    offset: int
+    size: int
+    alias_offset: int
+    shape: Sequence[int]
+
+    @property
+    def holds_weight(self) -> bool:
+        """Whether it is a weight, on the device or in host memory, rather than an alias of one."""
+        in_host = self.kind == "host" and self.tensor is not None
+        return self.alias_of is None and (self.kind == "weight" or in_host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOp:
+    """One launch: its operator's name (`kernel`), operands by name as buffers' ids, and how loops cut them.
+
+    A slice (operand's buffer, axis, region, factor) says that iteration i sees `factor` times its rows of the axis.
+    """
+
+    index: int
+    name: str
+    kernel: str
+    stream: str
+    region: str | None
+    reads: Sequence[int]
+    writes: Sequence[int]
+    operands: Mapping[str, int]
+    attrs: Mapping[str, Any]
+    inplace: Sequence[Sequence[Any]]
+    slices: Sequence[Sequence[Any]]
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRegion:
+    """A loop over the ops [start, end): `count` iterations of `rows` rows of `dim`, which has `extent` of them."""
+
+    name: str
+    knob: str
+    dim: str
+    extent: int
+    rows: int
+    count: int
+    start: int
+    end: int
+    parent: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBarrier:
+    """Buffers held over the ops [start, end): `inputs` to their end, `outputs` from their start, `carried` throughout."""
+
+    name: str
+    region: str | None
+    start: int
+    end: int
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    carried: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEdge:
+    """The op `target` starts after the op `source` has ended, on whatever streams."""
+
+    kind: str
+    source: int
+    target: int
+
+
+class PlanRecords:
+    """A plan's lists of rows, each read once; figures about the whole plan are properties of `Plan`.
+
+    Parameters
+    ----------
+    document
+        The JSON form.
+
+    Examples
+    --------
+    >>> from mosaic.planner import plan
+    >>> records = plan("llada-8b", tokens=4096, device="h200").records
+    >>> records.pool("workspace").capacity == max(b.offset + b.size for b in records.buffers if b.pool == "workspace")
+    True
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document = document
+
+    @property
+    def backend(self) -> str:
+        """ "cpu" or "cuda"."""
+        return str(self.document["backend"])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest address in use in the workspace."""
+        return int(self.document["peak_bytes"])
+
+    @property
+    def implementations(self) -> Mapping[str, str]:
+        """The implementation of each operator that has several."""
+        found: Mapping[str, str] = self.document["implementations"]
+        return found
+
+    @cached_property
+    def pools(self) -> tuple[PlanPool, ...]:
+        """The pools, workspace first."""
+        return tuple(PlanPool(**row) for row in self.document["pools"])
+
+    @cached_property
+    def buffers(self) -> tuple[PlanBuffer, ...]:
+        """The buffers by id."""
+        return tuple(PlanBuffer(**row) for row in self.document["buffers"])
+
+    @cached_property
+    def ops(self) -> tuple[PlanOp, ...]:
+        """The ops by index."""
+        return tuple(PlanOp(**row) for row in self.document["ops"])
+
+    @cached_property
+    def regions(self) -> tuple[PlanRegion, ...]:
+        """The loops that are on."""
+        return tuple(PlanRegion(**row) for row in self.document["regions"])
+
+    @cached_property
+    def barriers(self) -> tuple[PlanBarrier, ...]:
+        """The barriers."""
+        return tuple(PlanBarrier(**row) for row in self.document["barriers"])
+
+    @cached_property
+    def edges(self) -> tuple[PlanEdge, ...]:
+        """What orders ops of several streams."""
+        return tuple(PlanEdge(kind=row["kind"], source=row["from"], target=row["to"]) for row in self.document["edges"])
+
+    def pool(self, name: str) -> PlanPool:
+        """The pool of this name."""
+        return next(pool for pool in self.pools if pool.name == name)
+
+    def root(self, buffer: PlanBuffer) -> PlanBuffer:
+        """The buffer whose bytes a buffer has: itself, where it is no alias."""
+        while buffer.alias_of is not None:
+            buffer = self.buffers[buffer.alias_of]
+        return buffer
+
+
+AnyPlan: TypeAlias = "Plan | Mapping[str, Any] | PlanRecords"
+"""A plan, its document, or its records."""
+
+
+def records_in(plan: AnyPlan) -> PlanRecords:
+    """The records of a plan, or of a plan's document."""
+    if isinstance(plan, PlanRecords):
+        return plan
+    return PlanRecords(plan) if isinstance(plan, Mapping) else plan.records
