@@ -47,7 +47,7 @@ def limit(model: str, budget: int, arguments: Any) -> dict[str, Any]:
 
 
 def _peak_to_average(plan: Plan, device: Device) -> float:
-    peak, average = alive_by_plan(plan.document, device)
+    peak, average = alive_by_plan(plan.records, device)
     return peak / average
 
 

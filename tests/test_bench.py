@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from runtime_helpers import buffer_row
 from test_runtime_compiled import FAMILIES, LLADA
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
 from mosaic.planner import Planner, Request
+from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.weights import fill_randomly, save_checkpoint
 
 BOUND = 1e-5
@@ -233,44 +235,49 @@ def test_the_attention_that_ran_is_read_from_the_trace(kernels: tuple[str, ...],
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def document_of(tokens: int = 300, **settings: int | str | None) -> Mapping[str, Any]:
+def records_of(tokens: int = 300, **settings: int | str | None) -> PlanRecords:
     """The plan of a tiny LLaDA on a card, in a configuration of our own."""
     planner = Planner(load(LLADA), device="h200", host_budget=1 << 30)
-    return planner.plan(Request(seq_lens=(tokens,), masked=100), config=settings).document
+    return planner.plan(Request(seq_lens=(tokens,), masked=100), config=settings).records
 
 
 def test_launch_shapes_are_those_of_one_full_iteration() -> None:
-    document = document_of(proj=128, ffn=256, logits=64)
+    records = records_of(proj=128, ffn=256, logits=64)
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for op in document["ops"]:
-        shapes.setdefault(op["name"], launch_shapes(document, op))
+    for op in records.ops:
+        shapes.setdefault(op.name, launch_shapes(records, op))
     assert shapes["layers.0/gate"]["x"] == (256, 64) and shapes["layers.0/gate"]["weight"] == (96, 64)
     assert shapes["head/logits"]["x"] == (64, 64)
-    whole = document_of()
-    assert {launch_shapes(whole, op)["x"][0] for op in whole["ops"] if op["name"].endswith("gate")} == {300}
+    whole = records_of()
+    assert {launch_shapes(whole, op)["x"][0] for op in whole.ops if op.name.endswith("gate")} == {300}
 
 
 def test_the_average_counts_live_bytes_by_predicted_time() -> None:
+    different: list[dict[str, Any]] = [
+        {"size": 100},
+        {"size": 40, "start": 1, "gaps": [[2, 3]]},
+        {"size": 100, "alias_of": 0},
+        {"size": 999},
+        {"size": 999, "pool": "host", "tensor": "w"},
+        {"size": 7, "pool": "weights", "tensor": "v"},
+    ]
     buffers = [
-        {"id": 0, "pool": "workspace", "alias_of": None, "size": 100, "start": 0, "end": 3, "gaps": [], "tensor": None},
-        {"id": 1, "pool": "workspace", "alias_of": None, "size": 40, "start": 1, "end": 3, "gaps": [[2, 3]], "tensor": None},
-        {"id": 2, "pool": "workspace", "alias_of": 0, "size": 100, "start": 0, "end": 3, "gaps": [], "tensor": None},
-        {"id": 3, "pool": "workspace", "alias_of": None, "size": 999, "start": 0, "end": 3, "gaps": [], "tensor": None},
-        {"id": 4, "pool": "host", "alias_of": None, "size": 999, "start": 0, "end": 3, "gaps": [], "tensor": "w"},
-        {"id": 5, "pool": "weights", "alias_of": None, "size": 7, "start": 0, "end": 3, "gaps": [], "tensor": "v"},
-    ]  # fmt: skip
+        buffer_row("b", "transient", (1,), "float32", **{"id": number, "end": 3, **fields})
+        for number, fields in enumerate(different)
+    ]
     profile = load_device("h200")
 
     def op(kernel: str, seconds: float, stream: str = "main", **operands: int) -> dict[str, Any]:
         moved = round(seconds * profile.bandwidth)
-        return {"kernel": kernel, "stream": stream, "operands": operands, "flops": 0, "bytes": moved, "slices": []}
+        return {
+            "index": 0, "name": kernel, "kernel": kernel, "stream": stream, "region": None, "reads": [], "writes": [],
+            "operands": operands, "attrs": {}, "inplace": [], "flops": 0, "bytes": moved, "slices": [],
+        }  # fmt: skip
 
-    document = {
-        "buffers": buffers, "regions": [],
-        "ops": [op("copy", 50.0, "fetch", x=4, y=3), op("silu_mul", 1.0, gate=0), op("silu_mul", 3.0, gate=0)],
-    }  # fmt: skip
-    assert weight_slots(document) == {3}
-    peak, average = alive_by_plan(document, profile)
+    ops = [op("copy", 50.0, "fetch", x=4, y=3), op("silu_mul", 1.0, gate=0), op("silu_mul", 3.0, gate=0)]
+    records = PlanRecords({"buffers": buffers, "regions": [], "implementations": {}, "ops": ops})
+    assert weight_slots(records) == {3}
+    peak, average = alive_by_plan(records, profile)
     assert peak == 140 and average == pytest.approx((140 * 1 + 100 * 3) / 4)
 
 
@@ -280,7 +287,7 @@ def test_predicted_op_times_add_up_to_about_the_plans_prediction(family: str) ->
         plan = mosaic.plan(
             {"llada": "llada-8b", "dream": "dream-7b", "moe": "llada-moe"}[family], tokens=tokens, device="h200"
         )
-        total = sum(op_seconds(plan.document, load_device("h200")))
+        total = sum(op_seconds(plan.records, load_device("h200")))
         assert total == pytest.approx(plan.predicted_step_ms / 1e3, rel=0.2)
 
 
@@ -290,15 +297,15 @@ def test_predicted_op_times_add_up_to_about_the_plans_prediction(family: str) ->
 )
 def test_every_op_of_every_family_has_a_predicted_time(preset: str, device: str) -> None:
     """Private scratch is an operand of the launch, not of what the contract counts."""
-    document = mosaic.plan(preset, tokens=700, device=device, budget="1TiB").document
-    seconds = op_seconds(document, load_device(device))
-    assert any("scratch" in op["operands"] for op in document["ops"])
-    assert [s > 0 for s in seconds] == [op["stream"] == "main" for op in document["ops"]]
+    records = mosaic.plan(preset, tokens=700, device=device, budget="1TiB").records
+    seconds = op_seconds(records, load_device(device))
+    assert any("scratch" in op.operands for op in records.ops)
+    assert [s > 0 for s in seconds] == [op.stream == "main" for op in records.ops]
 
 
 def test_a_plans_peak_is_the_largest_live_set() -> None:
     plan = mosaic.plan("llada-8b", tokens=131072, device="h200", budget=20 << 30)
-    peak, average = alive_by_plan(plan.document, load_device("h200"))
+    peak, average = alive_by_plan(plan.records, load_device("h200"))
     assert peak == plan.lower_bound_bytes and peak / average < 1.3
 
 
@@ -306,7 +313,7 @@ def test_the_floor_is_the_products_and_the_attention(monkeypatch: pytest.MonkeyP
     plan = mosaic.plan(load(LLADA), tokens=300, masked=100, device="cpu")
     floor = Floor("cpu")
     monkeypatch.setattr(floor, "_measured", lambda key, measure: 1e9)
-    found = floor.of(plan.document)
+    found = floor.of(plan.records)
     hidden, ffn, kv, vocabulary, layers = 64, 96, 32, 257, 2
     dense = 2 * 300 * hidden * (2 * hidden + 2 * kv + 3 * ffn)
     flops = layers * (dense + 4 * 300 * 300 * hidden) + 2 * 100 * hidden * vocabulary
@@ -319,7 +326,7 @@ def test_the_floors_rates_are_measured(family: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("mosaic.bench.floor.sustained", lambda call, *, cuda: (call(), 1e-3)[1])
     plan = mosaic.plan(load(FAMILIES[family][0]), tokens=70, device="cpu")
     floor = Floor("cpu")
-    parts = floor.of(plan.document)["floor_parts"]
+    parts = floor.of(plan.records)["floor_parts"]
     attention = next(part for name, part in parts.items() if name.startswith("attention"))
     heads = load(FAMILIES[family][0]).architecture
     assert attention["rate"] == pytest.approx(4 * 70 * 70 * heads.heads * heads.head_size / 1e-3)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mosaic import kernels
 from mosaic.bench.meters import sustained
 from mosaic.bench.plans import launch_shapes
+from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.runtime.workspace import torch_dtype
 
 __all__ = ["Floor"]
@@ -45,7 +46,7 @@ class Floor:
         self.backend, self.cuda = backend, backend == "cuda"
         self._rates: dict[tuple[Any, ...], float] = {}
 
-    def of(self, document: Mapping[str, Any]) -> dict[str, Any]:
+    def of(self, records: PlanRecords) -> dict[str, Any]:
         """Sum the floor of a plan.
 
         Returns
@@ -54,35 +55,35 @@ class Floor:
             `floor_s`, and `floor_parts`: FLOPs, FLOP/s and seconds per kind and shape.
         """
         parts: dict[str, dict[str, Any]] = {}
-        for op in document["ops"]:
-            if op["kernel"] not in _PRODUCTS and op["kernel"] != "attention":
+        for op in records.ops:
+            if op.kernel not in _PRODUCTS and op.kernel != "attention":
                 continue
-            shapes = launch_shapes(document, op)
+            shapes = launch_shapes(records, op)
             what = self._name(op, shapes)
-            part = parts.setdefault(what, {"flops": 0, "rate": self._rate(document, op, shapes)})
-            part["flops"] += op["flops"]
+            part = parts.setdefault(what, {"flops": 0, "rate": self._rate(records, op, shapes)})
+            part["flops"] += op.flops
         for part in parts.values():
             part["seconds"] = part["flops"] / part["rate"]
         if self.cuda:
             torch.cuda.empty_cache()
         return {"floor_s": sum(part["seconds"] for part in parts.values()), "floor_parts": parts}
 
-    def _name(self, op: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
-        named = ("q", "k") if op["kernel"] == "attention" else ("x", "weight")
-        return f"{op['kernel']} " + " x ".join("[" + ", ".join(map(str, shapes[name])) + "]" for name in named)
+    def _name(self, op: PlanOp, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        named = ("q", "k") if op.kernel == "attention" else ("x", "weight")
+        return f"{op.kernel} " + " x ".join("[" + ", ".join(map(str, shapes[name])) + "]" for name in named)
 
-    def _rate(self, document: Mapping[str, Any], op: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    def _rate(self, records: PlanRecords, op: PlanOp, shapes: Mapping[str, tuple[int, ...]]) -> float:
         """The best FLOP/s of the candidates for one op."""
-        dtype = torch_dtype(document["buffers"][op["operands"]["q" if op["kernel"] == "attention" else "x"]]["dtype"])
-        if op["kernel"] == "attention":
-            candidates = self._attentions(document, op, shapes)
+        dtype = torch_dtype(records.buffers[op.operands["q" if op.kernel == "attention" else "x"]].dtype)
+        if op.kernel == "attention":
+            candidates = self._attentions(records, op, shapes)
             return max(self._measured(key, partial(self._attention, op, *key[1:])) for key in candidates)
         weight = shapes["weight"]
         stacked = len(weight) == 3
         rows = -(-shapes["x"][0] // weight[0]) if stacked else shapes["x"][0]
-        if op["kernel"].startswith("unembed"):
+        if op.kernel.startswith("unembed"):
             rows = min(rows, _SWEET_ROWS)  # bare logits of more rows would not fit small cards
-        most = document["buffers"][op["operands"]["x"]]["shape"][0]
+        most = records.buffers[op.operands["x"]].shape[0]
         tried = {rows} if stacked else {rows, min(_SWEET_ROWS, max(most, rows))}
         return max(
             self._measured(("product", count, weight, dtype), partial(self._product, count, weight, dtype))
@@ -108,18 +109,18 @@ class Floor:
         return 2 * rows * outer * inner * (lead[0] if lead else 1) / seconds
 
     def _attentions(
-        self, document: Mapping[str, Any], op: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+        self, records: PlanRecords, op: PlanOp, shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[Any, ...]]:
         """Queries as the plan slices them, and all of them at once where no scratch depends on how many they are, on CUDA."""
-        implementation = document.get("implementations", {}).get("attention")
-        dtypes = tuple(sorted((name, document["buffers"][buffer]["dtype"]) for name, buffer in op["operands"].items()))
+        implementation = records.implementations.get("attention")
+        dtypes = tuple(sorted((name, records.buffers[buffer].dtype) for name, buffer in op.operands.items()))
         for rows in sorted({shapes["q"][0], *((shapes["k"][0],) if self.cuda else ())}):
             sized = {**shapes, "q": (rows, *shapes["q"][1:]), "y": (rows, *shapes["y"][1:])}
             yield "attention", implementation, tuple(sorted(sized.items())), dtypes
 
     def _attention(
         self,
-        op: Mapping[str, Any],
+        op: PlanOp,
         implementation: str | None,
         shapes: tuple[tuple[str, tuple[int, ...]], ...],
         dtypes: tuple[tuple[str, str], ...],
@@ -137,5 +138,5 @@ class Floor:
         keys = sizes["k"][0]
         operands["cu_seqlens"].fill_(keys)[0] = 0
         launch = kernels.load("attention", self.backend, *([implementation] if implementation else [])).launch
-        seconds = sustained(lambda: launch(**operands, **op["attrs"]), cuda=self.cuda)
+        seconds = sustained(lambda: launch(**operands, **op.attrs), cuda=self.cuda)
         return 4 * keys * sizes["q"][0] * sizes["q"][1] / seconds

@@ -15,6 +15,7 @@ from mosaic.bench.plans import alive_by_plan
 from mosaic.bench.settings import Settings
 from mosaic.devices import load_device
 from mosaic.planner import Planner, Request
+from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.compile import compile as compile_model
 
 __all__ = ["MosaicEngine", "fixed_part"]
@@ -43,7 +44,7 @@ class MosaicEngine:
         self.arch = self.model.architecture
         self._floor = Floor(self.profile.backend)
         self._inputs: Inputs | None = None
-        self._documents: list[tuple[Inputs, Mapping[str, Any]]] = []
+        self._plans: list[tuple[Inputs, PlanRecords]] = []
 
     def describe(self) -> dict[str, Any]:
         """What is true of every point."""
@@ -74,7 +75,7 @@ class MosaicEngine:
         memory = self.compiled.memory()
         before = _allocations(self.cuda)
         self.step()
-        facts = {
+        facts: dict[str, Any] = {
             "allocations_in_step": _allocations(self.cuda) - before if self.cuda else None,
             "driver_bytes": driver_bytes(self.cuda),
             "reserved_bytes": torch.cuda.memory_reserved() if self.cuda else None,
@@ -82,23 +83,23 @@ class MosaicEngine:
             "planned_bytes": sum(memory.planned.values()) + plan.components["context"] + plan.components["library"],
             "committed_bytes": dict(memory.committed),
             "planned_components": {**plan.components, **memory.planned},
-            "host_bytes": plan.document.get("host_bytes", 0),
+            "host_bytes": plan.host_bytes,
             "inflation": memory.committed["workspace"] / max(memory.planned["workspace"], 1) - 1,
             "predicted_s": plan.predicted_step_ms / 1e3,
             "config": dict(plan.config),
-            "attention": {"used": plan.document.get("implementations", {}).get("attention", self.profile.backend)},
+            "attention": {"used": plan.records.implementations.get("attention", self.profile.backend)},
             "max_ctx_tokens": plan.max_ctx_tokens,
         }
         facts |= fixed_part(facts["driver_bytes"], memory.committed, plan.components)
-        peak, average = alive_by_plan(plan.document, self.profile)
+        peak, average = alive_by_plan(plan.records, self.profile)
         facts |= {"average_bytes": round(average), "peak_to_average": peak / average}
-        self._documents.append((self._inputs, plan.document))
+        self._plans.append((self._inputs, plan.records))
         return facts
 
     def floors(self) -> Iterator[dict[str, Any]]:
         """The floor of every point measured, after all of them: its operands are no memory of ours."""
-        for inputs, document in self._documents:
-            yield {"tokens": inputs.tokens, "mask_ratio": inputs.mask_ratio, **self._floor.of(document)}
+        for inputs, records in self._plans:
+            yield {"tokens": inputs.tokens, "mask_ratio": inputs.mask_ratio, **self._floor.of(records)}
 
     def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
         """The planner's largest context: what it says, it runs."""

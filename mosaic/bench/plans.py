@@ -1,72 +1,71 @@
-"""What a plan document says of its launches: their shapes, and the average of what is alive, weighted by predicted time.
+"""What a plan says of its launches: their shapes, and the average of what is alive, weighted by predicted time.
 No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
 from mosaic.devices import Device
 from mosaic.planner.cost import RateGrids
+from mosaic.planner.plan_records import PlanBuffer, PlanOp, PlanRecords
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
 
 __all__ = ["alive_by_plan", "launch_shapes", "op_seconds", "weight_slots"]
 
 
-def launch_shapes(document: Mapping[str, Any], op: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def launch_shapes(records: PlanRecords, op: PlanOp) -> dict[str, tuple[int, ...]]:
     """Shapes of an op's operands in one full iteration of the loops around it, by operand."""
-    rows = {region["name"]: region["rows"] for region in document["regions"]}
-    shapes = {name: list(document["buffers"][buffer]["shape"]) for name, buffer in op["operands"].items()}
-    for operand, axis, region, factor in op["slices"]:
+    rows = {region.name: region.rows for region in records.regions}
+    shapes = {name: list(records.buffers[buffer].shape) for name, buffer in op.operands.items()}
+    for operand, axis, region, factor in op.slices:
         shapes[operand][axis] = min(shapes[operand][axis], factor * rows[region])
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def weight_slots(document: Mapping[str, Any]) -> set[int]:
+def weight_slots(records: PlanRecords) -> set[int]:
     """The buffers into which weights are fetched from the host: weights, not activations."""
-    buffers = document["buffers"]
+    buffers = records.buffers
     return {
-        op["operands"]["y"]
-        for op in document["ops"]
-        if operator(op["kernel"]).implementation("cuda").on_host and _is_host_weight(buffers[op["operands"]["x"]])
+        op.operands["y"]
+        for op in records.ops
+        if operator(op.kernel).implementation("cuda").on_host and _is_host_weight(buffers[op.operands["x"]])
     }
 
 
-def _is_host_weight(buffer: Mapping[str, Any]) -> bool:
-    return buffer["pool"] == "host" and buffer["tensor"] is not None
+def _is_host_weight(buffer: PlanBuffer) -> bool:
+    return buffer.pool == "host" and buffer.tensor is not None
 
 
-def op_seconds(document: Mapping[str, Any], device: Device) -> list[float]:
+def op_seconds(records: PlanRecords, device: Device) -> list[float]:
     """Predicted seconds of every op, all iterations together and each as long as a full one, but for launches.
 
     Ops of side streams take none: they run beside the others.
     """
-    grids, chosen = RateGrids(device), document.get("implementations", {})
+    grids, chosen = RateGrids(device), records.implementations
     seconds = []
-    for op in document["ops"]:
-        rule = operator(op["kernel"])
-        way = rule.implementation(device.backend, chosen.get(op["kernel"]))
+    for op in records.ops:
+        rule = operator(op.kernel)
+        way = rule.implementation(device.backend, chosen.get(op.kernel))
         grid = grids.grid(way.rate or rule.rate, way.name)
         work = 0.0
-        if op["stream"] == "main" and grid is not None:
-            shapes, named = launch_shapes(document, op), {name.rstrip("?") for name in rule.reads}
-            reads = {name: Spec(shapes[name], _dtype(document, op, name)) for name in op["operands"] if name in named}
-            rows, columns = (count(**reads, **op["attrs"]) for count in (rule.rate_rows, rule.rate_columns))
-            work = op["flops"] / float(grid(np.array([float(rows)]), np.array([float(columns)]))[0])
-        seconds.append(max(work, op["bytes"] / device.bandwidth) if op["stream"] == "main" else 0.0)
+        if op.stream == "main" and grid is not None:
+            shapes, named = launch_shapes(records, op), {name.rstrip("?") for name in rule.reads}
+            reads = {name: Spec(shapes[name], _dtype(records, op, name)) for name in op.operands if name in named}
+            rows, columns = (count(**reads, **op.attrs) for count in (rule.rate_rows, rule.rate_columns))
+            work = op.flops / float(grid(np.array([float(rows)]), np.array([float(columns)]))[0])
+        seconds.append(max(work, op.bytes / device.bandwidth) if op.stream == "main" else 0.0)
     return seconds
 
 
-def _dtype(document: Mapping[str, Any], op: Mapping[str, Any], operand: str) -> str:
-    return str(document["buffers"][op["operands"][operand]]["dtype"])
+def _dtype(records: PlanRecords, op: PlanOp, operand: str) -> str:
+    return str(records.buffers[op.operands[operand]].dtype)
 
 
-def alive_by_plan(document: Mapping[str, Any], device: Device) -> tuple[int, float]:
+def alive_by_plan(records: PlanRecords, device: Device) -> tuple[int, float]:
     """Peak of the activations a plan holds, and their average weighted by the predicted time of every op.
 
     Activations are what lives in the workspace but for the slots of fetched weights.
@@ -76,14 +75,14 @@ def alive_by_plan(document: Mapping[str, Any], device: Device) -> tuple[int, flo
     tuple
         Bytes of the largest live set, and the average bytes alive.
     """
-    slots, count = weight_slots(document), len(document["ops"])
+    slots, count = weight_slots(records), len(records.ops)
     changes = [0] * (count + 1)
-    for buffer in document["buffers"]:
-        if buffer["pool"] != "workspace" or buffer["alias_of"] is not None or buffer["id"] in slots:
+    for buffer in records.buffers:
+        if buffer.pool != "workspace" or buffer.alias_of is not None or buffer.id in slots:
             continue
-        edges = [buffer["start"], *(at for gap in sorted(buffer["gaps"]) for at in gap), buffer["end"]]
+        edges = [buffer.start, *(at for gap in sorted(map(tuple, buffer.gaps)) for at in gap), buffer.end]
         for index, at in enumerate(edges):
-            changes[at] += buffer["size"] if index % 2 == 0 else -buffer["size"]
+            changes[at] += buffer.size if index % 2 == 0 else -buffer.size
     alive = list(accumulate(changes[:count]))
-    seconds = op_seconds(document, device)
+    seconds = op_seconds(records, device)
     return max(alive), sum(size * share for size, share in zip(alive, seconds, strict=True)) / sum(seconds)

@@ -67,7 +67,7 @@ def _proved(plan: Plan) -> Sequence[str]:
     """What a valid file proves, in a line each."""
     from mosaic.units import format_bytes
 
-    ops, buffers = len(plan.document["ops"]), len(plan.document["buffers"])
+    ops, buffers = len(plan.records.ops), len(plan.records.buffers)
     bound = "equals" if plan.optimal else "is above"
     return (
         f"  memory: {buffers} buffers over {ops} ops, no overlap; peak {format_bytes(plan.peak_bytes)} {bound} the lower bound",

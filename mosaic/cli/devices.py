@@ -91,7 +91,7 @@ def _fitting(model: Model, request: Request, budget: str | None, host_budget: st
         rows.append(
             {
                 "name": device.name, "fits": plan.fits, "total_bytes": plan.total_bytes, "memory_bytes": device.memory_bytes,
-                "budget_bytes": available, "host_bytes": plan.document["host_bytes"],
+                "budget_bytes": available, "host_bytes": plan.host_bytes,
                 "config": plan.config, "predicted_step_ms": plan.predicted_step_ms, "max_ctx_tokens": plan.max_ctx_tokens,
                 "estimated": device.estimated,
             }

@@ -10,6 +10,7 @@ from typing import Any, Final
 from mosaic.devices import DEVICES
 from mosaic.planner.limits import is_feasible, smallest_host
 from mosaic.planner.plan import Plan
+from mosaic.planner.plan_records import PlanBuffer
 from mosaic.planner.planner import Planner
 from mosaic.planner.request import Request
 from mosaic.planner.search import TOLERANCE
@@ -141,17 +142,15 @@ def _time(option: Option) -> float:
 
 def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
     """The op of the highest live set of the workspace and what is alive there, largest first."""
-    buffers = [b for b in plan.document["buffers"] if b["pool"] == "workspace" and b["alias_of"] is None]
-    points = sorted({b["start"] for b in buffers})
+    buffers = [b for b in plan.records.buffers if b.pool == "workspace" and b.alias_of is None]
+    points = sorted({b.start for b in buffers})
 
-    def live(at: int) -> list[dict[str, Any]]:
-        return [
-            b for b in buffers if b["start"] <= at < b["end"] and not any(low <= at < high for low, high in b["gaps"])
-        ]
+    def live(at: int) -> list[PlanBuffer]:
+        return [b for b in buffers if b.start <= at < b.end and not any(low <= at < high for low, high in b.gaps)]
 
-    at = max(points, key=lambda point: sum(b["size"] for b in live(point)))
-    found = sorted(((b["name"], b["size"]) for b in live(at)), key=lambda item: -item[1])
-    return plan.document["ops"][at]["name"], found
+    at = max(points, key=lambda point: sum(b.size for b in live(point)))
+    found = sorted(((b.name, b.size) for b in live(at)), key=lambda item: -item[1])
+    return plan.records.ops[at].name, found
 
 
 # -- the options: none is offered that has not been planned and found to fit ----------------------------------------
@@ -162,8 +161,8 @@ def _planned(planner: Planner, request: Request, what: str, arguments: str) -> I
     made = planner.plan(request, limit=False)
     if made.fits:
         yield Option(
-            what=what, arguments=arguments, device_bytes=made.total_bytes, host_bytes=made.document["host_bytes"],
-            predicted_ms=made.document["predicted_step_ms"],
+            what=what, arguments=arguments, device_bytes=made.total_bytes, host_bytes=made.host_bytes,
+            predicted_ms=made.predicted_step_ms,
         )  # fmt: skip
 
 
@@ -186,7 +185,7 @@ def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[
     least = smallest_host(planner.at(request), planner.budget_bytes, ANY_HOST)
     if least is None:
         return
-    fastest = planner.with_budgets(host_budget=ANY_HOST).plan(request, limit=False).document["host_bytes"]
+    fastest = planner.with_budgets(host_budget=ANY_HOST).plan(request, limit=False).host_bytes
     ways = [
         (planner.with_budgets(host_budget=host), f"{also}--host-budget {host // MIB}MiB")
         for host in dict.fromkeys(round_up(size, MIB) for size in (least, fastest))
