@@ -32,11 +32,11 @@ os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(_CACHE, "bytecode")
 
 
 @pytest.fixture
-def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def new_process() -> Callable[[], None]:
     """Forget the templates of this process when called; those on disk stay."""
     from mosaic.planner import cache
 
-    return lambda: monkeypatch.setattr(cache, "_loaded", {})
+    return cache.forget
 
 
 @pytest.fixture

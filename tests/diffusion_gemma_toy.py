@@ -223,7 +223,7 @@ def denoise(g: Graph) -> None:
 
 def weight(g: Graph, name: str, *shape: int) -> Buffer:
     """A weight named as in the checkpoint, which holds the text stack under `model.decoder` only."""
-    tensor = "/".join([*g._scope, name]).replace("/", ".")
+    tensor = "/".join([*g.scopes, name]).replace("/", ".")
     return g.weight(name, shape, DTYPE, tensor=f"model.decoder.{tensor}.weight")
 
 

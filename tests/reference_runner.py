@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosaic.kernels import _sampling
+from mosaic.kernels.shared import sampling
 from mosaic.models import parts
 from mosaic.models.architecture import Architecture
 from mosaic.models.parts import Commit
@@ -234,7 +234,7 @@ class ReferenceRunner:
         noise = torch.zeros_like(logits)
         if phase.head.samples and request.temperature > 0:
             assert request.keys is not None
-            noise = -_sampling.exponentials(request.keys, logits.shape[1]).log()
+            noise = -sampling.exponentials(request.keys, logits.shape[1]).log()
         for i, row in enumerate(logits):
             scaled = row
             if phase.head.name == "nucleus":
@@ -250,7 +250,7 @@ class ReferenceRunner:
             }[phase.commit.score]  # fmt: skip
         if phase.commit.perturb and request.score_temperature > 0:
             assert request.keys is not None
-            score = score / request.score_temperature + _sampling.gumbels(request.keys)
+            score = score / request.score_temperature + sampling.gumbels(request.keys)
         committed = rule(request, token, score, self.architecture.mask_token_id)
         return self._result(token, score, committed, torch.where(committed, token, request.current))
 

@@ -91,16 +91,16 @@ class FakeLibrary(SimpleNamespace):
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
     fake = FakeLibrary()
     capturing = SimpleNamespace(now=False)
-    monkeypatch.setattr(cudnn, "_library", lambda: fake)
-    monkeypatch.setattr(cudnn, "_handle", lambda device: f"handle of {device}")
+    monkeypatch.setattr(cudnn, "library", lambda: fake)
+    monkeypatch.setattr(cudnn, "handle_of", lambda device: f"handle of {device}")
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.streams.append(-1))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.now)
     fake.capturing = capturing
     yield fake
-    cudnn._plan.cache_clear()
-    cudnn._captured_plan.cache_clear()
+    cudnn.plan_of.cache_clear()
+    cudnn.captured_plan_of.cache_clear()
 
 
 def aligned(rows: int, width: int, right: int = 0) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_graphs_are_bounded_and_none_goes_while_its_kernels_are_queued(
     assert -1 not in library.streams
     cudnn.launch(**operands(rows=cudnn.GRAPHS + 1))
     assert library.streams.count(-1) == 1
-    assert cudnn._plan.cache_info().currsize == cudnn.GRAPHS
+    assert cudnn.plan_of.cache_info().currsize == cudnn.GRAPHS
 
 
 def test_a_captured_launch_keeps_its_graph(library: FakeLibrary) -> None:
@@ -165,8 +165,8 @@ def test_a_captured_launch_keeps_its_graph(library: FakeLibrary) -> None:
     cudnn.launch(**operands())
     library.capturing.now = False
     assert len(library.graphs) == 1
-    cudnn._plan.cache_clear()
-    assert cudnn._captured_plan.cache_info().currsize == 1
+    cudnn.plan_of.cache_clear()
+    assert cudnn.captured_plan_of.cache_info().currsize == 1
 
 
 def test_what_cudnn_does_not_serve_is_refused(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,15 +189,15 @@ def test_what_cudnn_does_not_serve_is_refused(library: FakeLibrary, monkeypatch:
 
 def test_a_missing_frontend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    cudnn._library.cache_clear()
+    cudnn.library.cache_clear()
     cudnn.available.cache_clear()
     try:
         found = cudnn.available()
         assert not found and "nvidia-cudnn-frontend: pip install 'mosaic-dllm[cuda]'" in found.reason
         with pytest.raises(MissingExtra, match="attention by cuDNN needs nvidia-cudnn-frontend"):
-            load("attention", "cuda", "cudnn")._library()
+            load("attention", "cuda", "cudnn").library()
     finally:
-        cudnn._library.cache_clear()
+        cudnn.library.cache_clear()
         cudnn.available.cache_clear()
 
 
@@ -206,6 +206,6 @@ def test_a_frontend_without_its_library_is_named(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("Unable to find symbol cudnnGetVersion")
 
     cudnn.available.cache_clear()
-    monkeypatch.setattr(cudnn, "_library", lambda: SimpleNamespace(backend_version=missing))
+    monkeypatch.setattr(cudnn, "library", lambda: SimpleNamespace(backend_version=missing))
     assert cudnn.available() == (False, "cuDNN's library cannot be loaded: Unable to find symbol cudnnGetVersion")
     cudnn.available.cache_clear()

@@ -312,7 +312,7 @@ def test_a_plans_peak_is_the_largest_live_set() -> None:
 def test_the_floor_is_the_products_and_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = mosaic.plan(load(LLADA), tokens=300, masked=100, device="cpu")
     floor = Floor("cpu")
-    monkeypatch.setattr(floor, "_measured", lambda key, measure: 1e9)
+    monkeypatch.setattr(floor, "measured", lambda key, measure: 1e9)
     found = floor.of(plan.records)
     hidden, ffn, kv, vocabulary, layers = 64, 96, 32, 257, 2
     dense = 2 * 300 * hidden * (2 * hidden + 2 * kv + 3 * ffn)

@@ -392,7 +392,7 @@ def test_the_bench_is_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 4 << 30))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    monkeypatch.setattr(cuda_card, "_warm_up", lambda: None)
+    monkeypatch.setattr(cuda_card, "warm_up", lambda: None)
     bench = cuda_card.cuda_bench(target_s=0.1)
     assert (bench.title, bench.memory_bytes, bench.cache_bytes) == ("NVIDIA H200", 4 << 30, 1 << 20)
     assert bench.free_bytes() == 3 << 30 and bench.holds(2 << 30) and not bench.holds(3 << 30)
@@ -403,20 +403,15 @@ def test_the_bench_is_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the process that measures the fixed part -----------------------------------------------------------------------
 
 
-def helper(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    monkeypatch.setattr(cuda_card, "_HELPER", code)
-
-
-def test_the_fixed_part_is_what_the_counter_loses_while_the_helper_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    helper(
-        monkeypatch,
+def test_the_fixed_part_is_what_the_counter_loses_while_the_helper_waits() -> None:
+    helper = (
         "import sys, json; from mosaic.devices import load_device\n"
         "name = load_device(sys.argv[1]).name\n"
         "print(json.dumps({'pages_bytes': 5, 'library_bytes': 7, 'note': name}), flush=True)\n"
-        "sys.stdin.read()",
+        "sys.stdin.read()"
     )
     counter = iter([1000, 400])
-    found = cuda_card.measure_fixed_part(DEVICES["h200"], free_bytes=lambda: next(counter))
+    found = cuda_card.measure_fixed_part(DEVICES["h200"], free_bytes=lambda: next(counter), helper=helper)
     assert found == FixedPart(used_bytes=600, pages_bytes=5, library_bytes=7, note="h200")
 
 
@@ -428,17 +423,15 @@ def test_the_fixed_part_is_what_the_counter_loses_while_the_helper_waits(monkeyp
         ("import time; time.sleep(60)", "failed: it was stopped, or took too long"),
     ],
 )
-def test_a_helper_that_fails_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, code: str, message: str) -> None:
-    helper(monkeypatch, code)
-    monkeypatch.setattr(cuda_card, "_HELPER_TIMEOUT_S", 1.0)
+def test_a_helper_that_fails_is_a_typed_error(code: str, message: str) -> None:
     with pytest.raises(RuntimeMemoryError, match=message):
-        cuda_card.measure_fixed_part(DEVICES["h200"], free_bytes=lambda: 1)
+        cuda_card.measure_fixed_part(DEVICES["h200"], free_bytes=lambda: 1, helper=code, timeout_s=1.0)
 
 
 def test_the_helper_loads_every_kernel_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_card, "QUICK", SIZES)
     card = Card()
-    cuda_card._load_kernels(card.bench())
+    cuda_card.load_kernels(card.bench())
     assert {operator for operator, _, _ in card.launches} == {
         "rms_norm", "linear", "unembed_stats", "unembed_sample", "attention",
     }  # fmt: skip
@@ -448,16 +441,13 @@ def test_the_helper_loads_every_kernel_that_is_measured(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "config",
     [
-        cuda_card._DENSE | {"d_model": 64, "mlp_hidden_size": 96},
-        cuda_card._EXPERTS | {"hidden_size": 64, "expert_intermediate_size": 64},
+        cuda_card.DENSE | {"d_model": 64, "mlp_hidden_size": 96},
+        cuda_card.EXPERTS | {"hidden_size": 64, "expert_intermediate_size": 64},
     ],
 )
-def test_the_helpers_models_run_and_their_pages_are_known(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(cuda_card, "_BATCHES", ((9,), (3, 5)))
+def test_the_helpers_models_run_and_their_pages_are_known(config: dict[str, Any]) -> None:
     with ExitStack() as models:
-        assert cuda_card._run_model(models, config, DEVICES["cpu"]) > 4096 * 64 * 2 * 2
+        assert cuda_card.run_model(models, config, DEVICES["cpu"], ((9,), (3, 5))) > 4096 * 64 * 2 * 2
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

@@ -387,7 +387,7 @@ def test_random_weights_depend_on_their_names_alone(monkeypatch: pytest.MonkeyPa
 
 def test_what_goes_through_the_staging_is_drawn_first(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
-    monkeypatch.setattr("mosaic.runtime.weights._draw", lambda out, *_: drawn.append(out.device.type))
+    monkeypatch.setattr("mosaic.runtime.weights.draw", lambda out, *_: drawn.append(out.device.type))
     views = {f"w{i}": torch.empty(4, device=where) for i, where in enumerate(("meta", "cpu", "meta", "cpu"))}
     fill_randomly(views, staging=torch.empty(PIECE_BYTES, dtype=torch.uint8, device="meta"))
     assert drawn == ["cpu", "cpu", "meta", "meta"]

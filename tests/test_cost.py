@@ -347,7 +347,7 @@ def test_layers_that_repeat_are_one_block() -> None:
     for count in (1, 2, 3, 50):
         assert milliseconds(layers(count)) == pytest.approx(1 + (7 + 1) * count)
     timed = OpTimes(compile_body(layers(50)), CARD)
-    assert [times for _, times in timed._timeline._blocks if times > 1] == [50]
+    assert [times for _, times in timed.timeline.blocks if times > 1] == [50]
 
 
 def test_what_was_asked_before_does_not_change_the_answer() -> None:

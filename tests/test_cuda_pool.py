@@ -528,7 +528,7 @@ class Code(int):
 def test_a_machine_without_the_device_says_why(
     monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(cuda_driver, "_bindings", lambda: Bindings(**answers))
+    monkeypatch.setattr(cuda_driver, "bindings", lambda: Bindings(**answers))
     with pytest.raises(RuntimeMemoryError, match=message):
         CudaDriver(1)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from mosaic import decoding, models
 from mosaic.decoding import Generation, GenerationConfig, Step, row_keys, shapes
 from mosaic.errors import DoesNotFit, UnknownName, UsageError
-from mosaic.kernels import _sampling
+from mosaic.kernels.shared import sampling
 from mosaic.models.architecture import Architecture
 
 MASK, EOS, VOCABULARY = 95, 7, 96
@@ -130,9 +130,9 @@ class Draw:
         if self.top_p < 1 or self.top_k:
             row = kept(row, self.top_p, self.top_k)
         if self.temperature > 0 and self.scaled:
-            drawn = row - _sampling.exponentials(self.key(step, position), len(row))[0].log()
+            drawn = row - sampling.exponentials(self.key(step, position), len(row))[0].log()
         elif self.temperature > 0:  # the same in real numbers; as it is written for confidences before temperature
-            drawn = logits - self.temperature * _sampling.exponentials(self.key(step, position), len(row))[0].log()
+            drawn = logits - self.temperature * sampling.exponentials(self.key(step, position), len(row))[0].log()
         else:
             drawn = row
         token = int(drawn.argmax())
@@ -190,7 +190,7 @@ def llada(
             drawn = {p: draw(logits[p], step, p) for p in sorted(open_) if start <= p < start + block}
             scores = {p: score for p, (_, score) in drawn.items()}
             if random:
-                scores = {p: _sampling.uniforms(draw.key(step, p))[0] for p in drawn}
+                scores = {p: sampling.uniforms(draw.key(step, p))[0] for p in drawn}
             for p in best(scores, count):
                 x[p] = drawn[p][0]
                 open_.remove(p)
@@ -208,11 +208,11 @@ def dream(net: Network, prompt: Tensor, gen: int, steps: int, alg: str, draw: Dr
         drawn = {p: draw(logits[p], i, p) for p in sorted(open_)}
         if alg == "origin":
             chance = 1.0 if last else 1 - s / t
-            chosen = [p for p in drawn if _sampling.uniforms(draw.key(i, p))[0] < chance or last]
+            chosen = [p for p in drawn if sampling.uniforms(draw.key(i, p))[0] < chance or last]
         else:
             scores = {p: score for p, (_, score) in drawn.items()}
             if alg_temp:
-                scores = {p: s_ / alg_temp + _sampling.gumbels(draw.key(i, p))[0] for p, s_ in scores.items()}
+                scores = {p: s_ / alg_temp + sampling.gumbels(draw.key(i, p))[0] for p, s_ in scores.items()}
             chosen = best(scores, len(open_) if last else int(len(open_) * (1 - s / t)))
         for p in chosen:
             x[p] = drawn[p][0]

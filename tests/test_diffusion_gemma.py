@@ -114,8 +114,8 @@ def test_values_of_the_full_layer_come_from_keys_before_these_are_normed() -> No
     values, norm = ops["layers.1/v_norm"], ops["layers.1/k_norm"]
     assert values.operands["x"] is norm.operands["x"] is g["layers.1/k"]
     assert values.index < norm.index
-    assert "layers.1/v_proj" not in g._names
-    assert "layers.0/v_proj" in g._names
+    assert "layers.1/v_proj" not in {buffer.name for buffer in g.buffers}
+    assert "layers.0/v_proj" in {buffer.name for buffer in g.buffers}
 
 
 # -- the head: attention over the vocabulary -----------------------------------------------------------------------

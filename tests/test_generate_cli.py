@@ -573,7 +573,7 @@ def test_shipped_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert shipped("llada-8b") is None
     for name, directory in (("small", "small-llada"), ("small-llada", "small-llada"), ("small-sdar", "small-sdar")):
         assert shipped(name).name == directory  # type: ignore[union-attr]
-    monkeypatch.setattr(sys.modules[shipped.__module__], "_CHECKPOINTS", tmp_path)
+    monkeypatch.setattr(sys.modules[shipped.__module__], "CHECKPOINTS", tmp_path)
     with pytest.raises(CheckpointError, match="small-llada is missing"):
         shipped("small")
 

@@ -224,7 +224,7 @@ def test_attention_by_cudnn_allocates_nothing_and_can_be_captured() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attention_cudnn.launch(**given, y=y)
-    attention_cudnn._plan.cache_clear()  # what was captured stays loaded
+    attention_cudnn.plan_of.cache_clear()  # what was captured stays loaded
     given["v"].copy_(randn(*given["v"].shape, dtype=BF16, seed=9).cuda())
     graph.replay()
     replayed = y.clone()

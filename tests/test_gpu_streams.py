@@ -160,7 +160,7 @@ def test_after_ctrl_c_the_next_step_is_right(card: Workspace, launches: int, cap
     with pytest.raises(KeyboardInterrupt):
         pair.run(1)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert all(stream.query() for stream in meddling._streams.values())
+    assert all(stream.query() for stream in meddling.streams.values())
     for seed in range(2, 5):
         pair.check(seed)
     assert pair.executor.captured == capture

@@ -360,10 +360,10 @@ def test_a_slice_of_a_window_in_triton(block: int, splits: int, monkeypatch: pyt
 @pytest.mark.soak
 @triton_test
 def test_kv_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mosaic.kernels.cuda import _triton
+    from mosaic.kernels.cuda.shared import launching
 
     if INTERPRETED:
-        monkeypatch.setattr(_triton, "capability", lambda operand: 90)
+        monkeypatch.setattr(launching, "capability", lambda operand: 90)
     split_as(monkeypatch, 2)
     check_in_triton(kv_case([(20, 90, 50), (17, 35, 0)], 8, 1, 16, BF16))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,98 @@ def test_imports_run_downward(room: str) -> None:
         extra = imports(file) - ALLOWED[room] - COMMON
         extra -= {target for source, target in UPWARD_ON_DEMAND if source == path}
         assert not extra, f"{path} imports {sorted(extra)}"
+
+
+# --- tests use public seams ---------------------------------------------------------------------------------------------
+
+TESTS = Path(__file__).parent
+PRIVATE = re.compile(r"_(?!_)\w*(?<!_)")  # `_repr_png_` is a protocol of notebooks
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def owner_of(node: ast.Attribute) -> str:
+    """The name at the root of `name.a.b`, or nothing for what a call or an index gives."""
+    value: ast.expr = node
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """Members that a file defines itself: functions, classes, and names that are assigned, those of objects too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and owner_of(node) in ("self", "cls"):
+            found.add(node.attr)
+    return found
+
+
+def private_members(code: str) -> Iterator[str]:
+    """What a test's code names of others that begins with one underscore, as `line: name`.
+
+    Members of `self` and `cls`, of classes that the file defines, and of the standard library are its own business:
+    a name that is imported from elsewhere than Mosaic is not followed.
+    """
+    tree = ast.parse(code)
+    own, foreign = defined_in(tree), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                dotted = f"{module}.{alias.name}".strip(".")
+                if dotted.split(".")[0] != "mosaic":
+                    foreign.add((alias.asname or alias.name).split(".")[0])
+                elif any(map(PRIVATE.fullmatch, dotted.split("."))):
+                    yield f"{node.lineno}: {dotted}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from (f"{node.lineno}: {name}" for name in re.findall(r"\bmosaic(?:\.\w+)*\._(?!_)\w+", node.value))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            if owner_of(node) not in {"self", "cls", *foreign} and node.attr not in own | NAMED_TUPLE:
+                yield f"{node.lineno}: {node.attr}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+            owner = node.args[0] if node.args else None
+            if isinstance(owner, ast.Attribute) and owner_of(owner) in foreign:
+                continue
+            for named in node.args[:2]:
+                if isinstance(named, ast.Constant) and isinstance(named.value, str) and PRIVATE.fullmatch(named.value):
+                    yield f"{node.lineno}: {named.value}"
+
+
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("from mosaic.kernels import _norm", "mosaic.kernels._norm"),
+        ("import mosaic.kernels._norm as norm", "mosaic.kernels._norm"),
+        ("from mosaic.kernels._norm import bind", "mosaic.kernels._norm.bind"),
+        ("import mosaic\nmosaic.plan._cache.clear()", "_cache"),
+        ("compile(model)._engine", "_engine"),
+        ("monkeypatch.setattr(cache, '_loaded', {})", "_loaded"),
+        ("monkeypatch.setattr('mosaic.planner.cache._loaded', {})", "mosaic.planner.cache._loaded"),
+        ("subprocess.run('import mosaic.kernels._norm')", "mosaic.kernels._norm"),
+        ("getattr(plan, '_document')", "_document"),
+        ("self._own = cls._own", ""),
+        ("class A:\n    def _own(self): ...\nA()._own()", ""),
+        ("import os\nos._exit(0)", ""),
+        ("plan.__dict__", ""),
+        ("plan._repr_png_()", ""),
+        ("shape._replace(rows=3)", ""),
+        ("import torch\nmonkeypatch.setattr(torch._C, '_end', None)", ""),
+    ],
+)
+def test_private_members_are_found(code: str, named: str) -> None:
+    assert [found.partition(": ")[2] for found in private_members(code)] == [named] * bool(named)
+
+
+def test_no_test_reaches_into_private_members() -> None:
+    found = [
+        f"{file.relative_to(TESTS)}:{place}"
+        for file in sorted(TESTS.rglob("*.py"))
+        if file != Path(__file__)
+        for place in private_members(file.read_text())
+    ]
+    assert found == []

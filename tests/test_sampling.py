@@ -33,7 +33,8 @@ from test_kernels import (
 from torch import Tensor
 
 from mosaic.errors import GraphError
-from mosaic.kernels import _sampling, load
+from mosaic.kernels import load
+from mosaic.kernels.shared import sampling
 from mosaic.registrar import tiles
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
@@ -184,24 +185,24 @@ def test_the_statement_of_seven_rounds_gives_the_published_answer() -> None:
 def test_numbers_on_the_cpu_are_the_stated_ones_bit_for_bit(columns: int) -> None:
     keys = torch.cat([some_keys(5), torch.tensor([0, -1, 2**63 - 1, -(2**63), 1 << 32])])
     blocks = -(-columns // 128)
-    own, *others = _sampling.random_numbers(keys, columns)
+    own, *others = sampling.random_numbers(keys, columns)
     stated = uniforms_of(keys, 128 * blocks).reshape(10, blocks, 4, 4, 8).swapaxes(2, 3)
     assert np.array_equal(own.numpy(), stated.reshape(10, 4 * blocks, 32))
     for mine, expected in zip(others, groups_of(keys, 4 * blocks), strict=True):
         assert np.array_equal(mine.numpy(), expected)
-    relative = _sampling.exponentials(keys, columns).double().numpy() / exponentials_of(keys, columns) - 1
+    relative = sampling.exponentials(keys, columns).double().numpy() / exponentials_of(keys, columns) - 1
     assert np.abs(relative).max() < 1e-6
 
 
 def test_uniforms_lie_strictly_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
     words = torch.tensor([0, 1, 2**24 + 1, 2**32 - 257, 2**32 - 129, 2**32 - 1]).repeat(6)[:32].view(1, 32)
-    monkeypatch.setattr(_sampling, "_philox", lambda counters, *_: (words[:, : counters[0].shape[1]].clone(),) * 4)
-    u = _sampling.random_numbers(torch.zeros(1, dtype=torch.int64), 128)[0]
+    monkeypatch.setattr(sampling, "philox", lambda counters, *_: (words[:, : counters[0].shape[1]].clone(),) * 4)
+    u = sampling.random_numbers(torch.zeros(1, dtype=torch.int64), 128)[0]
     assert float(u.min()) == 2.0**-33 and float(u.max()) == 1.0 - 2.0**-24
 
 
 def test_numbers_are_exponential_and_their_columns_independent() -> None:
-    u = -torch.expm1(-_sampling.exponentials(some_keys(64), 4096).double())
+    u = -torch.expm1(-sampling.exponentials(some_keys(64), 4096).double())
     counts = torch.histc(u, bins=256, min=0, max=1)
     expected = u.numel() / 256
     chi_square = float(((counts - expected) ** 2 / expected).sum())
@@ -215,8 +216,8 @@ def test_numbers_are_exponential_and_their_columns_independent() -> None:
 
 def test_the_two_smallest_of_a_group_are_where_they_are_said_to_be_and_anywhere() -> None:
     keys = some_keys(64)
-    made = _sampling.exponentials(keys, 4096).view(64, 32, 4, 4, 8).transpose(2, 3).reshape(64, 128, 32)
-    _, _, _, place, next_place = _sampling.random_numbers(keys, 4096)
+    made = sampling.exponentials(keys, 4096).view(64, 32, 4, 4, 8).transpose(2, 3).reshape(64, 128, 32)
+    _, _, _, place, next_place = sampling.random_numbers(keys, 4096)
     order = made.argsort(dim=2)
     assert torch.equal(order[:, :, 0], place) and torch.equal(order[:, :, 1], next_place)
     pairs = torch.bincount((place * 32 + next_place).flatten(), minlength=1024).double()
@@ -273,7 +274,7 @@ def test_samples_follow_the_softmax(temperature: float) -> None:
 
 def test_the_tail_is_finer_than_24_bits() -> None:
     """-log(-log u) ends at 16.6 where u is a float32 just below 1; here the largest noise comes from the smallest u."""
-    made = _sampling.exponentials(some_keys(512), 8192)
+    made = sampling.exponentials(some_keys(512), 8192)
     small = made[made < 2.0**-12].double()
     assert small.numel() > 500
     assert ((small * 2**24).frac() != 0).double().mean() > 0.9
@@ -441,7 +442,7 @@ def test_a_narrow_tile_ends_every_split(
 ) -> None:
     """Four splits of one whole tile, then half a tile each: columns for one of them, three, all, and one more."""
     from mosaic.kernels.cuda import unembed_stats
-    from mosaic.kernels.cuda._triton import Tile
+    from mosaic.kernels.cuda.shared.launching import Tile
 
     if INTERPRETED:
         monkeypatch.setattr(unembed_stats, "has_descriptors", lambda x, weight: described)

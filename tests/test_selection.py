@@ -39,9 +39,10 @@ from test_sampling import NOISE_ERROR, halves_of, noise_of, some_keys, uniform_o
 from torch import Tensor
 
 from mosaic.errors import GraphError, UnknownName
-from mosaic.kernels import _sampling, load
+from mosaic.kernels import load
 from mosaic.kernels import row_score as row_score_kernel
 from mosaic.kernels import transfer as transfer_kernel
+from mosaic.kernels.shared import sampling
 from mosaic.models.parts import Rule, Score
 from mosaic.planner import plan_graph
 from mosaic.planner.check import check_plan
@@ -130,9 +131,9 @@ def test_row_score(rows: int, kind: str, backend: str) -> None:
 
 def test_numbers_of_rows_are_the_stated_ones() -> None:
     keys = torch.cat([some_keys(1500), torch.tensor([0, -1, 2**63 - 1, -(2**63), 1 << 32])])
-    assert np.array_equal(_sampling.uniforms(keys).numpy(), own_uniforms(keys, 2))
-    assert (_sampling.gumbels(keys).double() - own_gumbels(keys)).abs().max() < 1e-5
-    assert _sampling.uniforms(keys[:0]).shape == _sampling.gumbels(keys[:0]).shape == (0,)
+    assert np.array_equal(sampling.uniforms(keys).numpy(), own_uniforms(keys, 2))
+    assert (sampling.gumbels(keys).double() - own_gumbels(keys)).abs().max() < 1e-5
+    assert sampling.uniforms(keys[:0]).shape == sampling.gumbels(keys[:0]).shape == (0,)
 
 
 def test_numbers_of_rows_are_uniform_and_apart_from_each_other() -> None:

@@ -373,7 +373,7 @@ def test_flex_attention_sees_the_same(small: SimpleNamespace) -> None:
         mask = small.attention.doubled_mask(length, 32)
         expected = small.attention.masked(tokens // length, mask)(q, k, v)
         assert (diffusion.rows_of(length)(q, k, v) - expected).abs().max() < 1e-5
-        tiles = diffusion._prepared[length][3]
+        tiles = diffusion.prepared[length][3]
         whole = torch.block_diag(*[mask] * (tokens // length)).view(4, 128, 4, 128)
         assert torch.equal(tiles.to_dense()[0, 0].bool(), whole.any(3).any(1))
         for row in range(4):

@@ -469,9 +469,9 @@ def test_equal_loops_share_their_tables_whatever_their_length(workspace: Workspa
     document = planned(lambda g: windows(g, layers=6), tokens=4000, rows=2)
     executor = bind(document, workspace, streams=StreamLog())
     assert len(executor.calls) > 100_000
-    steps = [step for segment in executor._segments for step in segment.steps]
+    steps = [step for segment in executor.segments for step in segment.steps]
     assert len(steps) < 200
-    rows = {id(row) for segment in executor._segments for table in segment.tables for row in table}
+    rows = {id(row) for segment in executor.segments for table in segment.tables for row in table}
     assert len(rows) < 5 * 2000 + 200  # a layer's, not six times as many
 
 

@@ -146,7 +146,8 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
     from triton.runtime.jit import JITFunction
 
     from mosaic.kernels import load
-    from mosaic.kernels.cuda import _triton, unembed_stats
+    from mosaic.kernels.cuda import unembed_stats
+    from mosaic.kernels.cuda.shared import launching
 
     found: list[tuple[str, Any, dict[str, Any]]] = []
 
@@ -155,7 +156,7 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
         found.append((operator, self, dict(self.signature.bind(*args, **kwargs).arguments) | {"": options}))
 
     JITFunction.run = record
-    _triton.capability = lambda operand: capability
+    launching.capability = lambda operand: capability
     unembed_stats.has_descriptors = lambda x, weight: (
         capability == 90 and x.element_size() == 2 and x.stride(0) % 8 == 0
     )

@@ -511,18 +511,19 @@ def check_slices(dtype: torch.dtype, device: str) -> None:
 
 
 def test_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mosaic.kernels.cuda import _triton, attention
+    from mosaic.kernels.cuda import attention
+    from mosaic.kernels.cuda.shared import launching
 
     case, verify = CASES["attention ((129,), 2, 1, 8)"](BF16)
     wide = attention_case((129, 140), 2, 1, 128, BF16)  # a tile of 128 rows spans both sequences
     expected = wide.reference()
-    monkeypatch.setattr(_triton, "capability", lambda operand: 103)
-    assert _triton.since(attention.TILES, case.operands["q"]) is attention.HOPPER
+    monkeypatch.setattr(launching, "capability", lambda operand: 103)
+    assert launching.since(attention.TILES, case.operands["q"]) is attention.HOPPER
     verify(run(case))
     assert_within(run(wide)["y"], expected, attention_error(wide, expected))
     for card, tiles in ((0, attention.SMALL), (80, attention.SMALL), (89, attention.SMALL), (120, attention.SMALL)):
-        monkeypatch.setattr(_triton, "capability", lambda operand, card=card: card)
-        assert _triton.since(attention.TILES, case.operands["q"]) is tiles
+        monkeypatch.setattr(launching, "capability", lambda operand, card=card: card)
+        assert launching.since(attention.TILES, case.operands["q"]) is tiles
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

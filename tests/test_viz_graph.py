@@ -14,7 +14,7 @@ from mosaic.models import PRESETS, load
 from mosaic.planner import plan_program
 from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Operator, Spec
-from mosaic.viz.graph_picture import _Picture, graph_figure, graph_png
+from mosaic.viz.graph_picture import Picture, graph_figure, graph_png
 
 COPY = Operator(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
 OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
@@ -39,11 +39,11 @@ def layered(layers: int, *, odd: int | None = None) -> Graph:
 
 
 def labels(g: Graph) -> list[str]:
-    return [row.label for row in _Picture(g).rows if row.kind is None]
+    return [row.label for row in Picture(g).rows if row.kind is None]
 
 
 def test_equal_layers_are_drawn_once() -> None:
-    picture = _Picture(layered(5))
+    picture = Picture(layered(5))
     assert labels(layered(5)) == ["beside", "h", "y", "end", "seen_end"]
     assert [frame.label for frame in picture.frames] == ["layers.0 … 4   x 5", "k: chunks of tokens"]
     assert [(frame.first, frame.last) for frame in picture.frames] == [(2, 3), (2, 3)]
@@ -52,12 +52,12 @@ def test_equal_layers_are_drawn_once() -> None:
 
 def test_layers_that_differ_are_not_folded() -> None:
     assert labels(layered(4, odd=2)) == ["beside", "h", "y", "h", "y", "h", "y", "end", "seen_end"]
-    frames = [frame.label for frame in _Picture(layered(4, odd=2)).frames if frame.label.startswith("layers")]
+    frames = [frame.label for frame in Picture(layered(4, odd=2)).frames if frame.label.startswith("layers")]
     assert frames == ["layers.0 … 1   x 2", "layers.2", "layers.3"]
 
 
 def test_rails_show_who_writes_and_reads() -> None:
-    picture = _Picture(layered(3))
+    picture = Picture(layered(3))
     rails = {rail.name: rail for rail in picture.rails}
     assert set(rails) == {"x", "beside", "layers.0/h", "layers.0/y", "out", "seen"}
     assert (rails["x"].writes, rails["x"].reads) == ({0}, {1, 2, 4})
@@ -70,7 +70,7 @@ def test_rails_show_who_writes_and_reads() -> None:
 
 
 def test_aliases_share_a_rail() -> None:
-    picture = _Picture(load("llada-8b").graph())
+    picture = Picture(load("llada-8b").graph())
     queries = next(rail for rail in picture.rails if rail.name == "layers.0/q")
     attention = [row.label for row in picture.rows].index("attention")
     assert attention in queries.writes
@@ -78,15 +78,15 @@ def test_aliases_share_a_rail() -> None:
 
 
 def test_side_streams_have_their_own_lane() -> None:
-    picture = _Picture(layered(2))
+    picture = Picture(layered(2))
     assert [row.stream for row in picture.rows if row.label == "beside"] == [1]
-    assert picture._box_x(1) >= picture._box_x(0) + picture.width_of_box
+    assert picture.box_x(1) >= picture.box_x(0) + picture.width_of_box
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "encode", "denoise", "commit_then_denoise"])
 def test_every_op_has_a_row_and_every_row_its_height(name: str) -> None:
     g = load(name).graph() if name in PRESETS else toy.program().graph(name)
-    picture = _Picture(g)
+    picture = Picture(g)
     assert set(picture.row_of) == set(range(len(g.ops)))
     drawn = set(picture.row_of.values())
     assert len(drawn) + sum(row.kind is not None for row in picture.rows) == len(picture.rows)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mosaic.kernels.cuda._sampling import exponential, group_numbers, random_words
+from mosaic.kernels.cuda.shared.sampling import exponential, group_numbers, random_words
 
 
 @triton.jit

@@ -83,13 +83,13 @@ class BlockDiffusion:
             return (row[query] == row[key]) & (own | past)
 
         self._visible = visible
-        self._prepared: dict[int, tuple[Tensor, Tensor, Tensor, BlockMask]] = {}
+        self.prepared: dict[int, tuple[Tensor, Tensor, Tensor, BlockMask]] = {}
 
     def rows_of(self, length: int) -> Attend:
         """Attention for rows of `length` tokens; valid until the next call."""
-        if length not in self._prepared:
-            self._prepared[length] = self._prepare(length)
-        number, noisy, row, mask = self._prepared[length]
+        if length not in self.prepared:
+            self.prepared[length] = self._prepare(length)
+        number, noisy, row, mask = self.prepared[length]
         self._number.copy_(number)
         self._noisy.copy_(noisy)
         self._row.copy_(row)

@@ -77,7 +77,7 @@ class Floor:
         dtype = torch_dtype(records.buffers[op.operands["q" if op.kernel == "attention" else "x"]].dtype)
         if op.kernel == "attention":
             candidates = self._attentions(records, op, shapes)
-            return max(self._measured(key, partial(self._attention, op, *key[1:])) for key in candidates)
+            return max(self.measured(key, partial(self._attention, op, *key[1:])) for key in candidates)
         weight = shapes["weight"]
         stacked = len(weight) == 3
         rows = -(-shapes["x"][0] // weight[0]) if stacked else shapes["x"][0]
@@ -86,11 +86,12 @@ class Floor:
         most = records.buffers[op.operands["x"]].shape[0]
         tried = {rows} if stacked else {rows, min(_SWEET_ROWS, max(most, rows))}
         return max(
-            self._measured(("product", count, weight, dtype), partial(self._product, count, weight, dtype))
+            self.measured(("product", count, weight, dtype), partial(self._product, count, weight, dtype))
             for count in sorted(tried)
         )
 
-    def _measured(self, key: tuple[Any, ...], measure: Callable[[], float]) -> float:
+    def measured(self, key: tuple[Any, ...], measure: Callable[[], float]) -> float:
+        """The rate of a shape, measured when it is first asked for."""
         if key not in self._rates:
             self._rates[key] = measure()
         return self._rates[key]

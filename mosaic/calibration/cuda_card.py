@@ -37,22 +37,33 @@ from mosaic.errors import MosaicError, RuntimeMemoryError
 from mosaic.kernels import load
 from mosaic.version import __version__
 
-__all__ = ["CudaTimer", "cuda_bench", "hold_models", "measure_fixed_part"]
+__all__ = [
+    "DENSE",
+    "EXPERTS",
+    "CudaTimer",
+    "cuda_bench",
+    "hold_models",
+    "load_kernels",
+    "measure_fixed_part",
+    "run_model",
+    "warm_up",
+]
 
 _REPEATS: Final = range(3, 51)
 _WARM_UP_S: Final = 0.5
-_HELPER_TIMEOUT_S: Final = 120.0
 _HELPER: Final = "from mosaic.calibration.cuda_card import hold_models; import sys; hold_models(sys.argv[1])"
-_DENSE: Final[dict[str, Any]] = {
+DENSE: Final[dict[str, Any]] = {
     "model_type": "llada", "d_model": 1024, "n_layers": 2, "n_heads": 8, "mlp_hidden_size": 2048,
     "embedding_size": 4096, "mask_token_id": 4095, "torch_dtype": "bfloat16",
 }  # fmt: skip
-_EXPERTS: Final[dict[str, Any]] = {
+EXPERTS: Final[dict[str, Any]] = {
     "model_type": "lladamoe", "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_experts": 8, "num_experts_per_tok": 2, "expert_intermediate_size": 512, "vocab_size": 4096,
     "mask_token_id": 4095, "torch_dtype": "bfloat16",
 }  # fmt: skip
+"""Configurations of the models whose steps are run, dense and with experts."""
 _BATCHES: Final = ((64,), (2000,), (300, 500))
+"""Lengths of the sequences of each of their steps."""
 
 
 _SETTLING: Final = 20_000
@@ -139,7 +150,7 @@ def cuda_bench(*, target_s: float) -> Bench:
         )
     properties = torch.cuda.get_device_properties(0)
     torch.manual_seed(0)
-    _warm_up()
+    warm_up()
     return Bench(
         title=properties.name,
         device="cuda:0",
@@ -175,7 +186,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _warm_up() -> None:
+def warm_up() -> None:
     """Bring clocks and temperature to where a running model keeps them."""
     x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda:0")
     y = torch.empty_like(x)
@@ -194,8 +205,20 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def measure_fixed_part(device: Device, *, free_bytes: Callable[[], int] = _free_bytes) -> FixedPart:
+def measure_fixed_part(
+    device: Device, *, free_bytes: Callable[[], int] = _free_bytes, helper: str = _HELPER, timeout_s: float = 120.0
+) -> FixedPart:
     """Let a process of its own load what a step loads, and read the device's counter before and meanwhile.
+
+    Parameters
+    ----------
+    free_bytes
+        Reads the counter.
+    helper
+        Python code that the process runs with the file of the device's profile as its argument: it prints what it holds
+        as one line of JSON and waits for the end of its input.
+    timeout_s
+        When the process is ended.
 
     Raises
     ------
@@ -206,19 +229,19 @@ def measure_fixed_part(device: Device, *, free_bytes: Callable[[], int] = _free_
         profile = Path(folder) / "card.toml"
         profile.write_text(to_toml(device), encoding="utf-8")
         before = free_bytes()
-        command = [sys.executable, "-c", _HELPER, str(profile)]
+        command = [sys.executable, "-c", helper, str(profile)]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as helper:
-            limit = threading.Timer(_HELPER_TIMEOUT_S, helper.kill)
+        ) as process:
+            limit = threading.Timer(timeout_s, process.kill)
             limit.start()
             try:
-                assert helper.stdout is not None
-                answer = helper.stdout.readline()
+                assert process.stdout is not None
+                answer = process.stdout.readline()
                 meanwhile = free_bytes()
             finally:
                 limit.cancel()
-                helper.communicate()  # closes its input, which lets it end
+                process.communicate()  # closes its input, which lets it end
         if not answer:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or ["it was stopped, or took too long"])[-1]
@@ -234,11 +257,11 @@ def hold_models(profile: str) -> None:
     What runs in the process that `measure_fixed_part` starts.
     """
     device = load_device(profile)
-    _load_kernels(cuda_bench(target_s=0.0))
+    load_kernels(cuda_bench(target_s=0.0))
     with ExitStack() as models:
         pages, note = 0, ""
         try:
-            pages = sum(_run_model(models, config, device) for config in (_DENSE, _EXPERTS))
+            pages = sum(run_model(models, config, device) for config in (DENSE, EXPERTS))
         except (MosaicError, RuntimeError) as error:
             models.close()
             note = f"context and libraries were measured without a model's step: {' '.join(str(error).split())}"
@@ -250,18 +273,20 @@ def hold_models(profile: str) -> None:
         sys.stdin.read()
 
 
-def _run_model(models: ExitStack, config: dict[str, Any], device: Device) -> int:
+def run_model(
+    models: ExitStack, config: dict[str, Any], device: Device, batches: Sequence[Sequence[int]] = _BATCHES
+) -> int:
     """Run steps of one model, which stays open, and give the bytes of its pages."""
     from mosaic.runtime.compile import compile
 
     model = models.enter_context(compile(config, device=device))
-    for lengths in _BATCHES:
+    for lengths in batches:
         sequences = [torch.full((length,), config["mask_token_id"], dtype=torch.int64) for length in lengths]
         model(sequences if len(sequences) > 1 else sequences[0])
     return sum(size for pool, size in model.memory().committed.items() if pool != "host")
 
 
-def _load_kernels(bench: Bench) -> None:
+def load_kernels(bench: Bench) -> None:
     """Load what takes most, whether the models use it or not: cuBLAS, every attention, the fused unembedding."""
     once = replace(bench, timer=_Once())
     sizes = replace(QUICK, rows=(128,), columns=(4096,), vocabulary=4096, attention=QUICK.attention[:1])

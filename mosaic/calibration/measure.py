@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mosaic.devices import Device
 from mosaic.errors import MosaicError, RuntimeMemoryError
-from mosaic.kernels._scratch import dtype_name
+from mosaic.kernels.shared.scratch import dtype_name
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as shipped
 from mosaic.units import MIB, format_bytes, round_up

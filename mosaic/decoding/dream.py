@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
 from mosaic.decoding.noise import row_keys
-from mosaic.kernels._sampling import uniforms
+from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models.parts import Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize

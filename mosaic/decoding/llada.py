@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
-from mosaic.kernels._sampling import uniforms
+from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models.parts import GUIDED, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize

@@ -15,10 +15,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.kernels._attention import evenly, keys_seen, online_softmax, parted, tile_shape, visible
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._operands import check_attention
-from mosaic.kernels._scratch import beginning, tiles_of
+from mosaic.kernels.shared.attention import evenly, keys_seen, online_softmax, parted, tile_shape, visible
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import check_attention
+from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
 
 __all__ = ["bind", "launch", "reference"]

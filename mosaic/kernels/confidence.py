@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
+from mosaic.kernels.shared.operands import check_shapes
 
 __all__ = ["launch", "reference"]
 

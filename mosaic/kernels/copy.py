@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shape
+from mosaic.kernels.shared.operands import check_shape
 
 __all__ = ["launch", "reference"]
 

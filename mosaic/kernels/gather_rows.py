@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._operands import INDEX, check_shapes
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import INDEX, check_shapes
 
 __all__ = ["bind", "launch", "reference"]
 

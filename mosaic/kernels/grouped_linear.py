@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._product import product
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.shared.product import product
 
 __all__ = ["launch", "reference"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._norm import bind_norm, normalise_reference
-from mosaic.kernels._operands import check_shapes, heads_of
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.norm import bind_norm, normalise_reference
+from mosaic.kernels.shared.operands import check_shapes, heads_of
+from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["bind", "launch", "reference"]
 

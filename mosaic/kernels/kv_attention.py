@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError
-from mosaic.kernels._attention import evenly, keys_seen, online_softmax, parted, tile_shape, visible
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._operands import INDEX, check_kv_row, check_shapes, heads_of
-from mosaic.kernels._scratch import beginning, tiles_of
+from mosaic.kernels.shared.attention import evenly, keys_seen, online_softmax, parted, tile_shape, visible
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import INDEX, check_kv_row, check_shapes, heads_of
+from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
 
 __all__ = ["bind", "check", "launch", "reference"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._operands import INDEX, check_kv_row, check_shapes
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import INDEX, check_kv_row, check_shapes
 
 __all__ = ["bind", "check", "launch", "reference"]
 

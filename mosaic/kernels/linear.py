@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._operands import check_shapes
-from mosaic.kernels._product import product
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.product import product
 
 __all__ = ["bind", "launch", "reference"]
 

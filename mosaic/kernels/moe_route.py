@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["TINY", "launch", "reference"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._sampling import fill_gumbels, gumbels
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.shared.sampling import fill_gumbels, gumbels
+from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["check", "launch", "reference"]
 

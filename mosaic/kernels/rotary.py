@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._operands import check_shapes, heads_of
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import check_shapes, heads_of
+from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["bind", "launch", "reference"]
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._order import fill_order, indices_of
-from mosaic.kernels._sampling import exponentials, fill_exponentials
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.shared.order import fill_order, indices_of
+from mosaic.kernels.shared.sampling import exponentials, fill_exponentials
+from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["check", "launch", "reference"]
 

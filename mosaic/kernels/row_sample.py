@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._sampling import exponentials
-from mosaic.kernels._statistics import RowStatistics, statistics_reference
 from mosaic.kernels.row_stats import take_in
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.sampling import exponentials
+from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
 
 __all__ = ["bind", "launch", "reference"]
 

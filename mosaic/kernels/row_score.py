@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, UnknownName
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._sampling import fill_uniforms, uniforms
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.shared.sampling import fill_uniforms, uniforms
+from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["KINDS", "bind", "check", "launch", "reference"]
 

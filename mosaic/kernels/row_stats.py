@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._scratch import beginning, tiles_of
-from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.scratch import beginning, tiles_of
+from mosaic.kernels.shared.statistics import RowStatistics, check_outputs, statistics_reference
 
 __all__ = ["bind", "launch", "reference", "take_in"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._scratch import tiles_of
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["launch", "reference"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from mosaic.kernels._binding import Run, launcher
-from mosaic.kernels._operands import check_shapes
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import check_shapes
 
 __all__ = ["bind", "launch", "reference"]
 

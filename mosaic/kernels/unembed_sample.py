@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mosaic.kernels import row_sample
-from mosaic.kernels._statistics import RowStatistics
+from mosaic.kernels.shared.statistics import RowStatistics
 from mosaic.kernels.unembed_stats import multiply_in
 from mosaic.registrar.tiles import SAMPLE_TILES
 

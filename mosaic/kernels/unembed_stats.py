@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
-from mosaic.kernels._scratch import beginning, tiles_of
-from mosaic.kernels._statistics import RowStatistics, check_outputs, statistics_reference
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.scratch import beginning, tiles_of
+from mosaic.kernels.shared.statistics import RowStatistics, check_outputs, statistics_reference
 
 __all__ = ["launch", "multiply_in", "reference"]
 

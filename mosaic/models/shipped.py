@@ -8,11 +8,11 @@ from typing import Final
 
 from mosaic.errors import CheckpointError
 
-__all__ = ["SHIPPED", "shipped"]
+__all__ = ["CHECKPOINTS", "SHIPPED", "shipped"]
 
 SHIPPED: Final[Mapping[str, str]] = {"small": "small-llada", "small-llada": "small-llada", "small-sdar": "small-sdar"}
 """Name -> directory in `mosaic/checkpoints`; `small` is the bidirectional one."""
-_CHECKPOINTS: Final = Path(__file__).parent.parent / "checkpoints"
+CHECKPOINTS: Final = Path(__file__).parent.parent / "checkpoints"
 
 
 def shipped(name: str) -> Path | None:
@@ -30,7 +30,7 @@ def shipped(name: str) -> Path | None:
     """
     if name not in SHIPPED:
         return None
-    path = _CHECKPOINTS / SHIPPED[name]
+    path = CHECKPOINTS / SHIPPED[name]
     if not (path / "config.json").is_file():
         raise CheckpointError(
             f"the model '{name}' is not in this installation ({path} is missing): pip install --force-reinstall mosaic-dllm."

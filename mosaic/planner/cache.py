@@ -37,7 +37,7 @@ from mosaic.planner.template import (
 )
 from mosaic.version import __version__
 
-__all__ = ["Watcher", "cache_directory", "template_of"]
+__all__ = ["Watcher", "cache_directory", "forget", "template_of"]
 
 FORMAT: Final = 3
 Kept = TypeVar("Kept")
@@ -80,6 +80,11 @@ def template_of(
         return keep(f"body-{name}", lambda: compile_now(options), _encode_body, _decode_body)
 
     return replace(shell, bodies=Bodies(shell.choices, body, known=known))
+
+
+def forget() -> None:
+    """Drop the templates of this process; those on disk stay."""
+    _loaded.clear()
 
 
 def _register(model: Model, backend: str, phase: Phase, choices: Mapping[str, str] | None) -> Any:

@@ -275,14 +275,14 @@ class OpTimes:
         """
         key = tuple(values)
         if key not in self._totals:
-            iterations = {knob: -(-extents[knob] // values[self.columns[knob]]) for knob in self._timeline.knobs}
-            _keep(self._totals, key, self._timeline.seconds(self._amounts(values, extents), iterations))
+            iterations = {knob: -(-extents[knob] // values[self.columns[knob]]) for knob in self.timeline.knobs}
+            _keep(self._totals, key, self.timeline.seconds(self._amounts(values, extents), iterations))
         return self._totals[key]
 
     def _amounts(self, values: Sequence[int], extents: Mapping[str, int]) -> list[list[float]]:
         """Seconds of the timeline's rows. A search changes one knob at a time: what the others contribute is kept."""
         dims = tuple([values[i] for i in self._dims])
-        amounts = np.zeros((2, len(self._timeline.rows)))
+        amounts = np.zeros((2, len(self.timeline.rows)))
         for number, slot in enumerate(self._slots):
             key = (number, dims, *[values[self.columns[knob]] for knob in slot.knobs])
             if key not in self._parts:
@@ -311,14 +311,14 @@ class OpTimes:
         return found
 
     @cached_property
-    def _timeline(self) -> Timeline:
+    def timeline(self) -> Timeline:
         return Timeline(self.body, self.class_of, self._loop_of)
 
     @cached_property
     def _slots(self) -> list[_Slot]:
         """The classes by the knobs they depend on, and how often the timeline's rows count each."""
-        counts = np.zeros((len(self.classes), len(self._timeline.rows)))
-        for row, (_, classes) in enumerate(self._timeline.rows):
+        counts = np.zeros((len(self.classes), len(self.timeline.rows)))
+        for row, (_, classes) in enumerate(self.timeline.rows):
             for number, count in classes:
                 counts[number, row] = count
         slots = []

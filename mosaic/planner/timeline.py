@@ -142,7 +142,7 @@ class Timeline:
         self._stream_of, self._num_streams = [number[op.stream] for op in body.ops], len(number)
         waits, self._inside = self._waits()
         steps = self._steps(list(self._pieces()), waits)
-        self._blocks = [(_block(part), times) for part, times in _repetitions(steps)]
+        self.blocks = [(_block(part), times) for part, times in _repetitions(steps)]
         self._depths = _depths([*steps, *(step for loop in self._loops for step in loop.once.steps)], len(number) + 1)
         self.knobs = sorted({loop.knob for loop in self._loops})
 
@@ -279,7 +279,7 @@ class Timeline:
         """
         taken = [self._loop_seconds(loop, amounts, iterations[loop.knob]) for loop in self._loops]
         clocks = self._clocks()
-        for block, times in self._blocks:
+        for block, times in self.blocks:
             clocks.repeat(block, times, amounts[0], taken)
         return max(clocks.now)
 

@@ -109,6 +109,11 @@ class Declarations:
         finally:
             self._scope.pop()
 
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Names of the scopes that are open, the outermost first."""
+        return tuple(self._scope)
+
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Register one phase of a joined step: its ops and its own buffers are prefixed, weights, state and carries shared."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from mosaic.errors import MissingExtra, MosaicError, RuntimeMemoryError
 from mosaic.units import format_bytes
 
-__all__ = ["Addresses", "CudaDriver", "CudaError", "Driver", "copies_memory"]
+__all__ = ["Addresses", "CudaDriver", "CudaError", "Driver", "bindings", "copies_memory"]
 
 
 class CudaError(MosaicError):
@@ -146,7 +146,7 @@ class CudaDriver:
     """
 
     def __init__(self, device: int = 0) -> None:
-        self._cuda = cuda = _bindings()
+        self._cuda = cuda = bindings()
         self._name = f"cuda:{device}"
         try:
             self._call(cuda.cuInit(0), "start")
@@ -279,7 +279,14 @@ class CudaDriver:
         return torch.as_tensor(memory, dtype=torch.uint8, device=self._name)
 
 
-def _bindings() -> Any:
+def bindings() -> Any:
+    """cuda-python's calls of the driver.
+
+    Raises
+    ------
+    MissingExtra
+        If cuda-python is not installed.
+    """
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -292,7 +299,7 @@ def copies_memory(graph: int) -> bool:
     The driver ties these to the allocations that lie at their addresses when the graph is made, not to the addresses: a
     graph of them must not be launched once that memory has gone, though other memory has come there.
     """
-    cuda = _bindings()
+    cuda = bindings()
     moving = {cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY, cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET}
 
     def checked(answer: Any) -> Any:

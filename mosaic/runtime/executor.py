@@ -136,7 +136,7 @@ class Executor:
         self._writer = HostInputs(self._inputs)
         poison = Poison(self._records, regions, self._views) if self.debug == "poison" else None
         self._guard = WeightGuard(self._records, self._views, self.workspace) if self.debug == "poison" else None
-        self._segments: tuple[Segment, ...] = unroll(
+        self.segments: tuple[Segment, ...] = unroll(
             self._records, self._operators, regions, self._views, self._streams, poison
         )
 
@@ -197,7 +197,7 @@ class Executor:
                 function=step.function,
                 arguments={**step.arguments, **more},
             )
-            for segment in self._segments
+            for segment in self.segments
             for row in segment.rows()
             for step, more in zip(segment.steps, row, strict=True)
         )
@@ -275,7 +275,7 @@ class Executor:
     def _walk(self) -> None:
         step = None
         try:
-            for segment in self._segments:
+            for segment in self.segments:
                 for row in segment.rows():
                     for step, arguments in zip(segment.steps, row, strict=True):
                         step.call(**arguments)

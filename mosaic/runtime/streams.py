@@ -102,16 +102,16 @@ class CudaStreams:
     def __init__(self, device: torch.device | int | None = None) -> None:
         index = device.index if isinstance(device, torch.device) else device
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self.streams: dict[str, torch.cuda.Stream] = {}
         self._main = self._stream(MAIN)
         self._entered, self._left = self.event(), self.event()
         self._drained = True
         self._caller: torch.cuda.Stream | None = None  # whose steps were the last
 
     def _stream(self, name: str) -> torch.cuda.Stream:
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return self._streams[name]
+        if name not in self.streams:
+            self.streams[name] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self.streams[name]
 
     def event(self) -> torch.cuda.Event:
         """Make an event; recorded once, because that is when CUDA creates it."""
@@ -121,11 +121,11 @@ class CudaStreams:
 
     def record(self, event: torch.cuda.Event, stream: str) -> None:
         """Let the event stand for all that was given to a stream so far."""
-        event.record(self._streams[stream])
+        event.record(self.streams[stream])
 
     def wait(self, event: torch.cuda.Event, stream: str) -> None:
         """Let what is given to a stream from now on wait for what the event stands for now."""
-        event.wait(self._streams[stream])
+        event.wait(self.streams[stream])
 
     def launcher(self, function: Callable[..., object], stream: str) -> Callable[..., object]:
         """Give a function that calls `function` with its launches on a stream; from main and back to it."""
@@ -173,7 +173,7 @@ class CudaStreams:
 
     def drain(self) -> None:
         """Wait on the host until nothing of ours runs."""
-        for stream in (*self._streams.values(), *([self._caller] if self._caller is not None else [])):
+        for stream in (*self.streams.values(), *([self._caller] if self._caller is not None else [])):
             stream.synchronize()
         self._drained = True
 
@@ -236,7 +236,7 @@ class CudaStreams:
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a capture that failed, so that PyTorch's allocator and the streams are as before it."""
         with suppress(RuntimeError):
-            for name, stream in self._streams.items():
+            for name, stream in self.streams.items():
                 with torch.cuda.stream(stream):
                     joins = name != MAIN and torch.cuda.is_current_stream_capturing()
                 if joins:  # a capture cannot end before its side streams are joined

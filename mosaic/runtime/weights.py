@@ -220,10 +220,10 @@ def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor
         for part, name in zip(_parts(tensor, view), members(tensor), strict=True):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             mean = 1.0 if part.dim() == 1 and not tensor_rows(name)[0].endswith("bias") else 0.0
-            _draw(part.view(-1), mean, int.from_bytes(digest[:8], "little", signed=True), staging)
+            draw(part.view(-1), mean, int.from_bytes(digest[:8], "little", signed=True), staging)
 
 
-def _draw(out: Tensor, mean: float, seed: int, staging: Tensor | None) -> None:
+def draw(out: Tensor, mean: float, seed: int, staging: Tensor | None) -> None:
     """Draw one tensor, piece by piece from one generator, in place or by way of the staging."""
     through = staging[:PIECE_BYTES].view(out.dtype) if staging is not None and staging.device != out.device else None
     generator = torch.Generator((out if through is None else through).device).manual_seed(seed)

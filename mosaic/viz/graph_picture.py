@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         Region,
     )  # symbolic, slow to import: not for every plan's picture
 
-__all__ = ["graph_figure", "graph_png"]
+__all__ = ["Picture", "graph_figure", "graph_png"]
 
 _NUMBERED: Final = re.compile(r"((?:.*?/)?\w+)\.(\d+)(?=/)")  # "layers.3" of "layers.3/ffn/gate"
 _MAIN: Final = "main"
@@ -110,7 +110,7 @@ def graph_figure(graph: Graph) -> Figure:
     MissingExtra
         If matplotlib is not installed.
     """
-    return _Picture(graph).draw()
+    return Picture(graph).draw()
 
 
 # -- what is shown -------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _structure(ops: Sequence[Op], key: tuple[str, str]) -> list[tuple[object, ..
     ]  # fmt: skip
 
 
-class _Picture:
+class Picture:
     """Lays a graph out in rows and rails, then draws it."""
 
     def __init__(self, graph: Graph) -> None:
@@ -254,7 +254,7 @@ class _Picture:
         self.right = max(self.made_x + texts, headers, 5.0) + _INSET * (depth + 1)
         self.width = self.right + _MARGIN
 
-    def _box_x(self, stream: int) -> float:
+    def box_x(self, stream: int) -> float:
         return self.left + stream * (self.width_of_box + 0.2)
 
     # -- drawing ----------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class _Picture:
                 axes.plot(x, self.y[-1], "v", markersize=5, color=color, zorder=4)
 
     def _draw_row(self, axes: Axes, number: int, row: _Row) -> None:
-        x, y = self._box_x(row.stream), self.y[number]
+        x, y = self.box_x(row.stream), self.y[number]
         left, right = x, x + self.width_of_box
         ends = [self.rail_x + rail.lane * _RAIL for rail in self.rails if number in rail.rows]
         if ends:
@@ -354,7 +354,7 @@ class _Picture:
             source, target = self.row_of[edge.source], self.row_of[edge.target]
             to_side = edge.kind == "fork"
             stream = self.rows[target if to_side else source].stream
-            x_main, x_side = self._box_x(0) + self.width_of_box * 0.85, self._box_x(stream) + self.width_of_box * 0.12
+            x_main, x_side = self.box_x(0) + self.width_of_box * 0.85, self.box_x(stream) + self.width_of_box * 0.12
             start, end = (x_main, x_side) if to_side else (x_side, x_main)
             axes.annotate(
                 "", (end, self.y[target] - _BOX / 2), (start, self.y[source] + _BOX / 2), zorder=6,

@@ -17,9 +17,9 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels._operands import check_attention
 from mosaic.kernels.attention import reference
-from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, since, tile_for, tl, triton
+from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tile_for, tl, triton
+from mosaic.kernels.shared.operands import check_attention
 
 __all__ = ["launch", "reference"]
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, MissingExtra, RuntimeMemoryError
-from mosaic.kernels._operands import check_attention
 from mosaic.kernels.attention import reference
+from mosaic.kernels.shared.operands import check_attention
 from mosaic.registrar.operators.attention import CUDNN_WORKSPACE_BYTES
 
-__all__ = ["Availability", "available", "launch", "reference"]
+__all__ = ["Availability", "available", "captured_plan_of", "handle_of", "launch", "library", "plan_of", "reference"]
 
 GRAPHS: Final = 128
 """Graphs kept: a step needs one per shape of a launch, two or three."""
@@ -74,7 +74,7 @@ def available() -> Availability:
     False
     """
     try:
-        _library().backend_version()
+        library().backend_version()
     except MissingExtra as error:
         return Availability(False, str(error))
     except RuntimeError as error:  # the frontend is there, the library that it loads is not
@@ -83,7 +83,14 @@ def available() -> Availability:
 
 
 @cache
-def _library() -> ModuleType:
+def library() -> ModuleType:
+    """cuDNN's Python frontend.
+
+    Raises
+    ------
+    MissingExtra
+        If it is not installed.
+    """
     try:
         return importlib.import_module("cudnn")
     except ImportError as error:
@@ -91,10 +98,10 @@ def _library() -> ModuleType:
 
 
 @cache
-def _handle(device: int) -> int:
+def handle_of(device: int) -> int:
     """One handle a device; launches set its stream."""
     with torch.cuda.device(device):
-        handle: int = _library().create_handle()
+        handle: int = library().create_handle()
     return handle
 
 
@@ -119,8 +126,8 @@ def _declare(graph: Any, shape: _Shape) -> None:
 
 def _build(shape: _Shape, **target: Any) -> _Plan:
     """Build the graph of a shape for a target, a handle or a device's properties; takes tens of milliseconds."""
-    library = _library()
-    types = library.data_type
+    cudnn = library()
+    types = cudnn.data_type
     io = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}.get(shape.dtype)
     if io is None:
         raise GraphError(f"attention: cuDNN's graphs take bfloat16 and float16, not {shape.dtype}.")
@@ -129,37 +136,38 @@ def _build(shape: _Shape, **target: Any) -> _Plan:
         raise GraphError(
             f"attention: rows of q, k, v, y are {rows_bytes} bytes apart, cuDNN takes multiples of {ALIGNMENT}."
         )
-    graph = library.pygraph(
+    graph = cudnn.pygraph(
         name="attention", io_data_type=io, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, **target
     )
     _declare(graph, shape)
     try:
         graph.validate()
         graph.build_operation_graph()
-        graph.create_execution_plans([library.heur_mode.A])
+        graph.create_execution_plans([cudnn.heur_mode.A])
         graph.deselect_workspace_greater_than(CUDNN_WORKSPACE_BYTES)
         graph.check_support()
         graph.build_plans()
-    except (RuntimeError, library.cudnnGraphNotSupportedError) as error:
+    except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
         raise GraphError(
-            f"attention: cuDNN {library.backend_version_string()} has no plan within {CUDNN_WORKSPACE_BYTES} bytes of "
+            f"attention: cuDNN {cudnn.backend_version_string()} has no plan within {CUDNN_WORKSPACE_BYTES} bytes of "
             f"workspace for {shape}: {str(error).strip()}. Plan the step with implementation 'triton'."
         ) from error
     return _Plan(graph, graph.get_workspace_size())
 
 
 @lru_cache(maxsize=GRAPHS)
-def _plan(shape: _Shape) -> _Plan:
+def plan_of(shape: _Shape) -> _Plan:
+    """Build the plan of a launch, or get it if it is among the last `GRAPHS`."""
     with torch.cuda.device(shape.device):
-        if _plan.cache_info().currsize == GRAPHS:
+        if plan_of.cache_info().currsize == GRAPHS:
             torch.cuda.synchronize()  # the plan that goes unloads its kernels, which may still be queued
-        return _build(shape, handle=_handle(shape.device))
+        return _build(shape, handle=handle_of(shape.device))
 
 
 @cache
-def _captured_plan(shape: _Shape) -> _Plan:
+def captured_plan_of(shape: _Shape) -> _Plan:
     """Keep the plan of a launch that a CUDA graph records: a plan that goes unloads the kernels that it replays."""
-    return _plan(shape)
+    return plan_of(shape)
 
 
 def launch(
@@ -192,7 +200,7 @@ def launch(
         q.shape[0], k.shape[0], heads, kv_heads, head_size,
         q.stride(0), k.stride(0), v.stride(0), y.stride(0), q.dtype, scale, device,
     )  # fmt: skip
-    graph, workspace_bytes = (_captured_plan if torch.cuda.is_current_stream_capturing() else _plan)(shape)
+    graph, workspace_bytes = (captured_plan_of if torch.cuda.is_current_stream_capturing() else plan_of)(shape)
     given = 0 if scratch is None else scratch.numel()
     if workspace_bytes > given:
         raise RuntimeMemoryError(
@@ -202,6 +210,6 @@ def launch(
     operands = {Q: q.data_ptr(), K: k.data_ptr(), V: v.data_ptr(), Y: y.data_ptr()}
     if any(address % ALIGNMENT for address in operands.values()):
         raise GraphError(f"attention: cuDNN takes addresses of multiples of {ALIGNMENT} bytes for q, k, v and y.")
-    handle = _handle(device)
-    _library().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    handle = handle_of(device)
+    library().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
     graph.execute(operands, 0 if scratch is None else scratch.data_ptr(), handle=handle)

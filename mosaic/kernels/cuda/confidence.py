@@ -10,9 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
 from mosaic.kernels.confidence import reference
-from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.cuda.shared.launching import tl, triton
+from mosaic.kernels.shared.operands import check_shapes
 
 __all__ = ["launch", "reference"]
 

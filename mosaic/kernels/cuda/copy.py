@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, MissingExtra, RuntimeMemoryError
-from mosaic.kernels._operands import check_shape
 from mosaic.kernels.copy import reference
+from mosaic.kernels.shared.operands import check_shape
 
 __all__ = ["launch", "reference"]
 

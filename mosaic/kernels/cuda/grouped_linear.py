@@ -12,9 +12,9 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels.cuda._triton import Tile, power_of_two, tile_for, tl, triton
+from mosaic.kernels.cuda.shared.launching import Tile, power_of_two, tile_for, tl, triton
 from mosaic.kernels.grouped_linear import reference
+from mosaic.kernels.shared.operands import INDEX, check_shapes
 
 __all__ = ["launch", "reference"]
 

@@ -10,9 +10,9 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes, heads_of
-from mosaic.kernels.cuda._triton import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.head_norm import reference
+from mosaic.kernels.shared.operands import check_shapes, heads_of
 
 __all__ = ["launch", "reference"]
 

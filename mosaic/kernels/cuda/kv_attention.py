@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
+from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.kv_attention import check, reference
 from mosaic.registrar.operators.kv_attention import kv_splits
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
 from mosaic.kernels.linear_add import reference
+from mosaic.kernels.shared.operands import check_shapes
 
 __all__ = ["launch", "reference"]
 

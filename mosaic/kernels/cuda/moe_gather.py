@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels.cuda._rows import copy_rows
+from mosaic.kernels.cuda.shared.rows import copy_rows
 from mosaic.kernels.moe_gather import reference
+from mosaic.kernels.shared.operands import INDEX, check_shapes
 
 __all__ = ["launch", "reference"]
 

@@ -15,9 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels.cuda._triton import DOT_MINIMUM, Tile, power_of_two, tile_for, tl, triton
+from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, tile_for, tl, triton
 from mosaic.kernels.moe_route import TINY, reference
+from mosaic.kernels.shared.operands import INDEX, check_shapes
 
 __all__ = ["launch", "reference"]
 

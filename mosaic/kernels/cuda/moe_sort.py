@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels.cuda._triton import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.moe_sort import reference
+from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.registrar.operators.moe_sort import SORT_BLOCK
 
 __all__ = ["launch", "reference"]

@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes, heads_of
-from mosaic.kernels.cuda._triton import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.rotary import reference
+from mosaic.kernels.shared.operands import check_shapes, heads_of
 
 __all__ = ["launch", "reference"]
 

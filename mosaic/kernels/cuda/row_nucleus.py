@@ -15,11 +15,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.kernels.cuda._order import rank
-from mosaic.kernels.cuda._sampling import BLOCK, RUN, STRIDE, group_numbers, random_words
-from mosaic.kernels.cuda._statistics import LAST
-from mosaic.kernels.cuda._triton import tl, triton
 from mosaic.kernels.cuda.row_stats import first_column, largest, load_four, score_column
+from mosaic.kernels.cuda.shared.launching import tl, triton
+from mosaic.kernels.cuda.shared.order import rank
+from mosaic.kernels.cuda.shared.sampling import BLOCK, RUN, STRIDE, group_numbers, random_words
+from mosaic.kernels.cuda.shared.statistics import LAST
 from mosaic.kernels.row_nucleus import check, reference
 
 __all__ = ["launch", "reference"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._sampling import check_samples
-from mosaic.kernels._statistics import check_outputs
 from mosaic.kernels.cuda.row_stats import launch_rows
 from mosaic.kernels.row_sample import reference
+from mosaic.kernels.shared.sampling import check_samples
+from mosaic.kernels.shared.statistics import check_outputs
 
 __all__ = ["launch", "reference"]
 

@@ -11,8 +11,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda._sampling import row_word, uniform
-from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.cuda.shared.launching import tl, triton
+from mosaic.kernels.cuda.shared.sampling import row_word, uniform
 from mosaic.kernels.row_score import check, reference
 
 __all__ = ["launch", "reference"]

@@ -12,9 +12,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
-from mosaic.kernels._statistics import check_outputs
-from mosaic.kernels.cuda._sampling import (
+from mosaic.kernels.cuda.shared.launching import tl, triton
+from mosaic.kernels.cuda.shared.sampling import (
     BLOCK,
     GUMBEL_SLACK,
     RUN,
@@ -24,9 +23,10 @@ from mosaic.kernels.cuda._sampling import (
     gumbel,
     random_words,
 )
-from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, rebase
-from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, rebase
 from mosaic.kernels.row_stats import reference
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.statistics import check_outputs
 from mosaic.registrar.tiles import GROUP_RUN
 
 __all__ = ["launch", "launch_rows", "reference"]

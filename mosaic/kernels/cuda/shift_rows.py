@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.cuda.shared.launching import tl, triton
+from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shift_rows import reference
 
 __all__ = ["launch", "reference"]

@@ -10,8 +10,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels._operands import check_shapes
-from mosaic.kernels.cuda._triton import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.silu_mul import reference
 
 __all__ = ["launch", "reference"]

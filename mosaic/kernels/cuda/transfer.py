@@ -14,8 +14,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda._order import rank
-from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.cuda.shared.launching import tl, triton
+from mosaic.kernels.cuda.shared.order import rank
 from mosaic.kernels.transfer import check, reference
 
 __all__ = ["launch", "reference"]

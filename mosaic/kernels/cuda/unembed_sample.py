@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mosaic.kernels._sampling import check_samples
-from mosaic.kernels._statistics import check_outputs
 from mosaic.kernels.cuda.unembed_stats import launch_unembedding
+from mosaic.kernels.shared.sampling import check_samples
+from mosaic.kernels.shared.statistics import check_outputs
 from mosaic.kernels.unembed_sample import reference
 
 __all__ = ["launch", "reference"]

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.kernels._operands import check_shapes
-from mosaic.kernels._statistics import check_outputs
-from mosaic.kernels.cuda._sampling import (
+from mosaic.kernels.cuda.shared.launching import power_of_two, processors, tl, triton
+from mosaic.kernels.cuda.shared.sampling import (
     BLOCK,
     GUMBEL_SLACK,
     RUN,
@@ -27,9 +26,16 @@ from mosaic.kernels.cuda._sampling import (
     gumbel,
     random_words,
 )
-from mosaic.kernels.cuda._statistics import LAST, exponentials, finish, join, rebase
-from mosaic.kernels.cuda._triton import power_of_two, processors, tl, triton
-from mosaic.kernels.cuda._unembed_tiles import FEW_ROWS, TensorDescriptor, has_descriptors, narrow_columns, tile_of
+from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, join, rebase
+from mosaic.kernels.cuda.shared.unembed_tiles import (
+    FEW_ROWS,
+    TensorDescriptor,
+    has_descriptors,
+    narrow_columns,
+    tile_of,
+)
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.statistics import check_outputs
 from mosaic.kernels.unembed_stats import reference
 from mosaic.registrar.operators.unembed_sample import SAMPLED_PARTIAL_BYTES
 from mosaic.registrar.operators.unembed_stats import PARTIAL_BYTES, unembed_splits

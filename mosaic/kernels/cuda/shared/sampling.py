@@ -1,4 +1,4 @@
-"""The random numbers of `mosaic.kernels._sampling` on CUDA, bit for bit: shared by all kernels that draw."""
+"""The random numbers of `mosaic.kernels.shared.sampling` on CUDA, bit for bit: shared by all kernels that draw."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from triton.language.extra.cuda import libdevice
 
-from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN
 
 __all__ = [

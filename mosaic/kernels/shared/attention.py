@@ -11,7 +11,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mosaic.kernels._scratch import beginning
+from mosaic.kernels.shared.scratch import beginning
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, WHOLE_KEYS
 
 __all__ = ["evenly", "keys_seen", "online_softmax", "parted", "tile_shape", "visible"]

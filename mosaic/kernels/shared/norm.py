@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mosaic.kernels._binding import Run
+from mosaic.kernels.shared.binding import Run
 
 __all__ = ["bind_norm", "normalise_reference"]
 

@@ -9,7 +9,7 @@ largest logits give second = maximum. Two numbers recur: -200, since 2^-200 is 0
 
 from __future__ import annotations
 
-from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.cuda.shared.launching import tl, triton
 
 __all__ = ["LAST", "exponentials", "finish", "join", "rebase"]
 

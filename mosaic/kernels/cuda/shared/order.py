@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mosaic.kernels.cuda._triton import tl, triton
+from mosaic.kernels.cuda.shared.launching import tl, triton
 
 __all__ = ["rank"]
 

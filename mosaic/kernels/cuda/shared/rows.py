@@ -9,7 +9,7 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda._triton import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 
 __all__ = ["copy_rows"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._sampling import RowSamples, check_samples
-from mosaic.kernels._scratch import beginning, tiles_of
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.shared.sampling import RowSamples, check_samples
+from mosaic.kernels.shared.scratch import beginning, tiles_of
 
 __all__ = ["RowStatistics", "check_outputs", "statistics_reference"]
 

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mosaic.kernels._binding import Run
-from mosaic.kernels._scratch import beginning, carve, dtype_name
+from mosaic.kernels.shared.binding import Run
+from mosaic.kernels.shared.scratch import beginning, carve, dtype_name
 from mosaic.registrar.tiles import PRODUCT_TILE, linear_tiles
 
 __all__ = ["product"]

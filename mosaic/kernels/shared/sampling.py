@@ -32,8 +32,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.kernels._operands import INDEX, check_shapes
-from mosaic.kernels._scratch import beginning
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.shared.scratch import beginning
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, ROW_NUMBERS, SAMPLE_TILES
 
 __all__ = [
@@ -314,10 +314,10 @@ def _words(
     counters[1].fill_(domain)
     for counter in counters[2:4]:
         counter.zero_()
-    return _philox(counters, (low, high), integers)
+    return philox(counters, (low, high), integers)
 
 
-def _philox(words: Sequence[Tensor], key: tuple[Tensor, Tensor], integers: Tensor) -> tuple[Tensor, ...]:
+def philox(words: Sequence[Tensor], key: tuple[Tensor, Tensor], integers: Tensor) -> tuple[Tensor, ...]:
     """Turn counters into random words, in place: four words and two spare tensors, the key's two words; all written."""
     multiply_0, multiply_1, raise_0, raise_1, mask, bits = integers[:6].unsqueeze(1)
     zero, one, two, three, product_0, product_1 = words

@@ -6,7 +6,7 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda._triton import Tile, since, tile_for
+from mosaic.kernels.cuda.shared.launching import Tile, since, tile_for
 from mosaic.registrar.operators.unembed_stats import UNEMBED_ROWS
 
 try:
