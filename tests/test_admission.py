@@ -13,6 +13,7 @@ from mosaic import models
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.config import resolve
+from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.planner import Planner
 from mosaic.runtime.step_plans import StepPlans
@@ -24,14 +25,14 @@ WAYS: dict[str, list[dict[str, Any]]] = {
 PAGE = 4096
 
 
-def asked(family: str, rng: random.Random) -> list[StepSize]:
-    """The largest steps of some random requests, beside rows that others have."""
+def asked(family: str, rng: random.Random) -> list[tuple[StepSize, dict[State, int]]]:
+    """The largest steps of some random requests, and rows of states once they are live."""
     arch, found = models.load(CONFIGS[family]).architecture, []
     for number in range(rng.choice((1, 1, 2, 5))):
         chosen = GenerationConfig(gen_length=rng.choice((8, 64, 128)), **rng.choice(WAYS[family]))
         found.append(largest_steps(resolve(chosen, arch), arch, rng.randrange(1, 300), number))
     taken = rng.randrange(3) * rng.randrange(800)
-    return [size.beside({state: rows + taken for state, rows in size.states.items()}) for size in shared_sizes(found)]
+    return [(size, {state: rows + taken for state, rows in size.states.items()}) for size in shared_sizes(found)]
 
 
 def planned(plans: StepPlans, size: StepSize) -> bool:
@@ -50,12 +51,17 @@ def test_what_fits_without_a_plan_is_what_fits_by_plan(family: str, streams: boo
     rng, answers = random.Random(f"{family} {streams}"), []
     roomy = Planner(models.load(CONFIGS[family]), device="cpu", host_budget="1GiB" if streams else 0)
     for _ in range(5):
-        middle = rng.choice(asked(family, rng))
-        plans = StepPlans(roomy.with_budgets(budget=roomy.needed(middle) + rng.randrange(-2, 4) * PAGE), None)
+        middle, states = rng.choice(asked(family, rng))
+        needed = roomy.needed(middle.beside(states))
+        plans = StepPlans(roomy.with_budgets(budget=needed + rng.randrange(-2, 4) * PAGE), None)
         if rng.random() < 0.7:
             plans.settle_on(roomy.plan(StepSize(windows=(1,), rows=1), limit=False))
-        near = [middle, *asked(family, rng), replace(middle, rows=max(middle.rows - 1, 0) or middle.rows)]
-        for size in [*near, *rng.sample(near, 2)]:
-            answers.append(planned(plans, size))
-            assert plans.fits(size) == answers[-1], size
+        near = [
+            (middle, states),
+            *asked(family, rng),
+            (replace(middle, rows=max(middle.rows - 1, min(middle.rows, 1))), states),
+        ]
+        for size, beside in [*near, *rng.sample(near, 2)]:
+            answers.append(planned(plans, size.beside(beside)))
+            assert plans.fits([size], beside) == answers[-1], size
     assert 0.1 < sum(answers) / len(answers) < 0.9

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Final
 
@@ -98,19 +98,34 @@ def shared_sizes(requests: Sequence[Sequence[StepSize]]) -> list[StepSize]:
         return list(requests[0])
     packed: dict[Phase, list[StepSize]] = {}
     for largest in requests:
-        for phase in dict.fromkeys(size.phase for size in largest):
-            packed.setdefault(phase, []).append(_most([size for size in largest if size.phase == phase]))
+        for size in _most_by_phase(tuple(largest)):
+            packed.setdefault(size.phase, []).append(size)
     return [
         StepSize(
             phase=phase,
-            windows=tuple(size.tokens for size in group),
-            keys=tuple(seen for size in group for seen in size.keys),
-            owned=tuple(owned for size in group for owned in size.owned),
-            rows=sum(size.rows for size in group),
-            states=sum((Counter(size.states) for size in group), Counter[State]()),
+            windows=tuple([size.windows[0] for size in group]),
+            keys=tuple([seen for size in group for seen in size.keys]),
+            owned=tuple([owned for size in group for owned in size.owned]),
+            rows=sum([size.rows for size in group]),
+            states=_sums(size.states for size in group),
         )
         for phase, group in packed.items()
     ]
+
+
+def _sums(states: Iterable[Mapping[State, int]]) -> dict[State, int]:
+    found: dict[State, int] = {}
+    for rows in states:
+        for state, count in rows.items():
+            found[state] = found.get(state, 0) + count
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _most_by_phase(largest: tuple[StepSize, ...]) -> tuple[StepSize, ...]:
+    """Of each phase one size that is at least as large as each of a request's."""
+    phases = dict.fromkeys(size.phase for size in largest)
+    return tuple(_most([size for size in largest if size.phase == phase]) for phase in phases)
 
 
 def _most(sizes: Sequence[StepSize]) -> StepSize:

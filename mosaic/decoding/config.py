@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.decoding.algorithm import Algorithm, Traits
@@ -195,6 +196,7 @@ def own_algorithm(architecture: Architecture) -> str:
     return "llada2" if architecture.router_scoring == "sigmoid" else "sdar"
 
 
+@lru_cache(maxsize=256)
 def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationConfig:
     """Fill in what was left to the algorithm, and check what depends on the model.
 

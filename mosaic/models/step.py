@@ -15,7 +15,7 @@ from mosaic.models.state import State
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["MAX_TOKENS", "StepSize", "bucket", "most_rows"]
+__all__ = ["MAX_TOKENS", "StepSize", "bucket", "most_rows", "rounded_states"]
 
 MAX_TOKENS: Final = 2**31 - 1
 """Positions and sequence bounds are int32."""
@@ -182,7 +182,7 @@ class StepSize:
             bucket(sum(self.owned), least=FEWEST_KEYS),
             bucket(self.rows, tokens, least=FEWEST_ROWS if rules else 0, doubled=MOST_DOUBLED if rules else 0),
             bucket(self.logit_rows, tokens),
-            frozenset((state, bucket(count, least=FEWEST_KEYS)) for state, count in self.states.items()),
+            rounded_states(self.states),
         )
 
     @property
@@ -197,6 +197,11 @@ def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
     for size in sizes:
         found |= {state: max(rows, found.get(state, 0)) for state, rows in size.states.items()}
     return found
+
+
+def rounded_states(states: Mapping[State, int]) -> frozenset[tuple[State, int]]:
+    """Rows of each state, rounded up as in a step that is planned."""
+    return frozenset([(state, bucket(count, least=FEWEST_KEYS)) for state, count in states.items()])
 
 
 def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0) -> int:

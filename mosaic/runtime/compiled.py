@@ -312,19 +312,19 @@ class CompiledModel(ClosesOnExit):
             If one of them does not fit.
         """
         with self._turn():
-            plans = [self._engine.plans.plan(size) for size in self._beside(sizes, more)]
+            states = self._states_of(sizes, more)
+            plans = [self._engine.plans.plan(size.beside(states)) for size in sizes]
             return max(plans, key=lambda plan: plan.total_bytes)
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
         """Whether steps of these sizes fit: what `check` says, from the peak formula and without a plan."""
         with self._turn():
-            return all(self._engine.plans.fits(size) for size in self._beside(sizes, more))
+            return self._engine.plans.fits(sizes, self._states_of(sizes, more))
 
-    def _beside(self, sizes: Sequence[StepSize], more: Mapping[State, int] | None) -> list[StepSize]:
-        """Steps as they are once `more` rows of each state are taken."""
+    def _states_of(self, sizes: Sequence[StepSize], more: Mapping[State, int] | None) -> dict[State, int]:
+        """Rows of each state beside steps of these sizes, once `more` are taken."""
         self.architecture.rotary.check_kept(max((keys for size in sizes for keys in size.keys), default=0))
-        states = self._engine.states_with(most_rows(sizes) if more is None else more)
-        return [size.beside(states) for size in sizes]
+        return self._engine.states_with(most_rows(sizes) if more is None else more)
 
     def generate(
         self,

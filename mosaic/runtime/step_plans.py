@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from mosaic.errors import DoesNotFit
-from mosaic.models.step import StepSize
+from mosaic.models.state import State
+from mosaic.models.step import StepSize, rounded_states
 from mosaic.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
@@ -76,12 +77,19 @@ class StepPlans:
         except DoesNotFit:
             return self.exact(step, config, limit=False)
 
-    def fits(self, step: StepSize) -> bool:
-        """Whether `plan` finds one for a step, without making it: a lookup, where its rounded size was asked for before."""
-        if self._remembered(step.key, step.rounded):
+    def fits(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> bool:
+        """Whether `plan` finds one for every step, beside these rows of states, without making it.
+
+        A lookup, where steps of the same rounded sizes were asked for before.
+        """
+        taken = rounded_states(states)
+        return all(self._fits_beside(size, states, taken) for size in sizes)
+
+    def _fits_beside(self, size: StepSize, states: Mapping[State, int], taken: Hashable) -> bool:
+        if self._remembered((size.key, taken), lambda: size.beside(states).rounded()):
             return True
-        exact = (step.phase, *step.dims(self.asked.model.architecture).items())
-        return self._remembered(exact, lambda: step)
+        step = size.beside(states)
+        return self._remembered((step.phase, *step.dims(self.asked.model.architecture).items()), lambda: step)
 
     def _remembered(self, key: Hashable, step: Callable[[], StepSize]) -> bool:
         """The answer for a step, found once while the weights stay where they are."""
