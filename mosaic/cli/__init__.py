@@ -1,7 +1,7 @@
 """The `mosaic` command: one file per subcommand, results on stdout, errors one line on stderr.
 
-Exit codes: 0 fits, 3 a valid question whose answer is "does not fit", 2 usage,
-1 anything else.
+Exit codes: 0 done and fits, 3 a valid question whose answer is "does not fit", 2 usage,
+130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations
