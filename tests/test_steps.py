@@ -21,6 +21,7 @@ from mosaic.models.inputs import Input
 from mosaic.models.parts import GUIDED, KEPT, KV, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, WHOLE, Commit, CommitRule
 from mosaic.models.parts.cache import Whole
 from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.models.rotary import Rotary
 from mosaic.models.step import StepSize
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
@@ -239,6 +240,82 @@ def test_requests_of_one_step_share_what_a_step_has_once_and_nothing_else() -> N
                 with pytest.raises(UsageError, match=f"share their {name}, got"):
                     pack_step([request, other], LLADA)
             assert group_of(replace(request, threshold=9.0, quota=9), LLADA) == group_of(request, LLADA)
+
+
+@dataclass(frozen=True, slots=True)
+class Everything(Whole):
+    """Every form that a value of a token or of a sequence may have; the windows' own tokens last."""
+
+    def inputs(self, arch: Any) -> Sequence[Input]:
+        return (
+            Input(name="tensors", dtype="int64", per="token", value=lambda window: window.token_ids * 2),
+            Input(name="ranges", dtype="int32", per="token", value=lambda window: range(window.start, window.end)),
+            Input(
+                name="runs", dtype="int32", per="token",
+                value=lambda window: (range(7, 8), range(20, 19 + window.length)),
+            ),
+            Input(name="numbers", dtype="int16", per="token", value=lambda window: window.number),
+            Input(
+                name="mixed", dtype="int32", per="token",
+                value=lambda window: (range(window.length), 5, (range(3), range(window.length - 3)))[window.number % 3],
+            ),
+            Input(name="vectors", dtype="float32", per="sequence", width=2, value=lambda window: [window.start, 0.5]),
+        )  # fmt: skip
+
+
+def test_values_of_every_form_are_laid_one_after_another() -> None:
+    source = random.Random(3)
+    for count in (1, 2, 5):
+        lengths = [source.randint(3, 9) for _ in range(count)]
+        requests = [
+            StepRequest(
+                phase=Phase(cache=Everything()), token_ids=torch.arange(n) + 10 * n, start=3 * n,
+                rows=torch.tensor([n - 1]), current=torch.tensor([0]),
+            )
+            for n in lengths
+        ]  # fmt: skip
+        packed = pack_step(requests, LLADA)
+        found = {name: value.tensor() if isinstance(value, Numbers) else value for name, value in packed.inputs.items()}
+        assert packed.size.rows == count and not packed.size.states
+        mixed = [([*range(n)], [5] * n, [*range(3), *range(n - 3)])[i % 3] for i, n in enumerate(lengths)]
+        expected: dict[str, tuple[torch.dtype, list[Any]]] = {
+            "tensors": (torch.int64, [2 * (10 * n + i) for n in lengths for i in range(n)]),
+            "ranges": (torch.int32, [3 * n + i for n in lengths for i in range(n)]),
+            "runs": (torch.int32, [value for n in lengths for value in (7, *range(20, 19 + n))]),
+            "numbers": (torch.int16, [i for i, n in enumerate(lengths) for _ in range(n)]),
+            "mixed": (torch.int32, [value for part in mixed for value in part]),
+            "vectors": (torch.float32, [[3.0 * n, 0.5] for n in lengths]),
+            "rows": (torch.int64, [sum(lengths[: i + 1]) - 1 for i in range(count)]),
+        }
+        for name, (dtype, values) in expected.items():
+            assert (found[name].dtype, found[name].tolist()) == (dtype, values), name
+
+
+def test_frequencies_are_those_of_each_sequences_own_end() -> None:
+    rotary = Rotary(theta=100.0, dim=4, kind="dynamic", factor=2.0, original=8)
+    requests = [
+        StepRequest(phase=FULL_STEP, token_ids=torch.arange(n), rows=torch.tensor([0]), current=torch.tensor([0]))
+        for n in (5, 16)
+    ]
+    found = pack_step(requests, replace(LLADA, rotary=rotary)).inputs["frequencies"]
+    assert isinstance(found, Tensor) and found.dtype == torch.float32
+    bases = [100.0, 100.0 * (2.0 * 16 / 8 - 1) ** 2]  # dim / (dim - 2) = 2
+    assert found.tolist() == [pytest.approx([1.0, base**-0.5]) for base in bases]
+
+
+def test_requests_that_are_no_step_are_refused() -> None:
+    one = torch.tensor([0])
+    request = StepRequest(phase=FULL_STEP, token_ids=torch.arange(4), rows=one, current=one)
+    with pytest.raises(UsageError, match="at least one request"):
+        pack_step([], LLADA)
+    with pytest.raises(UsageError, match=r"at least one token, got windows of \[0\]"):
+        pack_step([request, replace(request, token_ids=one[:0])], LLADA)
+    for rows in ([-1], [4], [0, 9]):
+        with pytest.raises(UsageError, match=r"rows of a window of 4 tokens are in \[0, 4\), got"):
+            pack_step([replace(request, rows=torch.tensor(rows))], LLADA)
+    with pytest.raises(UsageError, match="decides at least one row"):
+        pack_step([replace(request, phase=Phase(commit=TOP), rows=one[:0], current=one[:0])], LLADA)
+    assert pack_step([replace(request, rows=one[:0], current=one[:0])], LLADA).size.rows == 1
 
 
 # --- parts of one's own -----------------------------------------------------------------------------------------------
