@@ -314,6 +314,29 @@ def pages_of(rows: list[int]) -> int:
     return len({byte // PAGE_BYTES for row in rows for byte in (row * ROW, row * ROW + ROW - 1)}) * PAGE_BYTES
 
 
+@pytest.mark.parametrize("debug", [None, "poison"])
+def test_rows_that_nobody_wrote_are_poisoned(debug: Any) -> None:
+    """A new owner's rows hold what the one before left there; under poison, whoever reads them unwritten gets NaN."""
+    with mosaic.compile(LLADA, host_budget=0, debug=debug) as model:
+        first, other = model.open_sequence(), model.open_sequence()
+        first.reserve(60)
+        other.reserve(40)
+        keep(model, first, 0)
+        keep(model, other, 1)
+        expected = look(model, other)
+        first.close()
+        second = model.open_sequence()
+        second.reserve(60)
+        assert second.runs() == [(0, 60)]
+        assert bool(torch.isnan(look(model, second)).any()) == (debug == "poison")
+        assert torch.equal(look(model, other), expected)
+        keep(model, second, 2)
+        assert torch.isfinite(look(model, second)).all()
+        second.drop(0, 10)
+        second.reserve(80)  # rows that were given back come again, for other positions
+        assert bool(torch.isnan(look(model, second)).any()) == (debug == "poison")
+
+
 def test_steps_that_fit_by_their_plans_run_whatever_ran_before() -> None:
     """At random sizes and beside sequences that come and go: resident bytes never exceed the budget, and a plan that fits
     runs; with room for all of them, sizes that were there before map nothing."""

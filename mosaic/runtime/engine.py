@@ -12,12 +12,14 @@ from torch import Tensor
 
 from mosaic.errors import UsageError
 from mosaic.models.state import State
-from mosaic.models.step import StepSize
+from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.opening import in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.packing import PackedStep
+from mosaic.runtime.poison import POISON
+from mosaic.runtime.spans import Span, joined, without
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.step_plans import Settings, StepPlans
@@ -98,6 +100,7 @@ class Engine:
         self.workspace = open_workspace(planner)
         self._turns = turns
         self._tables: dict[State, RowTable] = {}
+        self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
         self.handed_out = HandedOut()
         self._memory = StepMemory(self.workspace, self._tables.values(), self.handed_out.empty)
         self._bound: OrderedDict[Hashable, tuple[Plan, Executor]] = OrderedDict()
@@ -135,7 +138,8 @@ class Engine:
         if other is not None:
             raise UsageError(f"the state '{state.name}' is {other}, asked for {state}: give one of them another name.")
         if state not in self._tables:
-            self._tables[state] = RowTable(state.name, self._turns, drained=self.give_back)
+            taken = self._fresh.setdefault(state, []).extend if self.debug == "poison" else None
+            self._tables[state] = RowTable(state.name, self._turns, drained=self.give_back, taken=taken)
         return self._tables[state]
 
     @property
@@ -162,10 +166,21 @@ class Engine:
             If it needs more than the budget.
         """
         executor = self._executor(step.size, config)
+        self._poison_fresh_rows()
         executor.write(step.inputs)
         with self._threads.in_force():
             executor.run()
         return executor.outputs
+
+    def _poison_fresh_rows(self) -> None:
+        """Fill rows that were handed out since the last step: whoever reads them before they are written gets NaN."""
+        for state, spans in self._fresh.items():
+            table, size = self._tables[state], self._memory.row_bytes.get(self._tables[state].pool)
+            if size is None:
+                continue
+            for start, end in without(joined(spans), [*table.free, (table.rows, MAX_TOKENS)]):
+                self.workspace.view(table.pool, start * size, ((end - start) * size,), "uint8").fill_(POISON)
+            spans.clear()
 
     @property
     def executors(self) -> tuple[Executor, ...]:

@@ -19,7 +19,10 @@ from mosaic.runtime.regions import Region, Regions
 from mosaic.runtime.streams import MAIN
 from mosaic.runtime.views import Views
 
-__all__ = ["Fill", "Poison", "Times"]
+__all__ = ["POISON", "Fill", "Poison", "Times"]
+
+POISON: Final = 0xFF
+"""The byte that bytes of no dtype are filled with: NaN in every float dtype, -1 in integers."""
 
 _KEPT: Final = ("weight", "state", "external", "host")  # what a step leaves alone
 
@@ -81,7 +84,7 @@ class Poison:
         return Fill(view, _value(view.dtype), f"poison {record.name} at its {when}")
 
     def everything(self) -> Iterator[Fill]:
-        """Fill what no input occupies before the step; 0xFF is NaN in every float dtype and -1 in integers."""
+        """Fill what no input occupies before the step."""
         inputs = sorted(
             (record.offset, record.offset + record.size)
             for record in self._buffers
@@ -90,7 +93,7 @@ class Poison:
         position = 0
         for start, end in [*inputs, (self._peak_bytes, 0)]:
             if start > position:
-                yield Fill(self._views.at("workspace", position, (start - position,), "uint8"), 0xFF, "poison")
+                yield Fill(self._views.at("workspace", position, (start - position,), "uint8"), POISON, "poison")
             position = max(position, end)
 
     def _find_times(self) -> None:
@@ -134,4 +137,4 @@ def _value(dtype: torch.dtype) -> float | int | bool:
         return math.nan
     if dtype == torch.bool:
         return True
-    return 0xFF if dtype == torch.uint8 else torch.iinfo(dtype).min
+    return POISON if dtype == torch.uint8 else torch.iinfo(dtype).min

@@ -30,6 +30,8 @@ class RowTable:
         Held while rows change hands: a re-entrant lock, of whoever runs steps beside that.
     drained
         Called, in a turn, when the last row was given back.
+    taken
+        Called, in a turn, with the rows that are handed out.
 
     Examples
     --------
@@ -48,10 +50,11 @@ class RowTable:
         name: str,
         turns: AbstractContextManager[object] | None = None,
         drained: Callable[[], None] | None = None,
+        taken: Callable[[Spans], None] | None = None,
     ) -> None:
         self.name = name
         self.turns = turns if turns is not None else RLock()
-        self._drained = drained
+        self._drained, self._taken = drained, taken
         self._owned: list[OwnedRows] = []
         self._free: list[Span] = []
         self.rows = 0
@@ -100,6 +103,8 @@ class RowTable:
             self.rows += count
         if owned not in self._owned:
             self._owned.append(owned)
+        if self._taken is not None:
+            self._taken(found)
         return found
 
     def give(self, owned: OwnedRows, rows: Iterable[Span]) -> None:

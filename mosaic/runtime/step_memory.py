@@ -39,7 +39,8 @@ class StepMemory:
         self, workspace: Workspace, tables: Collection[RowTable], before_shrinking: Callable[[], None]
     ) -> None:
         self._workspace, self._tables, self._before_shrinking = workspace, tables, before_shrinking
-        self._row_bytes: dict[str, int] = {}
+        self.row_bytes: dict[str, int] = {}
+        """By pool, the bytes of a row of each state that plans have had; the same in all plans of a model."""
         self.exact = True
         """Whether the next commit gives back all that its plan does not need."""
         self._last: tuple[object, ...] = ()  # what the last commit was for, and what it left
@@ -83,7 +84,7 @@ class StepMemory:
             Leave the other pools to the next commit: somebody may still look at outputs.
         """
         sizes = {} if states_alone else {name: plan.pools.get(name, 0) for name in (WORKSPACE, HOST)}
-        sizes |= {table.pool: table.rows * self._row_bytes.get(table.pool, 0) for table in self._tables}
+        sizes |= {table.pool: table.rows * self.row_bytes.get(table.pool, 0) for table in self._tables}
         committed = self._workspace.committed_bytes()
         self._workspace.trim_all({name: sizes[name] for name in sizes if name in committed}, holes=self._holes())
         self.exact = states_alone
@@ -95,14 +96,14 @@ class StepMemory:
     def _learn(self, plan: Plan, pools: Mapping[str, int]) -> None:
         """Note the bytes of a row of each state that a plan has; they are the model's, the same in all plans."""
         for table in self._tables:
-            if table.pool in pools and table.pool not in self._row_bytes:
-                self._row_bytes[table.pool] = _row_bytes(plan.records, table.name)
+            if table.pool in pools and table.pool not in self.row_bytes:
+                self.row_bytes[table.pool] = _row_bytes(plan.records, table.name)
 
     def _holes(self) -> dict[str, Spans]:
         """Bytes of each state that nobody owns, before the last that somebody does."""
         found: dict[str, Spans] = {}
         for table in self._tables:
-            size = self._row_bytes.get(table.pool, 0)
+            size = self.row_bytes.get(table.pool, 0)
             found[table.pool] = [(start * size, end * size) for start, end in table.free]
         return found
 

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from mosaic.errors import WeightsChanged
 from mosaic.planner.plan_records import PlanRecords
+from mosaic.runtime.poison import POISON
 from mosaic.runtime.views import Views
 from mosaic.runtime.workspace import Workspace, torch_dtype
 
 __all__ = ["WeightGuard"]
-
-_POISON = 0xFF  # NaN in every float dtype, -1 in integers
 
 
 class WeightGuard:
@@ -55,7 +54,7 @@ class WeightGuard:
     def begin(self) -> None:
         """Poison the gaps and remember the weights as they are."""
         for gap in self._gaps.values():
-            gap.fill_(_POISON)
+            gap.fill_(POISON)
         self._before = self._sums()
 
     def end(self) -> None:
