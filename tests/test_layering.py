@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "mosaic"
-HEAVY = ("torch", "triton", "cuda", "numba", "ortools", "pulp", "matplotlib", "transformers")
+HEAVY = ("torch", "triton", "cuda", "numba", "ortools", "pulp", "matplotlib", "networkx", "transformers")
 
 # Each room and the rooms it may import; the command line may use all.
 ALLOWED = {
@@ -38,6 +38,7 @@ def run(code: str) -> str:
 @pytest.mark.parametrize(
     "module",
     [
+        "registrar.draw",
         "registrar.graph",
         "registrar.program",
         "models",

