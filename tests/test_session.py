@@ -3,89 +3,172 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
-from compiled_runner import CompiledRunner
-from reference_runner import random_tensors
 from test_decoding import CONFIGS, MASK, prompt_of
 
+import mosaic
 from mosaic import decoding, models
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission
+from mosaic.decoding.algorithms import largest_steps, shared_sizes
+from mosaic.decoding.config import resolve
 from mosaic.errors import DoesNotFit, UsageError
+from mosaic.models.step import most_rows
+from mosaic.planner.planner import Planner
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.workspace import Workspace
 
+_EXPERTS: dict[str, Any] = {**CONFIGS["sdar"], "num_experts": 4, "num_experts_per_tok": 2}
+del _EXPERTS["block_size"]
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    **CONFIGS,
+    "llada-moe": {**_EXPERTS, "model_type": "lladamoe", "expert_intermediate_size": 24},
+    "llada2": {
+        **_EXPERTS, "model_type": "llada2_moe", "block_size": 8, "moe_intermediate_size": 24, "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+_BIDIRECTIONAL: list[dict[str, Any]] = [
+    {"gen_length": 8, "block_length": 4, "steps": 4},
+    {"gen_length": 8, "block_length": 4, "steps": 4, "temperature": 0.6},
+    {"gen_length": 8, "block_length": 4, "steps": 4, "cfg_scale": 1.0},
+    {"gen_length": 12, "block_length": 4, "algorithm": "fast-dllm", "threshold": 0.4, "cache": "dual"},
+    {"gen_length": 8, "block_length": 4, "algorithm": "fast-dllm", "factor": 1.0, "cache": "prefix"},
+]
+_BY_BLOCKS: list[dict[str, Any]] = [
+    {"gen_length": 16, "threshold": 0.3},
+    {"gen_length": 16, "algorithm": "llada2.1", "threshold": 0.2, "edit_threshold": 0.1},
+]
 WAYS: Mapping[str, list[dict[str, Any]]] = {
-    "llada": [
-        {"gen_length": 8, "block_length": 4, "steps": 4},
-        {"gen_length": 8, "block_length": 4, "steps": 4, "temperature": 0.6},
-        {"gen_length": 8, "block_length": 4, "steps": 4, "cfg_scale": 1.0},
-        {"gen_length": 12, "block_length": 4, "algorithm": "fast-dllm", "threshold": 0.4, "cache": "dual"},
-        {"gen_length": 8, "block_length": 4, "algorithm": "fast-dllm", "factor": 1.0, "cache": "prefix"},
-    ],
+    "llada": _BIDIRECTIONAL,
+    "llada-moe": _BIDIRECTIONAL[1:4:2],
     "dream": [
         {"gen_length": 8, "steps": 4, "alg": "entropy"},
         {"gen_length": 8, "steps": 4, "alg": "maskgit_plus", "temperature": 0.7, "top_p": 0.9},
     ],
-    "sdar": [
-        {"gen_length": 16, "threshold": 0.3},
-        {"gen_length": 8, "remasking": "sequential", "temperature": 0.8},
-        {"gen_length": 16, "algorithm": "llada2.1", "threshold": 0.2, "edit_threshold": 0.1},
-    ],
+    "sdar": [*_BY_BLOCKS, {"gen_length": 8, "remasking": "sequential", "temperature": 0.8}],
+    "llada2": _BY_BLOCKS,
     "fast-dllm-v2": [{"gen_length": 16, "threshold": 0.4}, {"gen_length": 16, "threshold": 0.4, "cache": "dual"}],
 }
 LENGTHS = (3, 9, 22)
 
 
 class Family:
-    """A tiny random model of a family, and what its requests get alone."""
+    """A tiny random model of a family, its requests, and what they get alone.
 
-    def __init__(self, name: str, **options: Any) -> None:
-        self.runner = CompiledRunner(
-            CONFIGS[name], random_tensors(models.load(CONFIGS[name]).architecture, 3), **options
-        )
+    Parameters
+    ----------
+    room
+        Requests, the longest of them, that the budget holds at once; it is without limit, if not given.
+    spare_bytes
+        What the budget has beyond.
+    """
+
+    def __init__(self, name: str, *, room: int | None = None, spare_bytes: int = 0, **options: Any) -> None:
         self.submissions = [
             Submission(
                 prompt=prompt_of(n), config=GenerationConfig(seed=5, stop_at_eos=False, **way), request_id=number
             )
             for number, (n, way) in enumerate((n, way) for n in LENGTHS for way in WAYS[name])
         ]
+        self.budget = None if room is None else needed(name, self.submissions[-room:]) + spare_bytes
+        self.model = mosaic.compile(FAMILIES[name], budget=self.budget, host_budget=0, **options)
+        generator = torch.Generator().manual_seed(3)
+        for tensor, view in self.model.weights().items():
+            if not tensor.startswith("="):
+                norm = "norm" in tensor or "ln_f" in tensor
+                view.normal_(1.0 if norm else 0.0, 0.2 if norm else 3 * view.shape[-1] ** -0.5, generator=generator)
         self.alone = cache(self._alone)
 
     def _alone(self, kind: int) -> tuple[list[int], int]:
         asked = self.submissions[kind]
-        (found,) = decoding.generate(self.runner, [asked.prompt], asked.config, request_ids=[asked.request_id])
+        (found,) = decoding.generate(self.model, [asked.prompt], asked.config, request_ids=[asked.request_id])
         return found.token_ids.tolist(), found.steps
 
 
-@pytest.fixture(params=list(WAYS))
-def family(request: pytest.FixtureRequest) -> Iterator[Family]:
-    found = Family(request.param, debug="poison" if request.param == "sdar" else None)
-    yield found
-    found.runner.close()
+def needed(name: str, submissions: Sequence[Submission]) -> int:
+    """Bytes of the smallest budget that holds some requests together."""
+    planner = Planner(models.load(FAMILIES[name]), device="cpu", host_budget=0)
+    arch = planner.model.architecture
+    largest = [largest_steps(resolve(s.config, arch), arch, s.prompt.numel(), s.request_id) for s in submissions]
+    sizes = shared_sizes(largest)
+    return max(planner.needed(size.beside(most_rows(sizes))) for size in sizes)
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(125, marks=pytest.mark.soak)])
-def test_requests_that_come_and_go_get_what_they_get_alone(family: Family, count: int) -> None:
-    """Submitted, advanced and cancelled at random."""
-    rng, model = random.Random(11), family.runner.model
+class Watch:
+    """A thread that looks at a model's memory all the time.
+
+    Attributes
+    ----------
+    most_bytes
+        The most that was ever resident, weights included.
+    in_steps
+        How often it looked while a step ran.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace, self.most_bytes, self.in_steps = workspace, 0, 0
+        self._ended, self._running = Event(), False
+        self._thread = Thread(target=self._look)
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.0005):
+            running, changes = self._running, self.workspace.changes()
+            resident = sum(self.workspace.resident_bytes().values())
+            if self.workspace.changes() == changes:  # else memory went from one pool to another meanwhile
+                self.most_bytes = max(self.most_bytes, resident)
+                self.in_steps += running and self._running
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._running = True
+        yield
+        self._running = False
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(84, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", list(WAYS))
+def test_requests_that_come_and_go_get_what_they_get_alone(name: str, count: int) -> None:
+    """Submitted, advanced and cancelled at random, in memory for six of them, which is watched from outside."""
+    family = Family(name, room=6, debug="poison" if name == "sdar" else None)
+    rng, model = random.Random(11), family.model
     kinds: dict[LiveRequest, int] = {}
     cancelled: list[LiveRequest] = []
-    most = 0
-    with Session(family.runner) as session:
+    most = refused = 0
+    with Watch(model.workspace) as watch, Session(model) as session:
         while len(kinds) < count or session.live:
-            if len(kinds) < count and len(session.live) < 8 and rng.random() < 0.7:
+            if len(kinds) < count and rng.random() < 0.7:
                 chosen = [rng.randrange(len(family.submissions)) for _ in range(rng.randrange(1, 4))]
-                new = session.submit_all([family.submissions[kind] for kind in chosen])
-                kinds.update(zip(new, chosen, strict=True))
+                try:
+                    new = session.submit_all([family.submissions[kind] for kind in chosen])
+                    kinds.update(zip(new, chosen, strict=True))
+                except DoesNotFit:
+                    refused += 1
             if session.live and rng.random() < 0.05:
                 cancelled.append(rng.choice(session.live))
                 session.cancel(cancelled[-1])
-            most = max(most, len({step.request for step in session.advance(rng.randrange(1, 4))}))
-    assert most > 3
-    assert not model.state_rows
+            with watch.step():
+                most = max(most, len({step.request for step in session.advance(rng.randrange(1, 4))}))
+        assert not model.state_rows
+        model.trim()
+        assert not any(size for pool, size in model.workspace.committed_bytes().items() if pool.startswith("state/"))
+    assert most > 2 and watch.in_steps > 5
+    assert family.budget is not None and watch.most_bytes <= family.budget
+    assert refused or count < 20
     for request, kind in kinds.items():
         tokens, steps = family.alone(kind)
         assert request.generation is not None
@@ -96,57 +179,85 @@ def test_requests_that_come_and_go_get_what_they_get_alone(family: Family, count
             assert family.submissions[kind].config.algorithm == "llada2.1" or known == tokens[: len(known)]
         else:
             assert (request.generation.token_ids.tolist(), request.steps) == (tokens, steps)
+    model.close()
+    assert not any(model.workspace.committed_bytes().values())
 
 
-@pytest.mark.parametrize("spare_pages", [0, 3, 20])
-def test_what_is_admitted_always_fits(spare_pages: int) -> None:
-    """Under budgets in which few requests have room; memory is looked at from outside after every step."""
-    roomy = Family("sdar")
-    alone = roomy.runner.model.check(decoding.shapes(roomy.submissions[2].config, [9], roomy.runner.architecture))
-    roomy.runner.close()
-    budget = alone.total_bytes + spare_pages * 4096
-    family, rng = Family("sdar", budget=budget), random.Random(spare_pages)
-    model = family.runner.model
-    admitted, refused = 0, 0
-    with Session(family.runner) as session:
-        for _ in range(40):
-            asked = rng.choice(family.submissions)
-            try:
-                session.submit_all([asked])
-                admitted += 1
-            except DoesNotFit:
-                assert not session.admits(asked)
+def test_a_session_in_its_stride_maps_nothing() -> None:
+    """The same requests again and again, some of them always live: once the most has been needed, sizes alternate."""
+    family = Family("llada-moe")
+    changes, sizes = list[int](), set[int]()
+    with Session(family.model) as session:
+        for asked in 6 * family.submissions:
+            changes.append(family.model.workspace.changes())
+            session.submit_all([asked])
+            while len(session.live) > 3:
+                sizes |= {step.plan.pools["workspace"] for step in session.advance()}
+        warm = 4 * len(family.submissions)
+        assert changes[0] < changes[warm] == family.model.workspace.changes()
+        assert len(sizes) > 4
+    family.model.close()
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 40))])
+def test_what_is_admitted_always_fits_and_what_is_refused_has_no_plan(seed: int) -> None:
+    """Under tight budgets, beside steps of other sizes: whatever fits by plan runs, however much earlier steps needed."""
+    rng = random.Random(seed)
+    name = rng.choice(["llada", "sdar", "fast-dllm-v2"])
+    family = Family(name, room=rng.randrange(1, 3), spare_bytes=4096 * rng.choice((0, 3, 20)))
+    model, budget = family.model, family.budget
+    assert budget is not None
+    admitted, refused = list[LiveRequest](), 0
+    with Watch(model.workspace) as watch, Session(model) as session:
+        for _ in range(10):
+            for asked in rng.sample(family.submissions, 3):
+                if session.admits(asked):
+                    admitted.append(session.submit_all([asked])[0])
+                    continue
                 refused += 1
-            if session.live and rng.random() < 0.1:
+                with pytest.raises(DoesNotFit):  # says what its plans say
+                    session.submit_all([asked])
+            if rng.random() < 0.3 and session.live:
                 session.cancel(rng.choice(session.live))
-            session.advance(rng.randrange(4))
-            memory = model.memory()
-            assert sum(memory.committed.values()) <= budget
+            session.advance(rng.randrange(8))
+            if rng.random() < 0.4:
+                run_if_it_fits(model, rng.choice((3, 17, 40, 90)))
+            assert sum(model.memory().committed.values()) <= budget
         while session.advance():
             pass
-    family.runner.close()
-    assert admitted > 5
-    assert refused > 0 or spare_pages > 8
+    assert watch.most_bytes <= budget
+    assert all(request.generation is not None for request in admitted)
+    assert len(admitted) > 1 and refused > 0
+    model.close()
+
+
+def run_if_it_fits(model: CompiledModel, tokens: int) -> None:
+    """Run a step of the whole sequence, if there is a plan for it beside the rows that are taken."""
+    try:
+        model.plan(tokens, masked=tokens)
+    except DoesNotFit:
+        return
+    model(prompt_of(tokens), torch.arange(tokens))
 
 
 def test_groups_take_turns() -> None:
     """A request finishes although others, of another phase, keep coming."""
     family = Family("sdar")
-    with Session(family.runner) as session:
+    with Session(family.model) as session:
         first = session.submit(prompt_of(3), gen_length=16, threshold=0.3, stop_at_eos=False)
         turns = 0
         while first.generation is None:
             session.submit(prompt_of(22), gen_length=8, stop_at_eos=False)  # begins with a prefill
             session.advance()
             turns += 1
-            assert turns <= 2 * family.runner.architecture.block * 4
-    family.runner.close()
+            assert turns <= 2 * family.model.architecture.block * 4
+    family.model.close()
 
 
 def test_requests_that_cannot_be_are_refused_together_with_those_beside_them() -> None:
     family = Family("sdar")
-    model = family.runner.model
-    with Session(family.runner) as session:
+    model = family.model
+    with Session(model) as session:
         good = Submission(prompt=prompt_of(9), config=GenerationConfig(gen_length=8))
         bad = Submission(prompt=torch.tensor([1, MASK]), config=GenerationConfig(gen_length=8))
         with pytest.raises(UsageError, match="prompt 1 has the mask token"):
@@ -163,4 +274,4 @@ def test_requests_that_cannot_be_are_refused_together_with_those_beside_them() -
         assert session.advance() == []
     with pytest.raises(UsageError, match="session is closed"):
         session.submit(prompt_of(3))
-    family.runner.close()
+    family.model.close()
