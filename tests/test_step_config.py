@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,13 @@ from torch import Tensor
 
 import mosaic
 from mosaic.errors import DoesNotFit, UnknownName, UsageError
+from mosaic.models import load
 from mosaic.models.parts import Commit
 from mosaic.models.phase import Phase
+from mosaic.models.step import StepSize
+from mosaic.planner import Plan, Planner
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.step_plans import KEPT_PLANS
 from mosaic.runtime.steps import StepRequest
 
 LENGTH = 300
@@ -165,3 +170,56 @@ def test_a_step_beyond_the_models_context_is_warned_of_once(
     assert [r.message for r in caplog.records if "own context is 16" in r.message] == [
         f"{model.model.name}: a step over 17 positions, the model's own context is 16: what it predicts beyond is untrained"
     ]
+
+
+# --- plans that were made ------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A planner's `plan`, and the sizes that it was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[StepSize] = []
+        plan = Planner.plan
+
+        def counted(planner: Planner, step: StepSize, **options: Any) -> Plan:
+            self.asked.append(step)
+            return plan(planner, step, **options)
+
+        monkeypatch.setattr(Planner, "plan", counted)
+
+
+def test_a_size_is_planned_once_for_all_who_ask(model: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, size, (ids,) = Counted(monkeypatch), StepSize(windows=(301,), rows=130), sequences_of((301,), LLADA)
+    plan = model.check([size])
+    assert len(counted.asked) == 1
+    assert model.check([size, size]) is plan and model.check([replace(size, rows=129)]) is plan  # rows are rounded up
+    assert model(ids, masked=range(131)).plan is plan
+    assert len(counted.asked) == 1
+    configured = model(ids, masked=range(131), config={"attention": "heads", "heads": 1}).plan
+    assert configured is not plan and configured.config["attention"] == "heads" and len(counted.asked) == 2
+    assert model.check([replace(size, windows=(205, 104))]).dims["seqs"] == 2 and len(counted.asked) == 3
+
+
+def test_where_only_the_exact_size_fits_both_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = StepSize(windows=(3000,), rows=2900)
+    whole: dict[str, int | str | None] = {"head": "logits", "ffn": 128, "proj": 128}  # logits of all rows take the most
+    exact = Planner(load(LLADA), device="cpu").plan(size, config=whole).total_bytes
+    with mosaic.compile(LLADA, device="cpu", budget=exact, config=whole) as tight:
+        counted = Counted(monkeypatch)
+        plan = tight.check([size])
+        assert plan.dims["masked"] == 2900 and len(counted.asked) == 2
+        assert tight.check([size]) is plan and len(counted.asked) == 2
+        with pytest.raises(DoesNotFit, match="the budget is"):
+            tight.check([replace(size, windows=(8192,))])
+
+
+def test_plans_that_were_made_are_kept_to_a_number(model: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [StepSize(windows=(tokens,), rows=1) for tokens in range(3, 3 + KEPT_PLANS + 1)]
+    counted = Counted(monkeypatch)
+    model.check(sizes)
+    made = len(counted.asked)
+    model.check(sizes[1:])
+    assert len(counted.asked) == made
+    model.check(sizes[:1])
+    assert len(counted.asked) == made + 1

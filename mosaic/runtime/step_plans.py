@@ -19,6 +19,8 @@ __all__ = ["Settings", "StepPlans"]
 
 Settings: TypeAlias = Mapping[str, int | str | None]
 """A configuration: rows per chunk by knob (None: off), an option by choice."""
+KEPT_PLANS: Final = 32
+"""Plans that are kept for whoever asks for the same size again; the one that was asked for longest ago goes first."""
 KEPT_ANSWERS: Final = 8192
 """Sizes of which `StepPlans.fits` remembers the answer; the oldest go first."""
 
@@ -47,6 +49,7 @@ class StepPlans:
     def __init__(self, asked: Planner, config: Settings | None) -> None:
         self.asked = self.planner = asked
         self.config = config
+        self._plans: OrderedDict[Hashable, Plan | None] = OrderedDict()  # None: it does not fit
         self._answers: OrderedDict[Hashable, bool] = OrderedDict()
         if config is not None:
             asked.at(StepSize(windows=(1,), rows=1)).config(config)
@@ -56,7 +59,7 @@ class StepPlans:
         self.planner = self.asked.with_pinned({"stream": str(plan.config["stream"])})
 
     def plan(self, step: StepSize, config: Settings | None = None) -> Plan:
-        """Plan with rows and keys rounded up, to be used again; exactly, where only that fits.
+        """Plan with rows and keys rounded up, to be used again; exactly, where only that fits. Each size is planned once.
 
         For steps that run: the largest context, which would be solved for every number of masked rows, is not.
 
@@ -72,10 +75,22 @@ class StepPlans:
         UnknownName, UsageError
             If this kind of step does not have the settings.
         """
-        try:
-            return self.exact(step.rounded(), config, limit=False)
-        except DoesNotFit:
-            return self.exact(step, config, limit=False)
+        plan = self._made(step.rounded(), config) or self._made(step, config)
+        return self.exact(step, config, limit=False) if plan is None else plan  # which says what is missing
+
+    def _made(self, step: StepSize, config: Settings | None) -> Plan | None:
+        """The plan of a step if one fits, made once while the weights stay where they are."""
+        settings = None if config is None else frozenset((name, repr(value)) for name, value in config.items())
+        key = self.planner, step.kind, settings, *step.dims(self.asked.model.architecture).items()
+        if key not in self._plans:
+            try:
+                self._plans[key] = self.exact(step, config, limit=False)
+            except DoesNotFit:
+                self._plans[key] = None
+            while len(self._plans) > KEPT_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return self._plans[key]
 
     def fits(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> bool:
         """Whether `plan` finds one for every step, beside these rows of states, without making it.
