@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import ANY_COLUMNS, Device, Rates
-from mosaic.planner.template import Body, OpRecord
+from mosaic.planner.template import Body, BufferRecord, OpRecord
 from mosaic.planner.timeline import Timeline, overlapping_loops
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import find
@@ -167,6 +167,7 @@ class OpTimes:
         self._part_of = {
             kernel: _part(body, [c for c in self.classes if c.kernel == kernel], counts) for kernel in kernels
         }
+        self._launches_of = {kernel: _Launches(body, kernel) for kernel in self._ways}
         self._chosen: dict[tuple[int, ...], dict[str, str]] = {}
         number = {c: i for i, c in enumerate(self.classes)}
         self.class_of, self._loop_of = [number[key] for key in keys], loop_of
@@ -192,7 +193,7 @@ class OpTimes:
         for region in self.body.regions:
             point[self.columns[region.knob]] = point[self.body.variables.index(region.dim)]
         ways, part = self._ways[kernel], self._part_of[kernel]
-        launches = _launches(self.body, kernel, point)
+        launches = self._launches_of[kernel].at(point)
         serving = [way for way in ways.values() if way.serves is None or all(way.serves(*each) for each in launches)]
         rated = [way for way in serving if self._grids.known(way.rate or self._rates[kernel], way.name)]
         seconds = {
@@ -359,23 +360,37 @@ def _way(op: OpRecord) -> tuple[str, str]:
     return "", op.ways[0] if op.ways and op.rate == "attention" else ""
 
 
-def _launches(body: Body, kernel: str, values: Sequence[int]) -> list[tuple[dict[str, Spec], Mapping[str, Any]]]:
-    """Specs of the operands, and the attributes, of all launches of a kernel that differ in them."""
-    found: dict[Any, tuple[dict[str, Spec], Mapping[str, Any]]] = {}
-    powers: list[int] | None = None
-    for op in body.ops:
-        if op.kernel != kernel:
-            continue
-        buffers = {name: body.buffers[b] for name, b in op.operands.items() if name != "scratch"}
-        key = (*[(name, b.dtype, *b.shape) for name, b in buffers.items()], *op.attrs.items())
-        if key not in found:
-            powers = powers or _exact_monomials(body, values)
-            specs = {
-                name: Spec(tuple([_value(body, row, powers) for row in b.shape]), b.dtype)
-                for name, b in buffers.items()
-            }
-            found[key] = specs, op.attrs
-    return list(found.values())
+class _Launches:
+    """The launches of a kernel that differ in the specs of their operands or in their attributes."""
+
+    def __init__(self, body: Body, kernel: str) -> None:
+        forms: dict[Any, tuple[dict[str, BufferRecord], Mapping[str, Any]]] = {}
+        for op in body.ops:
+            if op.kernel == kernel:
+                buffers = {name: body.buffers[b] for name, b in op.operands.items() if name != "scratch"}
+                key = (*[(name, b.dtype, *b.shape) for name, b in buffers.items()], *op.attrs.items())
+                forms.setdefault(key, (buffers, op.attrs))
+        self._forms, used = (
+            list(forms.values()),
+            {row for found, _ in forms.values() for b in found.values() for row in b.shape},
+        )
+        self._body = body
+        self._terms = {
+            row: ([(i, c) for i, c in enumerate(body.coefficients[row].tolist()) if c], int(body.denominators[row]))
+            for row in used
+        }
+
+    def at(self, values: Sequence[int]) -> list[tuple[dict[str, Spec], Mapping[str, Any]]]:
+        """Specs and attributes of each, at values of the body's variables."""
+        powers = _exact_monomials(self._body, values)
+        sizes = {
+            row: int(sum(c * powers[i] for i, c in terms)) // denominator
+            for row, (terms, denominator) in self._terms.items()
+        }
+        return [
+            ({name: Spec(tuple([sizes[row] for row in b.shape]), b.dtype) for name, b in buffers.items()}, attrs)
+            for buffers, attrs in self._forms
+        ]
 
 
 def _keep(results: dict[_Key, _Value], key: _Key, value: _Value) -> None:
