@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,23 +43,22 @@ def planned(plans: StepPlans, size: StepSize) -> bool:
     )
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("family", list(WAYS))
-def test_what_fits_without_a_plan_is_what_fits_by_plan(family: str, streams: bool) -> None:
+SOAKED = [pytest.param(family, streams, 11, marks=pytest.mark.soak) for family in WAYS for streams in (False, True)]
+
+
+@pytest.mark.parametrize(("family", "streams", "rounds"), [("llada", False, 3), ("sdar", True, 3), *SOAKED])
+def test_what_fits_without_a_plan_is_what_fits_by_plan(family: str, streams: bool, rounds: int) -> None:
     """Also where it was asked before, of smaller and larger steps, beside other rows."""
     rng, answers = random.Random(f"{family} {streams}"), []
     roomy = Planner(models.load(CONFIGS[family]), device="cpu", host_budget="1GiB" if streams else 0)
-    for _ in range(5):
+    for _ in range(rounds):
         middle, states = rng.choice(asked(family, rng))
         needed = roomy.needed(middle.beside(states))
         plans = StepPlans(roomy.with_budgets(budget=needed + rng.randrange(-2, 4) * PAGE), None)
         if rng.random() < 0.7:
             plans.settle_on(roomy.plan(StepSize(windows=(1,), rows=1), limit=False))
-        near = [
-            (middle, states),
-            *asked(family, rng),
-            (replace(middle, rows=max(middle.rows - 1, min(middle.rows, 1))), states),
-        ]
+        beside_more = {state: rows + rng.randrange(1, 400) for state, rows in states.items()}
+        near = [(middle, states), *asked(family, rng), (middle, beside_more), (middle, middle.states)]
         for size, beside in [*near, *rng.sample(near, 2)]:
             answers.append(planned(plans, size.beside(beside)))
             assert plans.fits([size], beside) == answers[-1], size
