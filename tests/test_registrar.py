@@ -611,6 +611,56 @@ def test_a_stream_before_any_main_op_needs_no_fork() -> None:
     validate(g)
 
 
+UPDATE = Operator(name="update", reads=("x",), updates=("x",))
+
+
+@pytest.mark.parametrize("race", ["a read of its result", "an update of what it reads", "another stream"])
+def test_what_a_side_op_touches_is_left_alone_until_it_is_waited_for(race: str) -> None:
+    """Each names the op that comes too early; after the wait it is in order."""
+    for waited in (False, True):
+        g, _, x = start()
+        y = g.add_op(COPY, x, name="y")
+        with g.stream("s"):
+            side = g.add_op(COPY, y, name="side")
+        if waited:
+            g.wait("s")
+            g.add_op(LOOK, x, name="join")
+        if race == "a read of its result":
+            g.add_op(LOOK, side, name="early")
+        elif race == "an update of what it reads":
+            g.add_op(UPDATE, y, name="early")
+        else:
+            with g.stream("t"):
+                g.add_op(COPY, side, name="early")
+            g.wait("t")
+        g.wait("s")
+        g.add_op(LOOK, x, name="end")
+        if waited:
+            validate(g)
+            continue
+        with pytest.raises(GraphError, match=r"early \(.*touches (side|y): .* while side \(.*on stream 's'; wait"):
+            validate(g)
+
+
+@pytest.mark.parametrize(
+    "edge", [("wait", 2, 1), ("fork", 3, 2), ("wait", 2, 77), ("fork", -1, 2), ("wait", 1, 3), ("fork", 2, 3)]
+)
+def test_edges_lead_forward_between_main_and_a_side_stream(edge: tuple[Any, int, int]) -> None:
+    """No graph that is read from a file has a cycle."""
+    g, _, x = start()
+    for _ in range(2):
+        g.add_op(COPY, x)
+    with g.stream("s"):
+        g.add_op(COPY, x)
+    g.wait("s")
+    g.add_op(COPY, x)
+    plain = json.loads(to_json(g))
+    validate(from_json(json.dumps(plain)))
+    plain["edges"].append(edge)
+    with pytest.raises(GraphError, match=rf"edge '{edge[0]}' from op {edge[1]} to op {edge[2]}"):
+        validate(from_json(json.dumps(plain)))
+
+
 # -- programs ------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
     """
     if not graph.ops:
         raise GraphError(f"graph '{graph.name}' has no ops")
+    _edges_lead_forward(graph)
     _reads_follow_writes(graph)
     _aliases_are_legal(graph)
     _streams_are_closed(graph)
@@ -269,6 +270,18 @@ def _certainly_at_most(low: Dim, high: Dim) -> bool:
 # Streams: what runs beside the main stream is joined, inside the loop it runs in.
 
 
+def _edges_lead_forward(graph: Graph) -> None:
+    """A fork leads from a main op to a later side op, a wait from a side op to a later main op; so there is no cycle."""
+    for edge in graph.edges:
+        forward = 0 <= edge.source < edge.target < len(graph.ops)
+        main = [graph.ops[index].stream == MAIN for index in (edge.source, edge.target)] if forward else []
+        if main != [edge.kind == "fork", edge.kind == "wait"]:
+            raise GraphError(
+                f"graph '{graph.name}': the edge '{edge.kind}' from op {edge.source} to op {edge.target} must lead to a later "
+                f"op, {'from main to a side stream' if edge.kind == 'fork' else 'from a side stream to main'}"
+            )
+
+
 def _streams_are_closed(graph: Graph) -> None:
     if graph.open_waits:
         raise GraphError(f"graph '{graph.name}': wait() with no op after it; side streams join at a main op")
@@ -276,6 +289,26 @@ def _streams_are_closed(graph: Graph) -> None:
     for op in graph.ops:
         if op.stream != MAIN and not (op.region is not None and _rotates(op, op.region)):
             _is_forked_and_joined(order, op)
+        if op.stream != MAIN:
+            _is_left_alone(graph, order, op)
+
+
+def _is_left_alone(graph: Graph, order: _Order, side: Op) -> None:
+    """What a side op touches, no later op of another stream does before it is waited for, where one of the two writes.
+
+    Earlier main ops have ended: a stream is forked after the last of them.
+    """
+    join, end = order.join(side), len(graph.ops) if side.region is None else side.region.end
+    touched, written = {b.id for b in (*side.reads, *side.writes)}, {b.id for b in side.writes}
+    for op in graph.ops[side.index + 1 : end if join is None else min(join, end)]:
+        if op.stream == side.stream:
+            continue
+        for buffer in (*op.writes, *op.reads):
+            if buffer.id in (touched if buffer in op.writes else written):
+                raise GraphError(
+                    f"{op.name} ({op.source}): touches {buffer} while {side.name} ({side.source}) may be at it on stream "
+                    f"'{side.stream}'; wait for the stream first"
+                )
 
 
 def _rotates(op: Op, region: Region) -> bool:
