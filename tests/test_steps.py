@@ -20,6 +20,7 @@ from mosaic.models import load
 from mosaic.models.inputs import Input
 from mosaic.models.parts import GUIDED, KEPT, KV, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, WHOLE, Commit, CommitRule
 from mosaic.models.parts.cache import Whole
+from mosaic.models.parts.part import Part, ResultPer
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.rotary import Rotary
 from mosaic.models.step import StepSize
@@ -319,6 +320,41 @@ def test_requests_that_are_no_step_are_refused() -> None:
 
 
 # --- parts of one's own -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Echo(Part):
+    """Give back what a step was told: of each token, and of each sequence."""
+
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        return {"echo": "token", "limit": "sequence"}
+
+    def finish(self, step: Any) -> None:
+        g = step.g
+        g.add_op("copy", step.inputs["positions"], out=g.output("echo", (g.dim("tokens"),), "int32"), name="echo")
+        g.add_op("copy", step.inputs["threshold"], out=g.output("limit", (g.dim("seqs"),), "float32"), name="limits")
+
+
+def test_results_of_a_part_of_ones_own_go_back_to_their_requests() -> None:
+    phase, plain = Phase(commit=TOP, others=(Echo(),)), Phase(commit=TOP)
+    assert [*phase.results] == ["echo", "limit", *plain.results] and not FULL_STEP.results
+    with mosaic.compile(TINY, debug="poison") as model:
+        for lengths in ((7,), (9, 3, 30)):
+            requests = [
+                StepRequest(
+                    phase=phase, token_ids=torch.arange(n), start=2 * n, rows=torch.arange(n - 2),
+                    current=torch.full((n - 2,), 63), quota=1, threshold=n / 2,
+                )
+                for n in lengths
+            ]  # fmt: skip
+            others = model.step([replace(request, phase=plain) for request in requests])
+            for request, result, other in zip(requests, model.step(requests), others, strict=True):
+                n = request.token_ids.numel()
+                assert result.values["echo"].tolist() == [*range(2 * n, 3 * n)]
+                assert result.values["limit"].tolist() == [n / 2] and not other.values
+                assert result.committed.dtype == torch.bool and torch.equal(result.chosen, other.chosen)
+                assert len(result.token) == n - 2 and int(result.committed.sum()) == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +11,7 @@ from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
 from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Guidance, Head, Part, ReturnedLogits
 from mosaic.models.parts.heads import NOISE
+from mosaic.models.parts.part import ResultPer
 from mosaic.models.parts.windows import WINDOWS
 from mosaic.models.state import State
 
@@ -122,6 +123,11 @@ class Phase:
         """The inputs of all parts, the rows that are unembedded, of copies too, and their random keys."""
         return _inputs(self, arch)
 
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        """The outputs that go back to requests, of all parts, and what one value belongs to."""
+        return _results(self)
+
     def windows(self, request: Any) -> list[Any]:
         """The tokens of a request's window, int64 [T], and of its copy."""
         return [request.token_ids, *([] if self.guidance is None else [self.guidance.copy_of(request)])]
@@ -142,6 +148,12 @@ def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
     ]
     own = [entry for part in phase.parts for entry in part.inputs(arch)]
     return (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
+
+
+@lru_cache(maxsize=256)
+def _results(phase: Phase) -> Mapping[str, ResultPer]:
+    """What `Phase.results` gives: every step asks."""
+    return {name: per for part in phase.parts for name, per in part.results.items()}
 
 
 def before(request: Any) -> Any:

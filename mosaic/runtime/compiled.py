@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError, UsageError
 from mosaic.models.parts import KV, LOGITS
+from mosaic.models.parts.part import ResultPer
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.state import State, rows_by_name
 from mosaic.models.step import StepSize, most_rows
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
-DECIDED: Final = ("token", "score", "committed", "chosen")
-"""Outputs of a phase with a commit rule."""
+_NOTHING: Final = {
+    "token": torch.empty(0, dtype=torch.int64), "score": torch.empty(0), "committed": torch.empty(0, dtype=torch.bool),
+    "chosen": torch.empty(0, dtype=torch.int64),
+}  # fmt: skip
+"""The outcome of a phase without a commit rule."""
 _log = logging.getLogger(__name__)
 
 
@@ -281,21 +285,22 @@ class CompiledModel(ClosesOnExit):
         self, found: Mapping[str, Tensor], requests: Sequence[StepRequest], started: float
     ) -> list[StepResult]:
         """Copy the outcome to the host, in one go, and cut it up."""
-        if requests[0].phase.commit is not None:
-            bounds = [0, *accumulate(request.rows.numel() for request in requests)]
-            outputs = self._to_host.fetch([found[name] for name in DECIDED])
-        else:  # nothing is decided
-            bounds = [0] * (len(requests) + 1)
-            outputs = [torch.empty(0, dtype=kind) for kind in (torch.int64, torch.float32, torch.bool, torch.int64)]
+        declared = requests[0].phase.results
+        outputs = self._to_host.fetch([found[name] for name in declared]) if declared else []
         seconds = perf_counter() - started
-        token, score, committed, chosen = outputs
-        return [
-            StepResult(
-                token=token[start:end].clone(), score=score[start:end].clone(), committed=committed[start:end].bool(),
-                chosen=chosen[start:end].clone(), plan=self._engine.current, seconds=seconds,
+        bounds = {per: [0, *accumulate(_count(request, per) for request in requests)] for per in {*declared.values()}}
+        results = []
+        for number in range(len(requests)):
+            mine = dict(_NOTHING)
+            for (name, per), output in zip(declared.items(), outputs, strict=True):
+                start, end = bounds[per][number : number + 2]
+                mine[name] = output[start:end].clone()
+            decided = {name: mine.pop(name) for name in ("token", "score", "chosen")}
+            committed = mine.pop("committed").bool()
+            results.append(
+                StepResult(**decided, committed=committed, plan=self._engine.current, seconds=seconds, values=mine)
             )
-            for start, end in pairwise(bounds)
-        ]  # fmt: skip
+        return results
 
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
         """Plan steps of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
@@ -400,3 +405,10 @@ class CompiledModel(ClosesOnExit):
             if not self._engine.is_open:
                 raise RuntimeMemoryError("the model is closed: compile it again.")
             yield
+
+
+def _count(request: StepRequest, per: ResultPer) -> int:
+    """How many values of a result a request has."""
+    if per == "row":
+        return request.rows.numel()
+    return request.token_ids.numel() if per == "token" else len(request.lengths) or 1

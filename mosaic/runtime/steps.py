@@ -115,6 +115,8 @@ class StepResult:
         The plan that was in force.
     seconds
         The step's wall-clock time.
+    values
+        By name, what other parts of the phase declare as results (`mosaic.models.parts.part.Part.results`).
     """
 
     token: Tensor
@@ -123,6 +125,7 @@ class StepResult:
     chosen: Tensor
     plan: Plan = field(repr=False)
     seconds: float
+    values: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class StepRunner(Protocol):

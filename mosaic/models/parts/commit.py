@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName
 from mosaic.models.inputs import Input
-from mosaic.models.parts.part import Part
+from mosaic.models.parts.part import Part, ResultPer
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -25,6 +25,11 @@ class CommitRule(Part):
     """Decides which rows are committed: it declares the outputs score float32, chosen int64 and committed uint8, [M] each."""
 
     __slots__ = ()
+
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        """The head's token of each row, and what the rule makes of it."""
+        return {"token": "row", "score": "row", "committed": "row", "chosen": "row"}
 
     def register(self, end: Ending, token: Buffer, figures: Mapping[str, Buffer]) -> None:
         """Register the rule for the tokens of the head and its figures."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mosaic.models.inputs import Input
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.models.transformer import StepGraph
 
-__all__ = ["Part"]
+__all__ = ["Part", "ResultPer"]
+
+ResultPer: TypeAlias = Literal["token", "row", "sequence"]
+"""What one value of an output belongs to. Values of one request are next to each other, in its own order."""
 
 
 class Part:
@@ -34,6 +37,11 @@ class Part:
 
     def finish(self, step: StepGraph) -> None:
         """Register what the part does after the last layer, before rows are unembedded: `step.hidden` is whole then."""
+
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        """The graph's outputs that go back to requests, by name, and what one value belongs to."""
+        return {}
 
     def check(self, request: Any, arch: Architecture) -> None:
         """Raise a `UsageError` where a request lacks what the part needs."""
