@@ -258,7 +258,7 @@ DEVICES: Final[Mapping[str, Device]] = {
 
 
 def load_device(name: Device | str | Path | None = None) -> Device:
-    """A built-in profile by name, a profile file (`my-card.toml`), or a profile as it is; `DEFAULT_DEVICE` if not given.
+    """Return a built-in profile by name, a profile file (`my-card.toml`), or a profile as it is; `DEFAULT_DEVICE` if not given.
 
     Raises
     ------

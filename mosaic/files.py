@@ -60,7 +60,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 
 def is_replaceable(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a regular file or could become one; a pipe, a device or an open descriptor is neither."""
+    """Return whether a path is a regular file or could become one; a pipe, a device or an open descriptor is neither."""
     target = Path(path)
     return _descriptor(path) is None and (target.is_file() or target.is_dir() or not target.exists())
 

@@ -60,7 +60,7 @@ class Linear(nn.Module):
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """(-x2, x1) of the two halves of the last axis."""
+    """Return (-x2, x1) of the two halves of the last axis."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
@@ -176,7 +176,7 @@ class MixtureOfExperts(nn.Module):
         return mixed.view(x.shape)
 
     def routed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and numbers of each row's experts."""
+        """Return the weights and numbers of each row's experts."""
         arch = self.arch
         if arch.router_scoring == "sigmoid":
             scores = F.linear(rows.float(), self.router.weight.float()).sigmoid()
@@ -196,7 +196,7 @@ class MixtureOfExperts(nn.Module):
         return weights * arch.router_scale if arch.router_scale != 1.0 else weights, chosen
 
     def looped(self, rows: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """One expert after the other."""
+        """Run one expert after the other."""
         result = torch.zeros_like(rows)
         hits = F.one_hot(chosen, self.arch.experts).permute(2, 1, 0)
         for expert in range(self.arch.experts):
@@ -242,7 +242,7 @@ class Layer(nn.Module):
             self.ffn = FeedForward((gate, up, down), arch.hidden, arch.ffn, weights)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """One block."""
+        """Run one block."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         y: Tensor = x + self.ffn(self.ffn_norm(x))
         return y
@@ -297,7 +297,7 @@ class Transformer(nn.Module):
         self.tensors: Mapping[str, Tensor] = weights.tensors
 
     def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [S, R] of the R dims of a head that turn, computed in float32 and scaled as the model asks."""
+        """Return cosines and sines [S, R] of the R dims of a head that turn, in float32 and scaled as the model asks."""
         device, scale = self.embedding.device, self.arch.rotary_scale
         inv_freq = inverse_frequencies(self.arch.rotary, tokens).to(device)
         angles = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), inv_freq)
@@ -306,14 +306,14 @@ class Transformer(nn.Module):
         return (angles.cos() * scale).to(kept), (angles.sin() * scale).to(kept)
 
     def mask(self, tokens: int) -> Tensor | None:
-        """Which keys a query sees [S, S], None where all: those of its block and of the blocks before."""
+        """Return which keys a query sees [S, S], None where all: those of its block and of the blocks before."""
         if not self.arch.block:
             return None
         number = torch.arange(tokens, device=self.embedding.device) // self.arch.block
         return number[:, None] >= number[None, :]
 
     def logits(self, token_ids: Tensor) -> Tensor:
-        """Logits [1, S, V] of every row, before any shift."""
+        """Return logits [1, S, V] of every row, before any shift."""
         x = F.embedding(token_ids, self.embedding)
         cos, sin = self.angles(token_ids.shape[1])
         mask = self.mask(token_ids.shape[1])

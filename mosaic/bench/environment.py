@@ -60,7 +60,7 @@ def _git(tree: Path, *arguments: str) -> str:
 
 
 def idle_device_bytes() -> int | None:
-    """Bytes in use on the first card before anything of ours runs, as nvidia-smi says; None without it."""
+    """Return the bytes in use on the first card before anything of ours runs, as nvidia-smi says; None without it."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     try:
         printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout

@@ -91,7 +91,7 @@ class Floor:
         )
 
     def measured(self, key: tuple[Any, ...], measure: Callable[[], float]) -> float:
-        """The rate of a shape, measured when it is first asked for."""
+        """Return the rate of a shape, measured when it is first asked for."""
         if key not in self._rates:
             self._rates[key] = measure()
         return self._rates[key]

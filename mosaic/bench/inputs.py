@@ -25,7 +25,7 @@ class Inputs:
 
 
 def masked_rows(tokens: int, mask_ratio: float) -> int:
-    """How many rows a share of the tokens is, rounded up as `Request` does.
+    """Return how many rows a share of the tokens is, rounded up as `Request` does.
 
     >>> masked_rows(1024, 0.1)
     103

@@ -120,7 +120,7 @@ class PlainModel:
         return x, seen
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [T, V] of all rows of hidden states [1, T, D]; shifted models' are copied a row down."""
+        """Return logits [T, V] of all rows of hidden states [1, T, D]; shifted models' are copied a row down."""
         self.tally.rows += hidden.shape[1]
         logits: Tensor = self.network.head(self.network.norm(hidden))[0]
         return torch.cat([logits[:1], logits[:-1]]) if self.network.arch.shifted else logits
@@ -180,7 +180,7 @@ def _canvas(model: PlainModel, prompt: Tensor, length: int) -> tuple[Tensor, Ten
 
 
 def llada(model: PlainModel, prompt: Tensor, config: GenerationConfig) -> Tensor:
-    """LLaDA: low-confidence remasking over the whole canvas, with guidance where it is asked for."""
+    """Decode as LLaDA: low-confidence remasking over the whole canvas, with guidance where it is asked for."""
     block, length = config.block_length or 0, prompt.numel() + config.gen_length
     ids, open_ = _canvas(model, prompt, length)
     hidden = ids.clone()
@@ -207,7 +207,7 @@ def llada(model: PlainModel, prompt: Tensor, config: GenerationConfig) -> Tensor
 
 
 def fast_dllm(model: PlainModel, prompt: Tensor, config: GenerationConfig) -> Tensor:
-    """Fast-dLLM on LLaDA: all rows over the threshold at once; no cache, or the block's first pass as one."""
+    """Decode as Fast-dLLM on LLaDA: all rows over the threshold at once; no cache, or the block's first pass as one."""
     block, length = config.block_length or 0, prompt.numel() + config.gen_length
     ids, open_ = _canvas(model, prompt, length)
     for start in range(prompt.numel(), length, block):
@@ -234,7 +234,7 @@ def fast_dllm(model: PlainModel, prompt: Tensor, config: GenerationConfig) -> Te
 
 
 def sdar(model: PlainModel, prompt: Tensor, config: GenerationConfig) -> Tensor:
-    """SDAR: block after block over a cache of exact keys, by confidence; one more pass stores a finished block."""
+    """Decode as SDAR: block after block over a cache of exact keys, by confidence; one more pass stores a finished block."""
     block, (prefix, length) = config.block_length or 0, whole_blocks(config, prompt.numel())
     ids, open_ = _canvas(model, prompt, length)
     cache: Cache | None = None

@@ -29,7 +29,7 @@ def synchronise(cuda: bool) -> None:
 
 
 def timed(step: Callable[[], object], repeats: int, *, cuda: bool) -> list[float]:
-    """Seconds of each of up to `repeats` calls by the synchronised wall clock; a long step is called less often."""
+    """Return the seconds of each of up to `repeats` calls by the synchronised wall clock; a long step is called less often."""
     seconds: list[float] = []
     for _ in range(repeats):
         synchronise(cuda)
@@ -43,8 +43,10 @@ def timed(step: Callable[[], object], repeats: int, *, cuda: bool) -> list[float
 
 
 def sustained(call: Callable[[], object], *, cuda: bool, least_s: float = 0.1) -> float:
-    """Mean seconds of a call that is repeated without a pause for at least `least_s`: a burst would be faster than a card
-    can go on, and a wait after every call would count the launch."""
+    """Return the mean seconds of a call that is repeated without a pause for at least `least_s`.
+
+    A burst would be faster than a card can go on, and a wait after every call would count the launch.
+    """
     call()
     synchronise(cuda)
     count = 1
@@ -60,7 +62,7 @@ def sustained(call: Callable[[], object], *, cuda: bool, least_s: float = 0.1) -
 
 
 def driver_bytes(cuda: bool) -> int | None:
-    """Bytes in use on the card by the driver's own counter: context, modules, libraries and everybody's memory."""
+    """Return the bytes in use on the card by the driver's own counter: context, modules, libraries and everybody's memory."""
     if not cuda:
         return None
     torch.cuda.synchronize()
@@ -69,7 +71,7 @@ def driver_bytes(cuda: bool) -> int | None:
 
 
 def card(cuda: bool) -> str:
-    """The card's name."""
+    """Return the card's name."""
     return torch.cuda.get_device_name() if cuda else "cpu"
 
 
@@ -89,7 +91,7 @@ def profiled(step: Callable[[], object], *, cuda: bool) -> dict[str, Any]:
 
 
 def alive_over_time(trace: Mapping[str, Any], *, cuda: bool) -> Alive | None:
-    """Peak and time-weighted average of the bytes that a step's allocations held.
+    """Return the peak and time-weighted average of the bytes that a step's allocations held.
 
     The allocator's events carry the host's time, while the host runs ahead of the card: on CUDA each event is placed at
     the end of the work that had been launched before it, which is when stream order makes the memory available.

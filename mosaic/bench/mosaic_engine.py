@@ -47,7 +47,7 @@ class MosaicEngine:
         self._plans: list[tuple[Inputs, PlanRecords]] = []
 
     def describe(self) -> dict[str, Any]:
-        """What is true of every point."""
+        """Return what is true of every point."""
         return {
             "weights_bytes": self.compiled.memory().planned["weights"],
             "budget_bytes": self.compiled.memory().budget_bytes,
@@ -59,17 +59,17 @@ class MosaicEngine:
         self._inputs = inputs
 
     def settle(self) -> None:
-        """Nothing to do: the pages are the plan's."""
+        """Do nothing: the pages are the plan's."""
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """One step: token and confidence of the masked positions."""
+        """Run one step; return token and confidence of the masked positions."""
         assert self._inputs is not None
         with self.compiled.exclusive():  # views, though a meter's thread may be running
             found = self.compiled(self._inputs.token_ids)
         return found.token_ids, found.confidence
 
     def facts(self, step_s: float) -> dict[str, Any]:
-        """Predicted, planned and measured, after the counted steps."""
+        """Return what was predicted, planned and measured, after the counted steps."""
         assert self._inputs is not None
         plan = self.compiled.plan(self._inputs.tokens, masked=self._inputs.masked)
         memory = self.compiled.memory()
@@ -97,12 +97,12 @@ class MosaicEngine:
         return facts
 
     def floors(self) -> Iterator[dict[str, Any]]:
-        """The floor of every point measured, after all of them: its operands are no memory of ours."""
+        """Yield the floor of every point measured, after all of them: its operands are no memory of ours."""
         for inputs, records in self._plans:
             yield {"tokens": inputs.tokens, "mask_ratio": inputs.mask_ratio, **self._floor.of(records)}
 
     def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
-        """The planner's largest context: what it says, it runs."""
+        """Return the planner's largest context: what it says, it runs."""
         planner = Planner(
             self.model,
             device=self.profile,
@@ -113,7 +113,7 @@ class MosaicEngine:
         return {"max_tokens": planner.max_context(request), "note": "the planner's"}
 
     def warm(self) -> None:
-        """Nothing to load ahead: the first call of every point warms it."""
+        """Do nothing: the first call of every point warms it."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -123,7 +123,7 @@ class MosaicEngine:
 def fixed_part(
     driver_bytes: int | None, committed: Mapping[str, int], components: Mapping[str, int]
 ) -> dict[str, int | None]:
-    """What the card shows beyond our pages (context, modules, libraries), and the bound that the plan declared for it."""
+    """Return what the card shows beyond our pages (context, modules, libraries), and the bound that the plan declared."""
     pages = sum(size for name, size in committed.items() if name != "host")
     return {
         "fixed_bytes": None if driver_bytes is None else driver_bytes - pages,

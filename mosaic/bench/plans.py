@@ -18,7 +18,7 @@ __all__ = ["alive_by_plan", "launch_shapes", "op_seconds", "weight_slots"]
 
 
 def launch_shapes(records: PlanRecords, op: PlanOp) -> dict[str, tuple[int, ...]]:
-    """Shapes of an op's operands in one full iteration of the loops around it, by operand."""
+    """Return the shapes of an op's operands in one full iteration of the loops around it, by operand."""
     rows = {region.name: region.rows for region in records.regions}
     shapes = {name: list(records.buffers[buffer].shape) for name, buffer in op.operands.items()}
     for operand, axis, region, factor in op.slices:
@@ -27,7 +27,7 @@ def launch_shapes(records: PlanRecords, op: PlanOp) -> dict[str, tuple[int, ...]
 
 
 def weight_slots(records: PlanRecords) -> set[int]:
-    """The buffers into which weights are fetched from the host: weights, not activations."""
+    """Return the buffers into which weights are fetched from the host: weights, not activations."""
     buffers = records.buffers
     return {
         op.operands["y"]
@@ -41,7 +41,7 @@ def _is_host_weight(buffer: PlanBuffer) -> bool:
 
 
 def op_seconds(records: PlanRecords, device: Device) -> list[float]:
-    """Predicted seconds of every op, all iterations together and each as long as a full one, but for launches.
+    """Return the predicted seconds of every op, all iterations together and each as long as a full one, but for launches.
 
     Ops of side streams take none: they run beside the others.
     """
@@ -66,7 +66,7 @@ def _dtype(records: PlanRecords, op: PlanOp, operand: str) -> str:
 
 
 def alive_by_plan(records: PlanRecords, device: Device) -> tuple[int, float]:
-    """Peak of the activations a plan holds, and their average weighted by the predicted time of every op.
+    """Return the peak of the activations a plan holds, and their average weighted by the predicted time of every op.
 
     Activations are what lives in the workspace but for the slots of fetched weights.
 

@@ -94,7 +94,7 @@ def choose(wanted: str, arch: Architecture, tokens: int, dtype: torch.dtype, dev
 
 
 def keep_unless_slower(current: Choice, found: Choice, margin: float = 1.1) -> Choice:
-    """Stay with the current backend unless the one found is faster by a margin: a compiled step is compiled anew for it.
+    """Stay with the current backend unless the one found is faster by a margin: a switch compiles the step again.
 
     >>> rates = {"cudnn": 100.0, "flash": 105.0}
     >>> keep_unless_slower({"used": "cudnn"}, {"used": "flash", "forced": "flash", "rates": rates})["used"]

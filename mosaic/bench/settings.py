@@ -38,7 +38,7 @@ class Settings:
         What Mosaic may take of the device, and of the host in pinned memory: bytes, or like "24GiB"; what the device's
         profile says if not given. The PyTorch engines take what they take.
     caps
-        Find the largest context of every engine under so many bytes of device memory, the CUDA context included.
+        Find the largest context of every engine under this many bytes of device memory, the CUDA context included.
     repeats
         Counted steps per point; the median is reported.
     attention
@@ -94,7 +94,7 @@ class Settings:
                 object.__setattr__(self, name, parse_bytes(getattr(self, name), what=name, least=least))
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod

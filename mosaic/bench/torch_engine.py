@@ -85,7 +85,7 @@ class TorchEngine:
         return self.arch.shifted
 
     def describe(self) -> dict[str, Any]:
-        """What is true of every point."""
+        """Return what is true of every point."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in self.transformer.tensors.values())
         described = {
             "weights_bytes": size,
@@ -122,7 +122,7 @@ class TorchEngine:
             self._held, self._reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """One step: token and confidence of the masked positions."""
+        """Run one step; return token and confidence of the masked positions."""
         with torch.no_grad(), sdpa.using(self._forced):
             found: tuple[Tensor, Tensor] = self._function(self._ids)
             return found
@@ -133,7 +133,7 @@ class TorchEngine:
         return forced if isinstance(forced, str) else None
 
     def facts(self, step_s: float) -> dict[str, Any]:
-        """What the meters say after the counted steps."""
+        """Return what the meters say after the counted steps."""
         found: dict[str, Any] = {"attention": dict(self._attention), "driver_bytes": driver_bytes(self.cuda)}
         if self.cuda:
             peak = torch.cuda.max_memory_allocated() - self._held
@@ -206,7 +206,7 @@ class TorchEngine:
         return None
 
     def floors(self) -> Iterator[dict[str, Any]]:
-        """The floor is the plan's."""
+        """Yield nothing: the floor is the plan's."""
         yield from ()
 
     def warm(self) -> None:
@@ -218,4 +218,4 @@ class TorchEngine:
         synchronise(self.cuda)
 
     def close(self) -> None:
-        """Nothing to give back: the process ends."""
+        """Do nothing: the process ends."""

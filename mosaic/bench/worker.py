@@ -42,7 +42,7 @@ class Engine(Protocol):
         """Whether a step's work depends on the share of masked tokens."""
 
     def describe(self) -> dict[str, Any]:
-        """What is true of every point."""
+        """Return what is true of every point."""
 
     def warm(self) -> None:
         """Load what the first step loads."""
@@ -51,19 +51,19 @@ class Engine(Protocol):
         """Take the inputs of the next steps."""
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """One step: token and confidence of the masked positions."""
+        """Run one step; return token and confidence of the masked positions."""
 
     def settle(self) -> None:
         """Restart the meters."""
 
     def facts(self, step_s: float) -> dict[str, Any]:
-        """What the meters say."""
+        """Return what the meters say."""
 
     def floors(self) -> Iterator[dict[str, Any]]:
-        """The floor of every point, where there is one."""
+        """Return the floor of every point, where there is one."""
 
     def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
-        """The largest context under a cap."""
+        """Return the largest context under a cap."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -108,7 +108,7 @@ def work(name: str, settings: Settings, emit: Emit) -> None:
 
 
 def measure(engine: Engine, inputs: Inputs, settings: Settings) -> dict[str, Any]:
-    """One point: uncounted steps first, then the counted ones; or why there are none."""
+    """Measure one point: uncounted steps first, then the counted ones; or say why there are none."""
     try:
         engine.start(inputs)
         warm_s = timed(engine.step, 1, cuda=engine.cuda)[0]
@@ -130,7 +130,7 @@ def measure(engine: Engine, inputs: Inputs, settings: Settings) -> dict[str, Any
 
 
 def sample(engine: Engine) -> dict[str, Any]:
-    """The first predictions of a step, and its mean confidence; nothing of it stays on the card."""
+    """Return the first predictions of a step, and its mean confidence; nothing of it stays on the card."""
     token, confidence = engine.step()
     return {"tokens": token[:_SHOWN].cpu().tolist(), "mean_confidence": float(confidence.cpu().double().mean())}
 

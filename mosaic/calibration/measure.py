@@ -88,7 +88,7 @@ class Bench:
     load
         Gives the module of an operator and, where there are several, an implementation.
     pinned
-        Gives so many bytes of pinned host memory, uint8.
+        Gives this many bytes of pinned host memory, uint8.
     free_bytes
         Tells what is free on it.
     """
@@ -115,15 +115,15 @@ class Bench:
         return lambda: launch(**tensors, **attrs, scratch=scratch)
 
     def random(self, *shape: int) -> Tensor:
-        """Normal bfloat16 data: a card's power, and with it its clock, depends on the bits."""
+        """Return normal bfloat16 data: a card's power, and with it its clock, depends on the bits."""
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Room for a result."""
+        """Return room for a result."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def holds(self, num_bytes: int) -> bool:
-        """Tell whether operands of so many bytes can be had."""
+        """Tell whether the card has room for operands of this many bytes."""
         return num_bytes <= _USABLE * self.free_bytes()
 
 
@@ -344,7 +344,7 @@ def gemm_rates(
 
 
 def _copies(bench: Bench, elements: int) -> int:
-    """How many weights of so many 16-bit elements it takes not to meet one in the cache again."""
+    """Return how many weights of this many 16-bit elements it takes not to meet one in the cache again."""
     return max(1, -(-2 * bench.cache_bytes // (2 * elements)))
 
 

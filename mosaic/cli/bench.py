@@ -127,7 +127,7 @@ def _progress(record: dict[str, Any]) -> None:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """The results as people read them."""
+    """Return the results as people read them."""
     found = [_points(result)]
     if result["limits"]:
         found.append(_limits(result))

@@ -65,7 +65,7 @@ def calibrate(
 
 
 def name_of(card: str) -> str:
-    """A profile's name after its card.
+    """Return a profile's name after its card.
 
     >>> name_of("NVIDIA GeForce RTX 4090"), name_of("NVIDIA H200")
     ('rtx-4090', 'h200')

@@ -6,7 +6,7 @@ __all__ = ["device_names", "model_names", "solver_names"]
 
 
 def device_names(incomplete: str) -> list[str]:
-    """Built-in profiles; files of one's own the shell completes by itself.
+    """Return built-in profiles; the shell completes profile files by itself.
 
     >>> device_names("h")
     ['h100', 'h200']
@@ -17,7 +17,7 @@ def device_names(incomplete: str) -> list[str]:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Presets and the small models that ship.
+    """Return presets and the small models that ship.
 
     >>> model_names("llada-8")
     ['llada-8b']
@@ -29,7 +29,7 @@ def model_names(incomplete: str) -> list[str]:
 
 
 def solver_names(incomplete: str) -> list[str]:
-    """Offset solvers.
+    """Return offset solvers.
 
     >>> solver_names("greedy_by_s")
     ['greedy_by_size']

@@ -21,7 +21,7 @@ Steps: TypeAlias = Annotated[
 BlockLength: TypeAlias = Annotated[int | None, typer.Option(help="Tokens per block.")]
 Temperature: TypeAlias = Annotated[float | None, typer.Option(help="0, the default, takes the most likely token.")]
 TopP: TypeAlias = Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this probability.")]
-TopK: TypeAlias = Annotated[int | None, typer.Option(help="Sample from so many most likely tokens.")]
+TopK: TypeAlias = Annotated[int | None, typer.Option(help="Sample from this many most likely tokens.")]
 Remasking: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -61,7 +61,7 @@ Where: TypeAlias = Annotated[
 
 
 def given(context: typer.Context) -> dict[str, Any]:
-    """Those of a command's options that `GenerationConfig` takes and that were given."""
+    """Return those of a command's options that `GenerationConfig` takes and that were given."""
     from mosaic.decoding.config import GenerationConfig
 
     taken = (entry.name for entry in fields(GenerationConfig))

@@ -62,7 +62,7 @@ def _profiles() -> list[dict[str, Any]]:
 
 
 def profile(device: Device) -> dict[str, Any]:
-    """A profile as a row: its sizes, and the best of each of its rates."""
+    """Return a profile as a row: its sizes, and the best of each of its rates."""
     attention = {name: max(rates.values()) for name, rates in device.attention_rates.items()}
     return {
         "name": device.name, "memory_bytes": device.memory_bytes, "bandwidth_bytes_per_s": device.bandwidth,

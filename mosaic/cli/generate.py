@@ -307,7 +307,7 @@ class _Shown:
         self._tokenizer = tokenizer
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text that is safe to print; numbers where there is no tokenizer."""
+        """Return text that is safe to print; numbers where there is no tokenizer."""
         if self._tokenizer is None:
             return "".join(f"{token} " for token in token_ids)
         from mosaic.viz.canvas import printable

@@ -59,7 +59,7 @@ class Record:
         return self.rate(sum(step["committed"] for step in self.steps))
 
     def rate(self, tokens: int) -> float:
-        """So many tokens a second."""
+        """Return the tokens per second."""
         return tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -68,7 +68,7 @@ class Record:
         return max((int(plan["peak_bytes"]) for plan in self.plans.values()), default=0)
 
     def summary(self, tokens: int) -> str:
-        """The closing line."""
+        """Return the closing line."""
         budget = max((int(plan["budget_bytes"]) for plan in self.plans.values()), default=0)
         return (
             f"{tokens:,} tokens in {self.seconds:.2f} s, {len(self.steps):,} steps, "

@@ -18,7 +18,7 @@ LONG_S: Final = 60.0
 
 
 def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
-    """Warnings about a generation whose largest step is planned; none where it is short and fits the machine.
+    """Return warnings about a generation whose largest step is planned; none where it is short and fits the machine.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
 
 
 def available_bytes() -> int | None:
-    """Memory that this machine can give without swapping, as Linux tells it; None elsewhere."""
+    """Return the memory that this machine can give without swapping, as Linux tells it; None elsewhere."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):

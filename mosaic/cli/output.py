@@ -64,20 +64,20 @@ def _plain(character: str) -> str:
 
 
 def is_unicode() -> bool:
-    """Whether stdout can print any character."""
+    """Return whether stdout can print any character."""
     return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 @cache
 def results() -> Console:
-    """The console for results; 120 columns where stdout is no terminal. `NO_COLOR` is respected by rich."""
+    """Return the console for results; 120 columns where stdout is no terminal. `NO_COLOR` is respected by rich."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
 
 
 def new_table(first: str, *others: str) -> Table:
-    """A table without lines: the first column to the left, the others to the right."""
+    """Return a table without lines: the first column to the left, the others to the right."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1))
@@ -87,7 +87,7 @@ def new_table(first: str, *others: str) -> Table:
 
 
 def note(message: str) -> None:
-    """A remark that is no result."""
+    """Write a remark, which is no result, to stderr."""
     print(f"mosaic: {message}", file=sys.stderr)
 
 
@@ -109,7 +109,7 @@ def noted_warnings() -> Iterator[None]:
 
 
 def report_plan(document: Mapping[str, Any], as_json: bool, explain: bool) -> None:
-    """A plan as its JSON, or as the summary with its explanation if asked for."""
+    """Print a plan as JSON, or as the summary, with its explanation if asked for."""
     if as_json:
         print_json(document)
         return
@@ -122,5 +122,5 @@ def report_plan(document: Mapping[str, Any], as_json: bool, explain: bool) -> No
 
 
 def print_json(value: Any) -> None:
-    """The only thing on stdout under `--json`."""
+    """Print a document: the only thing on stdout under `--json`."""
     sys.stdout.write(json.dumps(value, ensure_ascii=not is_unicode(), indent=1) + "\n")

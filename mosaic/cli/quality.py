@@ -131,7 +131,7 @@ def _progress(done: int, total: int, score: Score) -> None:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """Exact match by task, and of the retrieval tasks by length and by depth."""
+    """Return exact match by task, and of the retrieval tasks by length and by depth."""
     from rich.table import Table
 
     by_task = Table(box=None, padding=(0, 1))

@@ -17,7 +17,7 @@ __all__ = ["own_dtype", "read_model", "read_plan", "read_request", "require_torc
 
 
 def read_model(model: str | None, dtype: str | None) -> Model:
-    """The model that `--model` and `--dtype` describe."""
+    """Return the model that `--model` and `--dtype` describe."""
     from mosaic.models import load
 
     if model is None:
@@ -27,7 +27,7 @@ def read_model(model: str | None, dtype: str | None) -> Model:
 
 
 def read_plan(file: Path) -> Plan:
-    """A plan file whose claims hold: of one that is damaged, no figure is shown.
+    """Read a plan file whose claims hold: of one that is damaged, no figure is shown.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def read_plan(file: Path) -> Plan:
 
 
 def own_dtype(model: str, device: str) -> str | None:
-    """The dtype that a command runs a model in where none is asked for; None: the checkpoint's.
+    """Return the dtype that a command runs a model in where none is asked for; None: the checkpoint's.
 
     A CPU step converts 16-bit operands of its products tile by tile, so that it needs no memory beside the plan's; what
     that costs in time the small models need not pay.
@@ -63,7 +63,7 @@ def own_dtype(model: str, device: str) -> str | None:
 def read_request(
     ctx: str | None, seq_lens: str | None, mask_ratio: float | None, masked: str | None, *, auto: Planner | None = None
 ) -> Request:
-    """The request that the options describe; `auto` is the planner that solves `--ctx auto`, where that is allowed.
+    """Return the request that the options describe; `auto` is the planner that solves `--ctx auto`, where that is allowed.
 
     A context that is asked for with `auto` and does not exist is answered with the smallest request there is, which
     does not fit.

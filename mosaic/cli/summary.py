@@ -126,7 +126,7 @@ def _at_peak(document: Mapping[str, Any]) -> RenderableType:
 
 
 def explanation(document: Mapping[str, Any]) -> RenderableType:
-    """The peak formula and the search trace."""
+    """Return the peak formula and the search trace."""
     law = Table(
         box=None, padding=(0, 2), title="peak of the workspace = maximum of", title_justify="left", title_style="dim"
     )
@@ -148,7 +148,7 @@ def explanation(document: Mapping[str, Any]) -> RenderableType:
 
 
 def comparison(documents: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> RenderableType:
-    """Two plans side by side."""
+    """Return two plans side by side."""
     table = Table(box=None, padding=(0, 2))
     table.add_column("", style="dim")
     for label in labels:

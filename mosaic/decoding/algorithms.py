@@ -30,14 +30,14 @@ _ALGORITHMS: Final[Mapping[str, Algorithm]] = {
 
 
 def algorithm_of(config: GenerationConfig) -> Algorithm:
-    """The algorithm of a resolved config. LLaDA's schedule with a cache is Fast-dLLM without a threshold."""
+    """Return the algorithm of a resolved config. LLaDA's schedule with a cache is Fast-dLLM without a threshold."""
     if isinstance(config.algorithm, Algorithm):
         return config.algorithm
     return _ALGORITHMS["fast-dllm" if config.cache and config.algorithm == "llada" else config.algorithm or "llada"]
 
 
 def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:
-    """Positions of a request's canvas: whole blocks where the model attends by blocks."""
+    """Return the positions of a request's canvas: whole blocks where the model attends by blocks."""
     block = architecture.block or 1
     return -(-(prompt_len + config.gen_length) // block) * block
 
@@ -69,7 +69,7 @@ def shapes(
 def largest_steps(
     config: GenerationConfig, architecture: Architecture, prompt_len: int, request_id: int
 ) -> list[StepSize]:
-    """The largest steps of one request, options resolved: none of its steps is larger than all of these.
+    """Return the largest steps of one request, options resolved: none of its steps is larger than all of these.
 
     Its rows of states are those that it takes: of keys and values, for the whole canvas.
     """
@@ -85,7 +85,7 @@ def _of_canvas(size: StepSize, length: int) -> StepSize:
 
 
 def shared_sizes(requests: Sequence[Sequence[StepSize]]) -> list[StepSize]:
-    """The largest steps that requests may come to share, whatever each of them is at when they meet.
+    """Return the largest steps that requests may come to share, whatever each of them is at when they meet.
 
     Of several requests, one whose largest steps of a phase differ counts with the most of each: window, keys and rows.
 

@@ -144,7 +144,7 @@ class Canvas:
         return self.prompt_len + self.config.gen_length
 
     def open_rows(self, start: int, end: int) -> Tensor:
-        """The positions in [start, end) that are still to be decided, int64."""
+        """Return the positions in [start, end) that are still to be decided, int64."""
         return torch.from_numpy(self.masked.numpy()[start:end].nonzero()[0] + start)
 
     @property
@@ -183,7 +183,7 @@ class Canvas:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def rows_of(self, state: State) -> StateRows:
-        """The request's rows of a state, which its largest steps name.
+        """Return the request's rows of a state, which its largest steps name.
 
         Raises
         ------
@@ -212,7 +212,7 @@ class Canvas:
             self._held.popitem()[1].close()
 
     def keys(self, positions: Tensor) -> Tensor:
-        """Random keys of some positions at this step, int64 [M]."""
+        """Return random keys of some positions at this step, int64 [M]."""
         return row_keys(self.config.seed, self.request, self.step, positions)
 
     def ask(
@@ -270,11 +270,11 @@ class Canvas:
 
 
 def cached_shape(phase: Phase, tokens: int, key_len: int, rows: int = 0) -> StepSize | None:
-    """The size of one request's cached step; None where there are no tokens, as for a prompt shorter than a block."""
+    """Return the size of one request's cached step; None where there are no tokens, as for a prompt shorter than a block."""
     return StepSize(phase=phase, windows=(tokens,), keys=(key_len,), rows=rows) if tokens > 0 else None
 
 
 def whole_blocks(config: GenerationConfig, prompt_len: int) -> tuple[int, int]:
-    """Length of the prompt's whole blocks, and of the canvas."""
+    """Return the length of the prompt's whole blocks, and of the canvas."""
     block = config.block_length or 1
     return prompt_len // block * block, -(-(prompt_len + config.gen_length) // block) * block

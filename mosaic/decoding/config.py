@@ -48,7 +48,7 @@ class GenerationConfig:
     alg, alg_temp
         Dream's: "origin", "maskgit_plus", "topk_margin" or "entropy", and the temperature of the choice of rows.
     top_p, top_k
-        Keep the most likely tokens, of that probability together, or so many; 1 and 0 keep all.
+        Keep the most likely tokens: `top_p` of probability together, `top_k` tokens; 1 and 0 keep all.
     threshold
         Confidence from which, or above which, a token is committed.
     factor

@@ -102,7 +102,7 @@ def decode(canvas: Canvas) -> Steps:
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
-    """The canvas with all its masks; of `origin`, with the most that one step decides."""
+    """Return the canvas with all its masks; of `origin`, with the most that one step decides."""
     rows = config.gen_length
     if config.alg == "origin":
         rows = max(len(positions) for _, positions in _origin(config, request, prompt_len))

@@ -73,7 +73,7 @@ def decode(canvas: Canvas) -> Steps:
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
-    """The whole canvas with a block's rows; on shifted models with one row, then the first window."""
+    """Return the whole canvas with a block's rows; on shifted models with one row, then the first window."""
     length, block = prompt_len + config.gen_length, config.block_length or 0
     phase, first = _phase(config, architecture), _phase(config, architecture, first=True)
     rows = max(counts(config)) if config.remasking == "random" else block

@@ -81,7 +81,7 @@ def _denoise_block(canvas: Canvas, start: int, end: int) -> Steps:
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
-    """The prefill, a step of the last block, one of the last block that has most rows, and the last commit.
+    """Return the prefill, a step of the last block, one of the last block that has most rows, and the last commit.
 
     Blocks and small blocks that hold nothing of the answer, or only a first token, are never denoised.
     """

@@ -25,7 +25,7 @@ __all__ = ["candidates", "counts", "decode", "phase_of", "schedule", "shapes"]
 
 
 def schedule(masks: int, steps: int) -> list[int]:
-    """How many tokens each step commits: evenly, the first steps one more.
+    """Return how many tokens each step commits: evenly, the first steps one more.
 
     >>> schedule(7, 3)
     [3, 2, 2]
@@ -34,13 +34,13 @@ def schedule(masks: int, steps: int) -> list[int]:
 
 
 def counts(config: GenerationConfig) -> list[int]:
-    """The schedule of one block."""
+    """Return the schedule of one block."""
     assert config.steps is not None and config.block_length is not None
     return schedule(config.block_length, config.steps * config.block_length // config.gen_length)
 
 
 def phase_of(config: GenerationConfig) -> Phase:
-    """The phase of a LLaDA step."""
+    """Return the phase of a LLaDA step."""
     return Phase(
         head=Sampling.of(config, scaled=False).head,
         commit=Commit(score="confidence", rule="top"),
@@ -49,7 +49,7 @@ def phase_of(config: GenerationConfig) -> Phase:
 
 
 def candidates(canvas: Canvas, open_: Tensor, quota: int) -> Tensor:
-    """The positions to unembed: a choice that does not depend on the logits is made before the step."""
+    """Return the positions to unembed: a choice that does not depend on the logits is made before the step."""
     if canvas.config.remasking != "random":
         return open_
     order = torch.argsort(uniforms(canvas.keys(open_)), descending=True, stable=True)
@@ -82,7 +82,7 @@ def decode(canvas: Canvas) -> Steps:
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
-    """The largest step: the first."""
+    """Return the largest step: the first."""
     length = prompt_len + config.gen_length
     rows = max(counts(config)) if config.remasking == "random" else config.block_length or 0
     return [StepSize(phase=phase_of(config), windows=(length,), rows=rows)]

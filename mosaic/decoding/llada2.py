@@ -72,5 +72,5 @@ def _edit_block(canvas: Canvas, start: int, end: int, *, unwritten: int) -> Step
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
-    """The prefill, and the first step of the last block."""
+    """Return the prefill, and the first step of the last block."""
     return block_shapes(config, _phase(config), prompt_len)

@@ -73,7 +73,7 @@ def _denoise_block(canvas: Canvas, start: int, quotas: list[int], *, unwritten: 
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
-    """The prefill, and the first step of the last block."""
+    """Return the prefill, and the first step of the last block."""
     most = None
     if config.remasking == "sequential":
         most = max(schedule(config.block_length or 1, config.steps or 1))
@@ -81,7 +81,7 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
 
 
 def block_shapes(config: GenerationConfig, phase: Phase, prompt_len: int, most: int | None = None) -> Shapes:
-    """The largest steps of block diffusion, deciding at most so many rows a step."""
+    """Return the largest steps of block diffusion that decides at most `most` rows per step."""
     block = config.block_length or 0
     prefix, length = whole_blocks(config, prompt_len)
     several = length - prefix > block

@@ -86,7 +86,7 @@ class Session(ClosesOnExit):
         return tuple(self._live.values())
 
     def admits(self, *submissions: Submission) -> bool:
-        """Whether every future step fits the budget, with all that is live and these requests added."""
+        """Return whether every future step fits the budget, with all that is live and these requests added."""
         with self._runner.exclusive():
             return self._has_room(*self._asked(self._described(submissions)))
 

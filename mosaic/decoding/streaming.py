@@ -87,7 +87,7 @@ OnStep: TypeAlias = Callable[[Step], None]
 
 
 def streamers_of(streamer: Streamer | Sequence[Streamer] | None, prompts: int) -> list[Streamer | None]:
-    """One streamer a prompt, or none."""
+    """Return one streamer a prompt, or none."""
     if streamer is None:
         return [None] * prompts
     found = list(streamer) if isinstance(streamer, Sequence) else [streamer]

@@ -58,14 +58,14 @@ class Detokenizer:
         return added
 
     def flush(self) -> str:
-        """Return what was held back, however incomplete, and begin anew."""
+        """Return what was held back, however incomplete, and start over."""
         rest = self._decode(self._window)[self._out :] if self._window else ""
         self._window, self._read, self._out = [], 0, 0
         return rest
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text of a run; a character counts to the token that completes it.
+    """Return what each token adds to the text of a run; a character counts to the token that completes it.
 
     >>> token_texts(lambda ids: bytes(ids).decode("utf-8", "replace"), list("é!".encode()))
     ['', 'é', '!']

@@ -53,7 +53,7 @@ class Tokenizer:
         self._backend.no_truncation()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with what the tokenizer puts around it (such as a begin token) if asked for."""
+        """Return token ids of a text, with what the tokenizer puts around it (such as a begin token) if asked for."""
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError:  # how the Rust side refuses lone surrogates
@@ -62,11 +62,11 @@ class Tokenizer:
             ) from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; incomplete characters become U+FFFD."""
+        """Return the text of token ids; incomplete characters become U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation in the checkpoint's chat template, up to where the assistant's answer begins.
+        """Return token ids of a conversation in the checkpoint's chat template, up to where the assistant's answer begins.
 
         Parameters
         ----------
@@ -81,7 +81,7 @@ class Tokenizer:
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as the template writes it, before tokenization."""
+        """Return the conversation as the template writes it, before tokenization."""
         template = self._chat_template()
         try:
             import jinja2

@@ -58,7 +58,7 @@ class Model:
     path: Path | None = None
 
     def with_dtype(self, dtype: str) -> Model:
-        """The same model with weights and activations in another dtype."""
+        """Return the same model with weights and activations in another dtype."""
         if dtype not in FLOATS:
             raise UnknownName("dtype", dtype, FLOATS)
         return replace(self, architecture=replace(self.architecture, dtype=dtype))

@@ -66,14 +66,14 @@ class Architecture:
     max_positions
         Positions that the model is made for.
     block
-        Attention is causal by blocks of so many positions: a query sees its own block and those before; 0:
+        Attention is causal by blocks of this many positions: a query sees its own block and those before; 0:
         everything.
     decode_block
-        Bidirectional models: so many tokens are decoded together where a request does not say; 0: the whole answer.
+        Bidirectional models: tokens that are decoded together where a request does not say; 0: the whole answer.
     experts, experts_per_token, normalize_experts
         Mixture of experts; 0 experts means a dense feed-forward.
     dense_layers, dense_ffn
-        So many first layers have a dense feed-forward of this size instead of experts.
+        The number of first layers that have a dense feed-forward instead of experts, and its size.
     shared_ffn
         Size of the feed-forward that every token passes beside its experts; 0: none.
     router_scoring, router_groups, router_top_groups, router_scale
@@ -203,5 +203,5 @@ class Architecture:
         ]
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer's feed-forward is a dense one."""
+        """Return whether a layer's feed-forward is a dense one."""
         return not self.experts or layer < self.dense_layers

@@ -79,7 +79,7 @@ class Ending:
         return {name: self.g.buffer(name, (self.masked,), "float32") for name in names}
 
     def source(self, rows: Buffer) -> Buffer:
-        """The rows of the hidden state that predict these rows: those before them in shifted models, unless packing has
+        """Return the rows of the hidden state that predict these rows: those before them in shifted models, unless packing has
         shifted them."""
         if not self.arch.shifted or self.phase.shifts(self.arch):
             return rows
@@ -96,5 +96,5 @@ class Ending:
 
     @staticmethod
     def declare(g: Graph, arch: Architecture) -> Buffer:
-        """The last norm's weight, which phases without a head have too, where those with one have it."""
+        """Return the last norm's weight, which phases without a head have too, where those with one have it."""
         return g.weight("final_norm", (arch.hidden,), arch.dtype, tensor=arch.names.final_norm)

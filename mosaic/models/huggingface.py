@@ -21,7 +21,7 @@ HUGGINGFACE: Final = COMMON.extended(
 
 
 def huggingface_names(feed_forward: str = "mlp.") -> TensorNames:
-    """Names in the manner of Qwen2; `feed_forward` is where gate, up and down projections live in a layer."""
+    """Return the names in the manner of Qwen2; `feed_forward` is where gate, up and down projections live in a layer."""
     layer = "model.layers.{layer}."
     return TensorNames(
         embedding="model.embed_tokens.weight",

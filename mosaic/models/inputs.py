@@ -70,7 +70,7 @@ class Input:
         return self.value or self.name
 
     def of(self, request: Any) -> Any:
-        """The value of a request.
+        """Return the value of a request.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Input:
         return found
 
     def at(self, window: Window) -> Any:
-        """The value of one window."""
+        """Return the value of one window."""
         if callable(self.value):
             return self.value(window)
         return self.of(window.request) if not window.copy else 0

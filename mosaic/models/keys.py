@@ -39,7 +39,7 @@ class Fixed:
     unless: tuple[str, Any] | None = None
 
     def holds(self, value: Any, config: Mapping[str, Any]) -> bool:
-        """Whether the value is computed as it says."""
+        """Return whether the value is computed as it says."""
         if value is None or (self.unless is not None and config.get(self.unless[0]) == self.unless[1]):
             return True
         values = value if self.each and isinstance(value, list) else [value]

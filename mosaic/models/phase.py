@@ -115,12 +115,14 @@ class Phase:
         return 1 if self.guidance is None else 2
 
     def shifts(self, arch: Architecture) -> bool:
-        """Whether packing shifts the rows of a shifted model: where a rule chooses among them, the first position after a
-        window may be one of them. Elsewhere an op does."""
+        """Return whether packing shifts the rows of a shifted model; where it does not, an op does.
+
+        It does where a rule chooses among the rows: the first position after a window may be one of them.
+        """
         return arch.shifted and self.commit is not None
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """The inputs of all parts, the rows that are unembedded, of copies too, and their random keys."""
+        """Return the inputs of all parts, the rows that are unembedded, of copies too, and their random keys."""
         return _inputs(self, arch)
 
     @property
@@ -129,11 +131,11 @@ class Phase:
         return _results(self)
 
     def windows(self, request: Any) -> list[Any]:
-        """The tokens of a request's window, int64 [T], and of its copy."""
+        """Return the tokens of a request's window, int64 [T], and of its copy."""
         return [request.token_ids, *([] if self.guidance is None else [self.guidance.copy_of(request)])]
 
     def registered(self, *, logits: ReturnedLogits | None, open_states: Iterable[State]) -> Phase:
-        """The phase as a step of it is registered that returns logits, or while these states have rows."""
+        """Return the phase as a step of it is registered that returns logits, or while these states have rows."""
         held = set(open_states).difference(self.states)
         return replace(self, logits=self.logits or logits, held=tuple(sorted(held, key=lambda state: state.name)))
 
@@ -157,7 +159,7 @@ def _results(phase: Phase) -> Mapping[str, ResultPer]:
 
 
 def before(request: Any) -> Any:
-    """The rows that predict a request's rows in a shifted model; the first of a window predicts itself."""
+    """Return the rows that predict a request's rows in a shifted model; the first of a window predicts itself."""
     return (request.rows - 1).clamp(min=0)
 
 

@@ -61,7 +61,7 @@ class Residency:
         return self.level == "all"
 
     def streams(self, layer: int) -> bool:
-        """Whether the matrices of a layer are fetched."""
+        """Return whether the matrices of a layer are fetched."""
         return layer >= self._streamed_from
 
     def fetch(self, matrices: Sequence[Matrix], *, streamed: bool) -> dict[str, Buffer]:

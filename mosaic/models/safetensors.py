@@ -84,7 +84,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_stack(tensor: str) -> bool:
-    """Whether a buffer's `tensor` stands for several checkpoint tensors, stacked along a new first axis."""
+    """Return whether a buffer's `tensor` stands for several checkpoint tensors, stacked along a new first axis."""
     return _STACK.search(tensor) is not None
 
 
@@ -144,11 +144,11 @@ class Layout:
 
     @staticmethod
     def exists(directory: str | os.PathLike[str]) -> bool:
-        """Whether a directory holds weights at all, not only a config.json."""
+        """Return whether a directory holds weights at all, not only a config.json."""
         return any((Path(directory) / name).is_file() for name in (INDEX, SINGLE))
 
     def find(self, name: str, shape: tuple[int, ...]) -> tuple[Path, TensorEntry]:
-        """The file and entry of a tensor, or of some rows of one, that the model needs with this shape."""
+        """Return the file and entry of a tensor, or of some rows of one, that the model needs with this shape."""
         name, rows = tensor_rows(name)
         if name not in self.where:
             raise missing(self.path, name, shape, self.where)
@@ -241,7 +241,7 @@ def find_entry(path: Path, entries: Mapping[str, TensorEntry], name: str) -> Ten
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorEntry], int]:
-    """Entries of a safetensors file, and the byte at which its data section starts."""
+    """Return the entries of a safetensors file, and the byte at which its data section starts."""
     try:
         with open(path, "rb") as stream:
             return _read_header(path, stream.read(8), stream.read, os.fstat(stream.fileno()).st_size)

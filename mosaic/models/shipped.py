@@ -16,7 +16,7 @@ CHECKPOINTS: Final = Path(__file__).parent.parent / "checkpoints"
 
 
 def shipped(name: str) -> Path | None:
-    """The directory of a model that is shipped, or None for any other name.
+    """Return the directory of a model that is shipped, or None for any other name.
 
     Raises
     ------

@@ -57,7 +57,7 @@ class State:
         return f"{self.name}_rows"
 
     def columns(self, arch: Architecture) -> int:
-        """Elements of a row in a model."""
+        """Return the elements of a row in a model."""
         return self.width
 
     def register(self, g: Graph, arch: Architecture) -> Buffer:
@@ -66,7 +66,7 @@ class State:
 
 
 def rows_by_name(rows: Mapping[State, int]) -> dict[str, int]:
-    """The states that have rows, in the order of their names.
+    """Return the states that have rows, in the order of their names.
 
     >>> rows_by_name({State(name="summary", width=1): 3, State(name="kv", width=2): 0})
     {'summary': 3}

@@ -128,8 +128,10 @@ class StepSize:
         return {state: max(rows - own.get(state, 0), 0) for state, rows in self.states.items()}
 
     def dims(self, architecture: Architecture | None = None) -> dict[str, int]:
-        """Values of the symbolic dims: tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys
-        where cached, and `NAME_rows` of each state.
+        """Return the values of the symbolic dims.
+
+        They are tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys where cached, and
+        `NAME_rows` of each state.
 
         Parameters
         ----------
@@ -150,8 +152,11 @@ class StepSize:
         return dims | {state.rows_dim: rows for state, rows in self.states.items()}
 
     def at(self, context: int) -> StepSize:
-        """One sequence of another length, the rows kept as far as there are so many. Where keys are cached and rows are
-        decided, the window is kept and the keys are `context`. Rows of the state that others hold are kept, too."""
+        """Return the step for one sequence of another length, with as many of its rows to decide as fit.
+
+        Where keys are cached and rows are decided, the window is kept and the keys are `context`. Rows of the state that
+        others hold are kept, too.
+        """
         window = min(max(self.windows), context) if self.phase.cached and self.has_rows else context
         kept, states = self.phase.cache.kept, self.others
         if kept is not None:
@@ -162,7 +167,7 @@ class StepSize:
         )  # fmt: skip
 
     def beside(self, states: Mapping[State, int]) -> StepSize:
-        """The same step where the states have these rows."""
+        """Return the same step where the states have these rows."""
         return replace(self, states={**self.states, **states})
 
     def rounded(self) -> StepSize:
@@ -192,7 +197,7 @@ class StepSize:
 
 
 def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
-    """The most rows of each state that any of these steps has."""
+    """Return the most rows of each state that any of these steps has."""
     found: dict[State, int] = {}
     for size in sizes:
         found |= {state: max(rows, found.get(state, 0)) for state, rows in size.states.items()}
@@ -200,14 +205,14 @@ def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
 
 
 def rounded_states(states: Mapping[State, int]) -> frozenset[tuple[State, int]]:
-    """Rows of each state, rounded up as in a step that is planned."""
+    """Return the rows of each state, rounded up as in a step that is planned."""
     return frozenset([(state, bucket(count, least=FEWEST_KEYS)) for state, count in states.items()])
 
 
 def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0) -> int:
     """Round a number of rows up by at most an eighth, so that plans are reused while rows get fewer, or keys more.
 
-    Where there are any, `least` of them at least, as far as there are so many; numbers up to `doubled` go up to the next
+    A number above zero becomes at least `least`, and never more than `most`. Numbers up to `doubled` go up to the next
     power of two, which makes fewer plans of what takes about as long.
 
     >>> [bucket(n, 1000) for n in (0, 7, 33, 100, 999)]

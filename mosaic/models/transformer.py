@@ -113,7 +113,7 @@ class StepGraph:
         self._check_states()
 
     def state(self, state: State) -> Buffer:
-        """The buffer of a state that a part of the phase has, or that others have rows of."""
+        """Return the buffer of a state that a part of the phase has, or that others have rows of."""
         return state.register(self.g, self.arch)
 
     def _check_states(self) -> None:
@@ -142,7 +142,7 @@ class StepGraph:
         return table
 
     def layer(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
-        """One layer, whose attention matrices are given; the matrices of the next sublayer are fetched meanwhile."""
+        """Register one layer, whose attention matrices are given; the next sublayer's matrices are fetched meanwhile."""
         g, arch, residency = self.g, self.arch, self.residency
         streamed = residency.streams(layer)
         last = layer + 1 == arch.layers
@@ -167,7 +167,7 @@ class StepGraph:
         return self.g.weight(name, (size or self.arch.hidden,), self.arch.dtype, tensor=tensor)
 
     def attention_matrices(self, layer: int) -> list[Matrix]:
-        """The projections, as the way of attention wants them."""
+        """Return the projections, as the way of attention wants them."""
         return self.attention_way.matrices(self, layer)
 
     def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
@@ -183,7 +183,7 @@ class StepGraph:
     # -- feed-forward -------------------------------------------------------------------------------------------
 
     def ffn_matrices(self, layer: int) -> list[Matrix]:
-        """The matrices of the feed-forward; or of all experts stacked, and of the one that every token passes."""
+        """Return the matrices of the feed-forward; or of all experts stacked, and of the one that every token passes."""
         arch, names = self.arch, self.arch.names
         own = {part: getattr(names, part) for part in ("gate", "up", "down")}
         if not arch.experts:
@@ -252,7 +252,7 @@ class StepGraph:
             self.hidden.keep(source)
 
     def router_bias(self, layer: int) -> Buffer | None:
-        """What is added to the scores by which experts are chosen, in float32."""
+        """Return what is added to the scores by which experts are chosen, in float32."""
         arch = self.arch
         if not arch.names.router_bias:
             return None
@@ -261,7 +261,7 @@ class StepGraph:
         )
 
     def routing(self) -> dict[str, Any]:
-        """How experts are chosen and weighed, where it is not the contract's own way."""
+        """Return how experts are chosen and weighed, where it is not the contract's own way."""
         arch = self.arch
         groups = {"groups": arch.router_groups, "top_groups": arch.router_top_groups} if arch.router_groups else {}
         scoring = {"scoring": arch.router_scoring} if arch.router_scoring != "softmax" else {}
@@ -270,7 +270,7 @@ class StepGraph:
     # -- head ---------------------------------------------------------------------------------------------------
 
     def head_matrices(self) -> list[Matrix]:
-        """The head, where it is not the embedding table on the device."""
+        """Return the head, where it is not the embedding table on the device."""
         arch = self.arch
         if arch.tied:
             return []

@@ -36,7 +36,7 @@ def refuse(key: str, expected: str, found: object) -> UnsupportedModel:
 
 
 def positive(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """The value of a size that may go by several names, which then have to agree.
+    """Return the value of a size that may go by several names, which then have to agree.
 
     >>> positive({"d_model": 64}, "d_model"), positive({}, "n_layers", default=2)
     (64, 2)
@@ -56,7 +56,7 @@ def positive(config: Mapping[str, Any], *keys: str, default: int | None = None) 
 
 
 def count(config: Mapping[str, Any], key: str) -> int:
-    """A number of things that may be none: 0, null or missing."""
+    """Return a number of things that may be none: 0, null or missing."""
     value = config.get(key)
     if value is None or (type(value) is int and value == 0):
         return 0
@@ -64,7 +64,7 @@ def count(config: Mapping[str, Any], key: str) -> int:
 
 
 def share(whole: int, parts: int, key: str, parts_key: str) -> int:
-    """An even share of a size.
+    """Return an even share of a size.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def share(whole: int, parts: int, key: str, parts_key: str) -> int:
 
 
 def number(config: Mapping[str, Any], key: str, default: float, *, above: float, most: float) -> float:
-    """A number in (above, most]; missing or null: the default."""
+    """Return a number in (above, most]; missing or null: the default."""
     value = config.get(key)
     if value is None:
         return default
@@ -87,7 +87,7 @@ def number(config: Mapping[str, Any], key: str, default: float, *, above: float,
 
 
 def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """A yes or no; missing or null: the default."""
+    """Return a yes or no; missing or null: the default."""
     value = config.get(key)
     if value is None:
         return default
@@ -97,7 +97,7 @@ def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def token_id(config: Mapping[str, Any], key: str, default: int, vocabulary: int) -> int:
-    """One token's id; missing or null: the default. Where the config says it, it has to be in the vocabulary."""
+    """Return one token's id; missing or null: the default. Where the config says it, it has to be in the vocabulary."""
     value = config.get(key)
     if value is None:
         return default
@@ -109,7 +109,7 @@ def token_id(config: Mapping[str, Any], key: str, default: int, vocabulary: int)
 def token_ids(
     config: Mapping[str, Any], key: str, default: tuple[int, ...], vocabulary: int, *also: int
 ) -> tuple[int, ...]:
-    """Token ids of a config key, one or a list; a list says all of them, one comes with what the family knows `also`.
+    """Return token ids of a config key, one or a list; a list says all of them, one comes with what the family knows `also`.
 
     >>> token_ids({"eos_token_id": 5}, "eos_token_id", (1,), 9, 7), token_ids({"eos_token_id": [2, 3]}, "eos_token_id", (1,), 9)
     ((5, 7), (2, 3))
@@ -124,7 +124,7 @@ def token_ids(
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """The dtype of a checkpoint, by either of its two keys; bfloat16 where the config does not say.
+    """Return the dtype of a checkpoint, by either of its two keys; bfloat16 where the config does not say.
 
     >>> dtype_of({"torch_dtype": "float16"}), dtype_of({"dtype": "torch.float32"})
     ('float16', 'float32')

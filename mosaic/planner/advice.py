@@ -45,7 +45,7 @@ class Option:
     predicted_ms: float
 
     def line(self, width: int) -> str:
-        """The option in words, its arguments padded to a width."""
+        """Return the option in words, its arguments padded to a width."""
         host = f" and {format_bytes(self.host_bytes)} pinned on the host" if self.host_bytes else ""
         shown = format_seconds(self.predicted_ms / 1e3)
         return f"  {self.arguments:<{width}}  {format_bytes(self.device_bytes)} on the device{host}, {shown} a step"
@@ -86,11 +86,11 @@ class Misfit:
     suggestion: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """The message, a line each."""
+        """Yield the message, a line each."""
         yield f"does not fit: needs {format_bytes(self.needed_bytes)}, available {format_bytes(self.available_bytes)}"
         shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.largest)
         yield f"the floor is held by {self.floor}: {shown}"

@@ -48,7 +48,7 @@ _loaded: dict[tuple[str, Phase], tuple[Template, dict[tuple[str, ...], Body]]] =
 
 
 def cache_directory() -> Path | None:
-    """Where templates are kept: `MOSAIC_CACHE`, or the user's cache directory; None if `MOSAIC_CACHE` is empty."""
+    """Return where templates are kept: `MOSAIC_CACHE`, or the user's cache directory; None if `MOSAIC_CACHE` is empty."""
     given = os.environ.get("MOSAIC_CACHE")
     if given is not None:
         return Path(given) if given else None
@@ -58,7 +58,7 @@ def cache_directory() -> Path | None:
 def template_of(
     model: Model, *, backend: str = "cuda", phase: Phase = FULL_STEP, watcher: Watcher | None = None
 ) -> Template:
-    """The template of a model's phase: from memory, from disk, or compiled now; its bodies likewise, one by one.
+    """Return the template of a model's phase: from memory, from disk, or compiled now; its bodies likewise, one by one.
 
     A phase with parts of a user's own is not kept on disk: nothing says that their code is still the same.
     """

@@ -109,12 +109,14 @@ class RateGrids:
         self._attention = {name: Grid({ANY_COLUMNS: rates}) for name, rates in device.attention_rates.items()}
 
     def known(self, rate: str, implementation: str) -> bool:
-        """Whether the profile has this rate of this implementation: only rates of attention are by implementation."""
+        """Return whether the profile has this rate of this implementation: only rates of attention are by implementation."""
         return rate != "attention" or implementation in self._attention
 
     def grid(self, rate: str, implementation: str = "") -> Grid | None:
-        """The rates by rows and columns; None where memory or the link bounds. Of an implementation that the profile does
-        not have, those that it has stand in."""
+        """Return the rates by rows and columns; None where memory or the link bounds.
+
+        For an implementation that the profile does not have, another one's rates stand in.
+        """
         if rate == "attention":
             others = self._attention
             return others.get(implementation) or others.get("triton") or next(iter(others.values()))
@@ -175,7 +177,7 @@ class OpTimes:
         self._parts: dict[tuple[Any, ...], _Vector] = {}
 
     def implementations(self, values: Sequence[int]) -> Mapping[str, str]:
-        """The implementation of each operator of which the backend has several: of those that serve all its launches and
+        """Return the implementation of each operator of which the backend has several: of those that serve all its launches and
         whose rate is known, the one that takes the least time for them, every region in one pass.
 
         Parameters
@@ -203,7 +205,7 @@ class OpTimes:
         return min(seconds, key=seconds.__getitem__)
 
     def launch_seconds(self, points: Sequence[Sequence[int]]) -> _Vector:
-        """Seconds of one launch of each cost class, [points, classes], at values that differ in the knobs' rows only."""
+        """Return the seconds of one launch of each cost class, [points, classes], at values that differ in the knobs' rows only."""
         return self._launch_seconds(self._whole, points)
 
     def _launch_seconds(
@@ -239,7 +241,7 @@ class OpTimes:
         settings: Sequence[Sequence[int]],
         extents: Mapping[str, int],
     ) -> list[float]:
-        """Seconds of all ops that depend on exactly these knobs, all iterations together, on one stream.
+        """Return the seconds of all ops that depend on exactly these knobs, all iterations together, on one stream.
 
         Parameters
         ----------
@@ -265,7 +267,7 @@ class OpTimes:
         return seconds
 
     def total_seconds(self, values: Sequence[int], extents: Mapping[str, int]) -> float:
-        """Seconds of the whole step, side streams beside the main one; tens of microseconds, or less where kept.
+        """Return the seconds of the whole step, side streams beside the main one; tens of microseconds, or less where kept.
 
         Parameters
         ----------
@@ -394,7 +396,7 @@ class _Launches:
 
 
 def _keep(results: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Remember a result; when there are many, begin anew."""
+    """Remember a result; when there are many, forget all others first."""
     if len(results) >= _KEPT:
         results.clear()
     results[key] = value
@@ -414,7 +416,7 @@ def _knob_columns(body: Body) -> dict[str, int]:
 
 
 def op_totals(body: Body, values: Sequence[int], extents: Mapping[str, int]) -> list[tuple[int, int]]:
-    """FLOPs and bytes of every op over all its iterations, exact Python integers.
+    """Return FLOPs and bytes of every op over all its iterations, exact Python integers.
 
     `values` holds the rows of one full chunk per knob; a knob's region runs full chunks and one shorter last chunk.
     """

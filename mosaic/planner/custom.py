@@ -135,7 +135,7 @@ class ProgramPlanner:
         self._graphs: dict[str, Graph] = {}
 
     def graph(self, step: str) -> Graph:
-        """The graph of a phase or joined step, in the first option of every choice."""
+        """Return the graph of a phase or joined step, in the first option of every choice."""
         if step not in self._graphs:
             self._graphs[step] = self.program.graph(step, backend=self.device.backend)
         return self._graphs[step]

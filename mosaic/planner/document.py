@@ -174,7 +174,7 @@ def _state(
 
 
 def describe(space: Space, config: Config) -> dict[str, int | str | None]:
-    """The configuration as knob -> rows (None: off), choice -> option."""
+    """Return the configuration as knob -> rows (None: off), choice -> option."""
     template = space.template
     named: dict[str, int | str | None] = {
         choice.name: value for choice, value in zip(template.choices, config.choices, strict=True)
@@ -184,7 +184,7 @@ def describe(space: Space, config: Config) -> dict[str, int | str | None]:
 
 
 def formula(space: Space, config: Config) -> list[dict[str, str]]:
-    """The peak formula of the configuration's variant, symbolic in dims and rows per chunk."""
+    """Return the peak formula of the configuration's variant, symbolic in dims and rows per chunk."""
     template, variant = space.template, space.variant(config)
     if variant.formula_lines:
         return variant.formula_lines

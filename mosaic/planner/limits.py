@@ -34,7 +34,7 @@ class _Packer:
         self.place: Callable[[Config], Placement] = cache(lambda config: place(point, config, solver=solver))
 
     def total_bytes(self, config: Config) -> int:
-        """Bytes of the whole request as packed."""
+        """Return the bytes of the whole request as packed."""
         return self.point.total_bytes(config, self.place(config).peak_bytes)
 
     def search(self, budget_bytes: int) -> SearchResult:
@@ -58,7 +58,7 @@ class _Packer:
         return best
 
     def floor(self) -> Config:
-        """The configuration found to pack lowest: the tightest, or what the search finds below it where that misses its
+        """Return the configuration found to pack lowest: the tightest, or what the search finds below it where that misses its
         lower bound."""
         best = self.tightest()
         least = self.point.total_bytes(lowest(self.point, self.host_budget_bytes))
@@ -70,7 +70,7 @@ class _Packer:
         return best
 
     def found(self, budget_bytes: int) -> SearchResult:
-        """The best configuration that fits as packed, or the floor."""
+        """Return the best configuration that fits as packed, or the floor."""
         result = self.search(budget_bytes)
         if result.fits:
             return result
@@ -102,7 +102,10 @@ def smallest_total(point: Point, host_budget_bytes: int = 0, *, solver: str = "a
 
 
 def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, solver: str = "auto") -> bool:
-    """Whether a plan fits the budgets. Packed only where the lower bound fits, and searched where the lowest one misses it."""
+    """Return whether a plan fits the budgets.
+
+    Packs only where the lower bound fits, and searches where the configuration of the lowest bound misses it.
+    """
     least = lowest(point, host_budget_bytes)
     if not point.fits(least, budget_bytes, host_budget_bytes):
         return False
@@ -122,7 +125,7 @@ def _fits_quickly(point: Point, config: Config, budget_bytes: int) -> bool:
 
 
 def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> int | None:
-    """Least pinned host memory, within a budget of it, with which a plan fits the device; None if none does.
+    """Return the least pinned host memory, within a budget of it, with which a plan fits the device; None if none does.
 
     Higher rungs of a ladder need less of the device and more of the host, so the first that fits by its lower bound is
     found by bisection; from there on the first that fits as packed is the answer.
@@ -155,7 +158,7 @@ def max_context(
     pinned: Mapping[str, str] | None = None,
     solver: str = "auto",
 ) -> int:
-    """Largest context L at which a plan fits the budgets; 0 if none does.
+    """Return the largest context L at which a plan fits the budgets; 0 if none does.
 
     Parameters
     ----------

@@ -56,7 +56,7 @@ class PeakFormula:
     plain: bool
 
     def class_sizes(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Bytes of each size class, rounded up to `ALIGNMENT` per slot."""
+        """Return the bytes of each size class, rounded up to `ALIGNMENT` per slot."""
         slots = (self.size_table @ monomials + (ALIGNMENT - 1)) & -ALIGNMENT
         if self.plain:
             return slots
@@ -64,11 +64,11 @@ class PeakFormula:
         return extents if len(extents) == len(self.begins) else np.maximum.reduceat(extents, self.begins)
 
     def values(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Bytes of every form; their maximum is the lower bound of the workspace."""
+        """Return the bytes of every form; their maximum is the lower bound of the workspace."""
         return self.counts @ self.class_sizes(monomials)
 
     def root_sizes(self, monomials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Bytes of every workspace root, in the order of `roots`."""
+        """Return the bytes of every workspace root, in the order of `roots`."""
         return self.class_sizes(monomials)[self.classes]
 
 
@@ -114,7 +114,7 @@ def _undominated(live: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tu
 def formula_text(
     body: Body, formula: PeakFormula, off: Mapping[str, str], order: Sequence[tuple[str, str]], fixed: Mapping[str, int]
 ) -> list[tuple[str, int]]:
-    """The forms as readable sums, those that others exceed for all admissible dims removed.
+    """Return the forms as readable sums, those that others exceed for all admissible dims removed.
 
     Parameters
     ----------

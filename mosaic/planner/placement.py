@@ -48,7 +48,7 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> Placement:
 
 
 def replayed(point: Point, config: Config) -> Iterator[Placement]:
-    """The packings that the orders of a variant give at these sizes, those that hold, one by one."""
+    """Yield the packings that the orders of a variant give at these sizes, those that hold, one by one."""
     variant = point.space.variant(config)
     sizes = point.root_sizes(config)
     for number in range(len(REFERENCES)):
@@ -79,7 +79,7 @@ def _solve(problem: Problem, solver: str) -> Solution:
 
 
 def problem_of(variant: Variant, sizes: list[int]) -> Problem:
-    """The offset-assignment problem of a variant at given sizes of its roots."""
+    """Return the offset-assignment problem of a variant at given sizes of its roots."""
     life, roots = variant.life, variant.formula.roots.tolist()
     gaps = [life.gaps[b] for b in roots]
     return Problem(

@@ -198,7 +198,7 @@ class Plan:
             return None
 
     def to_json(self) -> str:
-        """Canonical JSON: byte-identical for identical input."""
+        """Return canonical JSON: byte-identical for identical input."""
         return json.dumps(self.document, separators=(",", ":"), ensure_ascii=False) + "\n"
 
     def save(self, path: str | Path) -> None:

@@ -193,11 +193,11 @@ class PlanRecords:
         return tuple(PlanEdge(kind=row["kind"], source=row["from"], target=row["to"]) for row in self.document["edges"])
 
     def pool(self, name: str) -> PlanPool:
-        """The pool of this name."""
+        """Return the pool of this name."""
         return next(pool for pool in self.pools if pool.name == name)
 
     def root(self, buffer: PlanBuffer) -> PlanBuffer:
-        """The buffer whose bytes a buffer has: itself, where it is no alias."""
+        """Return the buffer whose bytes a buffer has: itself, where it is no alias."""
         while buffer.alias_of is not None:
             buffer = self.buffers[buffer.alias_of]
         return buffer
@@ -208,7 +208,7 @@ AnyPlan: TypeAlias = "Plan | Mapping[str, Any] | PlanRecords"
 
 
 def records_in(plan: AnyPlan) -> PlanRecords:
-    """The records of a plan, or of a plan's document."""
+    """Return the records of a plan, or of a plan's document."""
     if isinstance(plan, PlanRecords):
         return plan
     return PlanRecords(plan) if isinstance(plan, Mapping) else plan.records

@@ -85,13 +85,13 @@ class Planner:
         self._progress, self._compiled = progress, count()
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
-        """The same planner with more choices pinned; what it has compiled is shared."""
+        """Return the same planner with more choices pinned; what it has compiled is shared."""
         other = copy(self)
         other.pinned = {**self.pinned, **pinned}
         return other
 
     def with_budgets(self, *, budget: Size | None = None, host_budget: Size | None = None) -> Planner:
-        """The same planner with another budget of the device, of pinned host memory, or both; what it has compiled is shared."""
+        """Return the same planner with other budgets, of the device or of the host; what it has compiled is shared."""
         other = copy(self)
         other.budget_bytes, other.host_budget_bytes = read_budgets(
             self.device,
@@ -101,7 +101,7 @@ class Planner:
         return other
 
     def space(self, phase: Phase = FULL_STEP) -> Space:
-        """The configurations of one kind of step."""
+        """Return the configurations of one kind of step."""
         if phase not in self._spaces:
             template = template_of(self.model, backend=self.device.backend, phase=phase, watcher=self._report)
             self._spaces[phase] = Space(template, self.device)
@@ -112,7 +112,7 @@ class Planner:
             self._progress(next(self._compiled), name)
 
     def at(self, step: Request | StepSize) -> Point:
-        """The space at a step's dims."""
+        """Return the space at a step's dims."""
         size = _size(step)
         return self.space(size.kind).at(size.dims(self.model.architecture), pinned=self.pinned)
 
@@ -166,7 +166,7 @@ class Planner:
 
     @collector_paused()
     def max_context(self, step: Request | StepSize, *, solver: str = "auto") -> int:
-        """Largest context for steps like this one, in tokens; 0 if not even one token fits.
+        """Return the largest context for steps like this one, in tokens; 0 if not even one token fits.
 
         Solved once for all steps that differ in their context alone.
         """
@@ -185,7 +185,7 @@ class Planner:
 
     @collector_paused()
     def fits(self, step: Request | StepSize) -> bool:
-        """Whether `plan` finds one that fits, in less than a millisecond where it has said so of such a step before.
+        """Return whether `plan` finds one that fits, in less than a millisecond where it has said so of such a step before.
 
         Configurations that held earlier steps of the kind are evaluated first, their known orders replayed: a packing within
         the budget is answer enough.
@@ -211,7 +211,7 @@ class Planner:
 
     @collector_paused()
     def needed(self, step: Request | StepSize) -> int:
-        """Bytes of the smallest budget that holds the step."""
+        """Return the bytes of the smallest budget that holds the step."""
         return smallest_total(self.at(step), self.host_budget_bytes)[0]
 
 
@@ -220,7 +220,7 @@ def _size(step: Request | StepSize) -> StepSize:
 
 
 def read_budgets(device: Device, budget: Size | None, host_budget: Size | None) -> tuple[int, int]:
-    """Bytes of the device and of the host that may be used: as asked for, or what the profile says."""
+    """Return the bytes of the device and of the host that may be used: as asked for, or what the profile says."""
     return (
         device.memory_bytes if budget is None else parse_bytes(budget, what="budget"),
         device.host_bytes if host_budget is None else parse_bytes(host_budget, what="host_budget", least=0),

@@ -66,7 +66,7 @@ class Polynomials:
         return found
 
     def rows_of(self, spec: Any) -> tuple[list[int], int]:
-        """Rows of an operand's dims, and of its bytes."""
+        """Return the rows of an operand's dims, and of its bytes."""
         if spec not in self._by_spec:
             self._by_spec[spec] = [self.row(d) for d in spec.shape], self.row(spec.bytes)
         return self._by_spec[spec]

@@ -27,7 +27,7 @@ _Ids = npt.NDArray[np.intp]
 
 
 def records_of(variant: Variant) -> Records:
-    """The rows of a variant's plans without their numbers: one object for all of them."""
+    """Return the rows of a variant's plans without their numbers: one object for all of them."""
     if variant.records is None:
         body = variant.body
         variant.records = Records(
@@ -113,7 +113,7 @@ class Tables:
 
 
 def numbers_of(point: Point, config: Config, offsets: Sequence[int]) -> Numbers:
-    """The numbers of a plan, from the addresses of its workspace roots in the order of the variant's `formula.roots`."""
+    """Return the numbers of a plan, from the addresses of its workspace roots in the order of the variant's `formula.roots`."""
     variant = point.space.variant(config)
     tables = _tables(variant)
     polynomials, roots = point.polynomials(config), variant.formula.roots

@@ -90,7 +90,7 @@ class Request:
         return self.masked if self.masked is not None else max(1, ceil(Fraction(str(self.mask_ratio)) * tokens))
 
     def at(self, context: int) -> StepSize:
-        """The step for one sequence of another length: `StepSize.at`, with the share of masked rows kept where rows were
+        """Return the step for one sequence of another length: `StepSize.at`, with the share of masked rows kept where rows were
         asked for as a share."""
         size = self.size.at(context)
         return size if self.masked is not None else replace(size, rows=self._rows(size.tokens))

@@ -99,7 +99,7 @@ def brute_force(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> 
 
 
 def lowest(point: Point, host_budget_bytes: int = 0) -> Config:
-    """The configuration with the lowest total: the floor of the model at these dims."""
+    """Return the configuration with the lowest total: the floor of the model at these dims."""
     equals = point.smallest(host_budget_bytes, slack=0)
     return min(equals, key=lambda c: (point.total_bytes(c), *_preference(point, c)))
 

@@ -82,7 +82,7 @@ class Space:
         self._pool_rows: dict[tuple[tuple[str, ...], str], Mapping[int, int]] = {}
 
     def variant(self, config: Config) -> Variant:
-        """The compiled variant of a configuration."""
+        """Return the compiled variant of a configuration."""
         key = (config.choices, tuple([rows is not None for rows in config.rows]))
         if key not in self._variants:
             active = {knob.name for knob, on in zip(self.template.knobs, key[1], strict=True) if on}
@@ -92,13 +92,13 @@ class Space:
         return self._variants[key]
 
     def times(self, choices: tuple[str, ...]) -> OpTimes:
-        """The cost classes of the body with these choices."""
+        """Return the cost classes of the body with these choices."""
         if choices not in self._times:
             self._times[choices] = OpTimes(self.template.bodies[choices], self.device)
         return self._times[choices]
 
     def pool_rows(self, choices: tuple[str, ...], pool: str) -> Mapping[int, int]:
-        """How many buffer slots of each size (a row of the body's polynomials) a pool holds."""
+        """Return how many buffer slots of each size (a row of the body's polynomials) a pool holds."""
         key = (choices, pool)
         if key not in self._pool_rows:
             rows: Counter[int] = Counter()
@@ -109,21 +109,21 @@ class Space:
         return self._pool_rows[key]
 
     def has_counted(self, choices: tuple[str, ...], pool: str) -> bool:
-        """Whether `pool_rows` has been asked for a pool."""
+        """Return whether `pool_rows` has been asked for a pool."""
         return (choices, pool) in self._pool_rows
 
     def state_pools(self, choices: tuple[str, ...]) -> Sequence[str]:
-        """The pools of the states and carries of a body, in order of registration."""
+        """Return the pools of the states and carries of a body, in order of registration."""
         return [b.pool for b in self.template.bodies[choices].buffers if b.kind in ("state", "carry")]
 
     def known(self, settings: Mapping[str, int | str | None]) -> dict[str, int | str | None]:
-        """Those of some settings that this kind of step has."""
+        """Return those of some settings that this kind of step has."""
         options = {choice.name: choice.options for choice in self.template.choices}
         knobs = {knob.name for knob in self.template.knobs}
         return {name: v for name, v in settings.items() if name in knobs or v in options.get(name, ())}
 
     def at(self, dims: Mapping[str, int], *, pinned: Mapping[str, str] | None = None) -> Point:
-        """The space at given dims, some choices pinned to one of their options."""
+        """Return the space at given dims, some choices pinned to one of their options."""
         return Point(self, self.template.dims_of(dims), pinned or {})
 
 
@@ -165,7 +165,7 @@ class Point:
         return tuple(product(*self.choice_options))
 
     def options(self, choices: tuple[str, ...], knob: int) -> list[int | None]:
-        """Settings of one knob, from off through ever smaller chunks: its tile times powers of two.
+        """Return the settings of one knob, from off through ever smaller chunks: its tile times powers of two.
 
         A knob without a region under these choices is off; one whose loop holds side ops is never off.
         """
@@ -182,7 +182,7 @@ class Point:
         return self._options[key]
 
     def config(self, settings: Mapping[str, int | str | None]) -> Config:
-        """The configuration that settings by name describe; what is not named is off, or the first option,
+        """Return the configuration that settings by name describe; what is not named is off, or the first option,
         and a chunk as large as its dim is off too, but for a loop with side ops, which runs once then.
 
         Raises
@@ -217,14 +217,14 @@ class Point:
         return round_up(self.extents[record.name], record.tile) if record.name in body.looping else None
 
     def nested_knobs(self, choices: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Pairs of knobs of which one has a loop inside a loop of the other."""
+        """Return the pairs of knobs of which one has a loop inside a loop of the other."""
         index = {knob.name: k for k, knob in enumerate(self.space.template.knobs)}
         body = self.space.template.bodies[choices]
         parents = [(body.regions[r.parent].knob, r.knob) for r in body.regions if r.parent is not None]
         return [(index[outer], index[inner]) for outer, inner in dict.fromkeys(parents)]
 
     def grid(self, host_budget_bytes: int = 0) -> Iterator[Config]:
-        """Every configuration of the stated grid that the host has room for, in a fixed order."""
+        """Yield every configuration of the stated grid that the host has room for, in a fixed order."""
         combinations = dict[tuple[str, ...], None]()
         for base, ladders in self.groups():
             combinations[base] = None
@@ -235,9 +235,10 @@ class Point:
                 yield Config(choices, rows)
 
     def smallest(self, host_budget_bytes: int = 0, *, slack: float = inf) -> Iterator[Config]:
-        """The configuration with the lowest total first, and of those that follow it the ones with up to `slack` bytes more:
-        of each combination of plain choices and of each ladder the one that needs least of the device and that the host
-        has room for. Where it has room for none, all with nothing escalated.
+        """Yield the configuration with the lowest total, then the others with up to `slack` bytes more.
+
+        There is one for each combination of plain choices and for each ladder: the one that needs least of the device and
+        that the host has room for. Where the host has room for none, they are those with nothing escalated.
 
         The highest rung of a ladder bounds the others from below, so bodies of those are compiled only where the bound
         is low enough.
@@ -264,7 +265,7 @@ class Point:
             yield from sorted(held[: len(bases)], key=self.total_bytes)
 
     def lowest(self, choices: tuple[str, ...]) -> Config:
-        """The configuration with the lowest peak under some choices.
+        """Return the configuration with the lowest peak under some choices.
 
         From the smallest chunk of every knob on, loops around the peak are dissolved where that lowers it. A region
         stretches lifetimes only up to its own borders, so that no other region need be looked at.
@@ -295,7 +296,7 @@ class Point:
         ]
 
     def affordable(self, ladder: Sequence[tuple[str, ...]], host_budget_bytes: int) -> Sequence[tuple[str, ...]]:
-        """The lower rungs of a ladder, those that the host has room for; higher ones need more of it."""
+        """Return the lower rungs of a ladder, those that the host has room for; higher ones need more of it."""
         if not ladder or self.host_bytes(ladder[-1]) <= host_budget_bytes:
             return ladder
         low, high = 0, len(ladder) - 1
@@ -329,7 +330,7 @@ class Point:
         return range(len(self.space.template.knobs))
 
     def values(self, config: Config) -> list[int]:
-        """Values of the body's variables: dims, then rows per knob (its whole dim when off)."""
+        """Return the values of the body's variables: dims, then rows per knob (its whole dim when off)."""
         rows = [
             extent if given is None or given > extent else given
             for given, extent in zip(config.rows, self._knob_extents, strict=True)
@@ -339,22 +340,22 @@ class Point:
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def polynomials(self, config: Config) -> npt.NDArray[np.int64]:
-        """Every symbolic quantity of the configuration's body."""
+        """Return every symbolic quantity of the configuration's body."""
         return self.space.template.bodies[config.choices].evaluate(self.values(config))
 
     def form_values(self, config: Config) -> npt.NDArray[np.int64]:
-        """Bytes of each undominated live set: one evaluation of the peak formula."""
+        """Return the bytes of each undominated live set: one evaluation of the peak formula."""
         self.evaluations += 1
         variant = self.space.variant(config)
         return variant.formula.values(variant.body.monomials(self.values(config)))
 
     def root_sizes(self, config: Config) -> npt.NDArray[np.int64]:
-        """Bytes of every workspace root, in the order of the variant's `formula.roots`."""
+        """Return the bytes of every workspace root, in the order of the variant's `formula.roots`."""
         variant = self.space.variant(config)
         return variant.formula.root_sizes(variant.body.monomials(self.values(config)))
 
     def dominating(self, config: Config) -> tuple[int, int]:
-        """Bytes of the largest live set, and how many of the formula's live sets are as large."""
+        """Return the bytes of the largest live set, and how many of the formula's live sets are as large."""
         if config not in self._peaks:
             values = self.form_values(config).tolist()
             peak = max(values)
@@ -362,17 +363,17 @@ class Point:
         return self._peaks[config]
 
     def lower_bound(self, config: Config) -> int:
-        """Bytes of the largest live set: what any offset assignment needs at least."""
+        """Return the bytes of the largest live set: what any offset assignment needs at least."""
         return self.dominating(config)[0]
 
     def pool_bytes(self, config: Config, pool: str) -> int:
-        """Bytes of a pool outside the workspace (weights, host, a state's), packed at `ALIGNMENT`."""
+        """Return the bytes of a pool outside the workspace (weights, host, a state's), packed at `ALIGNMENT`."""
         polynomials = self.polynomials(config)
         rows = self.space.pool_rows(config.choices, pool)
         return sum(round_up(int(polynomials[row]), ALIGNMENT) * count for row, count in rows.items())
 
     def state_bytes(self, config: Config) -> dict[str, int]:
-        """Bytes of the pool of each state and carry, in whole pages: pool -> bytes, in order of registration."""
+        """Return the bytes of the pool of each state and carry, in whole pages: pool -> bytes, in order of registration."""
         pages = self.space.device.page_bytes
         pools = self.space.state_pools(config.choices)
         return {pool: round_up(self.pool_bytes(config, pool), pages) for pool in pools}
@@ -387,23 +388,23 @@ class Point:
         return self._fixed[config.choices]
 
     def host_bytes(self, choices: tuple[str, ...]) -> int:
-        """Pinned host memory, in whole pages: streamed weights and hidden states. No knob changes it."""
+        """Return pinned host memory, in whole pages: streamed weights and hidden states. No knob changes it."""
         if choices not in self._host:
             config = Config(choices, (None,) * len(self._knobs))
             self._host[choices] = round_up(self.pool_bytes(config, "host"), self.space.device.page_bytes)
         return self._host[choices]
 
     def fits(self, config: Config, budget_bytes: int, host_budget_bytes: int = 0) -> bool:
-        """Whether device and host have room for a configuration, the workspace at its lower bound."""
+        """Return whether device and host have room for a configuration, the workspace at its lower bound."""
         return self.host_bytes(config.choices) <= host_budget_bytes and self.total_bytes(config) <= budget_bytes
 
     def total_bytes(self, config: Config, workspace_bytes: int | None = None) -> int:
-        """Bytes of the whole request; the workspace at its lower bound unless given."""
+        """Return the bytes of the whole request; the workspace at its lower bound unless given."""
         workspace = self.lower_bound(config) if workspace_bytes is None else workspace_bytes
         return self.fixed_bytes(config) + round_up(workspace, self.space.device.page_bytes)
 
     def seconds(self, config: Config) -> float:
-        """Predicted time of the step."""
+        """Return the predicted time of the step."""
         found = self._seconds.get(config)
         if found is None:
             found = self._seconds[config] = self._predict(config)
@@ -441,7 +442,7 @@ class Point:
         return known[rows]
 
     def by_time(self, choices: tuple[str, ...], knob: int) -> list[int | None]:
-        """Settings of one knob, the fastest first, larger chunks first where equal, at the others' largest chunks."""
+        """Return the settings of one knob, the fastest first, larger chunks first where equal, at the others' largest chunks."""
         key = (choices, knob)
         if key not in self._by_time:
             first = tuple(self.options(choices, k)[0] for k in self._knobs)

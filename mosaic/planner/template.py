@@ -259,11 +259,11 @@ class Body:
         )
 
     def evaluate(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Every polynomial at the given variables, exact in 64 bits; fractions are floored."""
+        """Return every polynomial at the given variables, exact in 64 bits; fractions are floored."""
         return (self.coefficients @ self.monomials(values)) // self.denominators
 
     def monomials(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Values of the monomials: a gather of their factors, multiplied."""
+        """Return the values of the monomials: a gather of their factors, multiplied."""
         gathered = np.array([*values, 1], dtype=np.int64)[self.factors]
         products: npt.NDArray[np.int64] = gathered[0] if len(gathered) == 1 else np.multiply.reduce(gathered, axis=0)
         return products

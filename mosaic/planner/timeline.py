@@ -267,7 +267,7 @@ class Timeline:
     # -- once per evaluation --------------------------------------------------------------------------------------
 
     def seconds(self, amounts: Sequence[Sequence[float]], iterations: Mapping[str, int]) -> float:
-        """When the last stream ends.
+        """Return when the last stream ends.
 
         Parameters
         ----------
@@ -312,7 +312,7 @@ class _Clocks(NamedTuple):
     marks: list[list[float]]
 
     def repeat(self, block: _Block, times: int, amounts: Sequence[float], taken: Sequence[float] = ()) -> None:
-        """Run a block so many times, or until all its clocks move alike, and the rest at once."""
+        """Run a block `times` times, or until all its clocks move alike, and the rest at once."""
         lags = self._lags(block)
         for left in range(times - 1, -1, -1):
             began = self.now[_MAIN]

@@ -182,23 +182,23 @@ class Declarations:
         return isinstance(dim, int) and not isinstance(dim, bool) and dim > 0
 
     def input(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
-        """A buffer that the caller fills before the step."""
+        """Declare a buffer that the caller fills before the step."""
         return self.buffer(name, shape, dtype, kind="input")
 
     def output(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
-        """A buffer that holds its value when the step ends, until the next call."""
+        """Declare a buffer that holds its value when the step ends, until the next call."""
         return self.buffer(name, shape, dtype, kind="output")
 
     def state(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
-        """Memory that outlives a step; the same name gives the same buffer."""
+        """Declare memory that outlives a step; the same name gives the same buffer."""
         return self._shared(name, shape, dtype, "state", None)
 
     def carry(self, name: str, shape: Sequence[Dim], dtype: str) -> Buffer:
-        """Memory handed from one graph of a step to the next; the same name gives the same buffer."""
+        """Declare memory handed from one graph of a step to the next; the same name gives the same buffer."""
         return self._shared(name, shape, dtype, "carry", None)
 
     def weight(self, name: str, shape: Sequence[Dim], dtype: str, *, tensor: str | None = None) -> Buffer:
-        """A parameter; registering the same name twice ties the two uses."""
+        """Declare a parameter; registering the same name twice ties the two uses."""
         return self._shared(name, shape, dtype, "weight", tensor)
 
     def _shared(self, name: str, shape: Sequence[Dim], dtype: str, kind: Kind, tensor: str | None) -> Buffer:

@@ -15,7 +15,7 @@ __all__ = ["to_dot", "to_mermaid", "to_networkx"]
 
 
 def to_networkx(graph: Graph) -> nx.MultiDiGraph:
-    """Ops as nodes, an edge from the last writer of a buffer to each reader.
+    """Return a graph of the ops, with an edge from the last writer of a buffer to each reader.
 
     Nodes carry `kernel`, `stream` and `region`, edges `buffer` and `shape`; weights and inputs are no nodes.
 
@@ -47,7 +47,7 @@ def _flow(graph: Graph) -> Iterator[tuple[Op, Op, str, str]]:
 
 
 def to_dot(graph: Graph) -> str:
-    """Graphviz text; regions are clusters, side streams dashed.
+    """Return Graphviz text; regions are clusters, side streams dashed.
 
     >>> from mosaic.models import load
     >>> to_dot(load("llada-8b").graph()).splitlines()[0]
@@ -76,7 +76,7 @@ def _dot_block(graph: Graph, region: Region | None, indent: str) -> list[str]:
 
 
 def to_mermaid(graph: Graph) -> str:
-    """Mermaid text; regions are subgraphs."""
+    """Return Mermaid text; regions are subgraphs."""
     lines = ["flowchart TD", *_mermaid_block(graph, None, "  ")]
     for source, target, name, _ in _flow(graph):
         lines.append(f"  op{source.index} -->|{_plain(_short(name))}| op{target.index}")

@@ -296,7 +296,7 @@ class Graph(Declarations):
         self.barriers.append(Barrier(name=full, buffers=buffers, start=since, end=len(self.ops), source=source))
 
     def mark(self) -> int:
-        """The current point in program order, for `add_barrier(since=)`."""
+        """Return the current point in program order, for `add_barrier(since=)`."""
         return len(self.ops)
 
     def stream(self, name: str) -> AbstractContextManager[None]:
@@ -334,7 +334,7 @@ class Graph(Declarations):
             return None
 
     def root(self, buffer: Buffer) -> Buffer:
-        """The buffer whose storage this one occupies."""
+        """Return the buffer whose storage this one occupies."""
         return self.aliases[buffer.id][0] if buffer.id in self.aliases else buffer
 
 

@@ -257,7 +257,7 @@ class Operator:
             )
 
     def on(self, backend: str) -> tuple[Implementation, ...]:
-        """Its implementations on a backend, in the order in which they are declared.
+        """Return the implementations on a backend, in the order in which they are declared.
 
         Raises
         ------
@@ -267,7 +267,7 @@ class Operator:
         return _on(self, backend)
 
     def implementation(self, backend: str, name: str | None = None) -> Implementation:
-        """The implementation of a name, or the first that serves every launch.
+        """Return the implementation of a name, or the first that serves every launch.
 
         Raises
         ------
@@ -285,7 +285,7 @@ class Operator:
         return tuple(way.name for way in self.on(backend) if way.serves is None or way.serves(specs, attrs))
 
     def scratch_bytes(self, backend: str, specs: Specs, attrs: Attrs) -> Dim:
-        """Scratch that one launch needs on a backend, in bytes, whichever implementation it is; 0 if none."""
+        """Return the scratch that one launch needs on a backend, in bytes, whichever implementation it is; 0 if none."""
         needed: Dim = 0
         for way in self.on(backend):
             if way.scratch is not None:
@@ -293,11 +293,11 @@ class Operator:
         return needed
 
     def inplace_on(self, backend: str) -> tuple[tuple[str, str], ...]:
-        """Pairs (write, read) that may share storage on a backend, whichever implementation it is."""
+        """Return pairs (write, read) that may share storage on a backend, whichever implementation it is."""
         return _inplace_on(self, backend)
 
     def moved(self, specs: Specs, attrs: Attrs) -> Dim:
-        """Bytes of device memory that one launch reads and writes."""
+        """Return the bytes of device memory that one launch reads and writes."""
         if self.bytes_moved is not None:
             return self.bytes_moved(specs, attrs)
         total: Dim = 0

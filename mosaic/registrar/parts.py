@@ -52,7 +52,7 @@ class Region:
         return (self,) if self.parent is None else (*self.parent.chain, self)
 
     def encloses(self, other: Region | None) -> bool:
-        """Whether `other` is this region or nested in it."""
+        """Return whether `other` is this region or nested in it."""
         return other is not None and self in other.chain
 
 

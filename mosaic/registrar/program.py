@@ -46,7 +46,7 @@ class BucketedStep:
     buckets: tuple[int, ...]
 
     def bucket(self, count: int) -> int:
-        """The smallest bucket that holds a count.
+        """Return the smallest bucket that holds a count.
 
         Raises
         ------

@@ -37,7 +37,7 @@ _KEPT: Final = 4096
 
 @cache
 def symbol(name: str) -> sympy.Symbol:
-    """The symbol of a dim: a positive integer."""
+    """Return the symbol of a dim: a positive integer."""
     return sympy.Symbol(name, positive=True, integer=True)
 
 
@@ -74,7 +74,7 @@ class Asked:
 
 @lru_cache(maxsize=_KEPT)
 def asked(rule: Operator, reads: Seen, loops: Loops, attrs: Attributes) -> Asked:
-    """What a launch reads, and what the operator says of it."""
+    """Return what a launch reads, and what the operator says of it."""
     specs, cuts = _iteration(rule, reads, loops)
     if any(factor is None for *_, factor, _ in cuts):
         return Asked(specs=specs, cuts=cuts, work=None)
@@ -107,7 +107,7 @@ class Results:
 
 @lru_cache(maxsize=_KEPT)
 def results(backend: str, rule: Operator, reads: Specs, writes: Seen, loops: Loops, attrs: Attributes) -> Results:
-    """What a launch writes, and the scratch that it needs."""
+    """Return what a launch writes, and the scratch that it needs."""
     specs, cuts = _iteration(rule, writes, loops)
     scratch = rule.scratch_bytes(backend, dict(reads + specs), dict(attrs))
     if scratch != 0:

@@ -8,7 +8,7 @@ __all__ = ["caller"]
 
 
 def caller() -> str:
-    """`file:line` of the registering code: the first frame outside this package."""
+    """Return `file:line` of the registering code: the first frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("mosaic.registrar", "contextlib")

@@ -147,7 +147,7 @@ def attention_tiles(head_size: int, dtype: str, block: int) -> Tiles:
 
 
 def statistics_tile(vocabulary: int) -> tuple[int, int]:
-    """Rows and vocabulary columns of one tile of logits."""
+    """Return rows and vocabulary columns of one tile of logits."""
     return STATISTICS_ROWS, min(VOCABULARY_COLUMNS, vocabulary)
 
 

@@ -176,19 +176,19 @@ class _Order:
                 self._waits[graph.ops[edge.source].stream].append((edge.source, edge.target))
 
     def fork(self, op: Op) -> int | None:
-        """The last main op that a side op waits for."""
+        """Return the last main op that a side op waits for."""
         forks = self._forks[op.stream]
         at = bisect_right(forks, (op.index, self._num_ops))
         return forks[at - 1][1] if at else None
 
     def join(self, op: Op) -> int | None:
-        """The first main op that waits for a side op."""
+        """Return the first main op that waits for a side op."""
         waits = self._waits[op.stream]
         at = bisect_left(waits, (op.index,))
         return waits[at][1] if at < len(waits) else None
 
     def window(self, side: Op) -> tuple[int, int]:
-        """The ops over which a side op holds what it touches: from after its fork to its join, or all of its loop."""
+        """Return the ops over which a side op holds what it touches: from after its fork to its join, or all of its loop."""
         if side.region is not None:
             return side.region.start, side.region.end
         fork, join = self.fork(side), self.join(side)

@@ -42,7 +42,7 @@ def fill_inputs(step: str, views: Mapping[str, Tensor], given: Mapping[str, Tens
 
 
 def carried_bytes(records: PlanRecords) -> dict[str, dict[str, int]]:
-    """Bytes of the carries that a plan reads before it writes them, and of all that hold a value after it."""
+    """Return the bytes of the carries that a plan reads before it writes them, and of all that hold a value after it."""
     carries = {b.id: b for b in records.buffers if b.kind == "carry"}
     touched: set[int] = set()
     taken: dict[str, int] = {}

@@ -34,7 +34,7 @@ from mosaic.units import MIB
 __all__ = ["PIECE_BYTES", "Checkpoint", "SafetensorsFile", "TensorEntry", "write_safetensors"]
 
 PIECE_BYTES: Final = 32 * MIB
-"""Tensors are read, converted, written and drawn at random in pieces of at most so many bytes."""
+"""Largest piece, in bytes, in which tensors are read, converted, written and drawn at random."""
 
 
 class SafetensorsFile:

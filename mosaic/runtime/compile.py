@@ -98,7 +98,7 @@ def compile(
         Pinned host memory that weights and hidden states may be kept in; what the profile says if not given.
     max_tokens
         The longest step expected, a number or like "128k": weights are loaded to where its plan wants them. A step that
-        needs them elsewhere loads them anew.
+        needs them elsewhere loads them again.
     config
         Take these settings in every plan instead of searching, such as {"attention": "heads", "heads": 4}; each kind of
         step takes those that it has. A call's own `config` comes before it.

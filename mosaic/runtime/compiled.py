@@ -185,7 +185,7 @@ class CompiledModel(ClosesOnExit):
             Run this step in a configuration of its own instead of the one that the planner finds, or `compile` was given:
             rows per chunk by knob, an option by choice, such as {"attention": "heads", "heads": 4}. What is not named is
             off, or the first option. Weights stay where they are unless 'stream' says otherwise: then they are loaded
-            anew, and stay there. The result's `plan.config` is what was in force.
+            again, and stay where that puts them. The result's `plan.config` is what was in force.
 
         Returns
         -------
@@ -322,7 +322,7 @@ class CompiledModel(ClosesOnExit):
             return max(plans, key=lambda plan: plan.total_bytes)
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
-        """Whether steps of these sizes fit: what `check` says, from the peak formula and without a plan."""
+        """Return whether steps of these sizes fit: what `check` says, from the peak formula and without a plan."""
         with self._turn():
             return self._engine.plans.fits(sizes, self._states_of(sizes, more))
 
@@ -358,7 +358,7 @@ class CompiledModel(ClosesOnExit):
     # --- looking and leaving --------------------------------------------------------------------------------------
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Views of all weights by checkpoint name, stacks of experts as one; streamed ones are in host memory.
+        """Return views of all weights by checkpoint name, stacks of experts as one; streamed ones are in host memory.
 
         What is written into them is what the next step computes with, until weights move: then they come from where they
         came from before. `save` the model and compile the directory to keep it.

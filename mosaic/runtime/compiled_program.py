@@ -393,7 +393,7 @@ class CompiledProgram(ClosesOnExit):
         return tuple(bound.executor for bound in self._bound.values())
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Views of all weights by the names of their buffers; streamed ones are in host memory."""
+        """Return views of all weights by the names of their buffers; streamed ones are in host memory."""
         with self._turn():
             return MappingProxyType(self._weights)
 

@@ -280,7 +280,7 @@ class CudaDriver:
 
 
 def bindings() -> Any:
-    """cuda-python's calls of the driver.
+    """Return cuda-python's calls of the driver.
 
     Raises
     ------
@@ -294,7 +294,7 @@ def bindings() -> Any:
 
 
 def copies_memory(graph: int) -> bool:
-    """Whether a captured graph, a `cudaGraph_t`, has copies or fills of the driver's own, beside kernels.
+    """Return whether a captured graph, a `cudaGraph_t`, has copies or fills of the driver's own, beside kernels.
 
     The driver ties these to the allocations that lie at their addresses when the graph is made, not to the addresses: a
     graph of them must not be launched once that memory has gone, though other memory has come there.

@@ -36,7 +36,7 @@ CHUNK_BYTES: Final = (512 * MIB, 32 * MIB)
 4 GiB were mapped in 0.9 ms by chunks of 512 MiB, 7 ms by 32 MiB, 122 ms by 2 MiB."""
 
 VOLATILE: Final = frozenset({"workspace"})
-"""Ranges whose contents nobody needs after a resize: a plan fills its workspace anew in every call."""
+"""Ranges whose contents nobody needs after a resize: a plan writes its whole workspace in every call."""
 
 _log = logging.getLogger(__name__)
 

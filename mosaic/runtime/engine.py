@@ -127,12 +127,12 @@ class Engine:
     # --- states ---------------------------------------------------------------------------------------------------
 
     def table(self, state: State) -> RowTable:
-        """Who owns which rows of a state; there is none of another one of its name.
+        """Return the table of who owns which rows of a state.
 
         Raises
         ------
         UsageError
-            If there is.
+            If another state of the same name has a table.
         """
         other = next((known for known in self._tables if known.name == state.name and known != state), None)
         if other is not None:
@@ -148,7 +148,7 @@ class Engine:
         return {state: table.rows for state, table in self._tables.items()}
 
     def states_with(self, more: Mapping[State, int]) -> dict[State, int]:
-        """Rows of each state once `more` are taken: those that nobody owns are handed out first."""
+        """Return the rows of each state once `more` are taken: those that nobody owns are handed out first."""
         found = dict.fromkeys(more, 0) | self.states
         for state, count in more.items():
             free = self._tables[state].free if state in self._tables else ()
@@ -210,10 +210,10 @@ class Engine:
         return executor
 
     def _move(self, plan: Plan) -> None:
-        """Load the weights anew to where another plan wants them."""
+        """Load the weights again, to where another plan wants them."""
         lost = "; what was written into `weights()` is lost" if self.weights.shown else ""
         say = _log.warning if self.weights.shown else _log.info
-        say("weights move: %s is streamed from now on, loaded anew%s", plan.config["stream"], lost)
+        say("weights move: %s is streamed from now on, loaded again%s", plan.config["stream"], lost)
         self.handed_out.empty()
         self._bound.clear()
         self.weights.forget()

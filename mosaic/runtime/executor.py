@@ -146,7 +146,7 @@ class Executor:
         return {name: part.generation for name, part in ranges if hasattr(part, "generation")}
 
     def _changes(self) -> list[int]:
-        """How often each pool of the plan had memory added or given back, or pinned anew."""
+        """How often each pool of the plan had memory added or given back, or pinned again."""
         return [self.workspace.range(pool.name).changes for pool in self._records.pools if pool.capacity]
 
     def _is_stale(self, graph: Replay) -> bool:
@@ -154,7 +154,7 @@ class Executor:
         return graph.copies and self._changes() != self._captured_over
 
     def _follow(self) -> None:
-        """Bind anew where a pool has moved since; views made before are dangling."""
+        """Bind again where a pool has moved since; views made before are dangling."""
         if self._moves() != self._generations:
             self._bind()
 

@@ -68,7 +68,7 @@ def _kept(rotary: Rotary) -> Tensor:
 
 
 def _pair_that_turns(rotary: Rotary, turns: float) -> float:
-    """Which pair of dims, as a real number, turns so many times in the trained positions."""
+    """Return which pair of dims, as a real number, turns this many times in the trained positions."""
     return rotary.dim * math.log(rotary.original / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
 
 

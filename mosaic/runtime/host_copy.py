@@ -71,7 +71,7 @@ class HostCopy:
 
 
 def bytes_of(first: Tensor, size: int) -> Tensor:
-    """The bytes from a tensor's first on, uint8 [size], others of its storage among them."""
+    """Return the bytes from a tensor's first on, uint8 [size], others of its storage among them."""
     found = torch.empty(0, dtype=torch.uint8, device=first.device)
     return found.set_(first.untyped_storage(), first.storage_offset() * first.element_size(), (size,))  # type: ignore[call-overload,no-any-return]
 

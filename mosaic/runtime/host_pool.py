@@ -60,7 +60,7 @@ class HostRange(PageRange):
 
     All of it is one registration, however often it grew: a copy that crosses from one registration into another is
     refused by the driver ("invalid argument"), and buffers of a plan follow each other without regard to pages. So a
-    resize pins anew, contents untouched, which takes the time of pinning all of it, but not of faulting it in again.
+    resize pins again, contents untouched, which takes the time of pinning all of it, but not of faulting it in again.
     Streams are drained before.
     """
 

@@ -36,7 +36,7 @@ class Plans(Protocol):
 
 
 def config_of(module: nn.Module) -> Mapping[str, Any]:
-    """The configuration of a Hugging Face module."""
+    """Return the configuration of a Hugging Face module."""
     config = getattr(module, "config", None)
     if config is None:
         raise UsageError(f"{type(module).__name__} has no config: give a Hugging Face model or a checkpoint directory.")
@@ -74,7 +74,9 @@ def planner_of(
 
 
 def usable_device(device: Device | str | None) -> Device:
-    """The profile of a device (None: the CPU) with the implementations that this process has: plans must not ask for others.
+    """Return the profile of a device (None: the CPU) with only the implementations that this process has.
+
+    Plans must not ask for others.
 
     Raises
     ------
@@ -107,7 +109,7 @@ def usable_device(device: Device | str | None) -> Device:
 
 
 def open_workspace(planner: Plans) -> Workspace:
-    """The pages of the device and of the host that the plans are for, within the planner's budgets."""
+    """Return the pages of the device and of the host that the plans are for, within the planner's budgets."""
     device = planner.device
     ledger = DeviceLedger(planner.budget_bytes, device.name)
     host_ledger = DeviceLedger(planner.host_budget_bytes, "host")
@@ -126,6 +128,6 @@ def open_workspace(planner: Plans) -> Workspace:
 
 
 def in_use() -> int:
-    """Bytes of the current CUDA device that all processes use together."""
+    """Return the bytes of the current CUDA device that all processes use together."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free)

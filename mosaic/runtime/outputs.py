@@ -57,7 +57,7 @@ class StepOutput:
         return replace(self, **copies)
 
     def tensors(self) -> list[Tensor]:
-        """The views of planned memory."""
+        """Return the views of planned memory."""
         return list(self._views().values())
 
     def _views(self) -> dict[str, Tensor]:

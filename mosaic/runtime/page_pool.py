@@ -34,7 +34,7 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 """Granularity of commits: the system's page, as in the built-in profile of a CPU."""
 
 POPULATE_BYTES: Final = 256 * MIB
-"""Pages are faulted in by so many bytes: between two steps there is a look at what is left, and Ctrl-C is heard."""
+"""Bytes of pages that are faulted in at a time: in between there is a look at what is left, and Ctrl-C is heard."""
 
 Access = Literal["none", "read", "write"]
 _PROTECTION: Final[dict[Access, int]] = {"none": 0, "read": 1, "write": 3}

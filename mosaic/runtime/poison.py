@@ -52,7 +52,7 @@ class Times:
         )
 
     def merged(self, other: Times) -> Times:
-        """Both sets of times."""
+        """Return both sets of times as one."""
         return Times(*(_merge(a, b) for a, b in ((self.starts, other.starts), (self.ends, other.ends))))
 
 

@@ -44,7 +44,7 @@ class SlabRange(DeviceRange):
         return self._driver.as_tensor(Addresses(self.address, self.committed_bytes))
 
     def _reach(self, end: int, holes: Spans) -> None:
-        """Allocate anew where `end` is further: contents are copied, which takes old and new at once, or first given up
+        """Allocate again where `end` is further: contents are copied, which takes old and new at once, or first given up
         where volatile. An allocation has no holes."""
         before = self.committed_bytes
         if end <= before:

@@ -153,7 +153,7 @@ class OwnedRows(ClosesOnExit):
             self._table.give(self, gone)
 
     def slots(self, start: int = 0, end: int | None = None) -> Tensor:
-        """int64: the rows of the positions `[start, end)`.
+        """Return the rows of the positions `[start, end)`, int64.
 
         Raises
         ------
@@ -164,7 +164,7 @@ class OwnedRows(ClosesOnExit):
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
     def ranges(self, start: int = 0, end: int | None = None) -> tuple[range, ...]:
-        """The same rows as ranges of consecutive ones, in order of position.
+        """Return the same rows as ranges of consecutive ones, in order of position.
 
         Raises
         ------
@@ -174,7 +174,7 @@ class OwnedRows(ClosesOnExit):
         return tuple(range(first, last) for first, last in self._between(start, self._stop(start, end)))
 
     def runs(self, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
-        """The same rows as runs of consecutive ones, in order of position: (first row, count).
+        """Return the same rows as runs of consecutive ones, in order of position: (first row, count).
 
         Raises
         ------

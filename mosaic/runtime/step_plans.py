@@ -93,7 +93,7 @@ class StepPlans:
         return self._plans[key]
 
     def fits(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> bool:
-        """Whether `plan` finds one for every step, beside these rows of states, without making it.
+        """Return whether `plan` finds one for every step, beside these rows of states, without making it.
 
         A lookup, where steps of the same rounded sizes were asked for before.
         """

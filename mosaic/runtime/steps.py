@@ -157,4 +157,4 @@ class StepRunner(Protocol):
         """
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
-        """Whether `check` finds a plan for every one of these sizes; it need not make them."""
+        """Return whether `check` finds a plan for every one of these sizes; it need not make them."""

@@ -85,7 +85,7 @@ class Streams(Protocol):
 
 @cache
 def shared_streams(index: int) -> CudaStreams:
-    """The streams that all models on one device share: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that
+    """Return the streams that all models on one device share: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that
     ran a product, as long as the process lives."""
     return CudaStreams(index)
 

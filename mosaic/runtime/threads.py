@@ -31,7 +31,7 @@ class StepThreads:
     weights
         Parameters of the model.
     asked
-        So many, whatever PyTorch is set to; by the model's size and at most as many as PyTorch is set to, if not given.
+        Threads, whatever PyTorch is set to; if not given, by the model's size and at most as many as PyTorch is set to.
 
     Raises
     ------

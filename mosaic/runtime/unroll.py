@@ -4,7 +4,7 @@ An innermost loop is one segment (two where later iterations have something to w
 else a straight run. The tables of equal loops are shared between layers and groups of heads, so binding costs little: a
 LLaDA-8B step over 1,048,576 tokens in chunks of 2,048, 2 heads at a time, all streamed, is 7.4 million calls and binds
 in 1.3 s. Without streams, which is on the CPU, short loops are straight runs too, and there a kernel that has a `bind` is
-bound once instead of launched anew.
+bound once instead of launched each time.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Views:
         return self._records.root(record)
 
     def is_adopted(self, buffer: int) -> bool:
-        """Whether a tensor of the caller's is used for a buffer."""
+        """Return whether a tensor of the caller's is used for a buffer."""
         record = self._records.buffers[buffer]
         return record.pool != "host" and (record.tensor or "") in self._tensors
 

@@ -58,7 +58,7 @@ class WeightGuard:
         self._before = self._sums()
 
     def end(self) -> None:
-        """Compare.
+        """Compare weights and gaps with what they were at `begin`.
 
         Raises
         ------
@@ -72,7 +72,7 @@ class WeightGuard:
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise WeightsChanged(
                 f"the step wrote to weights, which it may only read: {which}{more}. The plan has another buffer there "
-                "(`check` it), or a kernel writes beyond its outputs; load the weights anew.",
+                "(`check` it), or a kernel writes beyond its outputs; load the weights again.",
                 changed,
             )
 

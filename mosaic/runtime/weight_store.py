@@ -107,7 +107,7 @@ class WeightStore:
         self._streamed = str(plan.config["stream"])
 
     def serves(self, plan: Plan) -> bool:
-        """Whether the weights are where a plan has them.
+        """Return whether the weights are where a plan has them.
 
         Raises
         ------

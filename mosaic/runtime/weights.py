@@ -145,7 +145,7 @@ def _place_text(place: tuple[str, int, int]) -> str:
 
 
 def streamed_bytes(plan: AnyPlan) -> int:
-    """Bytes of host memory that the streamed weights of a plan reach; hidden states come after them."""
+    """Return the bytes of host memory that the streamed weights of a plan reach; hidden states come after them."""
     return max((b.offset + b.size for _, b in _stored(plan) if b.pool == "host"), default=0)
 
 

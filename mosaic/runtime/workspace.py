@@ -218,15 +218,15 @@ class Workspace(ClosesOnExit):
         return {**self.pages.ranges, **(self.host.ranges if self.host is not None else {})}
 
     def committed_bytes(self) -> dict[str, int]:
-        """Bytes committed, by pool."""
+        """Return bytes committed, by pool."""
         return {name: part.committed_bytes for name, part in self._ranges().items()}
 
     def changes(self) -> int:
-        """How often the open ranges had memory added or given back; steps of sizes that were there before change none."""
+        """Return how often the open ranges had memory added or given back; steps of sizes seen before change nothing."""
         return sum(part.changes for part in self._ranges().values())
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes in physical memory as the system counts them, by pool."""
+        """Return the bytes in physical memory as the system counts them, by pool."""
         return {name: part.resident_bytes() for name, part in self._ranges().items()}
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ class Progress:
     tokens_per_second: float = 0.0
 
     def rows(self) -> list[tuple[str, str]]:
-        """Labels and values, as people read them."""
+        """Return labels and values, as people read them."""
         found = [("step", _of(self.step, self.steps))]
         if self.block or self.blocks:
             found.append(("block", _of(self.block, self.blocks)))
@@ -132,7 +132,7 @@ class Canvas:
     progress, memory
         What stands beside the text, or None.
     max_lines
-        Show at most so many lines of text, around the first mask; None shows all.
+        Show at most this many lines of text, around the first mask; None shows all.
 
     Examples
     --------
@@ -150,7 +150,7 @@ class Canvas:
         return self.plain()
 
     def plain(self, *, ascii_only: bool = False) -> str:
-        """The text with a glyph for every mask, and nothing else."""
+        """Return the text with a glyph for every mask, and nothing else."""
         glyph = ASCII_MASK_GLYPH if ascii_only else MASK_GLYPH
         return "".join(glyph if cell.state == "mask" else printable(cell.text) for cell in self.cells)
 
@@ -295,7 +295,7 @@ def _span(state: State, text: str, note: str = "") -> str:
 
 
 def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
-    """A horizontal gauge; a share above zero always shows, and only a full one is full.
+    """Return a horizontal gauge; a share above zero always shows, and only a full one is full.
 
     >>> bar(0.25, 8, ascii_only=True)
     '##......'
@@ -308,7 +308,7 @@ def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters made visible, but for newlines and tabs, so that no token drives a terminal.
+    r"""Return the text with control characters made visible, but for newlines and tabs, so that no token drives a terminal.
 
     >>> printable("a\x1b[2Jb\n")
     'a␛[2Jb\n'
@@ -424,7 +424,7 @@ class CanvasTracker:
     def canvas(
         self, *, steps: int = 0, blocks: int = 0, tokens_per_second: float = 0.0, max_lines: int | None = None
     ) -> Canvas:
-        """The canvas now; what it shows as just committed is earlier for the next one.
+        """Return the canvas now; what it shows as just committed is earlier for the next one.
 
         Parameters
         ----------

@@ -163,7 +163,7 @@ def placed_roots(doc: Document, pools: Iterable[str] = ("workspace",)) -> list[M
 
 
 def pool_names(pool: str) -> tuple[str, ...]:
-    """What a pool may be asked for by: its name, and the family that it is of.
+    """Return what a pool may be asked for by: its name, and the family that it is of.
 
     >>> pool_names("state/kv"), pool_names("weights")
     (('state/kv', 'state'), ('weights',))

@@ -20,7 +20,7 @@ MOST_NUMBERS: Final = 8
 
 
 def addition(a: int, b: int) -> Turn:
-    """a + b for numbers of up to three digits.
+    """Write out a + b for numbers of up to three digits.
 
     >>> addition(347, 285).answer
     ' 7+5=12, 4+8+1=13, 3+2+1=6. Answer: 632'
@@ -36,7 +36,7 @@ def addition(a: int, b: int) -> Turn:
 
 
 def subtraction(a: int, b: int) -> Turn:
-    """a - b for a >= b; a borrowed ten stands in the step that needs it.
+    """Write out a - b for a >= b; a borrowed ten stands in the step that needs it.
 
     >>> subtraction(402, 178).answer
     ' 12-8=4, 10-7-1=2, 4-1-1=2. Answer: 224'
@@ -53,7 +53,7 @@ def subtraction(a: int, b: int) -> Turn:
 
 
 def multiplication(a: int, b: int) -> Turn:
-    """a * b for a number of up to three digits and one of one digit.
+    """Write out a * b for a number of up to three digits and one of one digit.
 
     >>> multiplication(47, 6).answer
     ' 7*6=42, 4*6+4=28. Answer: 282'
@@ -89,7 +89,7 @@ def _turn(task: str, question: str, working: str, result: int | str, key: tuple[
 
 
 def draw(rng: Random, operation: str, *, evaluation: bool) -> Turn:
-    """A turn of one operation, from its side of the split."""
+    """Return a turn of one operation, from its side of the split."""
     while True:
         turn = _draw(rng, operation)
         if held_out(*turn.keys[0]) == evaluation:

@@ -24,7 +24,7 @@ _LONGEST: Final = {"retrieval": 32, "pair": 32, "addition": 64, "subtraction": 6
 
 
 def gen_length(task: str) -> int:
-    """Tokens to generate for a task: its longest answer with [EOS], in whole blocks of 32."""
+    """Return tokens to generate for a task: its longest answer with [EOS], in whole blocks of 32."""
     return _LONGEST.get(task, 96)
 
 
@@ -105,5 +105,5 @@ def _item(turn: Turn, prompt: str, *, length: int = 0, depth: float = 0.0) -> It
 
 
 def seen_in_training(items: Iterable[Item]) -> list[Item]:
-    """Items that a training stream could contain: every one with a key that is not held out; empty if all is well."""
+    """Return items that a training stream could contain: every one with a key that is not held out; empty if all is well."""
     return [item for item in items if not item.keys or not all(held_out(*key) for key in item.keys)]

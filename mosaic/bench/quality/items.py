@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def pick(rng: Random, values: Sequence[T]) -> T:
-    """One of several values; the same on every version of Python."""
+    """Return one of several values; the same on every version of Python."""
     return values[int(rng.random() * len(values))]
 
 
@@ -83,7 +83,7 @@ class Item:
         return self.answer.rpartition(RESULT)[2].strip()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "task": self.task, "prompt": self.prompt, "answer": self.answer, "tokens": self.tokens,
             "length": self.length, "depth": self.depth,
@@ -91,5 +91,5 @@ class Item:
 
 
 def prompt_of(turn: Turn, document: str = "") -> str:
-    """A prompt of one turn, the document before the question."""
+    """Return a prompt of one turn, the document before the question."""
     return f"<|user|>{document}{turn.question}<|assistant|>"

@@ -90,7 +90,7 @@ def _value(rng: Random, attribute: str, codes: list[str]) -> str:
 
 
 def filler(rng: Random) -> str:
-    """A sentence that states no fact."""
+    """Return a sentence that states no fact."""
     hero, friend = pick(rng, NAMES), pick(rng, NAMES)
     he, his = pronoun(hero)
     place, item, adjective, feeling = pick(rng, PLACES), pick(rng, ITEMS), pick(rng, ADJECTIVES), pick(rng, FEELINGS)

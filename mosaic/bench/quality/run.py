@@ -156,7 +156,7 @@ def _outcome(one: Score, steps: int) -> dict[str, Any]:
 
 
 def batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-    """Items of one task and length, at most `size` together, in their order."""
+    """Yield items of one task and length, at most `size` together, in their order."""
     part: list[Item] = []
     for item in items:
         if part and (len(part) == size or (item.task, item.length) != (part[0].task, part[0].length)):

@@ -15,7 +15,7 @@ HELD_OUT_SHARE: Final = 1 / 16
 
 
 def held_out(*key: str | int) -> bool:
-    """Whether an item is kept for evaluation.
+    """Return whether an item is kept for evaluation.
 
     Parameters
     ----------

@@ -95,7 +95,7 @@ def story(rng: Random, hero: str, friend: str, adjective: str, item: str, place:
 
 
 def draw(rng: Random, *, evaluation: bool) -> Turn:
-    """A story from its side of the split."""
+    """Return a story from its side of the split."""
     while True:
         hero, friend = pick(rng, NAMES), pick(rng, NAMES)
         adjective, item, place = pick(rng, ADJECTIVES), pick(rng, ITEMS), pick(rng, PLACES)
@@ -104,7 +104,7 @@ def draw(rng: Random, *, evaluation: bool) -> Turn:
 
 
 def faults(question: str, text: str) -> list[str]:
-    """What is wrong with a story, sentence by sentence; empty if it is grammatical, consistent and complete.
+    """Return what is wrong with a story, sentence by sentence; empty if it is grammatical, consistent and complete.
 
     Parameters
     ----------

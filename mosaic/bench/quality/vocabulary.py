@@ -130,7 +130,7 @@ class Vocabulary:
         return len(self.tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; special tokens are recognised where they are written out."""
+        """Return token ids of a text; special tokens are recognised where they are written out."""
         ids: list[int] = []
         for part in _split_specials(text):
             if part in SPECIAL:
@@ -145,25 +145,25 @@ class Vocabulary:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of token ids; U+FFFD for those of the rows that fill the embedding up."""
+        """Return the text of token ids; U+FFFD for those of the rows that fill the embedding up."""
         first = len(SPECIAL) if skip_special else 0
         parts = (self.tokens[i] if i < len(self.tokens) else b"\xff" for i in ids if i >= first)
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def word(self, text: str) -> int:
-        """Id of one word (with its space) or one byte."""
+        """Return the id of one word (with its space) or one byte."""
         (found,) = self.encode(text)
         return found
 
 
 @cache
 def vocabulary() -> Vocabulary:
-    """The one vocabulary of the shipped models."""
+    """Return the one vocabulary of the shipped models."""
     return Vocabulary()
 
 
 def tokenizer_json() -> str:
-    """The vocabulary as a tokenizer.json: byte-level BPE without merges, whole words looked up first."""
+    """Return the vocabulary as a tokenizer.json: byte-level BPE without merges, whole words looked up first."""
     symbols = _byte_symbols()
     entries = [*SPECIAL, *symbols, *("".join(symbols[byte] for byte in word.encode()) for word in WORDS)]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -195,7 +195,7 @@ def tokenizer_json() -> str:
 
 
 def tokenizer_config() -> str:
-    """The tokenizer_config.json beside it: special tokens and the chat template."""
+    """Return the tokenizer_config.json beside it: special tokens and the chat template."""
     document = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "[EOS]",

@@ -84,7 +84,7 @@ def available() -> Availability:
 
 @cache
 def library() -> ModuleType:
-    """cuDNN's Python frontend.
+    """Return cuDNN's Python frontend.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def library() -> ModuleType:
 
 @cache
 def handle_of(device: int) -> int:
-    """One handle a device; launches set its stream."""
+    """Return one handle a device; launches set its stream."""
     with torch.cuda.device(device):
         handle: int = library().create_handle()
     return handle

@@ -304,7 +304,7 @@ def launch(
 
 
 def _tile(q: Tensor, head_size: int, rows: int) -> Tile:
-    """Choose the smallest tile that so many rows fit into, or the largest."""
+    """Choose the smallest tile that `rows` rows fit into, or the largest."""
     table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])

@@ -35,7 +35,7 @@ __all__ = ["launch", "launch_rows", "reference"]
 WARPS: Final = 8
 FEW_ROWS: Final = 264
 FEW_WARPS: Final = 16
-"""Up to so many rows, two for each multiprocessor of a large card, a row wants more warps."""
+"""Number of rows, two for each multiprocessor of a large card, up to which a row gets more warps."""
 LOAD_BYTES: Final = 16
 AGAIN: Final = 16
 """Tiles of a lane that are looked at once more at a time."""

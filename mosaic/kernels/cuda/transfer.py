@@ -2,10 +2,10 @@
 
 Contract: transfer(token[M] int64, score[M] float32, current[M] int64, cu_rows[B+1] int32, quota[B] int32, threshold[B]
 float32, edit_threshold?[B] float32; rule, mask_id) -> chosen[M] int64, committed[M] uint8 (0 or 1). The rules are those of
-the contract. One program a sequence, and one for the padding behind the last; nothing is read on the host. Each rule commits
-the first so many candidates in the order of their scores: a program counts how many, finds the lowest score among them by
-bisection over the ranks of float32 numbers, at most 32 counts of its rows, and gives what is left to the lowest rows of that
-score. Legend: M rows, B sequences.
+the contract. One program per sequence, and one for the padding behind the last; nothing is read on the host. Each rule commits
+a number of candidates with the highest scores. A program counts that number. It finds the lowest score among them by bisection
+over the ranks of float32 numbers, in at most 32 counts of its rows. Of the rows with that score, it commits the lowest ones.
+Legend: M rows, B sequences.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def transfer_kernel(
         elif RULE == "factor":
             wanted = stop_by_factor(score, current, start, end, mask_id, candidates, limit, BLOCK)
         wanted = tl.minimum(wanted, candidates)
-        # the highest rank from which on there are so many; int64, as the middle of two int32 overflows
+        # the highest rank from which on there are `wanted` rows; int64, as the middle of two int32 overflows
         low = (start * 0).to(tl.int64) - 0x80000000
         high = low + 0x100000000
         if wanted == candidates:

@@ -107,7 +107,7 @@ def draw_groups(
     logits, offset, start, keys, row, row_mask, noise, score, sample, sample_logit,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Take in so many groups of every block: the columns start + (0 .. 8 * PER) + offset and one to three strides on.
+    """Take in the next groups of every block: the columns start + (0 .. 8 * PER) + offset and one to three strides on.
 
     `logits` [C, BLOCKS * 4 * PER * 8]. First come the groups' smallest numbers; the rest only where a row may win by it.
     """
@@ -168,7 +168,7 @@ def logits_of(
     x, weight, first_row, row, row_mask, start, hidden, vocabulary, x_stride, weight_stride,
     BLOCK_C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of rows with so many rows of the weight from `start` on: logits [C, WIDTH], -inf past the last."""
+    """Multiply a tile of rows with WIDTH rows of the weight from `start` on: logits [C, WIDTH], -inf past the last."""
     inner = tl.arange(0, BLOCK_D)
     column = start + tl.arange(0, WIDTH)
     column_mask = column < vocabulary

@@ -95,13 +95,13 @@ def parted(tiles: list[Tensor], block: int) -> tuple[list[Tensor], list[Tensor]]
 
 
 def tile_shape(keys: int, *, in_place: bool) -> tuple[int, int]:
-    """Rows and keys of a tile of scores; keys that are read where they lie are taken all at once, if not too many."""
+    """Return rows and keys of a tile of scores; keys that are read where they lie are taken all at once, if not too many."""
     columns = keys if in_place and keys <= WHOLE_KEYS else min(keys, KEY_ROWS)
     return min(QUERY_ROWS, SCORES // columns), columns
 
 
 def evenly(count: int, most: int) -> int:
-    """The size of the parts of a whole that have at most so many, and about the same.
+    """Return the size of parts of `count`, none larger than `most` and all of about the same size.
 
     >>> [evenly(8, most) for most in (1, 7, 9)]
     [1, 4, 8]

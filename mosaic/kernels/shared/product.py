@@ -22,7 +22,7 @@ from mosaic.registrar.tiles import PRODUCT_TILE, linear_tiles
 
 __all__ = ["product"]
 
-# The views of so many parts are made once: a fifth of the time of a small product. Those of many would take memory.
+# The views of this many parts are made once: a fifth of the time of a small product. Those of many would take memory.
 _MOST_KEPT: Final = 16
 
 

@@ -146,7 +146,7 @@ class RowSamples:
 
 
 def random_numbers(keys: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the numbers under some keys [C] for so many columns: what `exponentials` are made of.
+    """Return the numbers under some keys [C] for this many columns: what `exponentials` are made of.
 
     Returns
     -------
@@ -165,7 +165,7 @@ def random_numbers(keys: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def exponentials(keys: Tensor, columns: int) -> Tensor:
-    """Return E under some keys [C] for so many columns, float32 [C, columns].
+    """Return E under some keys [C], float32 [C, columns].
 
     >>> exponentials(torch.tensor([7]), 2).shape
     torch.Size([1, 2])

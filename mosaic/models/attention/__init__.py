@@ -37,7 +37,7 @@ class Way:
         """Declare what the way keeps for all layers."""
 
     def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
-        """The projections of a layer: q_proj [N H, D], k_proj and v_proj [K H, D], o_proj [D, N H]."""
+        """Return the projections of a layer: q_proj [N H, D], k_proj and v_proj [K H, D], o_proj [D, N H]."""
         from mosaic.models.attention.projections import matrices
 
         return matrices(step.arch, layer, step.arch.kv_heads)

@@ -32,7 +32,7 @@ class Heads(Way):
     name: ClassVar[str] = "heads"
 
     def dims(self, step: StepGraph) -> None:
-        """The number of key-value heads, which is fixed."""
+        """Declare the number of key-value heads, which is fixed."""
         step.g.dim("kv_heads", value=step.arch.kv_heads)
 
     def knobs(self, step: StepGraph) -> None:

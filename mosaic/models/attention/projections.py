@@ -21,7 +21,7 @@ PROJECTION_TILE: Final = 128
 
 
 def matrices(arch: Architecture, layer: int, kv_heads: Dim) -> list[Matrix]:
-    """The four projections of a layer; shaped by the dim `kv_heads` where a region runs over it."""
+    """Return the four projections of a layer; shaped by the dim `kv_heads` where a region runs over it."""
     names, kv = arch.names, kv_heads * arch.head_size
     width = kv * (arch.heads // arch.kv_heads)
     return [
@@ -33,7 +33,7 @@ def matrices(arch: Architecture, layer: int, kv_heads: Dim) -> list[Matrix]:
 
 
 def project(step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None) -> Buffer:
-    """One of q, k, v of the rows h [C, D], normed and rotated as the architecture says."""
+    """Project the rows h [C, D] to one of q, k and v, normed and rotated as the architecture says."""
     g, arch = step.g, step.arch
     tensor, head_norm = {
         "q": (arch.names.query, arch.names.query_norm),
@@ -60,7 +60,7 @@ def project(step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, o
 def project_rows(
     step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Buffer], outs: dict[str, Buffer], loop: str, name: str
 ) -> None:
-    """Those of q, k and v that there are buffers for, of all tokens, by chunks of tokens under one norm."""
+    """Project all tokens to those of q, k and v that there are buffers for, by chunks of tokens under one norm."""
     with step.g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name=loop) as rows:
         _, h = step.normed(rows, norm, name)
         for part, out in outs.items():
@@ -70,7 +70,7 @@ def project_rows(
 def keys_and_values(
     step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Buffer], heads: Dim
 ) -> tuple[Buffer, Buffer]:
-    """Those of all tokens for some heads, by chunks of tokens."""
+    """Project all tokens to the keys and values of some heads, by chunks of tokens."""
     arch = step.arch
     k, v = (step.g.buffer(name, (step.tokens, heads * arch.head_size), arch.dtype) for name in ("k", "v"))
     project_rows(step, layer, norm, weights, {"k": k, "v": v}, "keys", "keys_in")

@@ -20,7 +20,7 @@ class Queries(Way):
     name: ClassVar[str] = "queries"
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
-        """Keys and values first, then the chunks."""
+        """Register keys and values first, then the chunks of queries."""
         g = step.g
         k, v = keys_and_values(step, layer, norm, matrices, step.arch.kv_heads)
         with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="queries") as rows:

@@ -24,7 +24,7 @@ class KeysAndValues(State):
     """The keys and values of all layers, side by side, one row a token; it grows at its end, so nothing moves."""
 
     def columns(self, arch: Architecture) -> int:
-        """Keys and values of all layers."""
+        """Return keys and values of all layers."""
         return arch.layers * 2 * arch.kv_heads * arch.head_size
 
 
@@ -67,7 +67,7 @@ class Whole(CachePolicy):
     """Whole sequences attend to themselves; nothing is kept."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Where frequencies depend on a sequence's length, those of each, and the number of each token's sequence."""
+        """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number."""
         rotary = arch.rotary
         if rotary.kind != "dynamic":
             return ()
@@ -80,13 +80,13 @@ class Whole(CachePolicy):
         )  # fmt: skip
 
     def ways(self) -> Sequence[Way]:
-        """All queries at once, by chunks of queries, by groups of heads."""
+        """Return all queries at once, chunks of queries, and groups of heads."""
         from mosaic.models.attention import heads, queries, together
 
         return together.Together(), queries.Queries(), heads.Heads()
 
     def dims(self, step: StepGraph) -> None:
-        """A query sees tokens of the step."""
+        """Declare the keys that a query sees: tokens of the step."""
         step.g.dim("span", at_most="tokens")
 
     def declare(self, step: StepGraph) -> None:
@@ -114,7 +114,7 @@ class Kept(CachePolicy):
         )  # fmt: skip
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """A request has a sequence, and sees its own window at least."""
+        """Check that a request has a sequence, and sees its own window at least."""
         if not hasattr(request.sequence, "ranges"):
             raise UsageError("a cached request needs a sequence that this model has opened.")
         end = request.start + len(request.token_ids)
@@ -130,22 +130,22 @@ class Kept(CachePolicy):
         return KV
 
     def seen(self, request: Any) -> tuple[int, int]:
-        """What the request says, of what its sequence has."""
+        """Return the keys that the request sees, of the tokens that its sequence owns rows for."""
         return request.key_len, request.sequence.length
 
     def ways(self) -> Sequence[Way]:
-        """All queries at once, or by chunks of queries: keys and values of all heads are there anyway."""
+        """Return all queries at once, and chunks of queries: keys and values of all heads are there anyway."""
         from mosaic.models.attention import kept
 
         return kept.KeptTogether(), kept.KeptQueries()
 
     def dims(self, step: StepGraph) -> None:
-        """A query sees keys of the state."""
+        """Declare the keys that a query sees: those of the state."""
         step.g.dim("keys")
         step.g.dim("span", at_most="keys")
 
     def declare(self, step: StepGraph) -> None:
-        """The state, and the rows of it that are written and read."""
+        """Declare the state, and the rows of it that are written and read."""
         step.kv = step.state(KV)
         for entry in self.inputs(step.arch):
             step.inputs[entry.name]

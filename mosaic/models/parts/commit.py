@@ -65,7 +65,7 @@ class Commit(CommitRule):
         return self.score == "random" or self.perturb
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """What stands in the rows, and what the rule goes by."""
+        """Return what stands in the rows, and what the rule goes by."""
         perturb = (Input(name="score_temperature", dtype="float32", per="step"),) if self.perturb else ()
         edit = (Input(name="edit_threshold", dtype="float32", per="sequence"),) if self.rule == "edit" else ()
         return (

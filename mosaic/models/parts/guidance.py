@@ -21,11 +21,11 @@ class Guidance(Part):
     """Rows are guided by those of the copies."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """How far the copies' rows are gone away from."""
+        """Return the scale: how far the rows move away from the copies'."""
         return (Input(name="guidance", dtype="float32", per="step"),)
 
     def copy_of(self, request: Any) -> Any:
-        """The window of the copy, int64 [T]."""
+        """Return the window of the copy, int64 [T]."""
         other = request.unconditional
         if other is None or other.shape != request.token_ids.shape:
             raise UsageError("a guided request needs its window without the prompt as well, of the same length.")

@@ -107,7 +107,7 @@ class Sample(Head):
     samples: ClassVar[bool] = True
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """The temperature."""
+        """Return the temperature."""
         return (TEMPERATURE,)
 
     @property
@@ -142,7 +142,7 @@ class Nucleus(Head):
     ways: ClassVar[Sequence[str]] = ("logits",)
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Temperature, top-p and top-k."""
+        """Return temperature, top-p and top-k."""
         return (
             TEMPERATURE,
             Input(name="top_p", dtype="float32", per="step"),

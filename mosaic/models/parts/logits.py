@@ -22,7 +22,7 @@ class ReturnedLogits(Part):
     """The logits of the rows that are asked for."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """The rows."""
+        """Return the rows."""
         return (Input(name="logit_rows", dtype="int64", per="logit_row", index=True),)
 
     def register(self, end: Ending, norm: Buffer, weight: Buffer) -> None:

@@ -27,7 +27,7 @@ class Part:
     __slots__ = ()
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """The inputs that the part needs."""
+        """Return the inputs that the part needs."""
         return ()
 
     @property

@@ -20,7 +20,7 @@ class Windows(Part):
     """The windows of all sequences, one after another."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Ids, positions, and where sequences begin."""
+        """Return ids, positions, and where sequences begin."""
         return (
             Input(name="token_ids", dtype="int64", per="token", value=lambda window: window.token_ids),
             Input(name="positions", dtype="int32", per="token", value=lambda window: range(window.start, window.end)),

@@ -213,20 +213,20 @@ class Skeleton:
         return f"op {i} '{self.op_name[i]}'"
 
     def around(self, i: int) -> tuple[str, ...]:
-        """The regions around an op, innermost first."""
+        """Return the regions around an op, innermost first."""
         region = self.op_region[i]
         return self.enclosing[region] if region is not None else ()
 
     def is_within(self, home: str | None, region: str) -> bool:
-        """Whether a home is the region or nested in it."""
+        """Return whether a home is the region or nested in it."""
         return home is not None and region in self.enclosing[home]
 
     def group(self, root: int) -> list[int]:
-        """A root and its aliases."""
+        """Return a root and its aliases."""
         return [root, *self.members.get(root, ())]
 
     def group_of(self, b: int) -> list[int]:
-        """All that share a root with a buffer."""
+        """Return all that share a root with a buffer."""
         root = self.alias_of[b]
         return self.group(b if root is None else root)
 
@@ -252,13 +252,13 @@ class Columns(Skeleton):
     uncut: set[int] = field(default_factory=set)
 
     def share_bytes(self, a: int, b: int) -> bool:
-        """Whether two members of one alias group overlap in bytes of their own; a root's size covers its aliases as well."""
+        """Return whether two members of an alias group overlap in bytes of their own; a root's size covers its aliases too."""
         at, raw = self.alias_offset, self.raw_bytes
         return at[a] < at[b] + raw[b] and at[b] < at[a] + raw[a] and raw[a] > 0 and raw[b] > 0
 
 
 def owner_of(pool: str) -> tuple[str, str] | None:
-    """Kind and name of the state or carry whose own pool this is, or None.
+    """Return the kind and name of the state or carry whose own pool this is, or None.
 
     Examples
     --------
@@ -270,7 +270,7 @@ def owner_of(pool: str) -> tuple[str, str] | None:
 
 
 def is_known_pool(pool: str) -> bool:
-    """Whether a plan may have a pool of this name: one of `POOLS`, or that of a state or a carry.
+    """Return whether a plan may have a pool of this name: one of `POOLS`, or that of a state or a carry.
 
     Examples
     --------
@@ -281,7 +281,7 @@ def is_known_pool(pool: str) -> bool:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below a value.
+    """Return the least multiple that is not below a value.
 
     Examples
     --------

@@ -41,7 +41,7 @@ class _Operator(NamedTuple):
     flops: str = "0"
     whole: str = ""  # letters that a loop never slices
     # operands whose bytes count, repeated where they count twice; by default all, and updates twice; `name=axes` counts
-    # only so many elements
+    # only the elements of these axes
     moved: str = ""
     host: str = ""  # operands that may lie in host memory, one of them at a time
     rules: tuple[Rule, ...] = ()
@@ -52,7 +52,7 @@ class _Operator(NamedTuple):
 
 
 def _kv_row(width: str) -> tuple[Rule, ...]:
-    """A row X of keys and values: so many columns of each for every layer, this one among them."""
+    """A row X of keys and values: for every layer, this one among them, the same number of columns of each."""
     return ("divides", f"2*{width}", "X"), ("at most", f"2*layer*{width}+1", "X"), ("at most", "0", "layer")
 
 

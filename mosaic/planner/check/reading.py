@@ -89,7 +89,7 @@ class _Table(NamedTuple):
     fields: Mapping[str, Types]
 
     def named(self, document: Mapping[str, Any], found: _Found) -> _Named:
-        """The columns of a document's list by field; of no use if that found a row malformed."""
+        """Return the columns of a document's list by field; of no use if that found a row malformed."""
         return dict(zip(self.fields, self._columns(document[self.label], found), strict=False))
 
     def _columns(self, rows: Sequence[Any], found: _Found) -> tuple[tuple[Any, ...], ...]:
@@ -437,7 +437,7 @@ def _fail(found: _Found, message: str, code: str = "format") -> None:
 
 
 def type_names(types: Collection[type]) -> str:
-    """Types as a message spells them.
+    """Return types as a message spells them.
 
     Examples
     --------

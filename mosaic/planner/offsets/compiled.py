@@ -17,7 +17,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 @cache
 def available() -> bool:
-    """True if numba is installed; does not import it."""
+    """Return whether numba is installed, without importing it."""
     return find_spec("numba") is not None
 
 

@@ -82,7 +82,7 @@ def read_csv(
 
 
 def names_end(path: str | os.PathLike[str]) -> bool:
-    """Whether the header calls the upper end `end`, which MiniMalloc reads as inclusive."""
+    """Return whether the header calls the upper end `end`, which MiniMalloc reads as inclusive."""
     return "end" in _Table(path, only_header=True).header
 
 

@@ -79,7 +79,7 @@ def undo(end: Any, m: Any) -> None:
 
 
 def crowded(times: Any, m: Any) -> Any:
-    """Return whether the trail lacks so many times the room that one placement needs, with what must follow."""
+    """Return whether the trail lacks room for `times` placements, with what must follow each."""
     return m[TRAIL] + times * m[ROOM] > len(m)
 
 

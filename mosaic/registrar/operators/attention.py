@@ -1,6 +1,6 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head: bidirectional, varlen, grouped queries.
 
-A query sees every key of its sequence, or with `block` those of its own block of so many rows and of the blocks before.
+A query sees every key of its sequence, or with `block` those of its own block of `block` rows and of the blocks before.
 Queries may be sliced by a region of tokens, keys and values never; y may overwrite q. `span` is the number of keys that
 a query sees on average, rounded up: without blocks the sum of squared sequence lengths over the tokens.
 """
@@ -34,7 +34,7 @@ def flops(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, span: Dim, **_: object
 
 
 def query_rows_and_heads(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, **_: object) -> Dim:
-    """The rate is that of a launch with so many query rows times heads: what fills a GPU."""
+    """Return the launch's query rows times heads, which its rate goes by: they fill a GPU."""
     return q.shape[0] * heads_of(q, head_size)
 
 

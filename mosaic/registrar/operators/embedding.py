@@ -12,7 +12,7 @@ def infer(ids: Spec, table: Spec) -> tuple[Spec]:
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Only the gathered rows of the table are read."""
+    """Count only the gathered rows of the table."""
     return specs["ids"].bytes + 2 * specs["y"].bytes
 
 

@@ -17,7 +17,7 @@ def flops(x: Spec, weight: Spec, offsets: Spec) -> Dim:
 
 
 def rows_per_expert(x: Spec, weight: Spec, offsets: Spec) -> Dim:
-    """The rate is that of a GEMM with the average expert's rows."""
+    """Return the average expert's rows: the rate is that of a GEMM with as many."""
     return exact(x.shape[0]) / weight.shape[0]
 
 

@@ -44,14 +44,14 @@ def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Every key's row once, of this layer's columns only."""
+    """Count every key's row once, and only this layer's columns of it."""
     columns = 2 * attrs["kv_heads"] * attrs["head_size"]
     rows = specs["key_slots"].elements * columns * ITEMSIZE[specs["kv"].dtype]
     return rows + sum(spec.bytes for name, spec in specs.items() if name != "kv")
 
 
 def query_rows_and_heads(q: Spec, *, head_size: int, **_: object) -> Dim:
-    """The rate is that of a launch with so many query rows times heads: what fills a GPU."""
+    """Return the launch's query rows times heads, which its rate goes by: they fill a GPU."""
     return q.shape[0] * (exact(q.shape[-1]) / head_size)
 
 
@@ -71,14 +71,14 @@ KV_SPLIT_KEYS: Final = 256
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Partial results of tiles that are split over keys, whatever the batch: a float32 row, its maximum and its sum."""
+    """Reserve partial results of tiles that are split over keys, whatever the batch: a float32 row, its maximum and its sum."""
     return int(4 * KV_PARTIAL_ROWS * (attrs["head_size"] + 2))
 
 
 def kv_splits(tiles: int, tile_rows: int, keys: int, places: int) -> int:
-    """Count the splits over keys for so many tiles of rows (of all heads), on a GPU with places for so many programs.
+    """Count the splits over keys for `tiles` tiles of rows (of all heads), on a GPU with places for `places` programs.
 
-    Of shapes alone, so that a captured launch serves other lengths. None where the tiles fill the GPU by themselves.
+    The count depends on shapes alone, so that a captured launch serves other lengths. It is 1 where the tiles fill the GPU.
 
     >>> [kv_splits(tiles, 64, 8192, 264) for tiles in (1, 8, 32, 200, 2048)]
     [32, 32, 8, 1, 1]

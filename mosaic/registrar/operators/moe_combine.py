@@ -36,7 +36,7 @@ INVERSE_BYTES: Final = 4
 
 
 def inverse(specs: Specs, attrs: Attrs) -> Dim:
-    """The inverse of `order`, so that each row gathers its own outputs."""
+    """Reserve the inverse of `order`, so that each row gathers its own outputs."""
     return specs["order"].shape[0] * INVERSE_BYTES
 
 

@@ -23,7 +23,7 @@ SORT_BLOCK: Final = 128
 
 
 def counts(specs: Specs, attrs: Attrs) -> Dim:
-    """One count of every expert per block of assignments, for a stable counting sort without atomics.
+    """Reserve one count of every expert per block of assignments, for a stable counting sort without atomics.
 
     A bound linear in the rows: 4 * E * ceil(A / B) <= A * ceil(4 * E / B) + 4 * E.
     """

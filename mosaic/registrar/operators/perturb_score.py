@@ -18,7 +18,7 @@ def infer(score: Spec, keys: Spec, temperature: Spec) -> tuple[()]:
 
 
 def flops(score: Spec, keys: Spec, temperature: Spec) -> Dim:
-    """A quotient, two logarithms and a sum."""
+    """Count a quotient, two logarithms and a sum."""
     return 4 * score.elements
 
 

@@ -2,7 +2,7 @@
 
 Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[1] keeps the tokens before which there is no
 more than so much probability of softmax(logits / temperature): those up to the one that passes it (1 and more: all);
-`top_k`[1] the first so many (0: all). Of the kept, renormalised: `probability` of the sample, `margin` of the first and
+`top_k`[1] the first `top_k` of them (0: all). Of the kept, renormalised: `probability` of the sample, `margin` of the first and
 the second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[1] 0 takes the argmax, with the softmax
 at 1. keys[C] as in `row_sample`, whose noise this is.
 """
@@ -27,7 +27,7 @@ def infer(logits: Spec, keys: Spec, temperature: Spec, top_p: Spec, top_k: Spec)
 
 
 def flops(logits: Spec, keys: Spec, temperature: Spec, top_p: Spec, top_k: Spec) -> Dim:
-    """Those of `row_sample`; finding what is kept compares and adds."""
+    """Count those of `row_sample`; finding what is kept compares and adds."""
     return 10 * logits.elements
 
 

@@ -14,7 +14,7 @@ SAMPLED = (*STATISTICS, "sample", "sample_logit")
 
 
 def samples(rows: Dim, keys: Spec, temperature: Spec) -> tuple[Spec, ...]:
-    """The statistics of so many rows, then a sample of each and its logit."""
+    """Return the specs of the statistics of `rows` rows, then of a sample of each and its logit."""
     require(keys == Spec((rows,), "int64"), f"keys must be int64[{rows}], one for each row")
     require(temperature == Spec((1,), "float32"), "temperature must be float32[1]")
     return (*statistics(rows), Spec((rows,), "int64"), Spec((rows,), "float32"))
@@ -25,7 +25,7 @@ def infer(logits: Spec, keys: Spec, temperature: Spec) -> tuple[Spec, ...]:
 
 
 def flops(logits: Spec, keys: Spec, temperature: Spec) -> Dim:
-    """Those of `row_stats`, and per logit two logarithms, a product and a sum; the random bits are integers."""
+    """Count those of `row_stats`, and per logit two logarithms, a product and a sum; the random bits are integers."""
     return 10 * logits.elements
 
 

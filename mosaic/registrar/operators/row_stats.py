@@ -9,7 +9,7 @@ STATISTICS = ("token", "maximum", "second", "logsumexp", "entropy")
 
 
 def statistics(rows: Dim) -> tuple[Spec, ...]:
-    """The five per-row statistics every sampler is built from; the argmax takes the lower index on ties."""
+    """Return the five per-row statistics every sampler is built from; the argmax takes the lower index on ties."""
     return (Spec((rows,), "int64"), *(Spec((rows,), "float32") for _ in STATISTICS[1:]))
 
 

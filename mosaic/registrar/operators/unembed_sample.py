@@ -28,7 +28,7 @@ SAMPLED_PARTIAL_BYTES: Final = 32
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Partial statistics and samples, as in `unembed_stats`."""
+    """Reserve partial statistics and samples, as in `unembed_stats`."""
     return unembed_stats.partial_rows(specs["x"].shape[0]) * SAMPLED_PARTIAL_BYTES
 
 

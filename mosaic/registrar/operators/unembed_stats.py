@@ -38,7 +38,7 @@ PARTIAL_BYTES: Final = 20
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Partial statistics per row and vocabulary split, combined by a second launch.
+    """Reserve partial statistics per row and vocabulary split, combined by a second launch.
 
     A bound linear in the rows of the partials of `unembed_splits`: where there are more than `UNEMBED_SPLITS`, the
     programs are no more than `UNEMBED_PROGRAMS`, of no more than `UNEMBED_ROWS` rows each.
@@ -52,7 +52,7 @@ def partial_rows(rows: Dim) -> Dim:
 
 
 def unembed_splits(row_tiles: int, places: int) -> int:
-    """Count the vocabulary splits for so many tiles of rows on a GPU that has places for so many programs at a time.
+    """Count the vocabulary splits for `row_tiles` tiles of rows on a GPU with places for `places` programs at a time.
 
     Few tiles need many splits to fill the GPU. With many, of the splits that let the programs of one round share their
     operands in its cache, those are best that leave the fewest places idle in the last round.

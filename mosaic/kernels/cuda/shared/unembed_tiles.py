@@ -47,7 +47,7 @@ def has_descriptors(x: Tensor, weight: Tensor) -> bool:
 
 
 def tile_of(x: Tensor, sampled: bool, described: bool) -> Tile:
-    """Choose the tile for so many rows."""
+    """Choose the tile for the rows of `x`."""
     few = x.shape[0] <= FEW_ROWS
     if not described:
         return tile_for((FEW_POINTER_TILES if few else POINTER_TILES)[sampled], x)
@@ -57,7 +57,7 @@ def tile_of(x: Tensor, sampled: bool, described: bool) -> Tile:
 
 
 def narrow_columns(tiles: int, splits: int, vocabulary: int, columns: int) -> int:
-    """Columns of a last tile of every split, half as wide, where those cover what whole rounds leave; else 0.
+    """Return the columns of a last tile of every split, half as wide, where those cover what whole rounds leave; else 0.
 
     256 rows on 132 processors are 66 splits of 494 tiles: seven each, and eight for some, for which all would wait. There
     are no more splits than tiles, so every split has a whole tile before its narrow one, which may lie past the end.
