@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_policy
 import test_programs
 import torch
 from test_gpu_generation import DEVICE, FAMILIES, draw, generated, tokens_of
@@ -190,3 +191,40 @@ def test_inputs_written_through_their_image_are_what_was_written() -> None:
             found = views[name].cpu()
             assert torch.equal(found[: len(expected)], expected)
             assert bool((found[len(expected) :] == expected[-1]).all())
+
+
+def test_a_policy_with_a_state_of_its_own_runs_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels ask PyTorch for memory, so its steps are not captured; scores are the CPU's."""
+    for name in ("NOTE", "DISTANCE"):
+        operator = getattr(test_policy, name)
+        on_cpu = operator.implementations[0]
+        both = (on_cpu, replace(on_cpu, backend="cuda", name="torch"))
+        monkeypatch.setattr(test_policy, name, replace(operator, implementations=both))
+    with mosaic.compile(test_policy.CONFIG) as cpu, mosaic.compile(test_policy.CONFIG, device=DEVICE) as card:
+        found: list[list[Tensor]] = []
+        for model in (cpu, card):
+            draw(model)
+            owners = [model.open_rows(test_policy.SUMMARY, number) for number in range(2)]
+            scores: list[Tensor] = []
+            for turn in range(4):
+                for owner, count in zip(owners, (30 + turn, 61), strict=True):
+                    owner.reserve(test_policy.blocks(count))
+                requests = [
+                    StepRequest(
+                        phase=test_policy.DECIDE, token_ids=ids_of(turn, count) % 80, rows=torch.arange(5),
+                        current=torch.full((5,), test_policy.MASK), quota=2, states={test_policy.SUMMARY: owner},
+                    )
+                    for owner, count in zip(owners, (30 + turn, 61), strict=True)
+                ]  # fmt: skip
+                nothing = torch.empty(0, dtype=torch.int64)
+                model.step(
+                    [replace(r, phase=test_policy.LOOK, rows=nothing, current=nothing, quota=0) for r in requests]
+                )
+                scores += [result.score for result in model.step(requests)]
+            found.append(scores)
+            assert model.state_rows == {"summary": test_policy.blocks(33) + test_policy.blocks(61)}
+            for owner in owners:
+                owner.close()
+        for expected, score in zip(*found, strict=True):
+            torch.testing.assert_close(score, expected, rtol=1e-3, atol=1e-3)
+            assert torch.isfinite(expected).all()
