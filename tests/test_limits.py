@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from mosaic.planner import limits, placement
-from mosaic.planner.limits import is_feasible, max_context, search_and_place, smallest_host, smallest_total
+from mosaic.planner.limits import holds, is_feasible, max_context, search_and_place, smallest_host, smallest_total
 from mosaic.planner.offsets import solve
 from mosaic.planner.placement import Placement, place
 from mosaic.planner.space import Config, Point, Space
@@ -125,6 +125,26 @@ def planned(point: Point, budget: int, solver: str) -> bool:
     fits = Exact(point).bytes(result.config)[0] - pages(point.lower_bound(result.config)) + pages(peak) <= budget
     assert result.fits is fits
     return fits
+
+
+def test_a_configuration_is_held_from_the_bytes_of_its_best_known_order_on() -> None:
+    """If it may be taken; its bound alone says more than is true."""
+    whole, missed = broken(FRAGMENTED[1]), 0
+    for tokens in (7, 77):
+        point = whole.at(tokens_alone(tokens), pinned={"width": "narrow"})
+        for config in whole.at(tokens_alone(tokens)).grid():
+            if config.choices != ("narrow",):
+                assert not holds(point, config, PLENTY)
+                continue
+            sizes = point.root_sizes(config).tolist()
+            tops = [
+                max(int(offset) + size for offset, size in zip(offsets, sizes, strict=True))
+                for offsets, _, _ in placement.replayed(point, config)
+            ]
+            needed = Exact(point).bytes(config)[0] - pages(point.lower_bound(config)) + pages(min(tops))
+            assert holds(point, config, needed) and not holds(point, config, needed - PAGE)
+            missed += point.fits(config, needed - PAGE)
+    assert missed
 
 
 @pytest.mark.parametrize("solver", ["first_fit", "greedy_by_size", "auto"])

@@ -21,8 +21,8 @@ from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.planner.cache import template_of
 from mosaic.planner.check import prove_safe
 from mosaic.planner.document import Draft, assemble
-from mosaic.planner.limits import is_feasible, max_context, search_and_place, smallest_total
-from mosaic.planner.placement import place, replayed
+from mosaic.planner.limits import holds, is_feasible, max_context, search_and_place, smallest_total
+from mosaic.planner.placement import place
 from mosaic.planner.plan import Plan
 from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
 from mosaic.planner.search import SearchResult, lowest
@@ -192,22 +192,14 @@ class Planner:
         """
         point, kind = self.at(step), _size(step).kind
         known = self._fitting.get(kind, ())
-        for config in known:
-            if self._holds(point, config):
-                return True
-        if not is_feasible(point, self.budget_bytes, self.host_budget_bytes):
+        budgets = self.budget_bytes, self.host_budget_bytes
+        if any(holds(point, config, *budgets) for config in known):
+            return True
+        if not is_feasible(point, *budgets):
             return False
         found = lowest(point, self.host_budget_bytes)
         self._fitting[kind] = (found, *(config for config in known if config != found))[:KEPT_CONFIGS]
         return True
-
-    def _holds(self, point: Point, config: Config) -> bool:
-        """Whether a configuration fits as a known order packs it."""
-        return (
-            all(option in free for option, free in zip(config.choices, point.choice_options, strict=True))
-            and point.fits(config, self.budget_bytes, self.host_budget_bytes)
-            and any(point.total_bytes(config, p.peak_bytes) <= self.budget_bytes for p in replayed(point, config))
-        )
 
     @collector_paused()
     def needed(self, step: Request | StepSize) -> int:
