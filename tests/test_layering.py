@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -110,10 +110,15 @@ def owner_of(node: ast.Attribute) -> str:
     return value.id if isinstance(value, ast.Name) else ""
 
 
-def defined_in(tree: ast.Module) -> set[str]:
+def name_of(function: ast.expr) -> str:
+    """The last part of what is called."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def defined_in(nodes: Sequence[ast.AST]) -> set[str]:
     """Members that a file defines itself: functions, classes, and names that are assigned, those of objects too."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -129,9 +134,9 @@ def private_members(code: str) -> Iterator[str]:
     Members of `self` and `cls`, of classes that the file defines, and of the standard library are its own business:
     a name that is imported from elsewhere than Mosaic is not followed.
     """
-    tree = ast.parse(code)
-    own, foreign = defined_in(tree), set()
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(code))]
+    own, foreign = defined_in(nodes), set()
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
@@ -142,11 +147,11 @@ def private_members(code: str) -> Iterator[str]:
                     yield f"{node.lineno}: {dotted}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (f"{node.lineno}: {name}" for name in re.findall(r"\bmosaic(?:\.\w+)*\._(?!_)\w+", node.value))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
             if owner_of(node) not in {"self", "cls", *foreign} and node.attr not in own | NAMED_TUPLE:
                 yield f"{node.lineno}: {node.attr}"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+        elif isinstance(node, ast.Call) and name_of(node.func) in ("setattr", "getattr", "delattr"):
             owner = node.args[0] if node.args else None
             if isinstance(owner, ast.Attribute) and owner_of(owner) in foreign:
                 continue
