@@ -136,7 +136,7 @@ class _Case:
         )  # fmt: skip
 
     def launches(self, way: Implementation) -> Iterator[_Launch]:
-        """Whole, in place, and in slices of each size that all that depends on it can be sliced by."""
+        """Yield the launches: whole, in place, and in slices of each size that every operand with that size allows."""
         pairs = self.operator.inplace if way.inplace is None else way.inplace
         for over in (None, *filter(self._sliceable, self.sizes)):
             yield _Launch(over=over)

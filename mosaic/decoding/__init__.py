@@ -1,6 +1,6 @@
-"""Decoding algorithms of diffusion language models: policy only, every buffer is the runner's and planned.
+"""Decoding algorithms of diffusion language models: policy only. Every buffer is planned and belongs to the model.
 
-`generate` decodes prompts on a compiled model, `shapes` says what steps that will take.
+`generate` decodes prompts on a compiled model; `shapes` gives the largest steps that this takes.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Algorithm:
         Decodes one request: a generator over its canvas that yields a `StepRequest` and gets the `StepResult`.
     shapes
         The largest steps that a request asks for, from its options, the model, the tokens of the prompt and the number that
-        stands for it in random draws. The states of these steps have the rows that the request takes and `canvas.rows_of`
-        gives; those of keys and values, which the canvas has a row a token of, may be left out.
+        stands for it in random draws. Their `states` are the rows that the request takes, and that `canvas.rows_of` gives.
+        Rows of keys and values may be left out: the canvas has one for each of its tokens.
     traits
         What it takes, and the models that it is for; not given, no option but those that all take, and any model.
     """

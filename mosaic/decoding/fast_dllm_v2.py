@@ -39,7 +39,7 @@ def _fill_and_predict(canvas: Canvas, start: int, end: int) -> Steps:
 
 
 def decode(canvas: Canvas) -> Steps:
-    """Decode one request; no other request has a say in which windows it forwards."""
+    """Decode one request; no other request affects which windows it forwards."""
     block = canvas.config.block_length
     assert block is not None
     prefix, _ = whole_blocks(canvas.config, canvas.prompt_len)

@@ -2,8 +2,8 @@
 
 A step sees every position of the block but the prompt's. Masks are filled as in LLaDA2.0, which is SDAR's dynamic rule
 (`sdar.decode`); a token is replaced where another one is more probable than `edit_threshold`. When no mask is left, up to
-`max_post_steps` more steps only edit, until one changes nothing. The originals have no cache and forward all at every
-step; with attention causal by blocks, keys and values of finished blocks are exact, so here a step forwards one block.
+`max_post_steps` more steps only edit, until one changes nothing. The original has no cache and forwards the whole window
+at every step. With attention causal by blocks, keys and values of finished blocks are exact: here a step forwards one block.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The prompt's whole blocks are prefilled; its tail is part of the first block that is generated. The original runs one
 more pass over a finished block, to write the keys and values of its final tokens. Here the first step of the next block
-does that: its window holds both, and as attention is causal by blocks, neither is any different for it.
+does that: its window holds both blocks. As attention is causal by blocks, this changes the results of neither.
 """
 
 from __future__ import annotations

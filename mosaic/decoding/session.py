@@ -1,8 +1,8 @@
 """Sessions: requests of one model, submitted and cancelled at any time, advanced by steps that they share.
 
-Requests share nothing but the steps, so each gets the tokens that it would get alone. Those of one phase are one step;
-groups take turns, the one that has waited longest first. A request is refused when it is submitted, or runs to its end:
-what is admitted fits in every future step.
+Requests share nothing but the steps, so each gets the tokens that it would get alone. Requests of one phase and one way of
+sampling are a group, and share a step. Groups take turns, the one that has waited longest first. A request is either
+refused when it is submitted, or it runs to its end: what is admitted fits in every future step.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Session(ClosesOnExit):
         return self.submit_all([submission])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
-        """Add several requests, or none where one of them cannot be; as for `submit`."""
+        """Add several requests, or none where one of them is refused; as for `submit`."""
         with self._runner.exclusive():
             if self._closed:
                 raise UsageError("the session is closed: open another one.")
@@ -213,7 +213,7 @@ class Session(ClosesOnExit):
         return next((group for group in groups.values() if longest in group), [])
 
     def cancel(self, request: LiveRequest) -> None:
-        """End a request now; what was final by then is its `generation`. One that has ended stays as it is."""
+        """End a request now: what is final becomes its `generation`. A request that has ended stays as it is."""
         with self._runner.exclusive():
             if self._live.pop(request.number, None) is not None:
                 request.end(cancelled=True)

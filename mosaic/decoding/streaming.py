@@ -51,7 +51,7 @@ class Step:
     request
         The place of the request in the batch.
     step
-        Steps that were run for it so far, this one included; steps that decide nothing count too.
+        Steps that were run for it so far, this one included; prefills and commits, which decide nothing, count too.
     block
         The block being decoded, from 0.
     phase

@@ -62,7 +62,8 @@ class Architecture:
     norm_eps
         RMSNorm's epsilon.
     rotary, rotary_scale
-        How fast the dims of a head turn, the first ones where not all do; what cosines and sines are multiplied by.
+        How fast the dims of an attention head turn (the first dims, where not all do), and what cosines and sines are
+        multiplied by.
     max_positions
         Positions that the model is made for.
     block
@@ -77,7 +78,7 @@ class Architecture:
     shared_ffn
         Size of the feed-forward that every token passes beside its experts; 0: none.
     router_scoring, router_groups, router_top_groups, router_scale
-        How experts are chosen and weighed: contract `moe_route`.
+        How experts are chosen and weighed: attributes of the operator `moe_route`.
     qkv_bias, head_norms, tied
         Biases on q, k, v; per-head RMSNorm of q and k; head tied to the embedding.
     shifted

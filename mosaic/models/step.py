@@ -1,4 +1,4 @@
-"""The size of a step: what planning, admission, packing and execution are told of it, and all that they are told."""
+"""The size of a step: all that planning, admission, packing and execution are told of it."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class StepSize:
     keys
         Of cached phases: keys that each window sees, its own included.
     owned
-        Of cached phases: tokens that each sequence has rows of the state for, the keys it sees if not given. A step is
-        planned for all of them: one plan, and one captured graph, serves it while the window moves on.
+        Of cached phases: tokens that each sequence has rows of the state for; the keys it sees, if not given. A step is
+        planned for all of them, so one plan, and one captured graph, serves it while the window moves on.
     rows
         Rows to decide, of all sequences together; 0 where the phase has no head.
     logit_rows
         Rows whose logits are returned.
     states
-        Rows of each state, of all owners together. States of the phase that are not given have the rows that are owned,
-        where its keys are kept in them, else one.
+        Rows of each state, of all owners together. Of the phase's states that are not given, the one that keys are kept in
+        has as many rows as are owned, any other has one.
 
     Raises
     ------
@@ -171,7 +171,7 @@ class StepSize:
         return replace(self, states={**self.states, **states})
 
     def rounded(self) -> StepSize:
-        """Rows, keys and rows of the states rounded up, mostly by at most an eighth, so that the plan serves others too."""
+        """Return the size with rows, keys and states rounded up, mostly by at most an eighth: its plan serves more steps."""
         owned, rows, logit_rows, states = self._rounded
         more = owned - sum(self.owned)
         return replace(

@@ -176,7 +176,7 @@ class StepGraph:
         self.attention_way.register(self, layer, norm, matrices)
 
     def normed(self, rows: Dim, norm: Buffer, name: str) -> tuple[Buffer, Buffer]:
-        """This iteration's rows of the hidden state, and rms_norm of them."""
+        """Return this iteration's rows of the hidden state, and rms_norm of them."""
         source = self.hidden.rows(rows, f"{name}_rows")
         return source, self.g.add_op("rms_norm", source, norm, name=name, eps=self.arch.norm_eps)
 
@@ -198,7 +198,7 @@ class StepGraph:
     def projections(
         self, layer: int, tensors: dict[str, str], size: int, *, experts: int = 0, prefix: str = ""
     ) -> list[Matrix]:
-        """Gate, up and down of a feed-forward of this size, or of a stack of them."""
+        """Return gate, up and down of a feed-forward of this size, or of a stack of them."""
         hidden, stack = self.arch.hidden, f"{{0:{experts}}}"
         shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
         return [
@@ -261,7 +261,7 @@ class StepGraph:
         )
 
     def routing(self) -> dict[str, Any]:
-        """Return how experts are chosen and weighed, where it is not the contract's own way."""
+        """Return how experts are chosen and weighed, where it is not the operator's default."""
         arch = self.arch
         groups = {"groups": arch.router_groups, "top_groups": arch.router_top_groups} if arch.router_groups else {}
         scoring = {"scoring": arch.router_scoring} if arch.router_scoring != "softmax" else {}

@@ -43,7 +43,7 @@ class Lifetimes:
 
 
 def derive(body: Body, active: Set[str]) -> Lifetimes:
-    """Derive all lifetimes with the chunk regions of the knobs in `active` on and all others dissolved."""
+    """Derive all lifetimes with the chunk regions of the knobs in `active` on and all others off."""
     accesses = body.accesses
     starts, ends = map(list, body.intervals)
     on = [i for i, region in enumerate(body.regions) if region.knob in active]

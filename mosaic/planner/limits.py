@@ -1,7 +1,7 @@
-"""What fits: the smallest budgets and the largest context, each held by a packing and not by its lower bound alone.
+"""What fits: the smallest budgets and the largest context, each backed by a packing and not by its lower bound alone.
 
-Limits are found by lower bounds, which cost microseconds, and the answer is packed then. Where a packing misses its bound
-the answer yields, so that whatever is promised is what `search_and_place` gives.
+Limits are found by lower bounds, which cost microseconds, and then packed. Where a packing misses its bound, the limit
+gives way, so that whatever is promised is what `search_and_place` gives.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def search_and_place(
 ) -> tuple[SearchResult, Placement]:
     """Find the best configuration within the budgets as packed, and its addresses; where none fits, the one that packs lowest.
 
-    Whatever this module says to fit is found here: budgets from `smallest_total` on, contexts up to `max_context`.
+    It finds a plan wherever this module says that one fits: at budgets from `smallest_total`, at contexts to `max_context`.
     """
     packer = _Packer(point, host_budget_bytes, solver)
     result = packer.found(budget_bytes)

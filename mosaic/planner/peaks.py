@@ -119,7 +119,7 @@ def formula_text(
     Parameters
     ----------
     off
-        Dissolved knobs' row variables, mapped to the dim they run over.
+        Row variables of the knobs that are off, mapped to the dim they run over.
     order
         Pairs (smaller, larger) of variables: chunk rows below their dim, masked below tokens.
     fixed

@@ -247,7 +247,7 @@ class Plan:
         Returns
         -------
         tuple of str
-            The operators that stay unverified, as Mosaic does not ship them: the checker takes their author's word.
+            The operators that Mosaic does not ship. They stay unverified: the checker takes their author's word.
 
         Parameters
         ----------
@@ -263,7 +263,7 @@ class Plan:
         return unverified_operators(self.document)
 
     def prove(self, *, weights: WeightMap | None = None) -> None:
-        """Prove what memory depends on, which is quicker than `check`; a planner's plan has been proved when it is got.
+        """Prove what memory depends on, which is quicker than `check`. A planner proves its plans before it returns them.
 
         Raises
         ------

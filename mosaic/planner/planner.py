@@ -146,7 +146,7 @@ class Planner:
         config: Mapping[str, int | str | None] | None = None,
         limit: bool = True,
     ) -> Plan:
-        """Plan one step; a plan that does not fit says so, it is not an error.
+        """Plan one step. A plan that does not fit is no error: its `fits` is False.
 
         Parameters
         ----------
@@ -185,10 +185,10 @@ class Planner:
 
     @collector_paused()
     def fits(self, step: Request | StepSize) -> bool:
-        """Return whether `plan` finds one that fits, in less than a millisecond where it has said so of such a step before.
+        """Return whether `plan` finds one that fits; in under a millisecond where the answer for such a step was yes before.
 
-        Configurations that held earlier steps of the kind are evaluated first, their known orders replayed: a packing within
-        the budget is answer enough.
+        Configurations that held earlier steps of the kind are evaluated first, with their known orders replayed: a packing
+        within the budget is answer enough.
         """
         point, kind = self.at(step), _size(step).kind
         known = self._fitting.get(kind, ())

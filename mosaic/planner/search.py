@@ -1,11 +1,10 @@
-"""The bottleneck-driven search for a configuration, and the brute-force one it is held against.
+"""The bottleneck-driven search for a configuration, and the brute-force search it is compared with.
 
-Objective: the least predicted time within the budget; within 0.25 % of that time
-the least host memory, the lowest peak, the fewest moves, then a fixed order. The method starts
-from the fastest configuration, finds the live set that dominates, and takes the
-cheapest move that lowers it, until the plan fits or nothing lowers it (Mosaic,
-section 4.4, where moves are K_logits and K_FFN; here a chunk that costs nothing
-is taken from the start, and lazy chunking is what is left where chunks cost).
+The objective is the least predicted time within the budget; within 0.25 % of that time the least host memory, the lowest
+peak, the fewest moves, then a fixed order. The search starts from the fastest configuration. It finds the live set that
+dominates and takes the cheapest move that lowers it, until the plan fits or nothing lowers it (Mosaic, section 4.4, where
+the moves are K_logits and K_FFN). Here a chunk that costs no time is taken from the start; chunks that cost time are
+taken lazily, as there.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class SearchResult:
 
 
 def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> SearchResult:
-    """Find the best configuration within the budgets, one run of the descent per combination of choices
-    that could still win."""
+    """Find the best configuration within the budgets, with one descent per combination of choices that could still win."""
     before = point.evaluations
     runs: list[_Run] = []
     limit = inf
@@ -79,7 +77,7 @@ def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> Searc
 
 
 def brute_force(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> SearchResult:
-    """Evaluate the whole grid and apply the objective to the letter: the baseline of Mosaic, figures 15 to 17."""
+    """Evaluate the whole grid and apply the objective exactly: the baseline of Mosaic, figures 15 to 17."""
     before = point.evaluations
     feasible = [
         config for config in point.grid(host_budget_bytes) if point.fits(config, budget_bytes, host_budget_bytes)

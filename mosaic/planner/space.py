@@ -182,8 +182,10 @@ class Point:
         return self._options[key]
 
     def config(self, settings: Mapping[str, int | str | None]) -> Config:
-        """Return the configuration that settings by name describe; what is not named is off, or the first option,
-        and a chunk as large as its dim is off too, but for a loop with side ops, which runs once then.
+        """Return the configuration that settings by name describe.
+
+        What is not named is off, or the first option. A chunk as large as its dim is off too, except in a loop with side
+        ops, which then runs once.
 
         Raises
         ------
@@ -267,8 +269,8 @@ class Point:
     def lowest(self, choices: tuple[str, ...]) -> Config:
         """Return the configuration with the lowest peak under some choices.
 
-        From the smallest chunk of every knob on, loops around the peak are dissolved where that lowers it. A region
-        stretches lifetimes only up to its own borders, so that no other region need be looked at.
+        Starts from the smallest chunk of every knob, and turns loops around the peak off where that lowers it. A region
+        stretches lifetimes only up to its own borders, so no other region need be looked at.
         """
         settings = [self.options(choices, k) for k in self._knobs]
         config, better = Config(choices, tuple(options[-1] for options in settings)), True
@@ -306,7 +308,7 @@ class Point:
         return ladder[: bisect_right(ladder, host_budget_bytes, low, high, key=self.host_bytes)]
 
     def groups(self) -> Iterator[tuple[tuple[str, ...], list[list[tuple[str, ...]]]]]:
-        """For each combination of the plain choices: it with nothing escalated, and its ladders.
+        """Yield, for each combination of the plain choices, it with nothing escalated, and its ladders.
 
         A ladder varies the last escalating choice, in order, at fixed options of the other ones.
         """
@@ -379,7 +381,7 @@ class Point:
         return {pool: round_up(self.pool_bytes(config, pool), pages) for pool in pools}
 
     def fixed_bytes(self, config: Config) -> int:
-        """Context, libraries, weights and state, in whole pages."""
+        """Return the bytes of context, libraries, weights and state, in whole pages."""
         if config.choices not in self._fixed:
             device = self.space.device
             weights = round_up(self.pool_bytes(config, "weights"), device.page_bytes)

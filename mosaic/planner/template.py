@@ -253,7 +253,7 @@ class Body:
 
     @cached_property
     def looping(self) -> frozenset[str]:
-        """Knobs with a region that holds side ops: iterations overlap by rotating buffers, so it is never dissolved."""
+        """Knobs with a region that holds side ops: iterations overlap by rotating buffers, so it is never off."""
         return frozenset(
             self.regions[op.region].knob for op in self.ops if op.stream != "main" and op.region is not None
         )

@@ -221,7 +221,7 @@ class Graph(Declarations):
         """Open a region whose ops see slices of `over`; yields the symbol of the slice's rows.
 
         Regions with the same `knob` share one chunk size, so they run over the same dim and have the same `tile`, the
-        granule of that size. The planner may dissolve the region (one pass over everything); then the ops run in the
+        granule of that size. The planner may turn the region off (one pass over everything); then the ops run in the
         order written here.
 
         Raises

@@ -135,7 +135,10 @@ class View:
 
 @lru_cache(maxsize=_KEPT)
 def view(spec: Spec, loops: Loops, inside: int, whole: bool) -> View:
-    """The outermost `inside` loops hold the operand's home; the others slice it, unless the operator takes it whole."""
+    """Return an operand as an iteration sees it: loops inside its home slice it, unless the operator takes it whole.
+
+    The outermost `inside` loops hold its home.
+    """
     cuts: list[tuple[int, int, int | None, Dim]] = []
     shape = spec.shape
     for index, (over, rows) in enumerate(loops):

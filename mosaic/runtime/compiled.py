@@ -240,7 +240,7 @@ class CompiledModel(ClosesOnExit):
         state
             One that a part of a phase has; of keys and values, `KV`.
         owner
-            Whose they are, for people: a request, a layer, a group of heads.
+            Whose they are, for reports: a request, a layer, a group of heads.
 
         Raises
         ------

@@ -68,7 +68,7 @@ class RowTable:
         Parameters
         ----------
         owner
-            Whose they are, for people: a sequence, a layer, a group of heads.
+            Whose they are, for reports: a sequence, a layer, a group of heads.
         """
         return OwnedRows(self, owner)
 

@@ -347,7 +347,7 @@ class _Step(Protocol):
 
 
 class CanvasTracker:
-    """Follows a generation commit by commit and gives its canvas at any moment.
+    """Follows a generation commit by commit and gives a picture of its canvas at any moment.
 
     Tokens committed since the last canvas are shown by confidence, the others as earlier: so nothing is missed where
     there are more steps than pictures.

@@ -36,19 +36,19 @@ class Heads(Way):
         step.g.dim("kv_heads", value=step.arch.kv_heads)
 
     def knobs(self, step: StepGraph) -> None:
-        """Heads at a time."""
+        """Declare the knob: key-value heads at a time."""
         step.g.knob("heads", over=step.g.dim("kv_heads"), tile=1)
 
     def begin(self, step: StepGraph) -> None:
-        """In host memory, the results of all heads: one buffer for all layers."""
+        """Declare, where they are in host memory, the results of all heads: one buffer for all layers."""
         self._attended = _all_heads(step, "attended", "host") if step.on_host else None
 
     def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
-        """Shaped by the dim `kv_heads`."""
+        """Return the projections, shaped by the dim `kv_heads`."""
         return matrices(step.arch, layer, step.g.dim("kv_heads"))
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
-        """Each group's keys and values, then its queries: by chunks into host memory, or whole on the device."""
+        """Register each group's keys and values, then its queries: by chunks into host memory, or whole on the device."""
         if self._attended is None:
             self._in_place(step, layer, norm, matrices)
             return

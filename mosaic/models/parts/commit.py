@@ -45,7 +45,7 @@ class Commit(CommitRule):
     score
         How a row's token is scored.
     rule
-        Which rows are taken: contract `transfer`.
+        Which rows are taken: see the operator `transfer`.
     perturb
         Add Gumbel noise to the scores, so that the highest are a draw without replacement.
     """

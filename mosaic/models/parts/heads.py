@@ -82,7 +82,7 @@ class Statistics(Head):
     name: ClassVar[str] = "statistics"
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
-        """The statistics are results, or what a commit rule reads."""
+        """Declare the statistics: results, or what a commit rule reads."""
         if end.phase.commit is None:
             figures = {name: end.g.output(name, (end.masked,), "float32") for name in FIGURES}
             return end.token(), figures
@@ -91,11 +91,11 @@ class Statistics(Head):
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """From whole rows of logits, or in one go."""
+        """Compute them from whole rows of logits, or in one go."""
         _unembed(end, "stats", h, weight, way, (), (token, *figures.values()))
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
-        """The logit of the token is the maximum."""
+        """Score by the maximum, which is the logit of the token."""
         return _row_score(end, kind, [*figures.values(), figures["maximum"]], out)
 
 
@@ -116,20 +116,20 @@ class Sample(Head):
         return True
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
-        """The statistics, and the logit of the sample."""
+        """Declare the statistics, and the logit of the sample."""
         end.g.buffer("most_likely", (end.masked,), "int64")
         return end.token(), end.figures((*FIGURES, "sample_logit"))
 
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """From whole rows of logits, or in one go."""
+        """Compute them from whole rows of logits, or in one go."""
         *statistics, logit = figures.values()
         more = end.inputs["keys"], end.inputs["temperature"]
         _unembed(end, "sample", h, weight, way, more, (end.g["most_likely"], *statistics, token, logit))
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
-        """By the logit of the sample."""
+        """Score by the logit of the sample."""
         return _row_score(end, kind, list(figures.values()), out)
 
 
@@ -155,19 +155,19 @@ class Nucleus(Head):
         return True
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
-        """Scores of each kind."""
+        """Declare scores of each kind."""
         return end.token(), end.figures(("probability", "margin", "negative_entropy"))
 
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """From whole rows of logits."""
+        """Compute them from whole rows of logits."""
         logits = end.g.add_op("linear", h, weight, name="logits")
         settings = (end.inputs[name] for name in ("keys", "temperature", "top_p", "top_k"))
         end.g.add_op("row_nucleus", logits, *settings, out=(token, *figures.values()), name="nucleus")
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
-        """The figure of this kind; others do not depend on logits."""
+        """Score by the figure of this kind; others do not depend on logits."""
         own = dict(zip(("confidence", "margin", "entropy"), figures.values(), strict=True))
         if kind in own:
             end.g.add_op("copy", own[kind], out=out, name="score_of")
