@@ -5,10 +5,13 @@ The checker reads documents by itself (`check/reading.py`): it must not trust wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from mosaic.registrar.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
@@ -60,6 +63,16 @@ class PlanBuffer:
     size: int
     alias_offset: int
     shape: Sequence[int]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: what one index of the first axis holds."""
+        return math.prod(self.shape[1:]) * ITEMSIZE[self.dtype]
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of its value, in one slot: `size` without rounding."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
     def holds_weight(self) -> bool:

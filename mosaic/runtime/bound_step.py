@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from mosaic.errors import UnknownName, UsageError
-from mosaic.planner.plan_records import PlanBuffer, PlanRecords
+from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.executor import Executor
-from mosaic.runtime.workspace import torch_dtype
 
-__all__ = ["BoundStep", "buffer_bytes", "carried_bytes", "fill_inputs"]
+__all__ = ["BoundStep", "carried_bytes", "fill_inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +45,6 @@ def carried_bytes(records: PlanRecords) -> dict[str, dict[str, int]]:
     touched: set[int] = set()
     taken: dict[str, int] = {}
     for op in records.ops:
-        taken |= {carries[b].name: buffer_bytes(carries[b]) for b in op.reads if b in carries and b not in touched}
+        taken |= {carries[b].name: carries[b].value_bytes for b in op.reads if b in carries and b not in touched}
         touched |= {*op.reads, *op.writes}
-    return {"taken": taken, "left": {b.name: buffer_bytes(b) for b in carries.values()}}
-
-
-def buffer_bytes(record: PlanBuffer) -> int:
-    return math.prod(record.shape) * torch_dtype(record.dtype).itemsize
+    return {"taken": taken, "left": {b.name: b.value_bytes for b in carries.values()}}

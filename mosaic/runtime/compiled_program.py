@@ -19,7 +19,7 @@ from torch import Tensor
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UnknownName, UsageError
 from mosaic.planner.custom import ProgramPlanner, Settings
 from mosaic.registrar.program import Build, Program
-from mosaic.runtime.bound_step import BoundStep, buffer_bytes, carried_bytes, fill_inputs
+from mosaic.runtime.bound_step import BoundStep, carried_bytes, fill_inputs
 from mosaic.runtime.engine import CAPTURED_MS, KEPT_EXECUTORS
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
@@ -347,7 +347,7 @@ class CompiledProgram(ClosesOnExit):
         """Clear the rows that are new; forget those that a plan leaves out."""
         for record in plan.records.buffers:
             if record.kind == "state":
-                name, size = record.name, buffer_bytes(record)
+                name, size = record.name, record.value_bytes
                 held = self._states.get(name, 0)
                 if size > held:
                     self.workspace.view(record.pool, held, (size - held,), "uint8").zero_()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError
-from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.spans import Spans
 from mosaic.runtime.state_rows import RowTable
-from mosaic.runtime.workspace import HOST, Workspace, torch_dtype
+from mosaic.runtime.workspace import HOST, Workspace
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
@@ -97,7 +95,9 @@ class StepMemory:
         """Note the bytes of a row of each state that a plan has; they are the model's, the same in all plans."""
         for table in self._tables:
             if table.pool in pools and table.pool not in self.row_bytes:
-                self.row_bytes[table.pool] = _row_bytes(plan.records, table.name)
+                self.row_bytes[table.pool] = next(
+                    b.row_bytes for b in plan.records.buffers if b.kind == "state" and b.name == table.name
+                )
 
     def _holes(self) -> dict[str, Spans]:
         """Bytes of each state that nobody owns, before the last that somebody does."""
@@ -106,8 +106,3 @@ class StepMemory:
             size = self.row_bytes.get(table.pool, 0)
             found[table.pool] = [(start * size, end * size) for start, end in table.free]
         return found
-
-
-def _row_bytes(records: PlanRecords, state: str) -> int:
-    record = next(b for b in records.buffers if b.kind == "state" and b.name == state)
-    return math.prod(record.shape[1:]) * torch_dtype(record.dtype).itemsize

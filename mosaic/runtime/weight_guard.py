@@ -5,7 +5,6 @@ For debugging: the gaps are poisoned before a step, and a checksum of every weig
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +15,7 @@ from mosaic.errors import WeightsChanged
 from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.poison import POISON
 from mosaic.runtime.views import Views
-from mosaic.runtime.workspace import Workspace, torch_dtype
+from mosaic.runtime.workspace import Workspace
 
 __all__ = ["WeightGuard"]
 
@@ -41,7 +40,7 @@ class WeightGuard:
                 whole = self._weights[name] = _bytes(views.whole(record.id))
             if whole is not None and not views.is_adopted(record.id):
                 start = record.offset
-                size = math.prod(record.shape) * torch_dtype(record.dtype).itemsize
+                size = record.value_bytes
                 placed.setdefault(record.pool, []).append((start, start + size, name))
         for pool, ranges in placed.items():
             last = workspace.range(pool).committed_bytes if pool == "weights" else _end_of(records, pool)
