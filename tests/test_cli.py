@@ -105,15 +105,16 @@ def test_auto_is_the_largest_context_that_fits(mosaic: Any, little: tuple[str, .
 
 def test_a_plan_that_does_not_fit_says_what_would(mosaic: Any, tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
-    ran = mosaic(*PLAN, "--ctx", "530k", "--out", str(target), "--json")
+    request = ("plan", "--model", "small-llada", "--ctx", "20m", "--device")
+    ran = mosaic(*request, "rtx-3090", "--out", str(target), "--json")
     reason = ran.json["misfit"]
     assert ran.code == 3 and not ran.json["fits"] and not target.exists()
     assert reason["needed_bytes"] > reason["available_bytes"] and reason["floor"].startswith("layers.0/")
     assert reason["largest"][0][0] == "hidden" and reason["device"] == "a100-40g"
     host = reason["suggestion"].split(",")[0].split()
-    assert host[0] == "--host-budget" and mosaic(*PLAN, "--ctx", "530k", *host).code == 0
+    assert host[0] == "--host-budget" and mosaic(*request, "rtx-3090", *host).code == 0
     budget = str(reason["smallest_budget_bytes"])
-    assert mosaic("plan", "--model", "llada-8b", "--device", "a100-40g", "--ctx", "530k", "--budget", budget).code == 0
+    assert mosaic(*request, "a100-40g", "--budget", budget).code == 0
 
 
 def test_a_budget_below_the_weights_says_so(mosaic: Any, little: tuple[str, ...]) -> None:
@@ -183,7 +184,7 @@ def test_models_and_devices(mosaic: Any) -> None:
     assert line.split()[-1] == "measured"
     fits = {
         row["name"]: row["fits"]
-        for row in mosaic("devices", "--fits", "--model", "llada-8b", "--ctx", "530k", "--json").json
+        for row in mosaic("devices", "--fits", "--model", "small-llada", "--ctx", "25m", "--json").json
     }
     assert fits["a100-40g"] and not fits["rtx-4090"]
     assert mosaic("devices", "--fits", "--model", "small-llada", "--ctx", "16m", "--budget", "1GiB").code == 3
@@ -256,9 +257,9 @@ def test_templates_that_are_compiled_are_shown_in_a_terminal_alone(
 
 def test_a_device_of_ones_own(mosaic: Any, tmp_path: Path) -> None:
     card = tmp_path / "my-card.toml"
-    card.write_text('base = "rtx-3090"\nmemory_bytes = "12GiB"\nestimated = false\n')
-    plan = mosaic("plan", "--model", "llada-8b", "--ctx", "1k", "--device", str(card), "--json")
-    assert plan.code == 3 and plan.json["device"] == "my-card" and plan.json["budget_bytes"] == 12 << 30
+    card.write_text('base = "rtx-3090"\nmemory_bytes = "560MiB"\nestimated = false\n')
+    plan = mosaic("plan", "--model", "small-llada", "--ctx", "1k", "--device", str(card), "--json")
+    assert plan.code == 3 and plan.json["device"] == "my-card" and plan.json["budget_bytes"] == 560 << 20
     card.write_text('base = "h200"\n[gemm_rates]\n64 = 1e14\n[attention_rates.triton]\n8192 = 1e14\n')
     slow = mosaic("plan", "--model", "llada-8b", "--ctx", "8k", "--device", str(card), "--json").json
     fast = mosaic("plan", "--model", "llada-8b", "--ctx", "8k", "--device", "h200", "--json").json

@@ -670,6 +670,9 @@ def test_sequences_are_closed_when_a_step_fails() -> None:
 
 def test_a_generation_that_does_not_fit_runs_no_step() -> None:
     class Small(ReferenceRunner):
+        def admits(self, sizes: Any, *, more: Any = None) -> bool:
+            return False
+
         def check(self, sizes: Any, *, more: Any = None) -> Any:
             raise DoesNotFit("at most 100 tokens fit", needed_bytes=2, available_bytes=1)
 

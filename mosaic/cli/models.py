@@ -15,13 +15,14 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and 
     """List the models that can be planned without any file."""
     from mosaic.models import PRESETS, load
     from mosaic.planner import Planner, Request
-    from mosaic.units import format_bytes
+    from mosaic.units import format_bytes, round_up
 
     rows: list[dict[str, Any]] = []
     for name in PRESETS:
         model = load(name)
         arch = model.architecture
-        weights = Planner(model).plan(Request(seq_lens=(1,))).components["weights"]
+        point = Planner(model).at(Request(seq_lens=(1,)))
+        weights = round_up(point.pool_bytes(point.config({}), "weights"), point.space.device.page_bytes)
         rows.append(
             {
                 "name": name, "family": model.family, "layers": arch.layers, "hidden": arch.hidden, "heads": arch.heads,
