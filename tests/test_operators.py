@@ -257,7 +257,7 @@ def test_shipped_operators_verify(name: str, operands: dict[str, str], more: dic
         ({"roles": {"z": "hidden"}}, GraphError, "something of z"),
         ({"updates": ("z",)}, GraphError, "updates"),
         ({"implementations": (PLAIN, PLAIN)}, GraphError, "two implementations of one name"),
-        ({"implementations": (replace(PLAIN, serves=lambda s, a: True),)}, GraphError, "none on cpu that serves every"),
+        ({"implementations": (replace(PLAIN, serves=lambda s, a: True),)}, GraphError, "none on cpu serves every"),
         ({"implementations": (replace(PLAIN, row_origin="z"),)}, GraphError, "something of z"),
         ({"implementations": (replace(PLAIN, on_host=frozenset({"z"})),)}, GraphError, "something of z"),
     ],

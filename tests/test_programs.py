@@ -381,7 +381,7 @@ def test_weights_that_are_not_the_programs_are_refused(weights: dict[str, Tensor
 
 
 @pytest.mark.parametrize(("changed", "dims", "message"), [
-    ({}, {}, "the step 'step' has dims that no input's shape says: 'more'. Give them by"),
+    ({}, {}, "the step 'step' has dims that follow from no input's shape: 'more'. Give them by"),
     ({"x": None}, {"more": 5}, "needs the input x"),
     ({"x": torch.ones(4, 2)}, {"more": 5}, "the dim 'tokens' is 4 by input 'x' and 3 by input 'y'"),
     ({}, {"more": 5, "tokens": 9}, "the dim 'tokens' is 9 by dims and 3 by input 'x'"),

@@ -429,14 +429,14 @@ INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = 
     ),
     "overwritten while kept": (r"z \(LINE\) overwrites y, which keep \(LINE\) keeps", _overwritten_while_kept),
     "written in the loop of a side op": (
-        r"early \(LINE\) touches early while side \(LINE\) may be at",
+        r"early \(LINE\) touches early while side \(LINE\) may use",
         _written_in_the_loop_of_a_side_op,
     ),
     "in place beside itself": (r"alias of z and y: z \(LINE\) reads y", _in_place_beside_itself),
     "in place over two operands": (r"alias of z and y: z \(LINE\) reads y", _in_place_over_two_operands),
     "both written at once": (r"alias of two.z and two.y: two \(LINE\) writes both", _both_written_at_once),
     "written beside a side op": (
-        r"z \(LINE\) touches z while side \(LINE\) may be at y on stream 's'",
+        r"z \(LINE\) touches z while side \(LINE\) may use y on stream 's'",
         _written_beside_a_side_op,
     ),
     "whole read, slices written": (r"alias of z and y: mix \(LINE\) reads y", _whole_read_written_by_slices),

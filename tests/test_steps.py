@@ -128,7 +128,7 @@ def test_another_context_keeps_the_rows_and_what_others_hold() -> None:
         ({"rows": 9}, "between 1 and the 8 tokens, got 9"),
         ({"logit_rows": 9}, "logit rows must be between 0"),
         ({"phase": FULL_STEP}, "keys are seen in cached phases"),
-        ({"keys": ()}, "as many numbers of keys"),
+        ({"keys": ()}, "one number of keys each"),
         ({"keys": (7,)}, "sees at least its own keys, got 7"),
         ({"owned": (19,)}, "has rows for as many tokens, got 19"),
         ({"states": {KV: 19}}, "do not fit 19 rows"),

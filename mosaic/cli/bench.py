@@ -38,14 +38,14 @@ def bench(
     budget: Annotated[str | None, typer.Option(help="Bytes that Mosaic may take, such as 24GiB.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Pinned host memory that Mosaic may take.")] = None,
     cap: Annotated[
-        str | None, typer.Option(help="Find every engine's largest context in so much device memory: 24GiB,40GiB.")
+        str | None, typer.Option(help="Find every engine's largest context in this much device memory: 24GiB,40GiB.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Counted steps per point; the median is shown.")] = 5,
     attention: Annotated[
         str, typer.Option(help="PyTorch's attention: fastest (of a timing), default, cudnn, flash, efficient, math.")
     ] = "fastest",
     floor: Annotated[bool, typer.Option("--floor", help="Measure the GEMM and attention floor of every step.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Stop after so long; what was measured is kept.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Minutes to stop after; what was measured is kept.")] = None,
     seed: Annotated[int, typer.Option(help="Of random weights and inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,

@@ -113,7 +113,7 @@ def _plan_again(document: Mapping[str, Any], model: str) -> Plan:
     dims = document["dims"]
     if document["phase"] != "full_step" or dims["seqs"] != 1:
         raise UsageError(
-            "--model plans one sequence of a full step again; lengths of several are not in a plan's file."
+            "--model plans one sequence of a full step again; a plan's file does not say the lengths of several sequences."
         )
     rows = {"logit_rows": dims.get("logit_rows", 0)}
     request = Request(seq_lens=(dims["tokens"],), mask_ratio=DEFAULT_MASK_RATIO, **rows)

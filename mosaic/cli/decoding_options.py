@@ -33,7 +33,7 @@ Algorithm: TypeAlias = Annotated[
 ]
 Alg: TypeAlias = Annotated[str | None, typer.Option(help="Dream: origin, maskgit_plus, topk_margin, entropy.")]
 AlgTemp: TypeAlias = Annotated[float | None, typer.Option(help="Dream: randomness of the positions.")]
-Threshold: TypeAlias = Annotated[float | None, typer.Option(help="Commit every token that is surer than this.")]
+Threshold: TypeAlias = Annotated[float | None, typer.Option(help="Commit every token whose confidence is above this.")]
 Factor: TypeAlias = Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")]
 Cache: TypeAlias = Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")]
 SmallBlockLength: TypeAlias = Annotated[int | None, typer.Option(help="Fast-dLLM v2: tokens decoded together.")]

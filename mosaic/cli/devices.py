@@ -44,7 +44,7 @@ def devices(
     if fits:
         rows = _fitting(read_model(model, dtype), read_request(ctx, seq_lens, mask_ratio, masked), budget, host_budget)
     elif any(option is not None for option in request):
-        raise UsageError("--model, --ctx and what else describes a request go with --fits.")
+        raise UsageError("--model, --ctx and the other options of a request go with --fits.")
     else:
         rows = _profiles()
     if as_json:

@@ -194,8 +194,8 @@ class Canvas:
         if state not in self._held:
             known = ", ".join(held.name for held in self._held) or "none"
             raise UsageError(
-                f"the algorithm asks for the state '{state.name}', its largest steps have {known}: `shapes` gives them with "
-                "their states."
+                f"the algorithm asks for the state '{state.name}', its largest steps have {known}: give the state and its "
+                "rows to the sizes that `shapes` returns."
             )
         return self._held[state]
 

@@ -307,8 +307,8 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
         raise UsageError("cache 'prefix': what precedes the block is always cached on this model; leave cache out.")
     if config.steps is not None and config.steps > config.block_length:
         raise UsageError(
-            f"steps is {config.steps} for a block of {config.block_length} tokens; at most one step a token does "
-            f"anything: use steps {config.block_length} or fewer."
+            f"steps is {config.steps} for a block of {config.block_length} tokens; every step decides at least one: "
+            f"use steps {config.block_length} or fewer."
         )
     if config.small_block_length is not None and config.block_length % config.small_block_length:
         raise UsageError(

@@ -39,7 +39,7 @@ def generate(
     config
         As given by the caller; what it leaves out is the algorithm's own.
     streamer
-        One for a single prompt, or one a prompt.
+        One for a single prompt, or one for each prompt.
     on_step
         Called with every `Step`.
     request_ids
@@ -57,7 +57,7 @@ def generate(
         raise UsageError("no prompt was given; give at least one.")
     numbers = list(range(len(prompts)) if request_ids is None else request_ids)
     if len(numbers) != len(prompts):
-        raise UsageError(f"{len(numbers)} request_ids for {len(prompts)} prompts; give one a prompt.")
+        raise UsageError(f"{len(numbers)} request_ids for {len(prompts)} prompts; give one for each prompt.")
     streamers = streamers_of(streamer, len(prompts))
     with runner.exclusive(), Session(runner) as session:
         requests = session.submit_all(

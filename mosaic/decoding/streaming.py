@@ -87,10 +87,10 @@ OnStep: TypeAlias = Callable[[Step], None]
 
 
 def streamers_of(streamer: Streamer | Sequence[Streamer] | None, prompts: int) -> list[Streamer | None]:
-    """Return one streamer a prompt, or none."""
+    """Return one streamer, or None, for each prompt."""
     if streamer is None:
         return [None] * prompts
     found = list(streamer) if isinstance(streamer, Sequence) else [streamer]
     if len(found) != prompts:
-        raise UsageError(f"{len(found)} streamer for {prompts} prompts; give a list of one streamer a prompt.")
+        raise UsageError(f"{len(found)} streamer for {prompts} prompts; give a list of one streamer for each prompt.")
     return list(found)

@@ -75,7 +75,7 @@ class Phase:
         object.__setattr__(self, "states", tuple(found))
         returns = self.commit is not None or self.guidance is not None or self.logits is not None
         if not self.head.decides and (returns or not self.states):
-            raise UsageError("a phase without head only fills a state; it has one, and neither scores nor returns.")
+            raise UsageError("a phase without head only fills a state: give it one, and no commit, guidance or logits.")
         if self.head.samples and self.commit is None:
             raise UsageError(f"a phase that samples ('{self.head.name}') chooses among its rows; give a commit rule.")
         if self.cached and self.guidance is not None:

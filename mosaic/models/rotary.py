@@ -93,9 +93,9 @@ class Rotary:
         """
         if self.kind == "dynamic" and keys > self.original:
             raise UsageError(
-                f"a cached step over {keys:,} keys with rope_scaling of type 'dynamic', whose frequencies change with the "
-                f"length beyond {self.original:,} positions, while kept keys are rotated already: run steps without a "
-                "cache, or give the checkpoint a rope_scaling of type 'yarn' or 'linear'."
+                f"a cached step over {keys:,} keys with rope_scaling of type 'dynamic': beyond {self.original:,} positions "
+                "its frequencies change with the length, and kept keys are rotated already. Run steps without a cache, or "
+                "give the checkpoint a rope_scaling of type 'yarn' or 'linear'."
             )
 
     @classmethod

@@ -96,7 +96,7 @@ class StepSize:
                 raise UsageError("keys are seen in cached phases.")
             return
         if not len(self.owned) == len(self.keys) == len(self.windows):
-            raise UsageError(f"{len(self.windows)} windows need as many numbers of keys, got {len(self.keys)}.")
+            raise UsageError(f"{len(self.windows)} windows need one number of keys each, got {len(self.keys)}.")
         for window, keys, owned in zip(self.windows, self.keys, self.owned, strict=True):
             if keys < window:
                 raise UsageError(f"a window of {window:,} tokens sees at least its own keys, got {keys:,}.")

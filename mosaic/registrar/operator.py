@@ -252,8 +252,8 @@ class Operator:
             raise GraphError(f"operator '{self.name}' has two implementations of one name on {backend}: {names}")
         if all(way.serves is not None for way in ways):
             raise GraphError(
-                f"operator '{self.name}' has none on {backend} that serves every launch; leave `serves` out of one of "
-                f"{', '.join(names)}"
+                f"operator '{self.name}': of its implementations none on {backend} serves every launch; leave `serves` out of "
+                f"one of {', '.join(names)}"
             )
 
     def on(self, backend: str) -> tuple[Implementation, ...]:

@@ -138,7 +138,7 @@ def _no_write_beside(graph: Graph, order: _Order, ops: Sequence[Op], old: Buffer
             if meets and op.stream != side.stream:
                 raise GraphError(
                     f"alias of {new.name} and {old.name}: {op.name} ({op.source}) touches {new.name} "
-                    f"while {side.name} ({side.source}) may be at {old.name} on stream '{side.stream}'"
+                    f"while {side.name} ({side.source}) may use {old.name} on stream '{side.stream}'"
                 )
 
 
@@ -306,7 +306,7 @@ def _is_left_alone(graph: Graph, order: _Order, side: Op) -> None:
         for buffer in (*op.writes, *op.reads):
             if buffer.id in (touched if buffer in op.writes else written):
                 raise GraphError(
-                    f"{op.name} ({op.source}): touches {buffer} while {side.name} ({side.source}) may be at it on stream "
+                    f"{op.name} ({op.source}): touches {buffer} while {side.name} ({side.source}) may use it on stream "
                     f"'{side.stream}'; wait for the stream first"
                 )
 

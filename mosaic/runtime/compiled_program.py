@@ -220,7 +220,7 @@ class CompiledProgram(ClosesOnExit):
         absent = [name for name, info in known.items() if info.value is None and name not in dims]
         if absent:
             raise UsageError(
-                f"the step '{step}' has dims that no input's shape says: {', '.join(map(repr, absent))}. Give them by "
+                f"the step '{step}' has dims that follow from no input's shape: {', '.join(map(repr, absent))}. Give them by "
                 f"dims={{'{absent[0]}': ...}}."
             )
 
