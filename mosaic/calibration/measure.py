@@ -54,7 +54,7 @@ _FIXED_MARGIN: Final = 32 * MIB
 
 
 class WrongResult(MosaicError):
-    """A kernel whose results are not what its reference says: its time means nothing."""
+    """A kernel whose results differ from its reference's: its time means nothing."""
 
 
 class Timer(Protocol):
@@ -385,8 +385,8 @@ def attention_rates(
 ) -> dict[str, dict[int, float]]:
     """Measure FLOP/s of attention over one sequence, by implementation and query rows times heads.
 
-    Each is compared with a float32 reference at every size before it is timed: a backend may be fast and wrong. One
-    that is wrong, or not there, is left out with a note.
+    Each is compared with a float32 reference at every size before it is timed: a backend may be fast and wrong. A backend
+    that is wrong, or not installed, is left out with a note.
 
     Raises
     ------

@@ -79,7 +79,7 @@ def generate(
     Returns
     -------
     list of Generation
-        One a prompt; with `text` where the prompt was text or a conversation.
+        One per prompt; with `text` where the prompt was text or a conversation.
 
     Raises
     ------

@@ -177,13 +177,15 @@ class OpTimes:
         self._parts: dict[tuple[Any, ...], _Vector] = {}
 
     def implementations(self, values: Sequence[int]) -> Mapping[str, str]:
-        """Return the implementation of each operator of which the backend has several: of those that serve all its launches and
-        whose rate is known, the one that takes the least time for them, every region in one pass.
+        """Return the implementation of each operator of which the backend has several.
+
+        Of those that serve all its launches and whose rate is known, it is the one that takes the least time for them, with
+        every region in one pass.
 
         Parameters
         ----------
         values
-            Of the body's variables; those of knobs change nothing.
+            Of the body's variables; those of knobs are ignored.
         """
         dims = tuple([values[i] for i in self._dims])
         if dims not in self._chosen:
@@ -267,7 +269,9 @@ class OpTimes:
         return seconds
 
     def total_seconds(self, values: Sequence[int], extents: Mapping[str, int]) -> float:
-        """Return the seconds of the whole step, side streams beside the main one; tens of microseconds, or less where kept.
+        """Return the predicted seconds of the whole step, side streams beside the main one.
+
+        This takes tens of microseconds, less where an answer was kept.
 
         Parameters
         ----------

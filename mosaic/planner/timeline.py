@@ -267,7 +267,7 @@ class Timeline:
     # -- once per evaluation --------------------------------------------------------------------------------------
 
     def seconds(self, amounts: Sequence[Sequence[float]], iterations: Mapping[str, int]) -> float:
-        """Return when the last stream ends.
+        """Return the time at which the last stream ends.
 
         Parameters
         ----------

@@ -195,7 +195,7 @@ class CompiledModel(ClosesOnExit):
         Raises
         ------
         UsageError
-            If ids, masks or rows do not fit together, or `config` names a knob or an option that there is not.
+            If ids, masks or rows do not fit together, or `config` names an unknown knob or option.
         DoesNotFit
             If the step needs more than the budget.
         """
@@ -266,7 +266,7 @@ class CompiledModel(ClosesOnExit):
         Returns
         -------
         list of StepResult
-            One a request, in order; on the host, the caller's to keep.
+            One per request, in order; on the host, the caller's to keep.
 
         Raises
         ------
@@ -303,13 +303,13 @@ class CompiledModel(ClosesOnExit):
         return results
 
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
-        """Plan steps of these sizes, beside the sequences that are open, and give the plan that takes the most memory.
+        """Plan steps of these sizes, beside the rows that are open, and return the plan that takes the most memory.
 
         Parameters
         ----------
         more
-            Rows of each state that will be reserved by then, besides those that are; those of the step that has the most,
-            if not given.
+            Rows of each state that will be reserved by then, besides those that already are. If not given, as many as
+            the step with the most has.
 
         Raises
         ------

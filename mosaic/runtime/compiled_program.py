@@ -74,8 +74,8 @@ def compile_program(
 class CompiledProgram(ClosesOnExit):
     """A program whose every byte is planned. Run its steps by name; see `mosaic.compile`, which makes it.
 
-    A step is planned and bound once for each size of its dims. Committed memory is the most that steps have needed; what
-    only earlier ones needed goes back on `trim`, and wherever a step would exceed the budget otherwise. Threads may share
+    A step is planned and bound once for each size of its dims. Committed memory is the most that steps have needed. What
+    only earlier steps needed goes back on `trim`, and wherever a step would exceed the budget otherwise. Threads may share
     a program: it serves one call at a time.
 
     Parameters
@@ -251,7 +251,7 @@ class CompiledProgram(ClosesOnExit):
         """Run a step.
 
         A bucketed step runs its prefix, reads the count that it computed, and runs its suffix in the smallest bucket
-        that holds it. All buckets are planned before: where one does not fit, nothing is run.
+        that holds the count. All buckets are planned before that: where one does not fit, nothing is run.
 
         Parameters
         ----------

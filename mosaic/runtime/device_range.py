@@ -71,7 +71,7 @@ class DeviceRange:
         return self.committed_bytes
 
     def _reach(self, end: int, holes: Spans) -> None:
-        """Make `[0, end)` memory, but for whole pages inside of `holes` where the kind of range can leave them out."""
+        """Back `[0, end)` with memory, except whole pages inside of `holes` where the kind of range can leave them out."""
         raise NotImplementedError
 
     def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
@@ -88,7 +88,7 @@ class DeviceRange:
         return end
 
     def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Make `[0, num_bytes)` memory, rounded up to pages. All or nothing.
+        """Back `[0, num_bytes)`, rounded up to pages, with memory. All or nothing.
 
         Parameters
         ----------
@@ -109,7 +109,7 @@ class DeviceRange:
         self._reach(self._end(num_bytes), holes)
 
     def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Commit and decommit so that `[0, num_bytes)`, rounded up to pages, is memory, but for `holes`."""
+        """Commit and decommit so that exactly `[0, num_bytes)`, rounded up to pages, has memory, except `holes`."""
         self._end(num_bytes)
         self.decommit(num_bytes, holes=holes)
         self.commit(num_bytes, holes=holes, populate=populate)

@@ -11,7 +11,7 @@ __all__ = ["HandedOut"]
 
 
 class HandedOut:
-    """The views handed out last. On a device, one touch of memory that is gone ends the whole process.
+    """The views handed out last. On a device, a single access to memory that is gone ends the whole process.
 
     Examples
     --------
@@ -34,7 +34,7 @@ class HandedOut:
         self._views = [weakref.ref(view) for view in views]
 
     def empty(self) -> None:
-        """Take their memory from all that somebody still holds."""
+        """Empty all views that a caller still holds."""
         for reference in self._views:
             tensor = reference()
             if tensor is not None:

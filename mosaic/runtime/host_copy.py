@@ -21,7 +21,7 @@ NEAR: Final = 4096
 class HostCopy:
     """Copies tensors into one buffer of the host, which grows to the largest results so far; for a device's, it is pinned.
 
-    Pageable memory would have the host wait for every single copy.
+    With pageable memory the host would wait for every single copy.
     """
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ __all__ = ["interrupts_held"]
 def interrupts_held() -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back; the callable that is given raises it, to be called where everything held is on record.
 
-    Otherwise KeyboardInterrupt may strike between the driver's answer and our note of it, and the memory would be
-    nobody's. Python runs signal handlers in the main thread only.
+    Otherwise KeyboardInterrupt may strike between the driver's answer and our note of it, and the memory would leak.
+    Python runs signal handlers in the main thread only.
     """
     before = signal.getsignal(signal.SIGINT)
     pending: list[tuple[int, FrameType | None]] = []

@@ -54,7 +54,7 @@ def planner_of(
     adopts: bool,
     progress: Progress | None,
 ) -> Planner:
-    """Reach the planner: a model's description on a device that this process has.
+    """Make the planner of a model's description, for a device that this process has.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ class RowTable:
     name
         The state's; its pool is `state/NAME`.
     turns
-        Held while rows change hands: a re-entrant lock, of whoever runs steps beside that.
+        Held while rows change hands: a re-entrant lock, the same that steps hold while they run.
     drained
         Called, in a turn, when the last row was given back.
     taken

@@ -1,4 +1,4 @@
-"""The memory that steps share: it is kept at the most that they needed, and goes back where others need it, or on `trim`."""
+"""The memory that steps share: as much as any step has needed. It goes back where a step needs it elsewhere, or on `trim`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepMemory:
     workspace
         Whose pools they are.
     tables
-        Who owns rows of the states; there may come to be more.
+        Who owns rows of the states; more tables may be added later.
     before_shrinking
         Called before the pool `workspace` loses memory: nobody may look at it any more.
     """
@@ -44,7 +44,7 @@ class StepMemory:
         self._last: tuple[object, ...] = ()  # what the last commit was for, and what it left
 
     def commit(self, plan: Plan) -> None:
-        """Have a plan's memory, beside what earlier ones needed; where there is no room for both, the plan's alone.
+        """Commit a plan's memory beside what earlier plans needed; where there is no room for both, the plan's alone.
 
         Raises
         ------

@@ -38,7 +38,7 @@ class StepPlans:
     Raises
     ------
     UnknownName
-        If `config` names a knob, a choice or an option that there is not.
+        If `config` names an unknown knob, choice or option.
 
     Attributes
     ----------
@@ -59,9 +59,10 @@ class StepPlans:
         self.planner = self.asked.with_pinned({"stream": str(plan.config["stream"])})
 
     def plan(self, step: StepSize, config: Settings | None = None) -> Plan:
-        """Plan with rows and keys rounded up, to be used again; exactly, where only that fits. Each size is planned once.
+        """Plan with rows and keys rounded up, so that the plan serves again; where only the exact size fits, plan that.
 
-        For steps that run: the largest context, which would be solved for every number of masked rows, is not.
+        Each size is planned once. The plans are for steps that run: they do not state the largest context, which would
+        have to be solved for every number of masked rows.
 
         Parameters
         ----------
@@ -95,7 +96,7 @@ class StepPlans:
     def fits(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> bool:
         """Return whether `plan` finds one for every step, beside these rows of states, without making it.
 
-        A lookup, where steps of the same rounded sizes were asked for before.
+        It is a lookup where steps of the same rounded sizes were asked for before.
         """
         taken = rounded_states(states)
         return all(self._fits_beside(size, states, taken) for size in sizes)

@@ -47,7 +47,7 @@ class WeightStore:
     adopted_bytes
         Their bytes, which the ledger counts.
     shown
-        Whether somebody was given the views since they were loaded, and may have written into them.
+        Whether a caller was given the views since they were loaded, and may have written into them.
     """
 
     def __init__(self, model: Model, workspace: Workspace, device: torch.device, *, seed: int) -> None:
@@ -60,7 +60,7 @@ class WeightStore:
         self.shown = False
 
     def show(self) -> Mapping[str, Tensor]:
-        """Give the views to somebody who may write into them."""
+        """Return the views to a caller, who may write into them."""
         self.shown = True
         return self.views
 

@@ -70,13 +70,13 @@ class Range(Protocol):
         """The same bytes as the device sees them; another tensor than `tensor` for pinned host memory alone."""
 
     def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Make `[0, num_bytes)`, rounded up to pages, memory, but for `holes`. What is memory stays so."""
+        """Back `[0, num_bytes)`, rounded up to pages, with memory, except in `holes`. What has memory keeps it."""
 
     def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
         """Give back what is beyond `[0, num_bytes)`, rounded up to pages, and whole pages inside of `holes`."""
 
     def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Make exactly `[0, num_bytes)`, rounded up to pages, memory, but for `holes`."""
+        """Back exactly `[0, num_bytes)`, rounded up to pages, with memory, except in `holes`."""
 
     def resident_bytes(self) -> int:
         """Give the bytes in physical memory."""
@@ -161,13 +161,13 @@ class Workspace(ClosesOnExit):
         return existing if existing is not None else pool.reserve(name, self._capacities.get(name, RESERVE_BYTES))
 
     def resize(self, name: str, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Make exactly `[0, num_bytes)` of a pool memory, rounded up to pages, but for `holes` (bytes, sorted)."""
+        """Back exactly `[0, num_bytes)` of a pool, rounded up to pages, with memory, except in `holes` (bytes, sorted)."""
         self.range(name).resize(num_bytes, holes=holes, populate=populate)
 
     def commit_all(
         self, sizes: Mapping[str, int], *, holes: Mapping[str, Spans] = NO_HOLES, populate: bool = True
     ) -> None:
-        """Have at least these bytes of several pools, but for `holes`; nothing is given back.
+        """Commit at least these bytes of several pools, except `holes`; nothing is given back.
 
         Where a growth is refused, that pool stays as it was, and those before it have grown.
         """
@@ -177,7 +177,7 @@ class Workspace(ClosesOnExit):
     def resize_all(
         self, sizes: Mapping[str, int], *, holes: Mapping[str, Spans] = NO_HOLES, populate: bool = True
     ) -> None:
-        """Have exactly these bytes of several pools, but for `holes`. All shrink first: growing ones may need the pages.
+        """Commit exactly these bytes of several pools, except `holes`. Pools shrink first: others may need their pages.
 
         Where a growth is refused, that pool is not grown, and those before it have their new sizes.
         """
@@ -230,5 +230,8 @@ class Workspace(ClosesOnExit):
         return {name: part.resident_bytes() for name, part in self._ranges().items()}
 
     def close(self) -> None:
-        """Give all memory back, also if one pool cannot; that is raised at the end. Closing twice is fine."""
+        """Give all memory back. If one pool cannot, the others still do, and its error is raised at the end.
+
+        Closing twice is fine.
+        """
         close_all(*(pool for pool in (self.host, self.pages) if pool is not None))

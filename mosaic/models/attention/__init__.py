@@ -1,4 +1,4 @@
-"""The ways in which attention may run, one a file: the options of the choice `attention`.
+"""The ways in which attention may run, one per file: the options of the choice `attention`.
 
 A cache policy says which of them it has, the fastest first. Shape legend: T tokens, N query heads, K key-value heads, H
 head size, D hidden.

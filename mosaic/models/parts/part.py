@@ -48,5 +48,5 @@ class Part:
 
     @property
     def noisy(self) -> bool:
-        """Whether the part takes random keys, one a row."""
+        """Whether the part takes random keys, one per row."""
         return False

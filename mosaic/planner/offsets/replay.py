@@ -3,7 +3,7 @@
 Each block keeps only the blocks that it sees directly below it; its offset is the aligned maximum of their tops. Any
 two blocks that share time are linked by a chain of such edges, so the result is valid for every vector of non-
 negative sizes, and the peak is an explicit maximum of sums (a max-plus form). Nothing here looks for a better order:
-compare the peak with the lower bound, and solve again where it falls short.
+compare the peak with the lower bound, and solve again where it is higher.
 """
 
 from __future__ import annotations

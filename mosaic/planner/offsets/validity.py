@@ -1,7 +1,7 @@
 """Whether an answer holds, by routes that share no code with the solvers.
 
 `Guard` is cheap enough to stand behind every answer of every solver: it lists the pairs of pieces that share time once
-and compares the addresses of all of them at once. `validate` is for people: a sweep, and sentences.
+and compares the addresses of all of them at once. `validate` is for people to read: a sweep that answers in sentences.
 """
 
 from __future__ import annotations

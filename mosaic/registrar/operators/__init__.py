@@ -1,4 +1,4 @@
-"""The operators that Mosaic ships, one a file, found by the operator's one name: a file is all that one more takes."""
+"""The operators that Mosaic ships, one per file. The file's name is the operator's: one more operator is one more file."""
 
 from __future__ import annotations
 
