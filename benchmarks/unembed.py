@@ -137,7 +137,7 @@ class Bench:
 
 
 def picked(model: str, rows: int, device: Device, kind: str) -> tuple[str, int | None]:
-    """The variant and the chunk that the planner takes for so many masked rows of twice as many tokens."""
+    """Return the variant and the chunk that the planner takes for `rows` masked rows of twice as many tokens."""
     request = Request(seq_lens=(2 * rows,), masked=rows, phase=PHASES[kind])
     config = Planner(model, device=device).plan(request).config
     chunk = config["logits"]

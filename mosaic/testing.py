@@ -161,7 +161,7 @@ class _Case:
         return found
 
     def verify(self, way: Implementation, launch: _Launch, tolerance: float | None) -> None:
-        """Launch, and compare all that was written and all that was not to be."""
+        """Launch, and compare all that was written, and all that must not be, with the reference."""
         guards: list[tuple[str, Tensor]] = []
         operands = {name: self._placed(name, spec, guards) for name, spec in self.specs.items()}
         for name, value in self.reads.items():

@@ -158,7 +158,7 @@ def make_batch(seed: int, stage_index: int, index: int, stage: Stage, num_tokens
     Parameters
     ----------
     block
-        0: an answer has one ratio of masks. Else every block of so many tokens has its own, as in block diffusion.
+        0: an answer has one ratio of masks. Else every block of this many tokens has its own, as in block diffusion.
     """
     rng = Random(f"{seed}/{stage_index}/{index}")
     noise = np.random.default_rng([seed, stage_index, index])

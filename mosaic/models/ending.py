@@ -87,7 +87,7 @@ class Ending:
         return shifted
 
     def normed_rows(self, rows: Buffer, norm: Buffer, prefix: str = "") -> Buffer:
-        """rms_norm(hidden[rows]), normalised in place of the gathered rows."""
+        """Register rms_norm(hidden[rows]), normalised in place of the gathered rows."""
         g = self.g
         gathered = g.add_op("gather_rows", self.hidden, rows, name=f"{prefix}gathered")
         h: Buffer = g.add_op("rms_norm", gathered, norm, name=f"{prefix}normed", eps=self.arch.norm_eps)

@@ -70,7 +70,7 @@ class Keys:
     harmless: frozenset[str] = frozenset()
 
     def extended(self, used: str, *, fixed: Mapping[str, Fixed] | None = None, harmless: str = "") -> Keys:
-        """This table with more keys, names given apart by spaces; the later word on a key counts.
+        """Return this table with more keys, their names separated by spaces; for a key given twice the later entry counts.
 
         >>> "hidden_size" in COMMON.extended("hidden_size").used
         True

@@ -387,7 +387,7 @@ class _Launches:
         }
 
     def at(self, values: Sequence[int]) -> list[tuple[dict[str, Spec], Mapping[str, Any]]]:
-        """Specs and attributes of each, at values of the body's variables."""
+        """Return specs and attributes of each launch, at values of the body's variables."""
         powers = _exact_monomials(self._body, values)
         sizes = {
             row: int(sum(c * powers[i] for i, c in terms)) // denominator

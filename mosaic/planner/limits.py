@@ -48,7 +48,7 @@ class _Packer:
             allowance = budget_bytes - (total - self.point.total_bytes(result.config))
 
     def tightest(self) -> Config:
-        """Of the configurations with the smallest chunks, one per combination of choices, the one that packs lowest."""
+        """Return the configuration that packs lowest of those with the smallest chunks, one per combination of choices."""
         best = lowest(self.point, self.host_budget_bytes)
         missed = self.total_bytes(best) - self.point.total_bytes(best)
         for config in self.point.smallest(self.host_budget_bytes, slack=missed):
@@ -95,7 +95,7 @@ def search_and_place(
 
 
 def smallest_total(point: Point, host_budget_bytes: int = 0, *, solver: str = "auto") -> tuple[int, Config]:
-    """Bytes, as packed, of the configuration that needs least at one point: a plan fits every budget from there on."""
+    """Return the packed bytes of the configuration that needs least at one point: a plan fits every budget from there on."""
     packer = _Packer(point, host_budget_bytes, solver)
     config = packer.floor()
     return packer.total_bytes(config), config

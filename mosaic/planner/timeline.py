@@ -104,7 +104,7 @@ class _Wait(NamedTuple):
 
 
 def overlapping_loops(body: Body) -> list[int | None]:
-    """For every op the outermost region around it that has side ops of its own, whose iterations thus overlap."""
+    """Return, for every op, the outermost region around it that has side ops of its own: its iterations overlap."""
     own = {op.region for op in body.ops if op.stream != "main"}
     outermost: dict[int | None, int | None] = {None: None}
     for index, region in enumerate(body.regions):  # a region is registered before those inside it

@@ -139,7 +139,7 @@ class RowSamples:
         torch.maximum(top, self.score, out=self.score)
 
     def finish(self, token: Tensor, maximum: Tensor) -> None:
-        """Without noise, take the argmax."""
+        """Take the argmax where there is no noise."""
         if not self.drawn:
             self.sample.copy_(token)
             self.sample_logit.copy_(maximum)

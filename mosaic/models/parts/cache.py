@@ -47,11 +47,11 @@ class CachePolicy(Part):
         return () if self.kept is None else (self.kept,)
 
     def seen(self, request: Any) -> tuple[int, int] | None:
-        """Keys that a request's window sees, and tokens that its sequence owns rows for; None where nothing is kept."""
+        """Return the keys that a request's window sees, and the tokens that its sequence owns rows for; None: none kept."""
         return None
 
     def ways(self) -> Sequence[Way]:
-        """How attention may run, the fastest first: the options of the choice `attention`."""
+        """Return the ways in which attention may run, the fastest first: the options of the choice `attention`."""
         raise NotImplementedError
 
     def dims(self, step: StepGraph) -> None:
@@ -100,7 +100,7 @@ class Kept(CachePolicy):
     """Windows write their keys and values into the state `kv` and attend to those that it has of their sequence."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """`slots`: rows of the window's tokens; `key_slots`: of the keys that each sequence sees, by position."""
+        """Return `slots`, rows of the window's tokens, and `key_slots`, those of the keys that each sequence sees."""
         return (
             Input(
                 name="slots", dtype="int64", per="token",

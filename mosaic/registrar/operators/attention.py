@@ -39,7 +39,7 @@ def query_rows_and_heads(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_si
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """For 16-bit inputs query, key and value are converted."""
+    """List the tiles; for 16-bit inputs query, key and value are converted."""
     size, compute = attrs["head_size"], compute_dtype(specs["q"].dtype)
     own = attention_tiles(size, compute, attrs.get("block", 0))
     if compute == specs["q"].dtype:

@@ -56,7 +56,7 @@ def query_rows_and_heads(q: Spec, *, head_size: int, **_: object) -> Dim:
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """Queries of a group of heads side by side, gathered keys and values; for 16-bit inputs these are then converted."""
+    """List the tiles: queries of a group of heads side by side, gathered keys and values; 16-bit inputs are converted."""
     size, dtype = attrs["head_size"], specs["q"].dtype
     compute = compute_dtype(dtype)
     gathered = (Tile((KEY_ROWS, size), dtype),) if compute != dtype else ()

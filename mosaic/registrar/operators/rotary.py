@@ -38,7 +38,7 @@ ROWS: Final = 128
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """Positions, angles, their cosines or sines, what is turned, and where that is needed a wide copy."""
+    """List the tiles: positions, angles, their cosines or sines, what is turned, and where needed a wide copy."""
     heads, half = specs["x"].shape[1] // attrs["head_size"], specs["inv_freq"].shape[-1]
     compute = compute_dtype(specs["x"].dtype)
     angles = Tile((ROWS, half), "float32")
