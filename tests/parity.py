@@ -56,16 +56,16 @@ class Point:
     config: Settings | None = None
     labels: Mapping[str, object] = field(default_factory=dict, compare=False)
 
-    @property
-    def pairs(self) -> set[frozenset[tuple[str, object]]]:
-        """Every two of its settings."""
-        return set(map(frozenset, combinations(sorted(self.labels.items(), key=str), 2)))
+    def settings(self, together: int) -> set[frozenset[tuple[str, object]]]:
+        """Every one or every two of its settings."""
+        return set(map(frozenset, combinations(sorted(self.labels.items(), key=str), together)))
 
 
-def pairwise(points: Sequence[Point], seed: str) -> list[Point]:
-    """Points, the best of some drawn at random, until every pair of settings that some point has is in one of them."""
+def covered(points: Sequence[Point], seed: str, together: int = 2) -> list[Point]:
+    """Points, the best of some drawn at random, until all settings that some point has, so many at a time, are in one of
+    them."""
     source, tries = random.Random(seed), min(1000, len(points))
-    chosen = covering([point.pairs for point in points], lambda: source.sample(range(len(points)), tries))
+    chosen = covering([point.settings(together) for point in points], lambda: source.sample(range(len(points)), tries))
     return in_turn(points[place] for place in chosen)
 
 
@@ -244,11 +244,14 @@ def check_own_choice(case: Case) -> None:
             case.run(case.model, Point(phase, batch))
 
 
-def check_grid(case: Case, phases: Sequence[Phase], few: int, model: CompiledModel | None = None) -> int:
-    """Points with every pair of settings of the grid's, on the case's model or another; gives how many they were."""
+def check_grid(
+    case: Case, phases: Sequence[Phase], few: int, model: CompiledModel | None = None, together: int = 2
+) -> int:
+    """Points with every pair of settings of the grid's, on the case's model or another, or with every setting by itself; gives
+    how many they were."""
     model = case.model if model is None else model
     points = list(case.points(phases, few, model.planner.device.name))
-    chosen = pairwise(points, case.model.model.name)
+    chosen = covered(points, case.model.model.name, together)
     settings = {pair for point in points for pair in point.labels.items()}
     assert settings == {pair for point in chosen for pair in point.labels.items()}
     for point in chosen:
@@ -259,8 +262,10 @@ def check_grid(case: Case, phases: Sequence[Phase], few: int, model: CompiledMod
 def check_soak(case: Case, phases: Sequence[Phase], count: int) -> None:
     """Points with every pair of settings of the whole grid, and `count` more."""
     points = list(case.points(phases))
-    chosen = pairwise(points, f"soak {case.model.model.name}")
-    assert set().union(*(point.pairs for point in points)) == set().union(*(point.pairs for point in chosen))
+    chosen = covered(points, f"soak {case.model.model.name}")
+    assert set().union(*(point.settings(2) for point in points)) == set().union(
+        *(point.settings(2) for point in chosen)
+    )
     for point in in_turn([*chosen, *random.Random(count).sample(points, count)]):
         case.run(case.model, point)
 
@@ -295,17 +300,29 @@ def check_other_plans(case: Case, few: int) -> str:
 
 
 class GridTests:
-    """The tests of both files, for the families of the file's fixture `case`."""
+    """The tests of both files, for the families of the file's fixture `case`.
+
+    The family is a parameter of the grid like the others: each runs every setting, and one of them every pair of settings.
+    `make soak` runs every pair in each.
+    """
+
+    thorough: str
+    """The family that runs every pair."""
+
+    def check(self, case: Case, phases: Sequence[Phase]) -> None:
+        """Points of the grid as many as the family runs."""
+        together = 2 if case.model.model.family == self.thorough else 1
+        assert check_grid(case, phases, few=60, together=together) >= {1: 5, 2: 24}[together]
 
     def test_the_planners_own_choice(self, case: Case) -> None:
         check_own_choice(case)
 
     def test_full_steps_in_configurations_of_the_grid(self, case: Case) -> None:
         """Head by logits or fused, attention together, by queries or by heads, weights and hidden states here or there, chunks."""
-        assert check_grid(case, FULL, few=60) >= 24
+        self.check(case, FULL)
 
     def test_cached_steps_in_configurations_of_the_grid(self, case: Case) -> None:
-        assert check_grid(case, CACHED, few=60) >= 24
+        self.check(case, CACHED)
 
     def test_what_budgets_make_the_planner_choose(self, case: Case) -> None:
         assert len(check_budgets(case, 24)) >= 2

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from mosaic.registrar.operators import operator as contract
 SCRATCH = scratch_rules("cpu")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 DTYPES = (F32, F64, BF16, F16)
+HALF_IN_SOAK = (F32, F64, BF16, pytest.param(F16, marks=pytest.mark.soak))
+"""For what only depends on a dtype's width: float16 goes the way of bfloat16."""
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -709,8 +712,9 @@ def test_moe_combine(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+@cache
 def memory_cases(dtype: torch.dtype) -> list[Case]:
-    """A case per kernel, larger than one tile."""
+    """A case per kernel, larger than one tile; made once for all tests."""
     order = torch.randperm(600, generator=torch.Generator().manual_seed(0))
     experts = torch.rand(300, 8, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :2].contiguous()
     offsets = torch.tensor([0, 100, 100, 600])
@@ -784,7 +788,7 @@ def test_memory_cases_cover_every_kernel() -> None:
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", HALF_IN_SOAK, ids=name_of)
 @pytest.mark.parametrize("kernel", OPERATORS)
 def test_kernels_allocate_nothing(kernel: str, dtype: torch.dtype) -> None:
     for case in memory_cases(dtype):

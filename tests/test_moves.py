@@ -117,7 +117,7 @@ def test_more_host_memory_never_shortens_the_context() -> None:
         (32768, 4, 16),
         pytest.param(131072, 6, 16, marks=pytest.mark.soak),
         pytest.param(524288, 12, 32, marks=pytest.mark.soak),
-        (1048576, 24, 32),
+        pytest.param(1048576, 24, 32, marks=pytest.mark.soak),
         (1048576, 8, 64),
     ],
 )
