@@ -30,6 +30,11 @@ CONFIG = {
 PLAN = ("plan", "--model", "llada-8b", "--device", "h200", "--ctx", "1k")
 
 
+def few(count: int, first: int) -> list[Any]:
+    """Seeds, of which `make soak` alone runs those after the first ones."""
+    return [pytest.param(seed, marks=[pytest.mark.soak] if seed >= first else []) for seed in range(count)]
+
+
 class Ran(NamedTuple):
     code: int
     out: str
@@ -99,7 +104,7 @@ def damaged(document: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", few(40, 20))
 def test_a_damaged_plan_is_refused_in_one_line_or_is_none_the_worse(
     document: dict[str, Any], seed: int, tmp_path: Path
 ) -> None:
@@ -163,7 +168,7 @@ def commands() -> dict[str, list[str]]:
     return {name: [o for p in command.params for o in p.opts if o.startswith("--")] for name, command in found.items()}
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", few(60, 30))
 def test_garbage_gets_an_exit_code_and_no_traceback(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
