@@ -193,3 +193,9 @@ def test_no_test_reaches_into_private_members() -> None:
         for place in private_members(file.read_text())
     ]
     assert found == []
+
+
+def test_no_file_is_longer_than_a_reader_holds_in_mind() -> None:
+    """At most 500 lines, as long as there are ideas to cut it by."""
+    long = {str(path): count for path in ROOT.rglob("*.py") if (count := len(path.read_text().splitlines())) > 500}
+    assert not long

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.regions import Chunk, Region, Regions
 
 Row = dict[str, Any]
+NO_BARRIER: Row = {"name": "b", "region": None, "start": 0, "end": 1, "inputs": [], "outputs": [], "carried": []}
 
 
 def nested(rng: random.Random, start: int, end: int, parent: str | None, depth: int) -> Iterator[Row]:
@@ -37,12 +39,13 @@ def document(seed: int) -> tuple[int, dict[str, Row], Regions]:
     rows = [*nested(rng, 0, ops, None, 3)]
     rng.shuffle(rows)
     barriers = [
-        {"region": row["name"], "carried": rng.sample(range(5), rng.randint(1, 3))}
+        {**NO_BARRIER, "region": row["name"], "carried": rng.sample(range(5), rng.randint(1, 3))}
         for row in rows
         if rng.random() < 0.5
     ]
     row_of = {row["name"]: row for row in rows}
-    regions = Regions({"regions": rows, "barriers": [*barriers, {"region": None, "carried": []}]})
+    loops = [{**row, "knob": "k"} for row in rows]
+    regions = Regions(PlanRecords({"regions": loops, "barriers": [*barriers, NO_BARRIER]}))
     held = {barrier["region"]: frozenset(barrier["carried"]) for barrier in barriers}
     assert regions.by_name == {name: Region(**row, carried=held.get(name, frozenset())) for name, row in row_of.items()}
     return ops, row_of, regions

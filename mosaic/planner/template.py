@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -205,7 +205,7 @@ class Body:
             forks[op.stream] = fork_at.get(index, forks.get(op.stream, -1))
             following = bisect_left(joins[op.stream], (index,))
             end = joins[op.stream][following][1] if following < len(joins[op.stream]) else len(self.ops)
-            found.append((op.region, forks[op.stream] + 1, end, _unique((*op.reads, *op.writes))))
+            found.append((op.region, forks[op.stream] + 1, end, [*dict.fromkeys((*op.reads, *op.writes))]))
         return found
 
     @cached_property
@@ -471,7 +471,7 @@ def compile_body(graph: Any) -> Body:
         ]
         return OpRecord(
             op.name, op.operator.name, op.stream, at(op.region.name) if op.region else None,
-            _unique(b.id for b in op.reads), _unique(b.id for b in op.writes), updates,
+            [*dict.fromkeys(b.id for b in op.reads)], [*dict.fromkeys(b.id for b in op.writes)], updates,
             {name: b.id for name, b in op.operands.items()}, _plain(op.attrs), inplace,
             [[s.operand, s.axis, s.region, s.factor] for s in op.slices], "link" if op.rate == "link" else rate,
             polynomials.row(op.flops), polynomials.row(op.bytes), polynomials.row(op.rate_rows),
@@ -492,10 +492,6 @@ def compile_body(graph: Any) -> Body:
         edges=tuple((e.kind, e.source, e.target) for e in graph.edges), factors=factor_columns(exponents),
         operators={name: found for name, found in graph.operators.items() if found is not find(name, {})},
     )  # fmt: skip
-
-
-def _unique(ids: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(ids))
 
 
 def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
