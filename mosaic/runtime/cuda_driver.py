@@ -17,7 +17,7 @@ from torch import Tensor
 from mosaic.errors import MissingExtra, MosaicError, RuntimeMemoryError
 from mosaic.units import format_bytes
 
-__all__ = ["Addresses", "CudaDriver", "CudaError", "Driver", "bindings", "copies_memory"]
+__all__ = ["Addresses", "CudaDriver", "CudaError", "Driver", "bindings"]
 
 
 class CudaError(MosaicError):
@@ -291,25 +291,6 @@ def bindings() -> Any:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise MissingExtra("cuda-python", "cuda", "memory on a CUDA device") from error
-
-
-def copies_memory(graph: int) -> bool:
-    """Return whether a captured graph, a `cudaGraph_t`, has copies or fills of the driver's own, beside kernels.
-
-    The driver ties these to the allocations that lie at their addresses when the graph is made, not to the addresses: a
-    graph of them must not be launched once that memory has gone, though other memory has come there.
-    """
-    cuda = bindings()
-    moving = {cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY, cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET}
-
-    def checked(answer: Any) -> Any:
-        if answer[0] != cuda.CUresult.CUDA_SUCCESS:
-            raise CudaError(answer[0].name, int(answer[0]), "look at the nodes of a captured graph")
-        return answer[1:]
-
-    _, count = checked(cuda.cuGraphGetNodes(graph))
-    nodes, _ = checked(cuda.cuGraphGetNodes(graph, count))
-    return any(checked(cuda.cuGraphNodeGetType(node))[0] in moving for node in nodes)
 
 
 def _span(address: int, size: int) -> str:

@@ -29,7 +29,7 @@ from mosaic.runtime.unroll import unroll
 from mosaic.runtime.views import Views
 from mosaic.runtime.weight_guard import WeightGuard
 from mosaic.runtime.weights import require_in_place
-from mosaic.runtime.workspace import Workspace
+from mosaic.runtime.workspace import HOST, Workspace
 
 __all__ = ["Call", "Debug", "Executor"]
 
@@ -117,7 +117,7 @@ class Executor:
         self._streams = CudaStreams() if streams is None and self.document.get("backend") == "cuda" else streams
         self._capture, self._warm = capture, False
         self._graph: Replay | None = None
-        self._captured_over: list[int] = []
+        self._captured_over = 0  # changes of the pinned memory when it was: copies are tied to its registration
         self.not_captured: str | None = None
         if capture and (debug is not None or self._streams is None):
             self._capture = False
@@ -145,13 +145,10 @@ class Executor:
         ranges = self.workspace.pages.ranges.items()
         return {name: part.generation for name, part in ranges if hasattr(part, "generation")}
 
-    def _changes(self) -> list[int]:
-        """How often each pool of the plan had memory added or given back, or pinned again."""
-        return [self.workspace.range(pool.name).changes for pool in self._records.pools if pool.capacity]
-
-    def _is_stale(self, graph: Replay) -> bool:
-        """Whether a graph is tied to memory that may not be there any more."""
-        return graph.copies and self._changes() != self._captured_over
+    def _host_changes(self) -> int:
+        """How often the pinned memory that the plan copies from and to was added to or given back."""
+        held = any(pool.name == HOST and pool.capacity for pool in self._records.pools)
+        return self.workspace.range(HOST).changes if held else 0
 
     def _follow(self) -> None:
         """Bind again where a pool has moved since; views made before are dangling."""
@@ -238,7 +235,7 @@ class Executor:
             self._walk()
             return
         try:
-            if self._graph is not None and not self._is_stale(self._graph):
+            if self._graph is not None and self._captured_over == self._host_changes():
                 self._streams.replay(self._graph)
                 return
             with self._streams.step():
@@ -264,7 +261,7 @@ class Executor:
         """Capture the step; where that fails, say so once and never try again."""
         assert self._streams is not None
         try:
-            self._graph, self._captured_over = None, self._changes()
+            self._graph, self._captured_over = None, self._host_changes()
             self._graph = self._streams.capture(self._walk)
         except Exception as error:
             if device_lost(error) is not None:

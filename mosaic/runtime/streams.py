@@ -14,8 +14,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 
-from mosaic.errors import DeviceLost, MissingExtra, RuntimeMemoryError
-from mosaic.runtime.cuda_driver import copies_memory
+from mosaic.errors import DeviceLost, RuntimeMemoryError
 
 __all__ = ["MAIN", "CudaStreams", "Event", "Replay", "Streams", "device_lost", "shared_streams"]
 
@@ -25,34 +24,10 @@ Event: TypeAlias = Any
 
 
 class Replay(Protocol):
-    """A captured step.
-
-    Attributes
-    ----------
-    copies
-        Whether it is tied to the memory that was there when it was captured, not to addresses alone: it has copies of the
-        driver's own (`cuda_driver.copies_memory`).
-    """
-
-    copies: bool
+    """A captured step."""
 
     def replay(self) -> None:
         """Launch it on the current stream."""
-
-
-class CapturedGraph:
-    """A step in a CUDA graph; see `Replay`."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
-        try:
-            self.copies = copies_memory(graph.raw_cuda_graph())
-        except (AttributeError, MissingExtra):  # an older PyTorch, or no bindings: nobody can look
-            self.copies = True
-
-    def replay(self) -> None:
-        """Launch it on the current stream."""
-        self._graph.replay()
 
 
 class Streams(Protocol):
@@ -201,7 +176,7 @@ class CudaStreams:
                 self.drain()
             raise
 
-    def capture(self, step: Callable[[], None]) -> CapturedGraph:
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture what a function launches into a CUDA graph; main must be current, and everything warm.
 
         `torch.cuda.graph` would do, but it empties PyTorch's caches and waits for the device.
@@ -213,7 +188,7 @@ class CudaStreams:
         RuntimeError
             As PyTorch says it, where something cannot be captured.
         """
-        graph, pool = _new_graph(), torch.cuda.graph_pool_handle()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             before = self._allocations()
@@ -228,7 +203,7 @@ class CudaStreams:
                 f"the step asked PyTorch's allocator for memory {taken} times, which a planned step never does: find "
                 f"the kernel with torch.cuda.memory._record_memory_history, or run without capture."
             )
-        return CapturedGraph(graph)
+        return graph
 
     def _allocations(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
@@ -250,14 +225,6 @@ class CudaStreams:
             # CUDA dropped the capture, and PyTorch raised before it told its own allocator
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.device.index, pool)
-
-
-def _new_graph() -> torch.cuda.CUDAGraph:
-    """A graph that can be looked into once it is captured, where PyTorch knows such graphs."""
-    try:
-        return torch.cuda.CUDAGraph(keep_graph=True)
-    except TypeError:
-        return torch.cuda.CUDAGraph()
 
 
 _LOST: Final = (
