@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import ablation, decoding, fit, requests, same_results, small_models, speed, unembed
+from benchmarks import ablation, decoding, fit, paired, requests, same_results, small_models, speed, unembed
 from benchmarks.record import ROOT, load_results, replace_section, source_line, table
 from mosaic.bench import ENGINES
 from mosaic.units import GIB, MIB, format_bytes
@@ -163,6 +163,11 @@ def unembed_section(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
+def paired_section(results: Sequence[Result]) -> str:
+    """Two checkouts on one card."""
+    return "\n\n".join(f"{table(paired.HEADER, paired.rows_of(result))}\n\n{source_line(result)}" for result in results)
+
+
 def decoding_section(results: Sequence[Result]) -> str:
     """Tokens per second beside the published loops, per model."""
     return "\n\n".join(
@@ -183,6 +188,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "requests": ("requests", requests_section),
     "ablation": ("ablation", ablation_section),
     "decoding": ("decoding", decoding_section),
+    "paired": ("paired", paired_section),
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),
 }

@@ -14,7 +14,19 @@ from test_runtime_compiled import LLADA
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import ablation, cases, fit, record, report, requests, same_results, small_models, speed, unembed
+from benchmarks import (
+    ablation,
+    cases,
+    fit,
+    paired,
+    record,
+    report,
+    requests,
+    same_results,
+    small_models,
+    speed,
+    unembed,
+)
 from mosaic.bench.baselines import Transformer
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
@@ -281,6 +293,12 @@ def test_the_small_models_sections_show_shares(tmp_path: Path) -> None:
     written = small_models.write_plots([training], [quality], tmp_path)
     assert [file.name for file in written] == ["training-small.png", "quality-small-sdar.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+
+
+def test_a_pair_of_checkouts_is_compared_by_medians() -> None:
+    result = {"before": {"a step": [2.0, 4.0, 900.0]}, "now": {"a step": [1.0, 5.0, 2.0]}}
+    assert paired.rows_of(result) == [["a step", "4.000", "2.000", "0.500"]]
+    assert len(paired.rows_of(result)[0]) == len(paired.HEADER)
 
 
 def test_every_section_reads_what_its_script_writes() -> None:
