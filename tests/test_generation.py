@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from compiled_runner import CompiledRunner
 from reference_runner import random_tensors
 from test_decoding import CONFIGS, prompt_of
 
+import mosaic
 from mosaic import decoding, models
 from mosaic.decoding.canvas import COMMIT
 from mosaic.errors import DoesNotFit, UsageError
@@ -18,6 +21,7 @@ from mosaic.models.parts import KEPT, SAMPLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.steps import StepRequest
+from mosaic.runtime.workspace import RESERVE_BYTES
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "llada": ("llada", {"gen_length": 16, "block_length": 8, "steps": 8}),
@@ -207,3 +211,20 @@ def test_requests_that_make_no_step_are_refused(changed: dict[str, Any], message
         runner.step([first, StepRequest(**{**REQUEST, "sequence": sequence, "temperature": 1.0})])
     assert runner.step([first])[0].committed.tolist() == [False]  # quota 0
     runner.close()
+
+
+def test_a_closed_model_holds_no_addresses() -> None:
+    """Neither views of results that were copied nor executors keep its ranges reserved."""
+
+    def reserved() -> int:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+        return int(fields["VmSize"].split()[0]) << 10
+
+    gc.collect()
+    before = reserved()
+    model = mosaic.compile(CONFIGS["sdar"])
+    model.generate(torch.arange(9), gen_length=16, stop_at_eos=False)
+    opened = reserved()
+    model.close()
+    gc.collect()
+    assert opened - before > RESERVE_BYTES // 2 and reserved() - before < RESERVE_BYTES // 2

@@ -397,6 +397,7 @@ class CompiledModel(ClosesOnExit):
         """Give all memory back. Closing twice is fine; calling the model afterwards is an error."""
         with self._turns:
             self._engine.close()
+            self._to_host = HostCopy()  # its views of results hold on to addresses
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
