@@ -317,6 +317,23 @@ def test_an_algorithm_that_asks_for_nothing_has_ended_at_once() -> None:
     assert (shown.put_, shown.ended) == ([[1], [5, 5]], 1)
 
 
+def test_a_streamer_is_told_that_a_request_was_cancelled() -> None:
+    """Once, by a cancel or by the end of the session, with what was final by then."""
+    shown, other = Shown(), Shown()
+    with Session(Runner()) as session:  # type: ignore[arg-type]
+        options = {"gen_length": 8, "block_length": 4, "steps": 8}
+        first = session.submit(torch.tensor([1, 2]), streamer=shown, **options)
+        session.submit(torch.tensor([1]), streamer=other, **options)
+        session.advance(3)
+        assert (shown.ended, other.ended) == (0, 0)
+        session.cancel(first)
+        session.cancel(first)
+        assert (shown.ended, other.ended) == (1, 0)
+    assert (shown.ended, other.ended) == (1, 1)
+    assert first.generation is not None and first.generation.finish == "cancelled"
+    assert [token for part in shown.put_[1:] for token in part] == first.generation.token_ids.tolist()
+
+
 def test_prompts_that_cannot_be_are_named_by_their_place() -> None:
     runner = Runner()
     good, bad = (

@@ -138,7 +138,7 @@ class LiveRequest:
         return step
 
     def end(self, *, cancelled: bool = False) -> None:
-        """Give back what it holds, and say what came of it."""
+        """Give back what it holds, and say what came of it; a streamer is told where nothing else will tell it."""
         canvas = self._canvas
         self.pending = None
         self._algorithm.close()
@@ -151,6 +151,8 @@ class LiveRequest:
             finish="cancelled" if cancelled else "length" if canvas.eos is None else "eos",
             steps=self.steps,
         )
+        if cancelled:
+            self._show()
 
     @property
     def _final(self) -> int:
