@@ -132,3 +132,19 @@ def test_what_no_single_change_holds_is_offered_both_budgets(roomy: Planner) -> 
     both = [settings(option.arguments) for option in found.options if option.what == "host-budget"]
     assert both and all(given.keys() == {"--budget", "--host-budget"} for given in both)
     assert all(taken(roomy, request, given).fits for given in both)
+
+
+@pytest.mark.parametrize("returned", [0, 53_236])
+def test_no_residency_of_weights_needs_less_than_is_said_to_be_needed(returned: int) -> None:
+    """Beside returned logits the head is on the device anyway: streaming it too takes a page more than leaving it there."""
+    config = {
+        "model_type": "sdar", "hidden_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151_936, "mask_token_id": 151_669, "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768, "block_size": 4, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    planner = Planner(load(config), device="l40s", host_budget=1 << 40)
+    request = Request(seq_lens=(31_532, 4_994, 25_181, 145, 91_423), mask_ratio=0.75, logit_rows=returned)
+    needed = {option: planner.with_pinned({"stream": option}).needed(request) for option in ("75%", "layers", "all")}
+    assert planner.needed(request) == min(needed.values())
+    assert planner.with_budgets(budget=min(needed.values())).plan(request).fits
+    assert (needed["all"] > needed["layers"]) == bool(returned)

@@ -310,7 +310,8 @@ class Point:
     def groups(self) -> Iterator[tuple[tuple[str, ...], list[list[tuple[str, ...]]]]]:
         """Yield, for each combination of the plain choices, it with nothing escalated, and its ladders.
 
-        A ladder varies the last escalating choice, in order, at fixed options of the other ones.
+        A ladder varies the last escalating choice, in order, at fixed options of the other ones. Each rung needs less of the
+        device than the one before: beside returned logits, where the last may not, it is left out.
         """
         free = [choice.escalating for choice in self.space.template.choices]
         escalating = [k for k, on in enumerate(free) if on]
@@ -324,8 +325,13 @@ class Point:
                     for k, value in zip(escalating, (*others, option), strict=True):
                         rung[k] = value
                     rungs.append(tuple(rung))
+                while len(rungs) > 1 and "logit_rows" in self.dims and self._least(rungs[-1]) >= self._least(rungs[-2]):
+                    rungs.pop()
                 ladders.append(rungs)
             yield base, ladders
+
+    def _least(self, choices: tuple[str, ...]) -> int:
+        return self.total_bytes(self.lowest(choices))
 
     @property
     def _knobs(self) -> range:
