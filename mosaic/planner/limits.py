@@ -217,8 +217,9 @@ def _by_bounds(at: Callable[[int], Point], budget_bytes: int, host_budget_bytes:
     rules out half of them, so that few bodies are compiled.
     """
     far = at(_FAR)
-    ladders = [[base] for base, _ in far.groups()]
-    ladders += [ladder for _, found in far.groups() for ladder in found if ladder and host_budget_bytes]
+    groups = list(far.groups())
+    ladders = [[base] for base, _ in groups]
+    ladders += [ladder for _, found in groups for ladder in found if ladder and host_budget_bytes]
     ladders.sort(key=lambda rungs: far.total_bytes(far.lowest(rungs[-1])))
 
     def largest(config: Config, least: int) -> int:

@@ -245,8 +245,9 @@ class Point:
         The highest rung of a ladder bounds the others from below, so bodies of those are compiled only where the bound
         is low enough.
         """
-        bases = [[base] for base, _ in self.groups()]
-        ladders = [ladder for _, found in self.groups() for ladder in found if ladder and host_budget_bytes]
+        groups = list(self.groups())
+        bases = [[base] for base, _ in groups]
+        ladders = [ladder for _, found in groups for ladder in found if ladder and host_budget_bytes]
         held = [self.lowest(rungs[-1]) for rungs in (*bases, *ladders)]
         waiting: list[tuple[int, int, Sequence[tuple[str, ...]]]] = [
             (self.total_bytes(held[k]), k, rungs) for k, rungs in enumerate((*bases, *ladders))

@@ -19,7 +19,7 @@ from mosaic.runtime.opening import in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.poison import POISON
-from mosaic.runtime.spans import Span, joined, without
+from mosaic.runtime.spans import Span, joined, total, without
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.step_plans import Settings, StepPlans
@@ -152,7 +152,7 @@ class Engine:
         found = dict.fromkeys(more, 0) | self.states
         for state, count in more.items():
             free = self._tables[state].free if state in self._tables else ()
-            found[state] += max(count - sum(end - start for start, end in free), 0)
+            found[state] += max(count - total(free), 0)
         return found
 
     # --- running --------------------------------------------------------------------------------------------------

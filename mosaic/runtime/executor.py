@@ -134,6 +134,7 @@ class Executor:
         self._views = Views(self._records, regions, self.workspace, self._tensors)
         self._inputs, self._outputs = self._named("input"), self._named("output")
         self._writer = HostInputs(self._inputs)
+        self._uses_host = any(pool.name == HOST and pool.capacity for pool in self._records.pools)
         poison = Poison(self._records, regions, self._views) if self.debug == "poison" else None
         self._guard = WeightGuard(self._records, self._views, self.workspace) if self.debug == "poison" else None
         self.segments: tuple[Segment, ...] = unroll(
@@ -147,8 +148,7 @@ class Executor:
 
     def _host_changes(self) -> int:
         """How often the pinned memory that the plan copies from and to was added to or given back."""
-        held = any(pool.name == HOST and pool.capacity for pool in self._records.pools)
-        return self.workspace.range(HOST).changes if held else 0
+        return self.workspace.range(HOST).changes if self._uses_host else 0
 
     def _follow(self) -> None:
         """Bind again where a pool has moved since; views made before are dangling."""

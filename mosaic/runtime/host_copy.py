@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "bytes_of", "spans"]
+__all__ = ["HostCopy", "bytes_of", "spans", "view_like"]
 
 ALIGNED: Final = 16
 """Every dtype's views begin at multiples of less than this."""
@@ -64,8 +64,7 @@ class HostCopy:
             target = self._buffer[at : at + size]
             copies.append((target, bytes_of(first, size)))
             for place, offset in members:
-                tensor = tensors[place]
-                results[place] = target[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                results[place] = view_like(tensors[place], target, offset)
             at += size
         return copies, results
 
@@ -74,6 +73,11 @@ def bytes_of(first: Tensor, size: int) -> Tensor:
     """Return the bytes from a tensor's first on, uint8 [size], others of its storage among them."""
     found = torch.empty(0, dtype=torch.uint8, device=first.device)
     return found.set_(first.untyped_storage(), first.storage_offset() * first.element_size(), (size,))  # type: ignore[call-overload,no-any-return]
+
+
+def view_like(tensor: Tensor, image: Tensor, offset: int) -> Tensor:
+    """View the bytes of an image from `offset` on as a tensor of this shape and dtype."""
+    return image[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def spans(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, list[tuple[int, int]]]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mosaic.runtime.batch import fill_rows
-from mosaic.runtime.host_copy import bytes_of, spans
+from mosaic.runtime.host_copy import bytes_of, spans, view_like
 from mosaic.runtime.numbers import Numbers
 
 __all__ = ["HostInputs"]
@@ -31,15 +31,14 @@ class HostInputs:
         self._images: list[tuple[Tensor, Tensor]] = []  # of each span: the device's bytes, and their image
         self._written: dict[str, Numbers] = {}
         self._sent: torch.cuda.Event | None = None
-        tensors = dict(enumerate(inputs.items()))
-        if all(tensor.device.type == "cpu" for _, tensor in tensors.values()):
+        names, tensors = [*inputs], [*inputs.values()]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
             return
-        for first, size, members in spans([tensor for _, tensor in tensors.values()]):
+        for first, size, members in spans(tensors):
             image = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self._images.append((bytes_of(first, size), image))
             for place, offset in members:
-                name, tensor = tensors[place]
-                self._targets[name] = image[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                self._targets[names[place]] = view_like(tensors[place], image, offset)
 
     def write(self, values: Mapping[str, Tensor | Numbers]) -> None:
         """Write values by name; where there are fewer than the plan has rows, the last one is repeated.

@@ -88,7 +88,10 @@ class StepMemory:
         self.exact = states_alone
 
     def _now(self, plan: Plan) -> tuple[object, ...]:
-        """What a commit depends on: the plan, who has which rows, and what is committed."""
+        """What a commit depends on: the plan, who has which rows, and what is committed.
+
+        Its `id` comes first, as other plans would be compared whole; the plan itself keeps the `id` its own.
+        """
         return id(plan), plan, *(table.changes for table in self._tables), self._workspace.changes()
 
     def _learn(self, plan: Plan, pools: Mapping[str, int]) -> None:
