@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from mosaic import models
 from mosaic.decoding.canvas import COMMIT, Canvas, Commit, Sampling, cached_shape, whole_blocks
-from mosaic.decoding.config import GenerationConfig
+from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.decoding.noise import row_keys
 from mosaic.errors import UsageError
 from mosaic.models.parts import KEPT, KV, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS
@@ -241,3 +242,28 @@ def test_records_are_named_and_stay_as_they_are() -> None:
         sampling.top_k = 3  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         commit.positions = one  # type: ignore[misc]
+
+
+# --- options that are left out ----------------------------------------------------------------------------------------
+
+
+def test_a_threshold_is_taken_only_where_fast_dllm_has_no_factor() -> None:
+    arch = models.load("llada-8b").architecture
+    lengths = {"gen_length": 64, "block_length": 32}
+    assert resolve(GenerationConfig(algorithm="fast-dllm", **lengths), arch).threshold == 0.9
+    assert resolve(GenerationConfig(algorithm="fast-dllm", threshold=0.4, **lengths), arch).threshold == 0.4
+    assert resolve(GenerationConfig(algorithm="fast-dllm", factor=1.0, **lengths), arch).threshold is None
+    assert resolve(GenerationConfig(algorithm="llada", **lengths), arch).threshold is None
+
+
+def test_a_checkpoints_own_block_is_the_longest_that_length_and_steps_allow() -> None:
+    base = models.load("llada-8b").architecture
+    for wanted, length, steps in product((1, 6, 8, 32), (6, 8, 30, 64, 96), (None, 4, 6, 8, 24, 48)):
+        allowed = [
+            block
+            for block in range(1, min(wanted, length) + 1)
+            if not length % block and not (steps or length) % (length // block)
+        ]
+        asked = GenerationConfig(algorithm="llada", gen_length=length, steps=steps)
+        found = resolve(asked, replace(base, decode_block=wanted))
+        assert found.block_length == max(allowed, default=length), (wanted, length, steps)
