@@ -101,6 +101,7 @@ class Naive:
         ]  # fmt: skip
         return {
             "schema": "mosaic.plan/1", "backend": "cpu", "implementations": {}, "edges": [], "regions": self.regions,
+            "pools": [{"name": name, "device": "cpu", "capacity": top} for name, top in self._tops.items()],
             "barriers": barriers, "ops": self.ops,
             "buffers": self.buffers, "peak_bytes": self._tops["workspace"], "weights_bytes": self._tops["weights"],
         }  # fmt: skip
