@@ -93,8 +93,8 @@ def test_a_region_keeps_inputs_to_its_end_and_outputs_from_its_start() -> None:
     assert s.alive() == {"x": (0, 5), "y": (0, 2), "a": (1, 3), "b": (2, 4), "out": (3, 5), "last": (4, 5)}
     assert s.alive("k") == {"x": (0, 5), "y": (0, 4), "a": (1, 3), "b": (2, 4), "out": (1, 5), "last": (4, 5)}
     (barrier,) = s.derive("k").barriers
-    names = [[s.g.buffers[b].name for b in ids] for ids in (barrier.inputs, barrier.outputs, barrier.carried)]
-    assert (barrier.name, barrier.start, barrier.end, names) == ("k", 1, 4, [["y"], ["out"], []])
+    names = [[s.g.buffers[b].name for b in ids] for ids in (barrier.inputs, barrier.outputs)]
+    assert (barrier.name, barrier.start, barrier.end, names) == ("k", 1, 4, [["y"], ["out"]])
     assert s.derive().barriers == ()
 
 
@@ -108,20 +108,6 @@ def test_what_a_region_updates_lives_through_it() -> None:
         s.copy(s.x, "b")  # op 4
     assert s.alive()["total"] == (0, 4)
     assert s.alive("k")["total"] == (0, 5)
-
-
-def test_what_a_body_reads_before_it_writes_is_carried() -> None:
-    s = Small()
-    with s.g.chunk("k", over=s.tokens) as rows:
-        s.copy(s.x, "a")  # op 0
-        slot = s.buffer("slot", rows, rotate=2)
-        s.copy(slot, "use")  # op 1
-        s.copy(s.x, "fetch", out=slot)  # op 2
-        s.copy(s.x, "b")  # op 3
-    assert s.alive()["slot"] == (1, 3)
-    assert s.alive("k")["slot"] == (0, 4)
-    (barrier,) = s.derive("k").barriers
-    assert [s.g.buffers[b].name for b in barrier.carried] == ["slot"]
 
 
 def nested() -> Small:

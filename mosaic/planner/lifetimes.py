@@ -27,7 +27,6 @@ class BarrierRecord(NamedTuple):
     end: int
     inputs: list[int]
     outputs: list[int]
-    carried: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ def derive(body: Body, active: Set[str]) -> Lifetimes:
     starts, ends = map(list, body.intervals)
     on = [i for i, region in enumerate(body.regions) if region.knob in active]
     homes = [_nearest(body, buffer.home, active) for buffer in body.buffers]
-    barriers = [_apply_region(body, i, homes, accesses, starts, ends) for i in _inside_out(body, on)]
+    barriers = [_apply_region(body, i, homes, starts, ends) for i in _inside_out(body, on)]
     barriers += _apply_barriers(body, starts, ends)
     _apply_streams(body, active, starts, ends)
     gaps = _merge_aliases(body, on, accesses, starts, ends)
@@ -74,25 +73,20 @@ def _is_inside(body: Body, home: int | None, region: int) -> bool:
     return home == region
 
 
-def _apply_region(
-    body: Body, index: int, homes: list[int | None], accesses: list[list[Access]], starts: list[int], ends: list[int]
-) -> BarrierRecord:
+def _apply_region(body: Body, index: int, homes: list[int | None], starts: list[int], ends: list[int]) -> BarrierRecord:
     region = body.regions[index]
-    inputs, outputs, carried = [], [], []
+    inputs, outputs = [], []
     for b, written in body.touched[index]:
-        listed = body.buffers[b].pool not in _UNLISTED
         if _is_inside(body, homes[b], index):
-            if not accesses[b][0].read:
-                continue
-            carried.append(b)
-            starts[b] = min(starts[b], region.start)
-        elif written:
+            continue
+        listed = body.buffers[b].pool not in _UNLISTED
+        if written:
             outputs += [b] if listed else []
             starts[b] = min(starts[b], region.start)
         elif listed:
             inputs.append(b)
         ends[b] = max(ends[b], region.end)
-    return BarrierRecord(region.name, index, region.start, region.end, inputs, outputs, carried)
+    return BarrierRecord(region.name, index, region.start, region.end, inputs, outputs)
 
 
 def _apply_barriers(body: Body, starts: list[int], ends: list[int]) -> list[BarrierRecord]:
@@ -104,7 +98,7 @@ def _apply_barriers(body: Body, starts: list[int], ends: list[int]) -> list[Barr
         for b in stretched:
             starts[b], ends[b] = min(starts[b], begin), max(ends[b], end)
         if stretched:
-            found.append(BarrierRecord(name, None, begin, end, stretched, [], []))
+            found.append(BarrierRecord(name, None, begin, end, stretched, []))
     return found
 
 

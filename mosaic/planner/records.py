@@ -77,9 +77,10 @@ def _active_parent(variant: Variant, region: int | None) -> str | None:
 
 
 def _barrier_row(barrier: BarrierRecord) -> dict[str, Any]:
+    """A row, which lists nothing as carried from one iteration to the next: no graph reads what is written later."""
     return {
         "name": barrier.name, "region": barrier.name if barrier.region is not None else None, "start": barrier.start,
-        "end": barrier.end, "inputs": barrier.inputs, "outputs": barrier.outputs, "carried": barrier.carried,
+        "end": barrier.end, "inputs": barrier.inputs, "outputs": barrier.outputs, "carried": [],
     }  # fmt: skip
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from itertools import groupby, permutations
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby, permutations, product
+from types import MappingProxyType
+from typing import Final
 
 from mosaic.errors import GraphError
 from mosaic.registrar.graph import MAIN, Buffer, Graph, Op, Region
@@ -34,7 +36,9 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
         raise GraphError(f"graph '{graph.name}' has no ops")
     _edges_lead_forward(graph)
     _reads_follow_writes(graph)
-    _aliases_are_legal(graph)
+    rivals = _rivals(graph)
+    _reads_find_values(graph, rivals)
+    _side_ops_and_barriers_hold(graph, rivals)
     _streams_are_closed(graph)
     for op in graph.ops:
         if kernels is not None and op.operator.name not in kernels:
@@ -47,9 +51,8 @@ def _reads_follow_writes(graph: Graph) -> None:
     written = {b.id for b in graph.buffers if b.kind in _DEFINED or b.name in graph.handed}
     for op in graph.ops:
         for buffer in op.reads:
-            if buffer.id in written or _written_later_in_loop(graph, op, buffer):
-                continue
-            raise GraphError(f"{op.name} ({op.source}): reads {buffer} before anything writes it ({buffer.source})")
+            if buffer.id not in written:
+                raise GraphError(f"{op.name} ({op.source}): reads {buffer} before anything writes it ({buffer.source})")
         for buffer in (*op.reads, *op.writes):
             if buffer.home is not None and not buffer.home.encloses(op.region):
                 raise GraphError(
@@ -66,72 +69,158 @@ def _reads_follow_writes(graph: Graph) -> None:
             raise GraphError(f"{buffer} ({buffer.source}) is never used")
 
 
-def _written_later_in_loop(graph: Graph, op: Op, buffer: Buffer) -> bool:
-    """A rotating buffer of a loop's body may be read before the body writes it: iteration i reads what i-1 wrote."""
-    if buffer.home is None or buffer.rotate < 2:
-        return False
-    return any(buffer in later.writes for later in graph.ops[op.index : buffer.home.end])
+# Values. A region writes a buffer from outside of it slice by slice, one in each iteration. The buffer holds a whole value when
+# every slice has been written, that is, when the region has ended, and until an alias overwrites any of it. A slice that is
+# written again is that slice alone. So a whole read inside of the region finds a value only if there was one before.
+
+_Cut = tuple[int, str, int]  # axis, region, factor
+_Piece = frozenset[tuple[_Cut, int]]  # what an op sees of a buffer: of each region that cuts it, one of two iterations
+_Rivals = Mapping[int, Sequence[Buffer]]  # buffer -> members of its alias group that overlap with it
+
+_WHOLE: Final[_Piece] = frozenset()
 
 
-# Aliases: no op may read a value whose bytes another member of the group has overwritten.
-
-
-def _aliases_are_legal(graph: Graph) -> None:
+def _rivals(graph: Graph) -> _Rivals:
     by_root: dict[int, list[Buffer]] = {}
     for buffer_id, (root, _) in graph.aliases.items():
         by_root.setdefault(root.id, [root]).append(graph.buffers[buffer_id])
-    touching: dict[int, dict[int, Op]] = {root_id: {} for root_id in by_root}
-    for op in graph.ops:
-        for buffer in (*op.reads, *op.writes):
-            group = touching.get(graph.root(buffer).id)
-            if group is not None:
-                group[op.index] = op
-    order = _Order(graph)
-    for root_id, members in by_root.items():
-        ops = list(touching[root_id].values())
+    rivals = defaultdict[int, list[Buffer]](list)
+    for members in by_root.values():
         for old, new in permutations(members, 2):
             if _overlap(graph, old, new):
-                _no_stale_read(graph, ops, old, new)
-                _no_write_beside(graph, order, ops, old, new)
-                _no_write_while_kept(graph, old, new)
+                rivals[old.id].append(new)
+    return rivals
 
 
-def _no_stale_read(graph: Graph, ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
-    """Follow `old` through the ops, loop bodies twice: from a write of `new` to its own next one it holds nothing."""
-    lost: Op | None = None
-    advanced: list[Region] = []  # loops that went on to their next iteration since
-    for step in _replayed(ops):
-        if isinstance(step, Region):
-            advanced.append(step)
-            continue
-        if new in step.writes and old in step.writes:
-            raise GraphError(f"alias of {new.name} and {old.name}: {step.name} ({step.source}) writes both")
-        in_place = _works_in_place(graph, step, new, old)
-        overwrites = new in step.writes and not in_place
-        if old in step.reads and (
-            overwrites or (lost is not None and not _reads_another_slice(step, old, lost, new, advanced))
-        ):
-            culprit = lost or step
-            raise GraphError(
-                f"alias of {new.name} and {old.name}: {step.name} ({step.source}) reads {old.name} "
-                f"after {culprit.name} ({culprit.source}) has overwritten it"
-            )
-        if new in step.writes:
-            lost, advanced = step, []
-        if old in step.writes and old not in step.reads and not _restores_a_slice(step, old, lost, new):
-            lost = None
-    if lost is not None and old.kind in _HANDED_ON:
-        raise GraphError(
-            f"alias of {new.name} and {old.name}: {lost.name} ({lost.source}) overwrites the {old.kind} {old.name}, "
-            "which must hold its value when the step ends"
+def _reads_find_values(graph: Graph, rivals: _Rivals) -> None:
+    """No op may read a piece that nothing has written yet, or that an alias has overwritten since."""
+    filled = {b.id for op in graph.ops if op.slices for b in op.writes if b not in op.reads and _cuts(op, b)}
+    touching: dict[int, dict[int, Op]] = {buffer_id: {} for buffer_id in sorted({*rivals, *filled})}
+    for op in graph.ops:
+        for buffer in (*op.reads, *op.writes):
+            for concerned in (buffer, *rivals.get(buffer.id, ())):
+                if concerned.id in touching:
+                    touching[concerned.id][op.index] = op
+    for buffer_id, ops in touching.items():
+        _Value(graph, graph.buffers[buffer_id], rivals.get(buffer_id, ())).follow([*ops.values()])
+
+
+class _Value:
+    """A buffer's value, followed through the ops in their order of execution: the pieces of it that are missing."""
+
+    def __init__(self, graph: Graph, buffer: Buffer, rivals: Sequence[Buffer]) -> None:
+        self._graph, self._buffer = graph, buffer
+        self._rivals = [(new, _views_alike(graph, new, buffer)) for new in rivals]
+        held = buffer.kind in _DEFINED or buffer.name in graph.handed
+        self._missing: dict[_Piece, tuple[Op, Buffer] | None] = {} if held else {_WHOLE: None}
+        """Each with the op that overwrote it and the alias that it wrote; none where nothing has written the piece yet."""
+
+    def follow(self, ops: Sequence[Op]) -> None:
+        """Let ops read and write the buffer and its rivals, loop bodies twice."""
+        buffer = self._buffer
+        for op, iterations in _replayed(ops):
+            if buffer in op.reads:
+                self._read(op, iterations)
+            for new, alike in self._rivals:
+                if new in op.writes:
+                    self._overwrite(op, new)
+                    lost = _piece(_cuts(op, new), iterations) if alike else _WHOLE
+                    self._missing[lost] = (op, new)
+            if buffer in op.writes and buffer not in op.reads:
+                self._write(_piece(_cuts(op, buffer), iterations))
+        for loss in self._missing.values():
+            if loss is not None and buffer.kind in _HANDED_ON:
+                op, new = loss
+                raise GraphError(
+                    f"alias of {new.name} and {buffer.name}: {op.name} ({op.source}) overwrites the {buffer.kind} "
+                    f"{buffer.name}, which must hold its value when the step ends"
+                )
+
+    def _read(self, op: Op, iterations: Mapping[str, int]) -> None:
+        seen = [_piece(cuts, iterations) for cuts in _cuts_by_operand(op, self._buffer)]
+        for missing, loss in self._missing.items():
+            if loss is None and not all(_are_apart(missing, piece) for piece in seen):
+                regions = ", ".join(sorted({cut[1] for cut, _ in missing}))
+                raise GraphError(
+                    f"{op.name} ({op.source}): reads more of {self._buffer} ({self._buffer.source}) than the slices that "
+                    f"region {regions} has written of it so far; read it after the region"
+                )
+            if loss is not None and not _are_apart(missing, _piece(_cuts(op, self._buffer), iterations)):
+                raise self._stale(op, *loss)
+
+    def _overwrite(self, op: Op, new: Buffer) -> None:
+        old = self._buffer
+        if old in op.writes:
+            raise GraphError(f"alias of {new.name} and {old.name}: {op.name} ({op.source}) writes both")
+        if old in op.reads and not _works_in_place(self._graph, op, new, old):
+            raise self._stale(op, op, new)
+
+    def _write(self, written: _Piece) -> None:
+        """Split what is missing by the regions that cut what is written, and drop the part that is."""
+        left = {}
+        for missing, loss in self._missing.items():
+            if _are_apart(missing, written):
+                left[missing] = loss
+                continue
+            finer = sorted({cut for cut, _ in written} - {cut for cut, _ in missing})
+            for iterations in product((0, 1), repeat=len(finer)):
+                part = missing.union(zip(finer, iterations, strict=True))
+                if not part >= written:
+                    left[part] = loss
+        self._missing = left
+
+    def _stale(self, reader: Op, writer: Op, new: Buffer) -> GraphError:
+        old = self._buffer
+        return GraphError(
+            f"alias of {new.name} and {old.name}: {reader.name} ({reader.source}) reads {old.name} "
+            f"after {writer.name} ({writer.source}) has overwritten it"
         )
 
 
-def _no_write_beside(graph: Graph, order: _Order, ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
+def _replayed(
+    ops: Sequence[Op], depth: int = 0, iterations: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[tuple[Op, Mapping[str, int]]]:
+    """Ops in order of execution, loop bodies twice, with the iteration of each region around."""
+
+    def loop(op: Op) -> Region | None:
+        chain = op.region.chain if op.region is not None else ()
+        return chain[depth] if depth < len(chain) else None
+
+    for region, run in groupby(ops, key=loop):
+        body = list(run)
+        if region is None:
+            yield from ((op, iterations) for op in body)
+        else:
+            for k in range(2):
+                yield from _replayed(body, depth + 1, {**iterations, region.name: k})
+
+
+def _piece(cuts: Collection[_Cut], iterations: Mapping[str, int]) -> _Piece:
+    """What slices show of a buffer in these iterations of the regions around them."""
+    return frozenset((cut, iterations[cut[1]]) for cut in cuts)
+
+
+def _are_apart(a: _Piece, b: _Piece) -> bool:
+    """Whether two pieces of a buffer have no bytes in common: one region cuts both alike, in different iterations."""
+    return any(cut == other and k != n for cut, k in a for other, n in b)
+
+
+# Aliases: what a side op touches or a barrier keeps, no other member overwrites.
+
+
+def _side_ops_and_barriers_hold(graph: Graph, rivals: _Rivals) -> None:
+    order = _Order(graph)
+    for old_id, overlapping in rivals.items():
+        old = graph.buffers[old_id]
+        sides = [op for op in graph.ops if op.stream != MAIN and old in (*op.reads, *op.writes)]
+        for new in overlapping:
+            _no_write_beside(graph, order, sides, old, new)
+            _no_write_while_kept(graph, old, new)
+
+
+def _no_write_beside(graph: Graph, order: _Order, sides: Sequence[Op], old: Buffer, new: Buffer) -> None:
     """What a side op touches stays as it is until it is joined."""
-    for side in ops:
-        if side.stream == MAIN or old not in (*side.reads, *side.writes):
-            continue
+    for side in sides:
         start, end = order.window(side)
         for op in graph.ops[start:end]:
             meets = new in op.writes or (new in op.reads and old in side.writes)
@@ -195,51 +284,19 @@ class _Order:
         return 0 if fork is None else fork + 1, self._num_ops if join is None else join
 
 
-def _replayed(ops: Sequence[Op], depth: int = 0) -> Iterator[Op | Region]:
-    """Ops in order of execution, loop bodies twice with the region itself between the two."""
-
-    def loop(op: Op) -> Region | None:
-        chain = op.region.chain if op.region is not None else ()
-        return chain[depth] if depth < len(chain) else None
-
-    for region, run in groupby(ops, key=loop):
-        body = list(run)
-        if region is None:
-            yield from body
-        else:
-            yield from _replayed(body, depth + 1)
-            yield region
-            yield from _replayed(body, depth + 1)
+def _cuts(op: Op, buffer: Buffer) -> frozenset[_Cut]:
+    """How the regions around `op` cut a buffer that lives outside them; not at all if it is several operands."""
+    found = _cuts_by_operand(op, buffer)
+    return found[0] if len(found) == 1 else frozenset()
 
 
-def _reads_another_slice(op: Op, old: Buffer, lost: Op, new: Buffer, advanced: Sequence[Region]) -> bool:
-    """Whether loops that cut both members alike have moved on from the bytes that were overwritten."""
-    cuts = _cuts(op, old)
-    return (
-        bool(cuts)
-        and cuts == _cuts(lost, new)
-        and old.spec == new.spec
-        and any(r.name in {c[1] for c in cuts} for r in advanced)
-    )
-
-
-def _restores_a_slice(op: Op, old: Buffer, lost: Op | None, new: Buffer) -> bool:
-    """Whether loops that cut what is written here go on to overwrite it: slices of earlier iterations stay lost.
-
-    Loops around one of the two ops alone have gone through all their slices when the other op's turn comes.
-    """
-    if lost is None or lost.region is None or op.region is None:
-        return False
-    shared = {region.name for region in lost.region.chain} & {region.name for region in op.region.chain}
-    written, overwritten = ({cut for cut in cuts if cut[1] in shared} for cuts in (_cuts(op, old), _cuts(lost, new)))
-    return bool(written) and (written != overwritten or old.spec != new.spec)
-
-
-def _cuts(op: Op, buffer: Buffer) -> set[tuple[int, str, int]]:
-    """How the loops around `op` cut a buffer that lives outside them: (axis, region, factor)."""
-    names = {key for key, operand in op.operands.items() if operand is buffer}
+def _cuts_by_operand(op: Op, buffer: Buffer) -> list[frozenset[_Cut]]:
     inside = {region.name for region in buffer.home.chain} if buffer.home is not None else set()
-    return {(s.axis, s.region, s.factor) for s in op.slices if s.operand in names and s.region not in inside}
+    return [
+        frozenset((s.axis, s.region, s.factor) for s in op.slices if s.operand == key and s.region not in inside)
+        for key, operand in op.operands.items()
+        if operand is buffer
+    ]
 
 
 def _works_in_place(graph: Graph, op: Op, new: Buffer, old: Buffer) -> bool:
@@ -247,7 +304,14 @@ def _works_in_place(graph: Graph, op: Op, new: Buffer, old: Buffer) -> bool:
     operands = op.operands
     named = any(operands.get(w) is new and operands.get(r) is old for w, r in op.inplace)
     alone = sum(buffer is old for buffer in operands.values()) == 1
-    return named and alone and _extent(graph, new) == _extent(graph, old) and _cuts(op, new) == _cuts(op, old)
+    cuts = _cuts(op, new)
+    alike = _views_alike(graph, new, old) if cuts else _extent(graph, new) == _extent(graph, old)
+    return named and alone and alike and cuts == _cuts(op, old)
+
+
+def _views_alike(graph: Graph, a: Buffer, b: Buffer) -> bool:
+    """Whether equal slices of two members of an alias group are the same bytes."""
+    return _offset(graph, a) == _offset(graph, b) and a.spec == b.spec
 
 
 def _overlap(graph: Graph, a: Buffer, b: Buffer) -> bool:
@@ -257,8 +321,12 @@ def _overlap(graph: Graph, a: Buffer, b: Buffer) -> bool:
 
 def _extent(graph: Graph, buffer: Buffer) -> tuple[Dim, Dim]:
     """The bytes of its root's storage that a buffer takes."""
-    at = graph.aliases[buffer.id][1] if buffer.id in graph.aliases else 0
+    at = _offset(graph, buffer)
     return at, at + buffer.bytes
+
+
+def _offset(graph: Graph, buffer: Buffer) -> Dim:
+    return graph.aliases[buffer.id][1] if buffer.id in graph.aliases else 0
 
 
 def _certainly_at_most(low: Dim, high: Dim) -> bool:

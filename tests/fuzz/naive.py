@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .findings import require
 from .formulas import READS, UPDATES, WHOLE, evaluate
 from .language import Beside, Body, Call, Choose, Declare, Loop, Program, Shape
 
@@ -129,6 +130,10 @@ class Naive:
         whole = WHOLE.get(s.kernel, frozenset())
         names = {key: name for key, name in zip(READS[s.kernel], s.reads, strict=False) if name is not None}
         operands = {key: self._view(name, whole=key in whole) for key, name in names.items()}
+        unwritten = [names[key] for key, value in operands.items() if value.is_floating_point() and value.isnan().any()]
+        require(
+            not unwritten, "unwritten", f"{s.kernel} reads more of {unwritten} than was written: the fuzzer is wrong"
+        )
         attrs = dict(s.attrs)
         leading = self.boxes[names["q"]].shape[0] if "q" in names else 0
         if not isinstance(leading, int) and leading[0] in self.chunks:

@@ -7,7 +7,8 @@ over d, for a value v from outside of it:
 - v is written where d cuts it, or added to, with d cutting what is summed up;
 - nothing else is summed over what d cuts.
 
-An *ordered* program may do all of that; its meaning is that of the loops as they run.
+An *ordered* program may do all of that; its meaning is that of the loops as they run. But in no program anything is read
+that nothing has written: what loops fill slice by slice holds a whole value when they have ended.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Scope", "Value", "cuts"]
 
 @dataclass
 class Value:
-    """A buffer of the program: in which loops it is at home, written so far, or was read uncut."""
+    """A buffer of the program: in which loops it is at home, written so far, was read uncut, or is being filled."""
 
     name: str
     shape: Shape
@@ -36,6 +37,8 @@ class Value:
     ready: bool = True
     written: set[str] = field(default_factory=set)
     uncut: set[str] = field(default_factory=set)
+    filling: set[str] = field(default_factory=set)
+    """Open loops of which each iteration writes a slice of what held no value before."""
     held: bool = False
     """Whether a side stream is reading it."""
     used: bool = False
@@ -124,6 +127,8 @@ class Scope:
         self.here.append(Call(kernel, tuple(v.name if v else None for v in reads), writes, bool(into), attrs, shapes))
         for value in (*made, *into, *((updates,) if updates else ())):
             self.values[value.name] = value
+            if not value.ready:
+                value.filling = {d for d in self.outer(value) if cuts(d, value.shape)}
             value.ready = True
             value.used = value.used and value in made
             value.written |= self.outer(value)
@@ -141,6 +146,7 @@ class Scope:
         for value in self.values.values():
             value.written.discard(dim)
             value.uncut.discard(dim)
+            value.filling.discard(dim)
 
     @contextmanager
     def branch(self) -> Iterator[list[Statement]]:
@@ -170,6 +176,8 @@ class Scope:
             return False
         outer = self.outer(value)
         if whole and any(cuts(d, value.shape[1:] if d in outer else value.shape) for d in self.open):
+            return False
+        if whole and value.filling:
             return False
         return self.ordered or not any(d in value.written and (whole or not cuts(d, value.shape)) for d in outer)
 
