@@ -180,6 +180,25 @@ def test_what_fits_by_its_plan_runs_after_a_carry_of_another_step() -> None:
                 compiled.run("suffix", dims={"tokens": 60, "rows": 4})
 
 
+def test_what_is_trimmed_is_what_the_last_step_does_not_need() -> None:
+    """Before any step that is all but the weights; afterwards other steps' carries too, whose values are gone."""
+    program = bucketed((4, 16))
+    program.add_phase("other", other)
+    with mosaic.compile(program) as compiled:
+        compiled.trim()
+        loaded = compiled.memory().committed
+        assert loaded["weights"] and sum(loaded.values()) == loaded["weights"]
+        compiled("prefix", x=rows_of(0, 5000), limit=torch.tensor([0.0]))
+        compiled("other", z=rows_of(1, 10))
+        before = compiled.memory()
+        assert before.committed["carry/kept"] >= 5000 * WIDTH * 4 and "carry/kept" not in compiled.current.pools
+        compiled.trim()
+        after = compiled.memory()
+        assert after.committed == after.planned and after.committed.keys() == before.committed.keys()
+        with pytest.raises(UsageError, match="run the step that writes it first"):
+            compiled.run("suffix", dims={"tokens": 60, "rows": 4})
+
+
 def test_executors_are_kept_for_the_latest_sizes_and_outputs_for_their_owner() -> None:
     program = Program("other")
     program.add_phase("other", other)

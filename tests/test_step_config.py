@@ -65,6 +65,20 @@ def test_a_step_runs_in_the_configuration_asked_for(model: CompiledModel, ids: T
     assert {**again.plan.config, "stream": ""} == {**free.plan.config, "stream": ""}
 
 
+def test_host_memory_is_reported_as_long_as_there_is_any(ids: Tensor) -> None:
+    """A step had hidden states there, the next one has none, and `trim` gives their memory back."""
+    with mosaic.compile(LLADA, host_budget="64MiB") as model:
+        model(ids)
+        assert "host" not in model.memory().planned and "host" not in str(model.memory())
+        needed = model(ids, config={"hidden": "host"}).plan.pools["host"]
+        model(ids, config={"hidden": "device"})
+        report = model.memory()
+        assert report.planned["host"] == 0 < needed == report.committed["host"] == report.resident["host"]
+        assert "host" in str(report)
+        model.trim()
+        assert "host" not in str(model.memory()) and model.workspace.committed_bytes()["host"] == 0
+
+
 def test_a_plan_may_be_asked_for_in_a_configuration(model: CompiledModel) -> None:
     plan = model.plan(LENGTH, config={"attention": "heads", "heads": 1})
     assert plan.config["attention"] == "heads" and plan.config["heads"] == 1

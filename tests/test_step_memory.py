@@ -100,7 +100,7 @@ class Model:
         plan, states_alone = self.plan(), self.rng.random() < 0.5
         self.memory.trim(cast(Plan, plan), states_alone=states_alone)
         sizes = {t.pool: t.rows * ROW_BYTES[t.name] if t.name in self.learned else 0 for t in self.tables}
-        sizes |= {} if states_alone else {pool: plan.pools.get(pool, 0) for pool in ("workspace", "host")}
+        sizes |= {} if states_alone else {pool: plan.pools.get(pool, 0) for pool in OTHERS}
         for pool, size in sizes.items():
             if pool in self.pages:
                 self.pages[pool] = self.pages[pool] & self.span(pool, size)

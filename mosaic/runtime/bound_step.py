@@ -1,9 +1,10 @@
-"""A step of a program at one size, bound: its executor, its inputs, and the carries that it takes and leaves."""
+"""A step at one size, bound: its plan, its executor, its inputs, and the carries that it takes and leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,13 +12,17 @@ from mosaic.errors import UnknownName, UsageError
 from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.executor import Executor
 
+if TYPE_CHECKING:
+    from mosaic.planner.plan import Plan
+
 __all__ = ["BoundStep", "carried_bytes", "fill_inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundStep:
-    """A step at one size: its executor, and bytes of the carries that it needs a value in, and that it leaves."""
+    """A step at one size: its plan and executor, and bytes of the carries that it needs a value in, and that it leaves."""
 
+    plan: Plan
     executor: Executor
     taken: Mapping[str, int]
     left: Mapping[str, int]

@@ -1,13 +1,13 @@
 """A model whose every byte is planned, as an object to call.
 
-The face of an `Engine`, which has the plans, weights, states and executors; threads take `turns`.
+The face of a `ModelEngine`, which has the plans, weights, states and executors; each call takes a turn of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
@@ -17,23 +17,22 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError, UsageError
+from mosaic.errors import UsageError
 from mosaic.models.parts import KV, LOGITS
 from mosaic.models.parts.part import ResultPer
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.state import State, rows_by_name
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
-from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.host_copy import HostCopy
+from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import pack_step
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
-from mosaic.runtime.turns import Turns
 from mosaic.runtime.weights import save_checkpoint
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import Size, parse_lengths, parse_tokens
@@ -86,10 +85,9 @@ class CompiledModel(ClosesOnExit):
         if threads is not None and planner.device.backend != "cpu":
             raise UsageError("threads are those of a CPU's operations: leave them out, or use device='cpu'.")
         self.model = planner.model
-        self._turns = Turns(on_cuda=planner.device.backend == "cuda")
-        self._engine = Engine(
-            planner, self._turns, adopted=state, config=config, max_tokens=max_tokens or 1, capture=capture,
-            threads=threads, debug=debug, seed=seed,
+        self._engine = ModelEngine(
+            planner, adopted=state, config=config, max_tokens=max_tokens or 1, capture=capture, threads=threads,
+            debug=debug, seed=seed,
         )  # fmt: skip
         self._warned, self._to_host = False, HostCopy()
 
@@ -128,7 +126,7 @@ class CompiledModel(ClosesOnExit):
         ...     bool((model(torch.tensor([1, 63])).confidence == first.confidence).all())
         True
         """
-        return self._turns
+        return self._engine.turns
 
     def plan(
         self,
@@ -157,7 +155,7 @@ class CompiledModel(ClosesOnExit):
         lengths = parse_lengths(tokens)
         rows = sum(lengths) if masked is None else parse_tokens(masked, what="masked")
         returned = parse_tokens(logit_rows, what="logit_rows", least=0)
-        with self._turn():
+        with self._engine.turn():
             step = StepSize(windows=lengths, rows=rows, logit_rows=returned, states=self._engine.states)
             return self._engine.plans.exact(step, config)
 
@@ -199,7 +197,7 @@ class CompiledModel(ClosesOnExit):
         DoesNotFit
             If the step needs more than the budget.
         """
-        with self._turn():
+        with self._engine.turn():
             packed, lengths = pack(token_ids, self.architecture.vocabulary)
             rows = rows_of("masked", packed == self.mask_token_id if masked is None else masked, lengths)
             chosen = rows_of("logits_for", logits_for, lengths) if logits_for is not None else rows[:0]
@@ -210,11 +208,7 @@ class CompiledModel(ClosesOnExit):
             )  # fmt: skip
             outputs = self._engine.run(pack_step([request], self.architecture, states=self._engine.states), config)
             output = output_of(outputs, rows, len(chosen), self._engine.current)
-            if not self._turns.is_alone:  # somebody else may overwrite views before the caller's next call
-                return output.clone()
-            if self._engine.on_cuda:
-                self._engine.handed_out.hold(output.tensors())
-            return output
+            return output if self._engine.lend(output.tensors()) else output.clone()
 
     def _warn_beyond(self, positions: int) -> None:
         """Say once that a step goes beyond the positions that the model was made for."""
@@ -247,7 +241,7 @@ class CompiledModel(ClosesOnExit):
         UsageError
             If rows of another state of the same name have been opened.
         """
-        with self._turn():
+        with self._engine.turn():
             return self._engine.table(state).open(owner)
 
     @property
@@ -275,7 +269,7 @@ class CompiledModel(ClosesOnExit):
         DoesNotFit
             If the step needs more than the budget.
         """
-        with self._turn():
+        with self._engine.turn():
             started = perf_counter()
             packed = pack_step(requests, self.architecture, states=self._engine.states)
             self._warn_beyond(max(request.start + request.token_ids.numel() for request in requests))
@@ -316,14 +310,14 @@ class CompiledModel(ClosesOnExit):
         DoesNotFit
             If one of them does not fit.
         """
-        with self._turn():
+        with self._engine.turn():
             states = self._states_of(sizes, more)
             plans = [self._engine.plans.plan(size.beside(states)) for size in sizes]
             return max(plans, key=lambda plan: plan.total_bytes)
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
         """Return whether steps of these sizes fit: what `check` says, from the peak formula and without a plan."""
-        with self._turn():
+        with self._engine.turn():
             return self._engine.plans.fits(sizes, self._states_of(sizes, more))
 
     def _states_of(self, sizes: Sequence[StepSize], more: Mapping[State, int] | None) -> dict[State, int]:
@@ -343,7 +337,7 @@ class CompiledModel(ClosesOnExit):
         """Generate an answer to every prompt; see `mosaic.decoding.generate`. Calls of other threads wait for its end."""
         from mosaic.decoding import generate  # upwards, but only when called: the algorithms stand on the runtime
 
-        with self._turns:
+        with self._engine.turns:
             try:
                 return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
             finally:
@@ -363,7 +357,7 @@ class CompiledModel(ClosesOnExit):
         What is written into them is what the next step computes with, until weights move: then they come from where they
         came from before. `save` the model and compile the directory to keep it.
         """
-        with self._turn():
+        with self._engine.turn():
             return MappingProxyType(self._engine.weights.show())
 
     @property
@@ -373,8 +367,8 @@ class CompiledModel(ClosesOnExit):
 
     def memory(self) -> MemoryReport:
         """Report planned, committed and resident bytes; planned are those of the last call's plan."""
-        with self._turn():
-            return self._engine.memory()
+        with self._engine.turn():
+            return self._engine.memory(adopted_bytes=self._engine.weights.adopted_bytes)
 
     def trim(self) -> None:
         """Give back what only earlier calls needed, and pages of states in which nobody has a row.
@@ -383,29 +377,20 @@ class CompiledModel(ClosesOnExit):
         otherwise.
         Outputs of the last call stay valid on the CPU; on a CUDA device they are emptied, as by a next call.
         """
-        with self._turn():
-            self._engine.handed_out.empty()
-            self._engine.give_back()
+        with self._engine.turn():
+            self._engine.trim()
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint directory that `compile` reads: model.safetensors and config.json."""
-        with self._turn():
+        with self._engine.turn():
             config = {**self.model.config, "torch_dtype": self.architecture.dtype}
             save_checkpoint(path, self._engine.weights.views, config)
 
     def close(self) -> None:
         """Give all memory back. Closing twice is fine; calling the model afterwards is an error."""
-        with self._turns:
+        with self._engine.turns:
             self._engine.close()
             self._to_host = HostCopy()  # its views of results hold on to addresses
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for the model to be free, and make sure that it is open."""
-        with self._turns:
-            if not self._engine.is_open:
-                raise RuntimeMemoryError("the model is closed: compile it again.")
-            yield
 
 
 def _count(request: StepRequest, per: ResultPer) -> int:

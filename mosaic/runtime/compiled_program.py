@@ -6,31 +6,25 @@ from step to step, a carry its value from one step to the next one that declares
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import sympy
-import torch
 from torch import Tensor
 
-from mosaic.errors import DoesNotFit, RuntimeMemoryError, UnknownName, UsageError
+from mosaic.errors import DoesNotFit, UnknownName, UsageError
 from mosaic.planner.custom import ProgramPlanner, Settings
 from mosaic.registrar.program import Build, Program
-from mosaic.runtime.bound_step import BoundStep, carried_bytes, fill_inputs
-from mosaic.runtime.engine import CAPTURED_MS, KEPT_EXECUTORS
+from mosaic.runtime.bound_step import fill_inputs
+from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug, Executor
-from mosaic.runtime.handed_out import HandedOut
-from mosaic.runtime.opening import in_use, open_workspace, usable_device
+from mosaic.runtime.opening import usable_device
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.range_pool import ClosesOnExit
-from mosaic.runtime.step_memory import StepMemory
-from mosaic.runtime.streams import shared_streams
-from mosaic.runtime.turns import Turns
-from mosaic.runtime.weights import place_weights, streamed_bytes
-from mosaic.runtime.workspace import HOST
+from mosaic.runtime.recent import Recent
+from mosaic.runtime.weights import commit_weights, place_weights
+from mosaic.runtime.workspace import Workspace
 from mosaic.units import Size, format_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -93,11 +87,10 @@ class CompiledProgram(ClosesOnExit):
     ----------
     program
         What was registered.
-    workspace
-        Its memory.
 
     Examples
     --------
+    >>> import torch
     >>> def double(g):
     ...     n = g.dim("tokens")
     ...     x, w = g.input("x", (n, 2), "float32"), g.weight("w", (2, 2), "float32")
@@ -122,27 +115,24 @@ class CompiledProgram(ClosesOnExit):
         if not self.program.steps:
             raise UsageError(f"the program '{self.program.name}' has no phase.")
         self._dims = {name: parse_tokens(value, what=f"the dim '{name}'") for name, value in dims.items()}
-        self._debug, self._capture = debug, capture
-        self._on_cuda = planner.device.backend == "cuda"
-        self._streams = shared_streams(torch.cuda.current_device()) if self._on_cuda else None
-        self._turns = Turns(on_cuda=self._on_cuda)
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._bound: OrderedDict[Hashable, BoundStep] = OrderedDict()
-        self._handed = HandedOut()
+        self._plans: Recent[Hashable, Plan] = Recent(_KEPT_PLANS)
         self._states: dict[str, int] = {}  # bytes of each state that steps have had
         self._carries: dict[str, int] = {}  # bytes of each carry that hold a value
         first = self.program.steps[0]
-        self._current = self._fitting(first, self._smallest(first))
-        self.workspace = open_workspace(planner)
-        self._memory = StepMemory(self.workspace, [], self._handed.empty)
+        plan = self._fitting(first, self._smallest(first))
+        self._engine = Engine(planner, plan, "program", capture=capture, debug=debug)
         try:
-            for fixed in ("context", "library"):
-                self.workspace.ledger.charge(fixed, self._current.components[fixed])
-            self._load(weights, seed)
+            commit_weights(plan, self.workspace)
+            self._weights = place_weights(plan, self.workspace, weights, seed=seed)
         except BaseException:
-            self.workspace.close()
+            self._engine.close()
             raise
-        self._open = True
+        self._places = plan.weights
+
+    @property
+    def workspace(self) -> Workspace:
+        """Its memory."""
+        return self._engine.workspace
 
     def _smallest(self, step: str) -> dict[str, int]:
         """The dims of a step as far as they are known, and 1 else: what weights do not depend on."""
@@ -151,14 +141,6 @@ class CompiledProgram(ClosesOnExit):
             bounded = (found[other] for other, known in self._planner.graph(step).dims.items() if known.at_most == name)
             found[name] = info.value or self._dims.get(name) or max(bounded, default=1)
         return found
-
-    def _load(self, weights: Mapping[str, Tensor] | None, seed: int) -> None:
-        """Fill the weights where all plans have them, the device's and those that are streamed."""
-        streamed = streamed_bytes(self._current)
-        sizes = {"weights": self._current.components["weights"], **({HOST: streamed} if streamed else {})}
-        self.workspace.resize_all(sizes, populate=False)
-        self._weights = place_weights(self._current, self.workspace, weights, seed=seed)
-        self._places = self._current.weights
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
@@ -177,7 +159,7 @@ class CompiledProgram(ClosesOnExit):
         DoesNotFit
             If the step needs more than the budget.
         """
-        with self._turn():
+        with self._engine.turn():
             name = self._named(step)
             given = self._dims | {key: parse_tokens(value, what=f"the dim '{key}'") for key, value in dims.items()}
             bucketed = self.program.bucketed.get(name)
@@ -197,13 +179,12 @@ class CompiledProgram(ClosesOnExit):
     def _fitting(self, step: str, dims: Mapping[str, int]) -> Plan:
         """Plan a step that fits, or find its plan."""
         self._require_dims(step, dims)
-        key = self._key(step, dims)
-        plan = self._plans.get(key) or self._planner.plan(step, dims, config=self._config)
+        return self._plans.find(self._key(step, dims), lambda: self._made(step, dims))
+
+    def _made(self, step: str, dims: Mapping[str, int]) -> Plan:
+        """Plan a step, or say what it lacks."""
+        plan = self._planner.plan(step, dims, config=self._config)
         if plan.fits:
-            self._plans[key] = plan
-            self._plans.move_to_end(key)
-            while len(self._plans) > _KEPT_PLANS:
-                self._plans.popitem(last=False)
             return plan
         on_host = plan.total_bytes <= plan.budget_bytes
         needed = plan.host_bytes if on_host else plan.total_bytes
@@ -278,18 +259,15 @@ class CompiledProgram(ClosesOnExit):
         DoesNotFit
             If the step needs more than the budget.
         """
-        with self._turn():
+        with self._engine.turn():
             name = self._named(step)
             bucketed = self.program.bucketed.get(name)
             if bucketed is None:
                 found = self._step(name, inputs, self._dims_of([name], inputs, dims))
             else:
                 found = self._two_steps(name, bucketed, inputs, dims)
-            if not self._turns.is_alone:
-                return {key: value.clone() for key, value in found.items()}
-            if self._on_cuda:
-                self._handed.hold(found.values())
-            return dict(found)
+            lent = self._engine.lend(found.values())
+            return dict(found) if lent else {key: value.clone() for key, value in found.items()}
 
     def _two_steps(
         self, name: str, step: BucketedStep, inputs: Mapping[str, Tensor], dims: Dims
@@ -310,7 +288,10 @@ class CompiledProgram(ClosesOnExit):
 
     def _step(self, step: str, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> Mapping[str, Tensor]:
         """Run one plan."""
-        bound = self._bind(step, dims)
+        plan, key = self._fitting(step, dims), self._key(step, dims)
+        self._engine.commit(plan)
+        self._settle_states(plan)
+        bound = self._engine.bound(key) or self._engine.bind(plan, self._places, key=key)
         for name, size in bound.taken.items():
             if self._carries.get(name, 0) < size:
                 raise UsageError(
@@ -324,24 +305,6 @@ class CompiledProgram(ClosesOnExit):
             for name, size in bound.left.items()
         }
         return bound.executor.outputs
-
-    def _bind(self, step: str, dims: Mapping[str, int]) -> BoundStep:
-        """Find or bind the executor of a step at its dims, with its memory committed."""
-        plan, key = self._fitting(step, dims), self._key(step, dims)
-        found = self._bound.get(key)
-        self._memory.commit(plan)
-        self._current = plan
-        self._settle_states(plan)
-        if found is None:
-            executor = Executor(
-                plan, self.workspace, weights=self._places, debug=self._debug, streams=self._streams,
-                capture=self._capture and self._on_cuda and plan.predicted_step_ms <= CAPTURED_MS,
-            )  # fmt: skip
-            found = self._bound[key] = BoundStep(executor=executor, **carried_bytes(plan.records))
-        self._bound.move_to_end(key)
-        while len(self._bound) > KEPT_EXECUTORS:
-            self._bound.popitem(last=False)
-        return found
 
     def _settle_states(self, plan: Plan) -> None:
         """Clear the rows that are new; forget those that a plan leaves out."""
@@ -385,16 +348,16 @@ class CompiledProgram(ClosesOnExit):
     @property
     def current(self) -> Plan:
         """The plan of the last step."""
-        return self._current
+        return self._engine.current
 
     @property
     def executors(self) -> tuple[Executor, ...]:
         """The executors that are kept, in the order of their last use."""
-        return tuple(bound.executor for bound in self._bound.values())
+        return self._engine.executors
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return views of all weights by the names of their buffers; streamed ones are in host memory."""
-        with self._turn():
+        with self._engine.turn():
             return MappingProxyType(self._weights)
 
     def state(self, name: str) -> Tensor:
@@ -405,7 +368,7 @@ class CompiledProgram(ClosesOnExit):
         UsageError
             If no step has run yet, or there is no such state.
         """
-        with self._turn():
+        with self._engine.turn():
             return self._kept("state", name, self._states)
 
     def carry(self, name: str) -> Tensor:
@@ -416,49 +379,28 @@ class CompiledProgram(ClosesOnExit):
         UsageError
             If the last step did not have it.
         """
-        with self._turn():
+        with self._engine.turn():
             return self._kept("carry", name, self._carries)
 
     def _kept(self, kind: str, name: str, held: Mapping[str, int]) -> Tensor:
-        for record in self._current.records.buffers:
+        for record in self._engine.current.records.buffers:
             if record.kind == kind and record.name == name and name in held:
                 return self.workspace.view(record.pool, 0, record.shape, record.dtype)
         raise UsageError(f"no {kind} '{name}' holds anything; there are: {', '.join(held) or 'none yet'}.")
 
     def memory(self) -> MemoryReport:
         """Report planned, committed and resident bytes by pool; planned are those of the last step's plan."""
-        with self._turn():
-            planned, committed = self._current.pools, self.workspace.committed_bytes()
-            pools = dict.fromkeys(name for name in (*planned, *committed) if name != HOST or planned[HOST])
-            return MemoryReport(
-                planned={name: planned.get(name, 0) for name in pools},
-                committed={name: committed.get(name, 0) for name in pools},
-                resident={name: self.workspace.resident_bytes().get(name, 0) for name in pools},
-                budget_bytes=self._planner.budget_bytes,
-                in_use=in_use() if self._on_cuda else None,
-            )
+        with self._engine.turn():
+            return self._engine.memory()
 
     def trim(self) -> None:
         """Give back what the last step does not need. On a CUDA device, outputs that were handed out are emptied."""
-        with self._turn():
-            self._handed.empty()
-            self._memory.exact = True
-            self._memory.commit(self._current)
+        with self._engine.turn():
+            self._engine.trim()
             self._carries = {
-                name: size for name, size in self._carries.items() if f"carry/{name}" in self._current.pools
+                name: size for name, size in self._carries.items() if f"carry/{name}" in self.current.pools
             }
 
     def close(self) -> None:
         """Give all memory back. Closing twice is fine; running a step afterwards is an error."""
-        with self._turns:
-            self._open = False
-            self._bound.clear()
-            self.workspace.close()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for the program to be free, and make sure that it is open."""
-        with self._turns:
-            if not self._open:
-                raise RuntimeMemoryError("the program is closed: compile it again.")
-            yield
+        self._engine.close()

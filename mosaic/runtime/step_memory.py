@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepMemory:
-    """What steps need of a workspace, beside weights: its pools `workspace`, `host` and those of states.
+    """What steps need of a workspace, beside weights: its pools `workspace`, `host` and those of states and carries.
 
     Parameters
     ----------
@@ -81,9 +81,9 @@ class StepMemory:
         states_alone
             Leave the other pools to the next commit: somebody may still look at outputs.
         """
-        sizes = {} if states_alone else {name: plan.pools.get(name, 0) for name in (WORKSPACE, HOST)}
-        sizes |= {table.pool: table.rows * self.row_bytes.get(table.pool, 0) for table in self._tables}
         committed = self._workspace.committed_bytes()
+        sizes = {} if states_alone else {name: plan.pools.get(name, 0) for name in committed if name != "weights"}
+        sizes |= {table.pool: table.rows * self.row_bytes.get(table.pool, 0) for table in self._tables}
         self._workspace.trim_all({name: sizes[name] for name in sizes if name in committed}, holes=self._holes())
         self.exact = states_alone
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from mosaic.errors import DoesNotFit
 from mosaic.models.state import State
 from mosaic.models.step import StepSize, rounded_states
+from mosaic.runtime.recent import Recent
 from mosaic.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ __all__ = ["Settings", "StepPlans"]
 Settings: TypeAlias = Mapping[str, int | str | None]
 """A configuration: rows per chunk by knob (None: off), an option by choice."""
 KEPT_PLANS: Final = 32
-"""Plans that are kept for whoever asks for the same size again; the one that was asked for longest ago goes first."""
+"""Plans that are kept for whoever asks for the same size again."""
 KEPT_ANSWERS: Final = 8192
-"""Sizes of which `StepPlans.fits` remembers the answer; the oldest go first."""
+"""Sizes of which `StepPlans.fits` remembers the answer."""
 
 
 class StepPlans:
@@ -49,8 +49,8 @@ class StepPlans:
     def __init__(self, asked: Planner, config: Settings | None) -> None:
         self.asked = self.planner = asked
         self.config = config
-        self._plans: OrderedDict[Hashable, Plan | None] = OrderedDict()  # None: it does not fit
-        self._answers: OrderedDict[Hashable, bool] = OrderedDict()
+        self._plans: Recent[Hashable, Plan | None] = Recent(KEPT_PLANS)  # None: it does not fit
+        self._answers: Recent[Hashable, bool] = Recent(KEPT_ANSWERS)
         if config is not None:
             asked.at(StepSize(windows=(1,), rows=1)).config(config)
 
@@ -83,15 +83,13 @@ class StepPlans:
         """The plan of a step if one fits, made once while the weights stay where they are."""
         settings = None if config is None else frozenset((name, repr(value)) for name, value in config.items())
         key = self.planner, step.kind, settings, *step.dims(self.asked.model.architecture).items()
-        if key not in self._plans:
-            try:
-                self._plans[key] = self.exact(step, config, limit=False)
-            except DoesNotFit:
-                self._plans[key] = None
-            while len(self._plans) > KEPT_PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
-        return self._plans[key]
+        return self._plans.find(key, lambda: self._exact_or_none(step, config))
+
+    def _exact_or_none(self, step: StepSize, config: Settings | None) -> Plan | None:
+        try:
+            return self.exact(step, config, limit=False)
+        except DoesNotFit:
+            return None
 
     def fits(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> bool:
         """Return whether `plan` finds one for every step, beside these rows of states, without making it.
@@ -109,12 +107,7 @@ class StepPlans:
 
     def _remembered(self, key: Hashable, step: Callable[[], StepSize]) -> bool:
         """The answer for a step, found once while the weights stay where they are."""
-        known = self.planner, key
-        if known not in self._answers:
-            self._answers[known] = self._fits(step())
-            while len(self._answers) > KEPT_ANSWERS:
-                self._answers.popitem(last=False)
-        return self._answers[known]
+        return self._answers.find((self.planner, key), lambda: self._fits(step()))
 
     def _fits(self, step: StepSize) -> bool:
         """Whether `exact` finds a plan."""

@@ -12,7 +12,14 @@ from mosaic.errors import UsageError
 from mosaic.models.safetensors import tensor_rows
 from mosaic.planner.check import WeightMap
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint
-from mosaic.runtime.weights import adopt_tensors, fill_randomly, load_weights, streamed_bytes, weight_views
+from mosaic.runtime.weights import (
+    adopt_tensors,
+    commit_weights,
+    fill_randomly,
+    load_weights,
+    streamed_bytes,
+    weight_views,
+)
 from mosaic.runtime.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -67,13 +74,10 @@ class WeightStore:
     def load(self, plan: Plan) -> None:
         """Fill the weights where a plan has them, the device's and those that are streamed."""
         workspace = self._workspace
-        streamed = streamed_bytes(plan)
-        # loading touches every page itself; faulting them in before would clear them for nothing
-        sizes = {"weights": plan.components["weights"], **({"host": streamed} if streamed else {})}
-        workspace.resize_all(sizes, populate=False)
+        commit_weights(plan, workspace)
         views = weight_views(plan, workspace)
         if self._model.path is None:
-            staging = self._staging(plan) if self._device.type == "cuda" and streamed else None
+            staging = self._staging(plan) if self._device.type == "cuda" and streamed_bytes(plan) else None
             fill_randomly(views, seed=self._seed, staging=staging)
         else:
             with Checkpoint(self._model.path) as checkpoint:

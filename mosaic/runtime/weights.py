@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -25,11 +25,15 @@ from mosaic.planner.check import WeightMap, weight_map
 from mosaic.planner.plan_records import AnyPlan, PlanBuffer, records_in
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.frequencies import inverse_frequencies
-from mosaic.runtime.workspace import Workspace
+from mosaic.runtime.workspace import HOST, Workspace
 from mosaic.units import format_bytes
+
+if TYPE_CHECKING:
+    from mosaic.planner.plan import Plan
 
 __all__ = [
     "adopt_tensors",
+    "commit_weights",
     "fill_randomly",
     "load_weights",
     "place_weights",
@@ -146,7 +150,17 @@ def _place_text(place: tuple[str, int, int]) -> str:
 
 def streamed_bytes(plan: AnyPlan) -> int:
     """Return the bytes of host memory that the streamed weights of a plan reach; hidden states come after them."""
-    return max((b.offset + b.size for _, b in _stored(plan) if b.pool == "host"), default=0)
+    return max((b.offset + b.size for _, b in _stored(plan) if b.pool == HOST), default=0)
+
+
+def commit_weights(plan: Plan, workspace: Workspace) -> None:
+    """Commit exactly the memory of a plan's weights, the device's and those that are streamed.
+
+    Loading touches every page itself; faulting them in before would clear them for nothing.
+    """
+    streamed = streamed_bytes(plan)
+    sizes = {"weights": plan.components["weights"], **({HOST: streamed} if streamed else {})}
+    workspace.resize_all(sizes, populate=False)
 
 
 def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint, architecture: Architecture | None = None) -> None:

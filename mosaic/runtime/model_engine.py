@@ -1,0 +1,184 @@
+"""The engine of a model: an engine with the plans of its steps, its weights, and rows of its states."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import UsageError
+from mosaic.models.state import State
+from mosaic.models.step import MAX_TOKENS, StepSize
+from mosaic.runtime.bound_step import BoundStep
+from mosaic.runtime.engine import Engine
+from mosaic.runtime.executor import Debug
+from mosaic.runtime.packing import PackedStep
+from mosaic.runtime.poison import POISON
+from mosaic.runtime.spans import Span, joined, total, without
+from mosaic.runtime.state_rows import RowTable
+from mosaic.runtime.step_plans import Settings, StepPlans
+from mosaic.runtime.threads import StepThreads
+from mosaic.runtime.weight_store import WeightStore
+
+if TYPE_CHECKING:
+    from mosaic.planner.plan import Plan
+    from mosaic.planner.planner import Planner
+
+__all__ = ["ModelEngine"]
+
+_log = logging.getLogger(__name__)
+
+
+class ModelEngine(Engine):
+    """What runs the steps of one model.
+
+    Parameters
+    ----------
+    planner
+        As the caller asked for it.
+    adopted
+        A module's own parameters by name, taken without a copy; the model's own weights are loaded, if not given.
+    config
+        Settings that every plan takes instead of searching.
+    max_tokens
+        The longest step expected: weights are loaded to where its plan wants them.
+    capture, debug
+        As for `Engine`.
+    threads
+        On a CPU, the threads that operations of a step may use.
+    seed
+        For random weights.
+
+    Attributes
+    ----------
+    plans
+        The plans of its steps.
+    weights
+        Where its weights are.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        *,
+        adopted: Mapping[str, Tensor] | None = None,
+        config: Settings | None = None,
+        max_tokens: int = 1,
+        capture: bool = True,
+        threads: int | None = None,
+        debug: Debug = None,
+        seed: int = 0,
+    ) -> None:
+        self._architecture = planner.model.architecture
+        self._threads = StepThreads(self._architecture.parameters, threads)
+        self._tables: dict[State, RowTable] = {}
+        self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
+        self.plans = StepPlans(planner, config)
+        longest = self.plans.exact(StepSize(windows=(max_tokens,), rows=max_tokens))
+        super().__init__(planner, longest, "model", tables=self._tables.values(), capture=capture, debug=debug)
+        where = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
+        self.weights = WeightStore(planner.model, self.workspace, where, seed=seed)
+        try:
+            self.plans.settle_on(longest)
+            if adopted is None:
+                self.weights.load(longest)
+            else:
+                self.weights.adopt(longest, adopted)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- states ---------------------------------------------------------------------------------------------------
+
+    def table(self, state: State) -> RowTable:
+        """Return the table of who owns which rows of a state.
+
+        Raises
+        ------
+        UsageError
+            If another state of the same name has a table.
+        """
+        other = next((known for known in self._tables if known.name == state.name and known != state), None)
+        if other is not None:
+            raise UsageError(f"the state '{state.name}' is {other}, asked for {state}: give one of them another name.")
+        if state not in self._tables:
+            taken = self._fresh.setdefault(state, []).extend if self.debug == "poison" else None
+            self._tables[state] = RowTable(state.name, self.turns, drained=self.give_back, taken=taken)
+        return self._tables[state]
+
+    @property
+    def states(self) -> dict[State, int]:
+        """Rows of each state that are in use."""
+        return {state: table.rows for state, table in self._tables.items()}
+
+    def states_with(self, more: Mapping[State, int]) -> dict[State, int]:
+        """Return the rows of each state once `more` are taken: those that nobody owns are handed out first."""
+        found = dict.fromkeys(more, 0) | self.states
+        for state, count in more.items():
+            free = self._tables[state].free if state in self._tables else ()
+            found[state] += max(count - total(free), 0)
+        return found
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def run(self, step: PackedStep, config: Settings | None = None) -> Mapping[str, Tensor]:
+        """Run a step; gives its outputs by name, which are valid until the next one.
+
+        Raises
+        ------
+        DoesNotFit
+            If it needs more than the budget.
+        """
+        executor = self._bound_step(step.size, config).executor
+        self._poison_fresh_rows()
+        executor.write(step.inputs)
+        with self._threads.in_force():
+            executor.run()
+        return executor.outputs
+
+    def _poison_fresh_rows(self) -> None:
+        """Fill rows that were handed out since the last step: whoever reads them before they are written gets NaN."""
+        for state, spans in self._fresh.items():
+            table, size = self._tables[state], self._memory.row_bytes.get(self._tables[state].pool)
+            if size is None:
+                continue
+            for start, end in without(joined(spans), [*table.free, (table.rows, MAX_TOKENS)]):
+                self.workspace.view(table.pool, start * size, ((end - start) * size,), "uint8").fill_(POISON)
+            spans.clear()
+
+    def _bound_step(self, step: StepSize, config: Settings | None) -> BoundStep:
+        """Find or bind a step by its size and configuration, with its memory committed."""
+        key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
+        found = self.bound(key)
+        plan = self.plans.plan(step, config) if found is None else found.plan
+        if not self.weights.serves(plan):
+            self._move(plan)
+        self.commit(plan)
+        if found is not None:
+            return found
+        serves_again = step.rounded().dims(self._architecture).items() <= plan.dims.items()  # not one for exact numbers
+        return self.bind(plan, self.weights.places, self.weights.adopted, key=key if serves_again else None)
+
+    def _move(self, plan: Plan) -> None:
+        """Load the weights again, to where another plan wants them."""
+        lost = "; what was written into `weights()` is lost" if self.weights.shown else ""
+        say = _log.warning if self.weights.shown else _log.info
+        say("weights move: %s is streamed from now on, loaded again%s", plan.config["stream"], lost)
+        try:
+            self.weights.forget()
+            self.give_all_back()
+            self.current = plan
+            self.plans.settle_on(plan)
+            self.weights.load(plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give all memory back. Closing twice is fine."""
+        with self.turns:
+            self.weights.forget()
+            super().close()

@@ -1,0 +1,53 @@
+"""What is kept for whoever asks again, against a list of keys in the order in which they were asked for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mosaic.runtime.recent import Recent
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_keys_that_were_asked_for_last_are_kept(seed: int) -> None:
+    rng = random.Random(seed)
+    most = rng.randint(1, 6)
+    kept: Recent[int, str | None] = Recent(most)
+    order: list[int] = []
+    values: dict[int, str | None] = {}
+    made = 0
+
+    def make() -> str | None:
+        nonlocal made
+        made += 1
+        return None if made % 5 == 0 else f"value {made}"
+
+    for _ in range(200):
+        key, before = rng.randrange(10), made
+        match rng.choice(("find", "find", "get", "keep", "clear") if rng.random() < 0.1 else ("find", "get", "keep")):
+            case "find":
+                found = kept.find(key, make)
+                assert (made == before) is (key in order)
+                values[key] = found if key not in order else values[key]
+                assert found == values[key]
+                order = [other for other in order if other != key] + [key]
+            case "get":
+                assert kept.get(key) == (values[key] if key in order else None)
+                order = [other for other in order if other != key] + [key] * (key in order)
+            case "keep" if key not in order:
+                values[key] = make()
+                kept.keep(key, values[key])
+                order.append(key)
+            case "clear":
+                kept.clear()
+                order = []
+        order = order[-most:]
+        assert kept.values() == tuple(values[key] for key in order)
+
+
+def test_what_could_not_be_made_is_not_kept() -> None:
+    kept: Recent[str, int] = Recent(2)
+    with pytest.raises(ZeroDivisionError):
+        kept.find("a", lambda: 1 // 0)
+    assert kept.values() == () and kept.find("a", lambda: 3) == 3
