@@ -78,8 +78,8 @@ class Oracle:
         if loops:
             return skeleton + loops
         return [
-            *skeleton, *self._sizes(), *self._cuts(), *self._bounds(), *self._aliases(), *self._overlaps(), *self._totals(),
-            *self._capacities(), *self._races(), *self._meetings(),
+            *skeleton, *self._sizes(), *self._cuts(), *self._bounds(), *self._unwritten(), *self._aliases(),
+            *self._overlaps(), *self._totals(), *self._capacities(), *self._races(), *self._meetings(),
         ]  # fmt: skip
 
     def statements(self) -> list[Reason]:
@@ -774,6 +774,36 @@ class Oracle:
                 yield Reason("pool", f"unknown pool {name!r}; known: {known}")
             elif name != "external" and (device == "cpu") != (name == "host" or d["backend"] == "cpu"):
                 yield Reason("pool", f"pool '{name}' is on {device!r}, the backend is {d['backend']!r}")
+
+    # Values.
+
+    def _unwritten(self) -> Iterator[Reason]:
+        """Reads of cells that nothing has written yet, of buffers that are written first."""
+        for b in self.ids:
+            if self.buffers[b]["kind"] in (*BORN, "carry") or not self.touched(b) or self.is_read_first(b):
+                continue
+            by_op = {i: self._cuts_by_operand(i, b) for i in self.touched(b)}
+            axes = sorted({tuple(cut[1:]) for some in by_op.values() for cuts in some for cut in cuts})
+            passes = [range(min(2, self.regions[axis[1]]["count"])) for axis in axes]
+            unwritten: set[Cell] = {tuple(zip(axes, at, strict=True)) for at in product(*passes)}
+            early = set()
+            for i, iterations in self.launches():
+                views = [{(tuple(cut[1:]), iterations[cut[2]]) for cut in cuts} for cuts in by_op.get(i, [])]
+                if i in self._read(b) and any(view <= {*cell} for view in views for cell in unwritten):
+                    early.add(i)
+                if i in self._written(b) and i not in self._read(b):
+                    view = views[0] if len(views) == 1 else set()
+                    unwritten = {cell for cell in unwritten if not view <= {*cell}}
+            for i in sorted(early):
+                text = f"{self.label(i)} reads slices of {self.label_of(b)} that no iteration has written yet"
+                yield Reason("read-before-write", text, (b,), (i,))
+
+    def _cuts_by_operand(self, i: int, b: int) -> list[list[list[Any]]]:
+        """The slices by which each operand of an op sees a buffer that lives outside the loops; the whole, if none does."""
+        op = self.ops[i]
+        loops = [name for name in self.around(op["region"]) if not self.is_within(b, name)]
+        named = [name for name, at in op["operands"].items() if at == b] or [""]
+        return [[cut for cut in op["slices"] if cut[0] == name and cut[2] in loops] for name in named]
 
     # Values of alias groups.
 

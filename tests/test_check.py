@@ -194,6 +194,40 @@ def test_uninitialised_accumulator() -> None:
     assert {"barrier-mismatch", "lifetime-short"} <= codes(document)  # without the clear it is carried
 
 
+def test_a_loop_reads_no_more_than_it_has_written_so_far() -> None:
+    """The first iteration would read rows of x that later ones write, unless there is one iteration, or one op is outside."""
+    document = plan(
+        [
+            op("embed", [0], [1], region="rows", slices=[(0, "rows"), (1, "rows")]),
+            op("look", [1], [2], region="rows", slices=[(2, "rows")]),
+        ],
+        [buffer("ids", (0, 2), 4, 4, kind="input"), buffer("x", (0, 2), 0, 4), buffer("y", (0, 2), 8, 4, kind="output")],
+        peak_at="look", peak_kib=12, lower_bound_kib=12, workspace_kib=12, total_kib=20,
+        regions=[region("rows", (0, 2), 4, 1, 4)],
+        barriers=[barrier("rows", (0, 2), of="rows", inputs=[0], outputs=[1, 2])],
+    )  # fmt: skip
+    assert codes(document) == {"read-before-write"}
+    sliced = copy.deepcopy(document)
+    sliced["ops"][1]["slices"].append(["r0", 0, "rows", 1])
+    assert codes(sliced) == set()
+    once = copy.deepcopy(document)
+    once["regions"][0].update(rows=4, count=1)
+    once["config"]["rows"] = 4
+    assert codes(once) == set()
+    after = copy.deepcopy(document)
+    after["regions"][0].update(end=1)
+    after["barriers"][0].update(end=1, outputs=[1])
+    after["ops"][1].update(region=None, slices=[])
+    after["buffers"][0]["end"], after["buffers"][2]["start"] = 1, 1
+    assert "read-before-write" not in codes(after)
+    before = copy.deepcopy(document)
+    before["ops"][0].update(region=None, slices=[])
+    before["regions"][0].update(start=1)
+    before["barriers"][0].update(start=1, inputs=[1], outputs=[2])
+    before["buffers"][0]["end"], before["buffers"][2]["start"] = 1, 1
+    assert "read-before-write" not in codes(before)
+
+
 def test_carried_buffer_must_be_written() -> None:
     document = EXAMPLES["carried"]()
     document["ops"][3].update(writes=[5], operands={"r0": 4, "w1": 5})

@@ -139,6 +139,8 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         lambda g, t, x: g.add_op(COPY, x, out=_other())),
     "a write to a weight": (r"touch \(.*: writes the weight w: float32\[4\]", lambda g, t, x: g.add_op(
         TOUCH, g.weight("w", (4,), "float32"))),
+    "a write to a weight of the host": (r"touch \(.*: writes the weight w: float32\[4\]", lambda g, t, x: g.add_op(
+        TOUCH, g.buffer("w", (4,), "float32", kind="host", tensor="model.w"))),
     "an unknown dtype": (r"y \(.*unknown dtype 'fp8'", lambda g, t, x: g.input("y", (t,), "fp8")),
     "a size of zero": (r"y \(.*\): 0 is no size", lambda g, t, x: g.input("y", (t, 0), "float32")),
     "a dim of nobody": (r"y \(.*\): n is no size", lambda g, t, x: g.input("y", (sympy.Symbol("n"),), "float32")),
@@ -336,6 +338,18 @@ def _read_while_a_region_fills_it(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
         g.add_op(LOOK, y, name="all_of_y")
 
 
+def _host_buffer_read_first(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    """Without a tensor nobody fills it but the step."""
+    y = g.buffer("y", (t, WIDE), "float32", kind="host")
+    g.add_op(COPY, y, name="early")
+    g.add_op(COPY, x, out=y)
+
+
+def _host_buffer_never_used(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
+    g.buffer("y", (t, WIDE), "float32", kind="host")
+    g.add_op(COPY, x)
+
+
 def _double_buffer_read_first(g: Graph, t: sympy.Symbol, x: Buffer) -> None:
     with g.chunk("a", over=t) as rows:
         slot = g.buffer("slot", (rows, WIDE), "float32", rotate=2)
@@ -490,6 +504,11 @@ INVALID: dict[str, tuple[str, Callable[[Graph, sympy.Symbol, Buffer], None]]] = 
         r"it so far; read it after the region",
         _read_while_a_region_fills_it,
     ),
+    "a host buffer read first": (
+        r"early \(LINE\): reads y: float32\[tokens, 64\] before anything writes it",
+        _host_buffer_read_first,
+    ),
+    "a host buffer never used": (r"y: float32\[tokens, 64\] \(LINE\) is never used", _host_buffer_never_used),
     "a double buffer read first": (
         r"use \(LINE\): reads slot: float32\[a_rows, 64\] before anything writes it \(LINE\)",
         _double_buffer_read_first,

@@ -125,7 +125,7 @@ class Graph(Declarations):
         slices += self._slices(wrote.cuts, operands, full, source)
         updated = [operands[key] for key in rule.updates if key in operands]
         for buffer in (*created.values(), *updated):
-            if buffer.kind == "weight":
+            if buffer.kind == "weight" or (buffer.kind == "host" and buffer.tensor is not None):
                 raise GraphError(f"{full} ({source}): writes the weight {buffer} ({buffer.source}); use a state")
         op = Op(
             index=len(self.ops), name=full, operator=rule, operands=operands,

@@ -15,7 +15,7 @@ from mosaic.registrar.operator import Dim
 
 __all__ = ["validate"]
 
-_DEFINED = frozenset({"input", "weight", "state", "external", "host"})
+_DEFINED = frozenset({"input", "weight", "state", "external"})
 _HANDED_ON = frozenset({"output", "state", "external"})
 
 
@@ -36,9 +36,8 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
         raise GraphError(f"graph '{graph.name}' has no ops")
     _edges_lead_forward(graph)
     _reads_follow_writes(graph)
-    rivals = _rivals(graph)
-    _reads_find_values(graph, rivals)
-    _side_ops_and_barriers_hold(graph, rivals)
+    _buffers_are_used(graph)
+    _aliases_are_legal(graph)
     _streams_are_closed(graph)
     for op in graph.ops:
         if kernels is not None and op.operator.name not in kernels:
@@ -47,134 +46,139 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
             )
 
 
+# Values. A region writes a buffer from outside of it slice by slice, one in each iteration. The buffer holds a whole value when
+# every slice has been written, that is, when the region has ended, and until an alias overwrites any of it. A slice that is
+# written again is that slice alone. So a whole read inside of the region finds a value only if there was one before.
+
+_Cut = tuple[int, str, int]  # axis, region, factor
+_Cuts = frozenset[_Cut]
+
+
 def _reads_follow_writes(graph: Graph) -> None:
-    written = {b.id for b in graph.buffers if b.kind in _DEFINED or b.name in graph.handed}
+    """No op may read what nothing has written yet, be it other slices of what a region around it is filling."""
+    written = {b.id: [_Cuts()] for b in graph.buffers if _is_defined(b) or b.name in graph.handed}
     for op in graph.ops:
         for buffer in op.reads:
             if buffer.id not in written:
                 raise GraphError(f"{op.name} ({op.source}): reads {buffer} before anything writes it ({buffer.source})")
+            for seen in _cuts_by_operand(op, buffer) if op.region is not None else ():
+                filling = min((_filling(op, seen, cuts) for cuts in written[buffer.id]), key=len)
+                if filling:
+                    raise GraphError(
+                        f"{op.name} ({op.source}): reads more of {buffer} ({buffer.source}) than the slices that region "
+                        f"{', '.join(filling)} has written of it so far; read it after the region"
+                    )
         for buffer in (*op.reads, *op.writes):
             if buffer.home is not None and not buffer.home.encloses(op.region):
                 raise GraphError(
                     f"{op.name} ({op.source}): touches {buffer} ({buffer.source}) outside its region {buffer.home.name}, "
                     "where only a slice of it ever exists; define it outside"
                 )
-        written.update(b.id for b in op.writes)
+        for buffer in op.writes:
+            if buffer not in op.reads:
+                written.setdefault(buffer.id, []).append(_cuts(op, buffer))
+
+
+def _filling(op: Op, seen: _Cuts, written: _Cuts) -> list[str]:
+    """Regions around an op that have written only slices of a buffer so far, of which the op sees more than one."""
+    around = op.region.chain if op.region is not None else ()
+    filling = {cut[1] for cut in written - seen}
+    return [region.name for region in around if region.name in filling]
+
+
+def _is_defined(buffer: Buffer) -> bool:
+    """Whether a buffer holds a value before the first op, whatever other graphs do."""
+    return buffer.kind in _DEFINED or (buffer.kind == "host" and buffer.tensor is not None)
+
+
+def _buffers_are_used(graph: Graph) -> None:
     used = {b.id for op in graph.ops for b in (*op.reads, *op.writes)}
     outputs = {b.id for op in graph.ops for b in op.writes}
     for buffer in graph.buffers:
         if buffer.kind == "output" and buffer.id not in outputs:
             raise GraphError(f"output {buffer} ({buffer.source}) is never written")
-        if buffer.id not in used and buffer.kind not in _DEFINED:
+        if buffer.id not in used and not _is_defined(buffer):
             raise GraphError(f"{buffer} ({buffer.source}) is never used")
 
 
-# Values. A region writes a buffer from outside of it slice by slice, one in each iteration. The buffer holds a whole value when
-# every slice has been written, that is, when the region has ended, and until an alias overwrites any of it. A slice that is
-# written again is that slice alone. So a whole read inside of the region finds a value only if there was one before.
+# Aliases: no op may read a value, nor end a step with one, that another member of the group has overwritten.
 
-_Cut = tuple[int, str, int]  # axis, region, factor
 _Piece = frozenset[tuple[_Cut, int]]  # what an op sees of a buffer: of each region that cuts it, one of two iterations
-_Rivals = Mapping[int, Sequence[Buffer]]  # buffer -> members of its alias group that overlap with it
 
 _WHOLE: Final[_Piece] = frozenset()
 
 
-def _rivals(graph: Graph) -> _Rivals:
+def _aliases_are_legal(graph: Graph) -> None:
     by_root: dict[int, list[Buffer]] = {}
     for buffer_id, (root, _) in graph.aliases.items():
         by_root.setdefault(root.id, [root]).append(graph.buffers[buffer_id])
-    rivals = defaultdict[int, list[Buffer]](list)
-    for members in by_root.values():
-        for old, new in permutations(members, 2):
-            if _overlap(graph, old, new):
-                rivals[old.id].append(new)
-    return rivals
-
-
-def _reads_find_values(graph: Graph, rivals: _Rivals) -> None:
-    """No op may read a piece that nothing has written yet, or that an alias has overwritten since."""
-    filled = {b.id for op in graph.ops if op.slices for b in op.writes if b not in op.reads and _cuts(op, b)}
-    touching: dict[int, dict[int, Op]] = {buffer_id: {} for buffer_id in sorted({*rivals, *filled})}
+    touching: dict[int, dict[int, Op]] = {root_id: {} for root_id in by_root}
     for op in graph.ops:
         for buffer in (*op.reads, *op.writes):
-            for concerned in (buffer, *rivals.get(buffer.id, ())):
-                if concerned.id in touching:
-                    touching[concerned.id][op.index] = op
-    for buffer_id, ops in touching.items():
-        _Value(graph, graph.buffers[buffer_id], rivals.get(buffer_id, ())).follow([*ops.values()])
+            group = touching.get(graph.root(buffer).id)
+            if group is not None:
+                group[op.index] = op
+    order = _Order(graph)
+    for root_id, members in by_root.items():
+        ops = list(touching[root_id].values())
+        for old, new in permutations(members, 2):
+            if _overlap(graph, old, new):
+                _Value(graph, old, new).follow(ops)
+                _no_write_beside(graph, order, ops, old, new)
+                _no_write_while_kept(graph, old, new)
 
 
 class _Value:
-    """A buffer's value, followed through the ops in their order of execution: the pieces of it that are missing."""
+    """The value of `old`, followed through the ops in their order of execution: the pieces that writes of `new` have taken."""
 
-    def __init__(self, graph: Graph, buffer: Buffer, rivals: Sequence[Buffer]) -> None:
-        self._graph, self._buffer = graph, buffer
-        self._rivals = [(new, _views_alike(graph, new, buffer)) for new in rivals]
-        held = buffer.kind in _DEFINED or buffer.name in graph.handed
-        self._missing: dict[_Piece, tuple[Op, Buffer] | None] = {} if held else {_WHOLE: None}
-        """Each with the op that overwrote it and the alias that it wrote; none where nothing has written the piece yet."""
+    def __init__(self, graph: Graph, old: Buffer, new: Buffer) -> None:
+        self._graph, self._old, self._new = graph, old, new
+        self._alike = _views_alike(graph, old, new)
+        self._lost: dict[_Piece, Op] = {}
 
     def follow(self, ops: Sequence[Op]) -> None:
-        """Let ops read and write the buffer and its rivals, loop bodies twice."""
-        buffer = self._buffer
+        """Let ops read and write the two, loop bodies twice."""
+        old, new = self._old, self._new
         for op, iterations in _replayed(ops):
-            if buffer in op.reads:
-                self._read(op, iterations)
-            for new, alike in self._rivals:
-                if new in op.writes:
-                    self._overwrite(op, new)
-                    lost = _piece(_cuts(op, new), iterations) if alike else _WHOLE
-                    self._missing[lost] = (op, new)
-            if buffer in op.writes and buffer not in op.reads:
-                self._write(_piece(_cuts(op, buffer), iterations))
-        for loss in self._missing.values():
-            if loss is not None and buffer.kind in _HANDED_ON:
-                op, new = loss
-                raise GraphError(
-                    f"alias of {new.name} and {buffer.name}: {op.name} ({op.source}) overwrites the {buffer.kind} "
-                    f"{buffer.name}, which must hold its value when the step ends"
-                )
+            if old in op.reads:
+                self._read(op, _piece(op, old, iterations))
+            if new in op.writes:
+                if old in op.writes:
+                    raise GraphError(f"alias of {new.name} and {old.name}: {op.name} ({op.source}) writes both")
+                self._lost[_piece(op, new, iterations) if self._alike else _WHOLE] = op
+            if old in op.writes and old not in op.reads:
+                self._restore(_piece(op, old, iterations))
+        if self._lost and old.kind in _HANDED_ON:
+            by = next(iter(self._lost.values()))
+            raise GraphError(
+                f"alias of {new.name} and {old.name}: {by.name} ({by.source}) overwrites the {old.kind} {old.name}, "
+                "which must hold its value when the step ends"
+            )
 
-    def _read(self, op: Op, iterations: Mapping[str, int]) -> None:
-        seen = [_piece(cuts, iterations) for cuts in _cuts_by_operand(op, self._buffer)]
-        for missing, loss in self._missing.items():
-            if loss is None and not all(_are_apart(missing, piece) for piece in seen):
-                regions = ", ".join(sorted({cut[1] for cut, _ in missing}))
-                raise GraphError(
-                    f"{op.name} ({op.source}): reads more of {self._buffer} ({self._buffer.source}) than the slices that "
-                    f"region {regions} has written of it so far; read it after the region"
-                )
-            if loss is not None and not _are_apart(missing, _piece(_cuts(op, self._buffer), iterations)):
-                raise self._stale(op, *loss)
+    def _read(self, op: Op, seen: _Piece) -> None:
+        old, new = self._old, self._new
+        culprit = next((by for piece, by in self._lost.items() if not _are_apart(piece, seen)), None)
+        if culprit is None and new in op.writes and not _works_in_place(self._graph, op, new, old):
+            culprit = op
+        if culprit is not None:
+            raise GraphError(
+                f"alias of {new.name} and {old.name}: {op.name} ({op.source}) reads {old.name} "
+                f"after {culprit.name} ({culprit.source}) has overwritten it"
+            )
 
-    def _overwrite(self, op: Op, new: Buffer) -> None:
-        old = self._buffer
-        if old in op.writes:
-            raise GraphError(f"alias of {new.name} and {old.name}: {op.name} ({op.source}) writes both")
-        if old in op.reads and not _works_in_place(self._graph, op, new, old):
-            raise self._stale(op, op, new)
-
-    def _write(self, written: _Piece) -> None:
-        """Split what is missing by the regions that cut what is written, and drop the part that is."""
-        left = {}
-        for missing, loss in self._missing.items():
-            if _are_apart(missing, written):
-                left[missing] = loss
+    def _restore(self, written: _Piece) -> None:
+        """Split what is lost by the regions that cut what is written, and drop the part that is."""
+        left: dict[_Piece, Op] = {}
+        for lost, by in self._lost.items():
+            if _are_apart(lost, written):
+                left[lost] = by
                 continue
-            finer = sorted({cut for cut, _ in written} - {cut for cut, _ in missing})
-            for iterations in product((0, 1), repeat=len(finer)):
-                part = missing.union(zip(finer, iterations, strict=True))
+            finer = sorted({cut for cut, _ in written} - {cut for cut, _ in lost})
+            for iterations in product(range(2), repeat=len(finer)):
+                part = lost.union(zip(finer, iterations, strict=True))
                 if not part >= written:
-                    left[part] = loss
-        self._missing = left
-
-    def _stale(self, reader: Op, writer: Op, new: Buffer) -> GraphError:
-        old = self._buffer
-        return GraphError(
-            f"alias of {new.name} and {old.name}: {reader.name} ({reader.source}) reads {old.name} "
-            f"after {writer.name} ({writer.source}) has overwritten it"
-        )
+                    left[part] = by
+        self._lost = left
 
 
 def _replayed(
@@ -195,9 +199,9 @@ def _replayed(
                 yield from _replayed(body, depth + 1, {**iterations, region.name: k})
 
 
-def _piece(cuts: Collection[_Cut], iterations: Mapping[str, int]) -> _Piece:
-    """What slices show of a buffer in these iterations of the regions around them."""
-    return frozenset((cut, iterations[cut[1]]) for cut in cuts)
+def _piece(op: Op, buffer: Buffer, iterations: Mapping[str, int]) -> _Piece:
+    """What an op sees of a buffer in these iterations of the regions around it."""
+    return frozenset((cut, iterations[cut[1]]) for cut in _cuts(op, buffer))
 
 
 def _are_apart(a: _Piece, b: _Piece) -> bool:
@@ -205,22 +209,11 @@ def _are_apart(a: _Piece, b: _Piece) -> bool:
     return any(cut == other and k != n for cut, k in a for other, n in b)
 
 
-# Aliases: what a side op touches or a barrier keeps, no other member overwrites.
-
-
-def _side_ops_and_barriers_hold(graph: Graph, rivals: _Rivals) -> None:
-    order = _Order(graph)
-    for old_id, overlapping in rivals.items():
-        old = graph.buffers[old_id]
-        sides = [op for op in graph.ops if op.stream != MAIN and old in (*op.reads, *op.writes)]
-        for new in overlapping:
-            _no_write_beside(graph, order, sides, old, new)
-            _no_write_while_kept(graph, old, new)
-
-
-def _no_write_beside(graph: Graph, order: _Order, sides: Sequence[Op], old: Buffer, new: Buffer) -> None:
+def _no_write_beside(graph: Graph, order: _Order, ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
     """What a side op touches stays as it is until it is joined."""
-    for side in sides:
+    for side in ops:
+        if side.stream == MAIN or old not in (*side.reads, *side.writes):
+            continue
         start, end = order.window(side)
         for op in graph.ops[start:end]:
             meets = new in op.writes or (new in op.reads and old in side.writes)
@@ -284,13 +277,13 @@ class _Order:
         return 0 if fork is None else fork + 1, self._num_ops if join is None else join
 
 
-def _cuts(op: Op, buffer: Buffer) -> frozenset[_Cut]:
+def _cuts(op: Op, buffer: Buffer) -> _Cuts:
     """How the regions around `op` cut a buffer that lives outside them; not at all if it is several operands."""
     found = _cuts_by_operand(op, buffer)
-    return found[0] if len(found) == 1 else frozenset()
+    return found[0] if len(found) == 1 else _Cuts()
 
 
-def _cuts_by_operand(op: Op, buffer: Buffer) -> list[frozenset[_Cut]]:
+def _cuts_by_operand(op: Op, buffer: Buffer) -> list[_Cuts]:
     inside = {region.name for region in buffer.home.chain} if buffer.home is not None else set()
     return [
         frozenset((s.axis, s.region, s.factor) for s in op.slices if s.operand == key and s.region not in inside)

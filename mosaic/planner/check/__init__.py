@@ -15,6 +15,8 @@ Rulings where the rules leave a choice; each takes the safe side:
 - A buffer is touched only inside its home region. One that is carried through it may be read before it is written (the
   kernel knows the first iteration), but some op must write it, and it must have one slot; it is carried through all
   enclosing regions as well.
+- Slices that a loop writes are a whole value when the loop has ended. In it, an op reads no more than the slices written so
+  far, unless the buffer was written before the loop. A carry may hold a value from op 0, so it is not asked.
 - A gap holds no access and no part of an explicit barrier or of a side stream's window. What comes first after it, also
   on the way round a loop, overwrites the whole buffer. Lower bound and overlap leave gaps out; a root's gaps bind its
   aliases.

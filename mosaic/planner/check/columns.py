@@ -183,6 +183,9 @@ class Skeleton:
     slot_units: list[int] = field(default_factory=list)
     located: dict[str, list[int]] = field(default_factory=dict)
     roots: dict[str, list[int]] = field(default_factory=dict)
+    # derived: (op, buffer, for each write before it the loops around both of which it sees other slices): read too early
+    # where each of them has a loop that runs more than once
+    fills: list[tuple[int, int, list[frozenset[str]]]] = field(default_factory=list)
     # derived: gaps that hold no value; root -> bit set of the ops at which it is live
     holes: Gaps = field(default_factory=dict)
     live: Marks = field(default_factory=dict)

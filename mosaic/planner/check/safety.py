@@ -25,7 +25,7 @@ from mosaic.planner.check.placement import (
 from mosaic.planner.check.reading import Numbers, Records, read_columns, read_header, read_skeleton
 from mosaic.planner.check.streams import check_streams, order_streams
 from mosaic.planner.check.structure import check_loops, check_ops, check_structure
-from mosaic.planner.check.values import check_aliases, check_roots, checked_gaps
+from mosaic.planner.check.values import check_aliases, check_fills, check_roots, checked_gaps, derive_fills
 
 __all__ = ["prove_safe", "proved_columns"]
 
@@ -90,6 +90,7 @@ def derive(plan: Skeleton) -> bool:
     check_ops(plan)
     name_slices(plan)
     derive_lifetimes(plan)
+    derive_fills(plan)
     check_pools(plan)
     check_roots(plan)
     plan.holes = checked_gaps(plan)
@@ -103,6 +104,7 @@ def check_numbers(plan: Columns) -> None:
     check_sizes(plan)
     check_slices(plan)
     check_placement(plan)
+    check_fills(plan)
     check_aliases(plan)
     check_streams(plan, check_addresses(plan))
     check_totals(plan)

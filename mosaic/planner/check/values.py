@@ -1,4 +1,5 @@
-"""Check that no op reads a value that an alias has overwritten, and that gaps in lifetimes hold no value."""
+"""Check that no op reads slices that are not written yet, or a value that an alias has overwritten, and that gaps in
+lifetimes hold no value."""
 
 from __future__ import annotations
 
@@ -8,13 +9,46 @@ from typing import Any, Final, NamedTuple
 
 from mosaic.planner.check.columns import FROM_START, TO_END, Columns, Gaps, Ids, Skeleton
 
-__all__ = ["check_aliases", "check_roots", "checked_gaps"]
+__all__ = ["check_aliases", "check_fills", "check_roots", "checked_gaps", "derive_fills"]
 
 _Passes = Mapping[str, int]  # loop -> which of the two replayed iterations
 _Cut = tuple[int, str, int]  # axis, loop, factor
 _Piece = frozenset[tuple[_Cut, int]]  # of a value, by the iterations of the loops that cut it
 
 _WHOLE: Final[_Piece] = frozenset()
+
+
+def derive_fills(plan: Skeleton) -> None:
+    """Note each read inside a loop that sees more of a buffer than the slices that the loop's iterations have written."""
+    held = {b for b, kind in enumerate(plan.kind) if kind in FROM_START or kind == "carry"}
+    written: dict[int, list[Sequence[_Cut]]] = {}
+    for i, (reads, writes) in enumerate(zip(plan.reads, plan.writes, strict=True)):
+        around = frozenset(plan.around(i))
+        for b in reads:
+            if b not in written:
+                held.add(b)  # carried through a loop, a constant, or reported as read before it is written
+            if b in held or not around:
+                continue
+            views = _cuts_by_operand(plan, i, b) or [[]]
+            open_loops = [
+                [around.intersection(cut[1] for cut in cuts if cut not in seen) for cuts in written[b]]
+                for seen in views
+            ]
+            plan.fills += [(i, b, loops) for loops in open_loops if all(loops)]
+        for b in writes:
+            if b not in reads:
+                written.setdefault(b, []).append(_cuts(plan, i, b))
+
+
+def check_fills(plan: Columns) -> None:
+    """Check that loops around a read that have written slices alone so far run only once: then the slice is the whole."""
+    early = {
+        (i, b): f"{plan.say_op(i)} reads slices of {plan.say(b)} that no iteration has written yet"
+        for i, b, open_loops in plan.fills
+        if all(any(plan.loops[name].num_chunks > 1 for name in loops) for loops in open_loops)
+    }
+    for (i, b), text in early.items():  # once, though the buffer may be several operands
+        plan.fail("read-before-write", text, (b,), (i,))
 
 
 def check_roots(plan: Skeleton) -> None:
@@ -259,13 +293,19 @@ def _replay(
 def _cuts(plan: Skeleton, i: int, b: int) -> Sequence[_Cut]:
     """Axis, loop and factor of each slice of a buffer at op i, by loops outside which it lives; none if it is several
     operands of the op."""
-    names = {operand for operand, at in plan.operands[i].items() if at == b}
-    if len(names) != 1:
-        return []
+    found = _cuts_by_operand(plan, i, b)
+    return found[0] if len(found) == 1 else []
+
+
+def _cuts_by_operand(plan: Skeleton, i: int, b: int) -> list[list[_Cut]]:
     around = {name for name in plan.around(i) if not plan.is_within(plan.home[b], name)}
-    return sorted(
-        (axis, name, factor) for operand, axis, name, factor in plan.slices[i] if operand in names and name in around
-    )
+    return [
+        sorted(
+            (axis, name, factor) for operand, axis, name, factor in plan.slices[i] if operand == key and name in around
+        )
+        for key, at in plan.operands[i].items()
+        if at == b
+    ]
 
 
 # Gaps.
