@@ -214,11 +214,10 @@ def attention(scope: Scope) -> bool:
             else linear(scope, x, widths[1])
         )
 
+    q = linear(scope, x, widths[0])  # first: it may be written over what would be the keys
     k, v = whole(), whole()
-    if k is None or v is None or any("groups" in scope.open and "groups" not in y.home for y in (k, v)):
+    if q is None or k is None or v is None or any("groups" in scope.open and "groups" not in y.home for y in (k, v)):
         return False
-    q = linear(scope, x, widths[0])
-    assert q is not None
     bounds = _given(scope, "cu_tokens_", (rng.randint(2, 4),), "int32", "bounds:tokens")
     block = rng.choice([0, 0, 3])
     make(
