@@ -180,6 +180,26 @@ def test_what_fits_by_its_plan_runs_after_a_carry_of_another_step() -> None:
                 compiled.run("suffix", dims={"tokens": 60, "rows": 4})
 
 
+def test_a_step_that_is_refused_changes_nothing() -> None:
+    """Its own memory would have taken the carry's place; nothing is committed for it, and the carry holds its value."""
+    program = bucketed((4, 16))
+    program.add_phase("other", other)
+    with mosaic.compile(program) as free:
+        budget = free.plan("prefix", tokens=5000).total_bytes
+        rows = max(m for m in range(1000, 10000, 50) if free.plan("other", more=m).total_bytes <= budget)
+    with mosaic.compile(program, budget=budget) as compiled:
+        compiled("prefix", x=rows_of(0, 5000), limit=torch.tensor([0.0]))
+        plan, kept, changes = compiled.current, compiled.carry("kept").clone(), compiled.workspace.changes()
+        for inputs in ({"z": rows_of(1, rows).double()}, {"z": rows_of(1, rows), "limit": torch.tensor([0.0])}):
+            with pytest.raises((UsageError, UnknownName)):
+                compiled.run("other", inputs)
+            assert compiled.current is plan and compiled.workspace.changes() == changes
+            assert torch.equal(compiled.carry("kept").nan_to_num(), kept.nan_to_num())
+        found = compiled.run("suffix", dims={"tokens": 5000, "rows": 16})["y"]
+        weights = compiled.weights()
+        torch.testing.assert_close(found, 2 * (kept[:16] @ weights["up"].T @ weights["last"].T))
+
+
 def test_what_is_trimmed_is_what_the_last_step_does_not_need() -> None:
     """Before any step that is all but the weights; afterwards other steps' carries too, whose values are gone."""
     program = bucketed((4, 16))
@@ -266,13 +286,16 @@ def two_states(g: Any) -> None:
 
 
 def test_two_states_keep_their_rows_while_they_grow() -> None:
-    """Under poison: contents as naive code has them, addresses where they were, new rows zero."""
+    """Under poison: contents as naive code has them, addresses where they were, new rows zero, steps refused in between."""
     held = {name: torch.zeros(1, WIDTH) for name in NAMES}
     generator = torch.Generator().manual_seed(0)
     with mosaic.compile(two_states, debug="poison") as program:
         addresses: dict[str, int] = {}
         for step, sizes in enumerate(((1, 7), (900, 7), (900, 2000), (40, 2000), (900, 2001), (2500, 3))):
             inputs: dict[str, Tensor] = {}
+            one = {f"{name}_{part}": rows_of(0, 1, WIDTH // 2) for name in NAMES for part in "kv"}
+            with pytest.raises(UsageError, match="needs the inputs"):
+                program.run("step", one, dims={f"{name}_rows": 1 for name in NAMES})
             for name, rows in zip(NAMES, sizes, strict=True):
                 old = held[name][:rows]
                 held[name] = torch.cat([old, torch.zeros(rows - len(old), WIDTH)])

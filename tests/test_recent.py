@@ -12,8 +12,7 @@ from mosaic.runtime.recent import Recent
 @pytest.mark.parametrize("seed", range(20))
 def test_the_keys_that_were_asked_for_last_are_kept(seed: int) -> None:
     rng = random.Random(seed)
-    most = rng.randint(1, 6)
-    kept: Recent[int, str | None] = Recent(most)
+    kept: Recent[int, str | None] = Recent(most := rng.randint(1, 6))
     order: list[int] = []
     values: dict[int, str | None] = {}
     made = 0
@@ -25,29 +24,15 @@ def test_the_keys_that_were_asked_for_last_are_kept(seed: int) -> None:
 
     for _ in range(200):
         key, before = rng.randrange(10), made
-        match rng.choice(("find", "find", "get", "keep", "clear") if rng.random() < 0.1 else ("find", "get", "keep")):
-            case "find":
-                found = kept.find(key, make)
-                assert (made == before) is (key in order)
-                values[key] = found if key not in order else values[key]
-                assert found == values[key]
-                order = [other for other in order if other != key] + [key]
-            case "get":
-                assert kept.get(key) == (values[key] if key in order else None)
-                order = [other for other in order if other != key] + [key] * (key in order)
-            case "keep" if key not in order:
-                values[key] = make()
-                kept.keep(key, values[key])
-                order.append(key)
-            case "clear":
-                kept.clear()
-                order = []
-        order = order[-most:]
-        assert kept.values() == tuple(values[key] for key in order)
+        found = kept.find(key, make)
+        assert (made == before) is (key in order)
+        values[key] = values[key] if key in order else found
+        order = [*(other for other in order if other != key), key][-most:]
+        assert list(kept.items()) == [(other, values[other]) for other in order] and found == values[key]
 
 
 def test_what_could_not_be_made_is_not_kept() -> None:
     kept: Recent[str, int] = Recent(2)
     with pytest.raises(ZeroDivisionError):
         kept.find("a", lambda: 1 // 0)
-    assert kept.values() == () and kept.find("a", lambda: 3) == 3
+    assert not kept and kept.find("a", lambda: 3) == 3

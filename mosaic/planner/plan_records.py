@@ -152,7 +152,7 @@ class PlanRecords:
     --------
     >>> from mosaic.planner import plan
     >>> records = plan("llada-8b", tokens=4096, device="h200").records
-    >>> records.pool("workspace").capacity == max(b.offset + b.size for b in records.buffers if b.pool == "workspace")
+    >>> records.peak_bytes == max(b.offset + b.size for b in records.buffers if b.pool == "workspace")
     True
     """
 
@@ -204,6 +204,17 @@ class PlanRecords:
     def edges(self) -> tuple[PlanEdge, ...]:
         """What orders ops of several streams."""
         return tuple(PlanEdge(kind=row["kind"], source=row["from"], target=row["to"]) for row in self.document["edges"])
+
+    @cached_property
+    def taken(self) -> Mapping[str, int]:
+        """Bytes of the carries that are read before they are written, by name: they come from the step before."""
+        carries = {b.id: b for b in self.buffers if b.kind == "carry"}
+        touched: set[int] = set()
+        found: dict[str, int] = {}
+        for op in self.ops:
+            found |= {carries[b].name: carries[b].value_bytes for b in op.reads if b in carries and b not in touched}
+            touched |= {*op.reads, *op.writes}
+        return found
 
     def pool(self, name: str) -> PlanPool:
         """Return the pool of this name."""

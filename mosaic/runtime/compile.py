@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mosaic.errors import UsageError
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.executor import Debug
+from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.opening import config_of, planner_of
 from mosaic.units import Size, parse_tokens
 
@@ -153,7 +154,7 @@ def compile(
         source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module), progress=progress
     )
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-    return CompiledModel(
-        planner, state=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug,
-        seed=seed,
+    engine = ModelEngine(
+        planner, adopted=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug, seed=seed
     )  # fmt: skip
+    return CompiledModel(engine)

@@ -17,24 +17,21 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import UsageError
 from mosaic.models.parts import KV, LOGITS
 from mosaic.models.parts.part import ResultPer
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.state import State, rows_by_name
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
-from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.face import Face
 from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import pack_step
-from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
 from mosaic.runtime.weights import save_checkpoint
-from mosaic.runtime.workspace import Workspace
 from mosaic.units import Size, parse_lengths, parse_tokens
 
 if TYPE_CHECKING:
@@ -54,7 +51,7 @@ _NOTHING: Final = {
 _log = logging.getLogger(__name__)
 
 
-class CompiledModel(ClosesOnExit):
+class CompiledModel(Face):
     """A planned model. Call it with token ids; see `compile`, which makes it.
 
     One plan is made per configuration and shape of the input (tokens, sequences, masked rows rounded up by at most an
@@ -70,31 +67,12 @@ class CompiledModel(ClosesOnExit):
         The model's description.
     """
 
-    def __init__(
-        self,
-        planner: Planner,
-        *,
-        state: Mapping[str, Tensor] | None = None,
-        config: Settings | None = None,
-        max_tokens: int | None = None,
-        capture: bool = True,
-        threads: int | None = None,
-        debug: Debug = None,
-        seed: int = 0,
-    ) -> None:
-        if threads is not None and planner.device.backend != "cpu":
-            raise UsageError("threads are those of a CPU's operations: leave them out, or use device='cpu'.")
-        self.model = planner.model
-        self._engine = ModelEngine(
-            planner, adopted=state, config=config, max_tokens=max_tokens or 1, capture=capture, threads=threads,
-            debug=debug, seed=seed,
-        )  # fmt: skip
-        self._warned, self._to_host = False, HostCopy()
+    _engine: ModelEngine
 
-    @property
-    def workspace(self) -> Workspace:
-        """Its memory."""
-        return self._engine.workspace
+    def __init__(self, engine: ModelEngine) -> None:
+        super().__init__(engine)
+        self.model = engine.model
+        self._warned, self._to_host = False, HostCopy()
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -360,26 +338,6 @@ class CompiledModel(ClosesOnExit):
         with self._engine.turn():
             return MappingProxyType(self._engine.weights.show())
 
-    @property
-    def executors(self) -> tuple[Executor, ...]:
-        """The executors that are kept, in the order of their last use."""
-        return self._engine.executors
-
-    def memory(self) -> MemoryReport:
-        """Report planned, committed and resident bytes; planned are those of the last call's plan."""
-        with self._engine.turn():
-            return self._engine.memory(adopted_bytes=self._engine.weights.adopted_bytes)
-
-    def trim(self) -> None:
-        """Give back what only earlier calls needed, and pages of states in which nobody has a row.
-
-        It happens by itself when the last owner of a state's rows closes them, and wherever a call would exceed the budget
-        otherwise.
-        Outputs of the last call stay valid on the CPU; on a CUDA device they are emptied, as by a next call.
-        """
-        with self._engine.turn():
-            self._engine.trim()
-
     def save(self, path: str | Path) -> None:
         """Write a checkpoint directory that `compile` reads: model.safetensors and config.json."""
         with self._engine.turn():
@@ -389,7 +347,7 @@ class CompiledModel(ClosesOnExit):
     def close(self) -> None:
         """Give all memory back. Closing twice is fine; calling the model afterwards is an error."""
         with self._engine.turns:
-            self._engine.close()
+            super().close()
             self._to_host = HostCopy()  # its views of results hold on to addresses
 
 

@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import sympy
 from torch import Tensor
 
-from mosaic.errors import DoesNotFit, UnknownName, UsageError
+from mosaic.errors import UnknownName, UsageError
 from mosaic.planner.custom import ProgramPlanner, Settings
 from mosaic.registrar.program import Build, Program
-from mosaic.runtime.bound_step import fill_inputs
 from mosaic.runtime.engine import Engine
-from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.executor import Debug
+from mosaic.runtime.face import Face
 from mosaic.runtime.opening import usable_device
-from mosaic.runtime.outputs import MemoryReport
-from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.recent import Recent
+from mosaic.runtime.step_plans import does_not_fit
 from mosaic.runtime.weights import commit_weights, place_weights
-from mosaic.runtime.workspace import Workspace
-from mosaic.units import Size, format_bytes, parse_tokens
+from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.planner.plan import Plan
+    from mosaic.planner.plan_records import PlanBuffer
     from mosaic.registrar.program import BucketedStep
 
 __all__ = ["CompiledProgram", "compile_program"]
@@ -65,7 +64,7 @@ def compile_program(
     )  # fmt: skip
 
 
-class CompiledProgram(ClosesOnExit):
+class CompiledProgram(Face):
     """A program whose every byte is planned. Run its steps by name; see `mosaic.compile`, which makes it.
 
     A step is planned and bound once for each size of its dims. Committed memory is the most that steps have needed. What
@@ -116,11 +115,10 @@ class CompiledProgram(ClosesOnExit):
             raise UsageError(f"the program '{self.program.name}' has no phase.")
         self._dims = {name: parse_tokens(value, what=f"the dim '{name}'") for name, value in dims.items()}
         self._plans: Recent[Hashable, Plan] = Recent(_KEPT_PLANS)
-        self._states: dict[str, int] = {}  # bytes of each state that steps have had
-        self._carries: dict[str, int] = {}  # bytes of each carry that hold a value
+        self._held: dict[str, int] = {}  # bytes that hold a value, by pool of a state or carry
         first = self.program.steps[0]
         plan = self._fitting(first, self._smallest(first))
-        self._engine = Engine(planner, plan, "program", capture=capture, debug=debug)
+        super().__init__(Engine(planner, plan, "program", capture=capture, debug=debug))
         try:
             commit_weights(plan, self.workspace)
             self._weights = place_weights(plan, self.workspace, weights, seed=seed)
@@ -128,11 +126,6 @@ class CompiledProgram(ClosesOnExit):
             self._engine.close()
             raise
         self._places = plan.weights
-
-    @property
-    def workspace(self) -> Workspace:
-        """Its memory."""
-        return self._engine.workspace
 
     def _smallest(self, step: str) -> dict[str, int]:
         """The dims of a step as far as they are known, and 1 else: what weights do not depend on."""
@@ -186,15 +179,8 @@ class CompiledProgram(ClosesOnExit):
         plan = self._planner.plan(step, dims, config=self._config)
         if plan.fits:
             return plan
-        on_host = plan.total_bytes <= plan.budget_bytes
-        needed = plan.host_bytes if on_host else plan.total_bytes
-        available = plan.host_budget_bytes if on_host else plan.budget_bytes
         sizes = ", ".join(f"{name} = {size:,}" for name, size in plan.dims.items())
-        raise DoesNotFit(
-            f"the step '{step}' ({sizes}) needs {format_bytes(needed)}{' of host memory' if on_host else ''}, the "
-            f"{'host budget' if on_host else 'budget'} is {format_bytes(available)}. Raise it, or run smaller steps.",
-            needed_bytes=needed, available_bytes=available,
-        )  # fmt: skip
+        raise does_not_fit(plan, f"the step '{step}' ({sizes})", ". Raise it, or run smaller steps.")
 
     def _require_dims(self, step: str, dims: Mapping[str, int]) -> None:
         known = self._planner.graph(step).dims
@@ -287,34 +273,28 @@ class CompiledProgram(ClosesOnExit):
         return self._step(step.suffix, given, {**sizes, step.dim: bucket})
 
     def _step(self, step: str, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> Mapping[str, Tensor]:
-        """Run one plan."""
-        plan, key = self._fitting(step, dims), self._key(step, dims)
-        self._engine.commit(plan)
-        self._settle_states(plan)
-        bound = self._engine.bound(key) or self._engine.bind(plan, self._places, key=key)
-        for name, size in bound.taken.items():
-            if self._carries.get(name, 0) < size:
+        """Run one plan. What it lacks is found before anything changes."""
+        plan = self._fitting(step, dims)
+        for name, size in plan.records.taken.items():
+            if (left := self._held.get(f"carry/{name}", 0)) < size:
                 raise UsageError(
                     f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
-                    f"{self._carries.get(name, 0):,}: run the step that writes it first."
+                    f"{left:,}: run the step that writes it first."
                 )
-        fill_inputs(step, bound.executor.inputs, inputs)
-        bound.executor.run()
-        self._carries = {
-            name: size if name not in bound.taken else min(size, self._carries[name])
-            for name, size in bound.left.items()
-        }
-        return bound.executor.outputs
-
-    def _settle_states(self, plan: Plan) -> None:
-        """Clear the rows that are new; forget those that a plan leaves out."""
-        for record in plan.records.buffers:
-            if record.kind == "state":
-                name, size = record.name, record.value_bytes
-                held = self._states.get(name, 0)
-                if size > held:
-                    self.workspace.view(record.pool, held, (size - held,), "uint8").zero_()
-                self._states[name] = size
+        _require_inputs(step, {b.name: b for b in plan.records.buffers if b.kind == "input"}, inputs)
+        kept = {b.pool: b for b in plan.records.buffers if b.kind in ("state", "carry")}
+        states = {pool: record.value_bytes for pool, record in kept.items() if record.kind == "state"}
+        # should it fail, no carry holds anything, and states have the rows that were there and that it has
+        self._held = {pool: min(size, self._held.get(pool, 0)) for pool, size in states.items()}
+        executor = self._engine.bind(plan, self._places, key=self._key(step, dims))
+        for pool, size in states.items():
+            if new := size - self._held[pool]:
+                self.workspace.view(pool, self._held[pool], (new,), "uint8").zero_()
+        for name, view in executor.inputs.items():
+            view.copy_(inputs[name])
+        executor.run()
+        self._held = {pool: record.value_bytes for pool, record in kept.items()}
+        return executor.outputs
 
     # --- dims -----------------------------------------------------------------------------------------------------
 
@@ -350,11 +330,6 @@ class CompiledProgram(ClosesOnExit):
         """The plan of the last step."""
         return self._engine.current
 
-    @property
-    def executors(self) -> tuple[Executor, ...]:
-        """The executors that are kept, in the order of their last use."""
-        return self._engine.executors
-
     def weights(self) -> Mapping[str, Tensor]:
         """Return views of all weights by the names of their buffers; streamed ones are in host memory."""
         with self._engine.turn():
@@ -369,7 +344,7 @@ class CompiledProgram(ClosesOnExit):
             If no step has run yet, or there is no such state.
         """
         with self._engine.turn():
-            return self._kept("state", name, self._states)
+            return self._kept("state", name)
 
     def carry(self, name: str) -> Tensor:
         """View a carry as the last step had it; valid until the next step.
@@ -380,27 +355,26 @@ class CompiledProgram(ClosesOnExit):
             If the last step did not have it.
         """
         with self._engine.turn():
-            return self._kept("carry", name, self._carries)
+            return self._kept("carry", name)
 
-    def _kept(self, kind: str, name: str, held: Mapping[str, int]) -> Tensor:
-        for record in self._engine.current.records.buffers:
-            if record.kind == kind and record.name == name and name in held:
+    def _kept(self, kind: str, name: str) -> Tensor:
+        for record in self.current.records.buffers:
+            if record.kind == kind and record.name == name and self._held.get(record.pool):
                 return self.workspace.view(record.pool, 0, record.shape, record.dtype)
+        held = [pool.removeprefix(f"{kind}/") for pool in self._held if pool.startswith(f"{kind}/")]
         raise UsageError(f"no {kind} '{name}' holds anything; there are: {', '.join(held) or 'none yet'}.")
 
-    def memory(self) -> MemoryReport:
-        """Report planned, committed and resident bytes by pool; planned are those of the last step's plan."""
-        with self._engine.turn():
-            return self._engine.memory()
 
-    def trim(self) -> None:
-        """Give back what the last step does not need. On a CUDA device, outputs that were handed out are emptied."""
-        with self._engine.turn():
-            self._engine.trim()
-            self._carries = {
-                name: size for name, size in self._carries.items() if f"carry/{name}" in self.current.pools
-            }
-
-    def close(self) -> None:
-        """Give all memory back. Closing twice is fine; running a step afterwards is an error."""
-        self._engine.close()
+def _require_inputs(step: str, known: Mapping[str, PlanBuffer], given: Mapping[str, Tensor]) -> None:
+    """Make sure that the inputs given are those of a step, in its shapes and dtypes."""
+    for name in given:
+        if name not in known:
+            raise UnknownName("input", name, known)
+    absent = [name for name in known if name not in given]
+    if absent:
+        raise UsageError(f"the step '{step}' needs the input{'s' if len(absent) > 1 else ''} {', '.join(absent)}.")
+    for name, record in known.items():
+        expected = f"{record.dtype} {list(record.shape)}"
+        got = f"{str(given[name].dtype).removeprefix('torch.')} {list(given[name].shape)}"
+        if got != expected:
+            raise UsageError(f"input '{name}' of '{step}': expected {expected}, got {got}.")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.runtime.bound_step import BoundStep, carried_bytes
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.opening import Plans, in_use, open_workspace
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-KEPT_STEPS: Final = 16
+KEPT_EXECUTORS: Final = 16
 CAPTURED_MS: Final = 500.0
 """Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
 
 
 class Engine:
-    """What plans run on. A step is a plan whose memory is committed and that is bound; the steps of all sizes share it.
+    """What plans run on. Whoever calls it holds the turn.
 
     Parameters
     ----------
@@ -56,11 +55,11 @@ class Engine:
     workspace
         Its memory.
     turns
-        One thread at a time has it: whoever calls a method holds the turn.
+        One thread at a time has it.
     current
         The plan of the last step.
-    on_cuda
-        Whether it is on a CUDA device.
+    device
+        That plans run on.
     debug
         As it was given.
     """
@@ -75,13 +74,15 @@ class Engine:
         capture: bool = True,
         debug: Debug = None,
     ) -> None:
-        self.on_cuda = planner.device.backend == "cuda"
-        self.debug, self._capture = debug, capture and self.on_cuda
+        self._on_cuda = planner.device.backend == "cuda"
+        self.debug, self._capture = debug, capture and self._on_cuda
         self._what, self._open = what, True
-        self.current, self.turns = first, Turns(on_cuda=self.on_cuda)
+        self._adopted_bytes = 0  # weights that the ledger counts and no range has
+        self.current, self.turns = first, Turns(on_cuda=self._on_cuda)
         self._handed_out = HandedOut()
-        self._bound: Recent[Hashable, BoundStep] = Recent(KEPT_STEPS)
-        self._streams = shared_streams(torch.cuda.current_device()) if self.on_cuda else None
+        self._bound: Recent[Hashable, tuple[Plan, Executor]] = Recent(KEPT_EXECUTORS)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
+        self._streams = shared_streams(self.device.index) if self._on_cuda else None
         self.workspace = open_workspace(planner)
         self._memory = StepMemory(self.workspace, tables, self._handed_out.empty)
         try:
@@ -101,8 +102,21 @@ class Engine:
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan) -> None:
-        """Commit the memory of a plan, the current one from then on, before it is bound or run.
+    def plan_of(self, key: Hashable) -> Plan | None:
+        """Return the plan that is bound for a key, if there is one."""
+        return self._bound[key][0] if key in self._bound else None
+
+    def bind(
+        self, plan: Plan, places: WeightMap | None, tensors: Mapping[str, Tensor] | None = None, *, key: Hashable = None
+    ) -> Executor:
+        """Commit the memory of a plan, the current one from then on, and bind the plan.
+
+        Parameters
+        ----------
+        places, tensors
+            Where weights were loaded, and those that are somewhere else: `weights` and `tensors` of `Executor`.
+        key
+            The executor is kept for whoever asks for this key next; None: it serves once.
 
         Raises
         ------
@@ -112,40 +126,18 @@ class Engine:
         self._memory.commit(plan)
         self.current = plan
 
-    def bound(self, key: Hashable) -> BoundStep | None:
-        """Return the step that was bound for a key, if it is among those kept."""
-        return self._bound.get(key)
+        def make() -> tuple[Plan, Executor]:
+            return plan, Executor(
+                plan, self.workspace, tensors=tensors, weights=places, debug=self.debug, streams=self._streams,
+                capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS,
+            )  # fmt: skip
 
-    def bind(
-        self,
-        plan: Plan,
-        places: WeightMap | None,
-        tensors: Mapping[str, Tensor] | None = None,
-        *,
-        key: Hashable = None,
-    ) -> BoundStep:
-        """Bind a plan whose memory is committed.
-
-        Parameters
-        ----------
-        places, tensors
-            Where weights were loaded, and those that are somewhere else: `weights` and `tensors` of `Executor`.
-        key
-            Keep it for whoever asks for this key; None: it serves once.
-        """
-        executor = Executor(
-            plan, self.workspace, tensors=tensors, weights=places, debug=self.debug, streams=self._streams,
-            capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS,
-        )  # fmt: skip
-        step = BoundStep(plan=plan, executor=executor, **carried_bytes(plan.records))
-        if key is not None:
-            self._bound.keep(key, step)
-        return step
+        return (make() if key is None else self._bound.find(key, make))[1]
 
     @property
     def executors(self) -> tuple[Executor, ...]:
         """The executors that are kept, in the order of their last use."""
-        return tuple(step.executor for step in self._bound.values())
+        return tuple(executor for _, executor in self._bound.values())
 
     def lend(self, outputs: Collection[Tensor]) -> bool:
         """Lend views of outputs to a caller, until the next step; False where the caller has to get copies.
@@ -153,7 +145,7 @@ class Engine:
         It has to where another thread may have a turn before the caller's next one.
         """
         alone = self.turns.is_alone
-        if alone and self.on_cuda:
+        if alone and self._on_cuda:
             self._handed_out.hold(outputs)
         return alone
 
@@ -172,33 +164,24 @@ class Engine:
         """Give back all memory but that of states; no step is bound any more."""
         self._handed_out.empty()
         self._bound.clear()
-        self.workspace.resize_all(
-            {name: 0 for name in self.workspace.committed_bytes() if not name.startswith("state/")}
-        )
+        committed = self.workspace.committed_bytes()
+        self.workspace.resize_all({name: 0 for name in committed if not name.startswith("state/")})
         self._memory.exact = True
 
-    def memory(self, *, adopted_bytes: int = 0) -> MemoryReport:
-        """Report planned, committed and resident bytes by pool; planned are those of the last step's plan.
-
-        Parameters
-        ----------
-        adopted_bytes
-            Weights that the budget covers and the workspace does not have.
-        """
-        planned, committed = self.current.pools, self.workspace.committed_bytes()
-        used = planned[HOST] or committed.get(HOST)
-        pools = {name: 0 for name in ("weights", "workspace", *planned, *committed) if name != HOST or used}
-        adopted = {"weights": adopted_bytes} if adopted_bytes else {}
-        planned, committed, resident = (
-            {name: found.get(name, 0) for name in pools}
-            for found in (planned, committed | adopted, self.workspace.resident_bytes() | adopted)
-        )
+    def memory(self) -> MemoryReport:
+        """Report planned, committed and resident bytes by pool; planned are those of the last step's plan."""
+        adopted = {"weights": self._adopted_bytes} if self._adopted_bytes else {}
+        planned, committed = self.current.pools, self.workspace.committed_bytes() | adopted
+        resident = self.workspace.resident_bytes() | adopted
+        pools = dict.fromkeys(("weights", "workspace", *planned, *committed))
+        if not planned[HOST] and not committed.get(HOST):
+            del pools[HOST]
         return MemoryReport(
-            planned=planned,
-            committed=committed,
-            resident=resident,
+            planned={name: planned.get(name, 0) for name in pools},
+            committed={name: committed.get(name, 0) for name in pools},
+            resident={name: resident.get(name, 0) for name in pools},
             budget_bytes=self.current.budget_bytes,
-            in_use=in_use() if self.on_cuda else None,
+            in_use=in_use() if self._on_cuda else None,
         )
 
     def close(self) -> None:

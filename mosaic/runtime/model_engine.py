@@ -6,15 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from mosaic.errors import UsageError
 from mosaic.models.state import State
 from mosaic.models.step import MAX_TOKENS, StepSize
-from mosaic.runtime.bound_step import BoundStep
 from mosaic.runtime.engine import Engine
-from mosaic.runtime.executor import Debug
+from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.poison import POISON
 from mosaic.runtime.spans import Span, joined, total, without
@@ -44,7 +42,7 @@ class ModelEngine(Engine):
     config
         Settings that every plan takes instead of searching.
     max_tokens
-        The longest step expected: weights are loaded to where its plan wants them.
+        The longest step expected, 1 if not given: weights are loaded to where its plan wants them.
     capture, debug
         As for `Engine`.
     threads
@@ -54,6 +52,8 @@ class ModelEngine(Engine):
 
     Attributes
     ----------
+    model
+        The model's description.
     plans
         The plans of its steps.
     weights
@@ -66,27 +66,29 @@ class ModelEngine(Engine):
         *,
         adopted: Mapping[str, Tensor] | None = None,
         config: Settings | None = None,
-        max_tokens: int = 1,
+        max_tokens: int | None = None,
         capture: bool = True,
         threads: int | None = None,
         debug: Debug = None,
         seed: int = 0,
     ) -> None:
-        self._architecture = planner.model.architecture
-        self._threads = StepThreads(self._architecture.parameters, threads)
+        if threads is not None and planner.device.backend != "cpu":
+            raise UsageError("threads are those of a CPU's operations: leave them out, or use device='cpu'.")
+        self.model = planner.model
+        self._threads = StepThreads(self.model.architecture.parameters, threads)
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
         self.plans = StepPlans(planner, config)
-        longest = self.plans.exact(StepSize(windows=(max_tokens,), rows=max_tokens))
+        longest = self.plans.exact(StepSize(windows=(max_tokens or 1,), rows=max_tokens or 1))
         super().__init__(planner, longest, "model", tables=self._tables.values(), capture=capture, debug=debug)
-        where = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
-        self.weights = WeightStore(planner.model, self.workspace, where, seed=seed)
+        self.weights = WeightStore(self.model, self.workspace, self.device, seed=seed)
         try:
             self.plans.settle_on(longest)
             if adopted is None:
                 self.weights.load(longest)
             else:
                 self.weights.adopt(longest, adopted)
+                self._adopted_bytes = longest.components["weights"]
         except BaseException:
             self.close()
             raise
@@ -132,7 +134,7 @@ class ModelEngine(Engine):
         DoesNotFit
             If it needs more than the budget.
         """
-        executor = self._bound_step(step.size, config).executor
+        executor = self._executor(step.size, config)
         self._poison_fresh_rows()
         executor.write(step.inputs)
         with self._threads.in_force():
@@ -149,17 +151,15 @@ class ModelEngine(Engine):
                 self.workspace.view(table.pool, start * size, ((end - start) * size,), "uint8").fill_(POISON)
             spans.clear()
 
-    def _bound_step(self, step: StepSize, config: Settings | None) -> BoundStep:
-        """Find or bind a step by its size and configuration, with its memory committed."""
+    def _executor(self, step: StepSize, config: Settings | None) -> Executor:
+        """Find or bind the executor of a step's size and configuration, with its memory committed."""
         key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
-        found = self.bound(key)
-        plan = self.plans.plan(step, config) if found is None else found.plan
+        bound = self.plan_of(key)
+        plan = bound or self.plans.plan(step, config)
         if not self.weights.serves(plan):
             self._move(plan)
-        self.commit(plan)
-        if found is not None:
-            return found
-        serves_again = step.rounded().dims(self._architecture).items() <= plan.dims.items()  # not one for exact numbers
+        # a plan for the exact numbers serves no other step
+        serves_again = bound is not None or step.rounded().dims(self.model.architecture).items() <= plan.dims.items()
         return self.bind(plan, self.weights.places, self.weights.adopted, key=key if serves_again else None)
 
     def _move(self, plan: Plan) -> None:

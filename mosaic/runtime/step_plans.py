@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
 
-__all__ = ["Settings", "StepPlans"]
+__all__ = ["Settings", "StepPlans", "does_not_fit"]
 
 Settings: TypeAlias = Mapping[str, int | str | None]
 """A configuration: rows per chunk by knob (None: off), an option by choice."""
@@ -137,17 +137,22 @@ def _plan(planner: Planner, step: StepSize, settings: Settings | None, *, limit:
     plan = planner.plan(step, config=settings, limit=limit)
     if plan.fits:
         return plan
+    seen = f", {format_tokens(sum(step.owned))} keys" if step.phase.cached else ""
+    what = f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.rows)} masked{seen})"
+    how = "" if settings is None else " as configured"
+    raise does_not_fit(plan, what, f"; {_way_out(planner, step, settings)}", how)
+
+
+def does_not_fit(plan: Plan, what: str, way_out: str, how: str = "") -> DoesNotFit:
+    """Say what a plan needs, and which budget that is beyond: the host's where the device has room."""
     on_host = plan.total_bytes <= plan.budget_bytes
     needed = plan.host_bytes if on_host else plan.total_bytes
     available = plan.host_budget_bytes if on_host else plan.budget_bytes
-    seen = f", {format_tokens(sum(step.owned))} keys" if step.phase.cached else ""
-    raise DoesNotFit(
-        f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.rows)} masked{seen}) needs "
-        f"{format_bytes(needed)}{' of host memory' if on_host else ''}{'' if settings is None else ' as configured'}, the "
-        f"{'host budget' if on_host else 'budget'} is {format_bytes(available)}; {_way_out(planner, step, settings)}",
-        needed_bytes=needed,
-        available_bytes=available,
-    )
+    return DoesNotFit(
+        f"{what} needs {format_bytes(needed)}{' of host memory' if on_host else ''}{how}, the "
+        f"{'host budget' if on_host else 'budget'} is {format_bytes(available)}{way_out}",
+        needed_bytes=needed, available_bytes=available,
+    )  # fmt: skip
 
 
 def _way_out(planner: Planner, step: StepSize, settings: Settings | None) -> str:

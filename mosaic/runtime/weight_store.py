@@ -51,8 +51,6 @@ class WeightStore:
         Where they were loaded, for binding to compare plans with; None for adopted ones.
     adopted
         Tensors to take instead of the plan's offsets, by tensor name: a module's own, and constants.
-    adopted_bytes
-        Their bytes, which the ledger counts.
     shown
         Whether a caller was given the views since they were loaded, and may have written into them.
     """
@@ -63,7 +61,6 @@ class WeightStore:
         self.views = NO_WEIGHTS
         self.places: WeightMap | None = None
         self.adopted = NO_WEIGHTS
-        self.adopted_bytes = 0
         self.shown = False
 
     def show(self) -> Mapping[str, Tensor]:
@@ -105,8 +102,7 @@ class WeightStore:
             if record.tensor is not None and record.tensor.startswith("=")
         }
         fill_randomly(constants)
-        self.adopted_bytes = plan.components["weights"]
-        self._workspace.ledger.charge("weights", self.adopted_bytes)
+        self._workspace.ledger.charge("weights", plan.components["weights"])
         self.views = self.adopted = {**adopted, **constants}
         self._streamed = str(plan.config["stream"])
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.workspace import HOST, Workspace
 from mosaic.units import format_bytes
-
-if TYPE_CHECKING:
-    from mosaic.planner.plan import Plan
 
 __all__ = [
     "adopt_tensors",
@@ -153,13 +150,11 @@ def streamed_bytes(plan: AnyPlan) -> int:
     return max((b.offset + b.size for _, b in _stored(plan) if b.pool == HOST), default=0)
 
 
-def commit_weights(plan: Plan, workspace: Workspace) -> None:
-    """Commit exactly the memory of a plan's weights, the device's and those that are streamed.
-
-    Loading touches every page itself; faulting them in before would clear them for nothing.
-    """
+def commit_weights(plan: AnyPlan, workspace: Workspace) -> None:
+    """Commit exactly the memory of a plan's weights, the device's and those that are streamed."""
+    # loading touches every page itself; faulting them in before would clear them for nothing
     streamed = streamed_bytes(plan)
-    sizes = {"weights": plan.components["weights"], **({HOST: streamed} if streamed else {})}
+    sizes = {"weights": records_in(plan).pool("weights").capacity, **({HOST: streamed} if streamed else {})}
     workspace.resize_all(sizes, populate=False)
 
 
