@@ -20,11 +20,15 @@ import pytest
 import sympy
 
 import mosaic.registrar.operators as operators
+from mosaic.devices import load_device
 from mosaic.errors import GraphError, MissingExtra, UnknownName
 from mosaic.kernels import load as load_kernel
 from mosaic.models import PRESETS, load
 from mosaic.models.parts import LOGITS
 from mosaic.models.phase import Phase
+from mosaic.planner.planner import plan_point
+from mosaic.planner.space import Config, Space
+from mosaic.planner.template import compile_template
 from mosaic.registrar.draw import to_dot, to_mermaid, to_networkx
 from mosaic.registrar.graph import Buffer, Edge, Graph, Slice
 from mosaic.registrar.operator import BACKENDS, Operator, Spec
@@ -139,6 +143,9 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         lambda g, t, x: g.add_op(COPY, x, out=_other())),
     "a write to a weight": (r"touch \(.*: writes the weight w: float32\[4\]", lambda g, t, x: g.add_op(
         TOUCH, g.weight("w", (4,), "float32"))),
+    "a result written twice": (r"pair2 \(.*: out= gives y: float32\[tokens, 64\] twice", lambda g, t, x: g.add_op(
+        Operator(name="pair2", reads=("x",), writes=("y", "z"), infer=lambda x: (x, x)), x,
+        out=(y := g.output("y", x.shape, x.dtype), y))),
     "a write to a weight of the host": (r"touch \(.*: writes the weight w: float32\[4\]", lambda g, t, x: g.add_op(
         TOUCH, g.buffer("w", (4,), "float32", kind="host", tensor="model.w"))),
     "an unknown dtype": (r"y \(.*unknown dtype 'fp8'", lambda g, t, x: g.input("y", (t,), "fp8")),
@@ -633,6 +640,17 @@ def test_random_graphs_are_valid_where_each_cell_that_is_read_holds_its_value() 
             assert case.sound, seed
         seen[case.sound] += 1
     assert min(seen[True], seen[False]) > 40, seen
+
+
+def test_random_graphs_that_are_valid_have_plans_that_the_checker_accepts() -> None:
+    """With loops of three iterations, with loops that run once, and with loops of either knob."""
+    cases = [case for case in map(Cells, range(120)) if case.sound]
+    for case in cases:
+        point = Space(compile_template(lambda _, g=case.g: g), load_device("cpu")).at({"tokens": 384, "groups": 384})
+        for rows in product((None, 128), repeat=len(case.g.tiles)):
+            plan = plan_point(point, 1 << 30, identity={"model": "cells", "dtype": "float32"}, config=Config((), rows))
+            assert plan.fits
+    assert len(cases) > 20
 
 
 def test_a_graph_without_ops_is_invalid() -> None:

@@ -207,6 +207,9 @@ class Graph(Declarations):
                 raise GraphError(f"{full} ({source}): out= must give buffers of this graph, got {buffer!s}")
         if len(given) != len(inferred):
             raise GraphError(f"{full} ({source}): {rule.name} writes {', '.join(rule.writes)}, out= gives {len(given)}")
+        for buffer in given:
+            if given.count(buffer) > 1:
+                raise GraphError(f"{full} ({source}): out= gives {buffer} twice; each result needs a buffer of its own")
         for key, spec, buffer in zip(rule.writes, inferred, given, strict=True):
             if view(buffer.spec, self._loops, self._inside(buffer), key in rule.whole).seen != spec:
                 raise GraphError(f"{full} ({source}): writes {key} {spec}, but out= is {buffer} ({buffer.source})")
