@@ -138,7 +138,8 @@ def _given(scope: Scope, stem: str, shape: Shape, dtype: str, fill: str) -> Valu
 
 
 def silu_mul(scope: Scope) -> bool:
-    gate = _in_place(scope)
+    """Each value once: squared in every iteration of a loop, it would leave the range of float32."""
+    gate = _in_place(scope, lambda v: all(cuts(d, v.shape) for d in scope.outer(v)))
     if gate is None:
         return False
     up = scope.matrix(lambda v: v.shape == gate.shape and v is not gate)
