@@ -12,7 +12,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from test_kernels import BF16, F32, Case, assert_within, name_of, randn
-from test_kv import FEW, check_in_triton, kv_case, softmax_rows, triton_bound
+from test_kv import FEW, check_in_triton, kv_case, softmax_rows, tables, triton_bound
 from test_triton_kernels import INTERPRETED, moved, scratch_for
 
 from mosaic.kernels import load
@@ -50,8 +50,9 @@ def test_results_do_not_depend_on_the_batch_around_a_sequence() -> None:
     for number, (tokens, _, _) in enumerate(windows):
         rows = slice(number * tokens, (number + 1) * tokens)
         alone = {name: given[name][rows] for name in ("q", "positions")}
-        bounds = {name: given[name][number : number + 2].clone() for name in ("cu_seqlens", "cu_keys")}
+        bounds = {name: given[name][number : number + 2].clone() for name in ("cu_seqlens", "cu_extents")}
         bounds["cu_seqlens"] -= bounds["cu_seqlens"][0].clone()
+        bounds["seen"] = given["seen"][number : number + 1].clone()
         y = torch.empty(tokens, 8 * 128, dtype=BF16, device="cuda")
         scratch = scratch_for(together, "cuda")
         load("kv_attention", "cuda").launch(**(given | alone | bounds), **together.attrs, y=y, scratch=scratch)
@@ -63,8 +64,9 @@ def test_a_launch_allocates_nothing(name: str) -> None:
     windows, heads, kv_heads, size, block = FEW[name]
     case = kv_case(windows, heads, kv_heads, size, BF16, block=block)
     given = {name: moved(t, "cuda") for name, t in (case.operands | case.outputs).items()}
-    store = {name: torch.zeros(5, kv_heads * size, dtype=BF16, device="cuda") for name in ("k", "v")}
-    store |= {"slots": torch.arange(5, device="cuda"), "kv": given["kv"].clone()}
+    store = {name: torch.zeros_like(given["q"][:, : kv_heads * size]) for name in ("k", "v")}
+    store |= {name: given[name] for name in ("extents", "cu_extents", "cu_seqlens", "positions")}
+    store |= {"kv": given["kv"].clone(), "head_size": size}
     scratch = scratch_for(case, "cuda")
 
     def launch() -> None:
@@ -81,8 +83,12 @@ def test_a_launch_allocates_nothing(name: str) -> None:
 
 def test_a_captured_launch_serves_other_lengths() -> None:
     """Splits and tiles depend on shapes alone: replayed, the launches read what the lengths are then."""
-    first = kv_case([(10, 3_000, 100), (22, 50, 28)], 8, 2, 64, BF16, block=4)
-    second = kv_case([(31, 40, 9), (1, 3_010, 3_009)], 8, 2, 64, BF16, block=4)
+    first = kv_case([(10, 3_000, 100), (22, 50, 28)], 8, 2, 64, BF16, block=4, most=1)
+    second = kv_case([(31, 40, 9), (1, 3_010, 3_009)], 8, 2, 64, BF16, block=4, most=1)
+    rows = max(case.operands["kv"].shape[0] for case in (first, second))
+    for case in (first, second):
+        more = rows - case.operands["kv"].shape[0]
+        case.operands["kv"] = torch.nn.functional.pad(case.operands["kv"], (0, 0, 0, more))
     given: dict[str, Any] = {name: t.cuda() for name, t in first.operands.items()}
     y, scratch = torch.zeros(32, 8 * 64, dtype=BF16, device="cuda"), scratch_for(first, "cuda")
 
@@ -95,8 +101,8 @@ def test_a_captured_launch_serves_other_lengths() -> None:
     with torch.cuda.graph(graph):
         launch()
     for case in (first, second):
-        kept, keys = case.operands["kv"], case.operands["key_slots"]
-        assert kept.shape == given["kv"].shape and keys.shape == given["key_slots"].shape
+        for name in ("kv", "extents"):
+            assert case.operands[name].shape == given[name].shape
         for name, tensor in case.operands.items():
             given[name].copy_(tensor)
         graph.replay()
@@ -110,21 +116,23 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 6 << 30:
         pytest.skip("less than 6 GiB of free memory on the GPU")
     kv = torch.zeros(rows, layers * 2 * size, dtype=BF16, device="cuda")
-    slots = torch.tensor([rows - 1, 0, rows - 2], device="cuda")
+    pieces = [(rows - 1, 1, 0, 0), (0, 1, 1, 0), (rows - 2, 1, 2, 0)]
     k, v = (randn(3, size, dtype=BF16, seed=seed).cuda() for seed in (1, 2))
-    load("kv_store", "cuda").launch(k=k, v=v, slots=slots, kv=kv, layer=layers - 1)
+    places = {"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32), "positions": torch.arange(3, dtype=torch.int32)}
+    where = {name: t.cuda() for name, t in {**tables([pieces]), **places}.items()}
+    load("kv_store", "cuda").launch(k=k, v=v, kv=kv, **where, layer=layers - 1, head_size=size)
+    slots = [row for row, *_ in pieces]
     assert torch.equal(kv[slots, -2 * size :], torch.cat([k, v], dim=1))
     assert not kv[:, : -2 * size].any() and not kv[1 : rows - 2].any()
     small = torch.cat([k, v], dim=1).cpu()
     operands = {
-        "q": randn(3, size, dtype=BF16), "kv": small, "key_slots": torch.arange(3),
-        "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32), "cu_keys": torch.tensor([0, 3], dtype=torch.int32),
-        "positions": torch.arange(3, dtype=torch.int32),
+        "q": randn(3, size, dtype=BF16), "kv": small, **tables([[(i, 1, i, 0) for i in range(3)]]), **places,
+        "seen": torch.tensor([3], dtype=torch.int32),
     }  # fmt: skip
     attrs = {"layer": 0, "kv_heads": 1, "head_size": size, "scale": size**-0.5, "block": 0}
     case = Case("kv_attention", operands, {"y": torch.empty(3, size, dtype=BF16)}, attrs)
     expected, _ = softmax_rows(case)
-    given = {name: t.cuda() for name, t in operands.items()} | {"kv": kv, "key_slots": slots}
+    given = {name: t.cuda() for name, t in operands.items()} | {"kv": kv, **where}
     y = torch.empty(3, size, dtype=BF16, device="cuda")
     load("kv_attention", "cuda").launch(
         **given, **attrs | {"layer": layers - 1}, y=y, scratch=scratch_for(case, "cuda")

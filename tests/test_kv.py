@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -51,27 +52,71 @@ def starts(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
+Pieces = list[tuple[int, int, int, int]]
+"""Of one sequence, in order of position: first row of the extent, its rows, first position, tokens of the extent before it."""
+
+
+def scattered(lengths: Sequence[int], seed: int = 3, most: int = 3) -> tuple[list[Pieces], int]:
+    """Sequences of these lengths in extents of random sizes, some with tokens that were dropped, and the rows of the state."""
+    rng, extents = random.Random(seed), list[tuple[int, int, int, int, int]]()
+    for sequence, length in enumerate(lengths):
+        cuts = sorted(rng.sample(range(1, length), min(rng.randrange(most), length - 1))) if length else []
+        for first, end in pairwise([0, *cuts, length]) if length else ():
+            before, after = rng.choice([0, 0, 2]), rng.choice([0, 0, 3])
+            extents.append((sequence, first, end - first, before, after))
+    found: list[Pieces] = [[] for _ in lengths]
+    row = 1
+    for sequence, first, count, before, after in rng.sample(extents, len(extents)):
+        rows = before + count + after
+        found[sequence].append((row, rows, first, before))
+        row += rows + rng.choice([0, 1])
+    return [sorted(pieces, key=lambda piece: piece[2]) for pieces in found], row + 2
+
+
+def tables(owned: Sequence[Pieces]) -> dict[str, Tensor]:
+    """The operands that say where keys lie; a last entry is nobody's."""
+    entries = torch.tensor([entry for pieces in owned for entry in pieces] + [[1 << 40, 1, 0, 0]])
+    return {"extents": entries, "cu_extents": starts([len(pieces) for pieces in owned])}
+
+
+def rows_of(kv: Tensor, pieces: Pieces, layer: int, heads: int, size: int, length: int) -> list[Tensor]:
+    """Keys and values [2, K, H] of one layer, position by position: views of a state, as its layout is documented."""
+    found = []
+    for position in range(length):
+        row, rows, first, before = next(piece for piece in reversed(pieces) if piece[2] <= position)
+        extent = kv.reshape(-1)[row * kv.shape[1] : (row + rows) * kv.shape[1]].view(-1, 2, heads, rows, size)
+        found.append(extent[layer, :, :, before + position - first])
+    return found
+
+
 def kv_case(
     windows: Sequence[tuple[int, int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype,
-    *, block: int = 0, padding: int = 0, layer: int = 1, layers: int = 3,
+    *, block: int = 0, padding: int = 0, layer: int = 1, layers: int = 3, most: int = 3,
 ) -> Case:  # fmt: skip
-    """Windows of (tokens, keys, position of the first); a row of kv that no key lies in is NaN, slots are permuted."""
+    """Windows of (tokens, keys, position of the first); what no key lies in is NaN, sequences lie in scattered extents."""
     tokens, keys = sum(w[0] for w in windows), sum(w[1] for w in windows)
-    rows, columns = keys + 13, kv_heads * size
-    slots = torch.randperm(rows, generator=torch.Generator().manual_seed(3))[:keys]
-    kv = torch.full((rows, layers * 2 * columns), float("nan"), dtype=dtype)
-    kv[slots, 2 * layer * columns : (2 * layer + 1) * columns] = randn(keys, columns, dtype=dtype, seed=1, scale=2)
-    kv[slots, (2 * layer + 1) * columns : 2 * (layer + 1) * columns] = randn(keys, columns, dtype=dtype, seed=2)
-    places = [torch.arange(first, first + count) for count, _, first in windows]
+    owned, rows = scattered([w[1] for w in windows], most=most)
+    kv = torch.full((rows, layers * 2 * kv_heads * size), float("nan"), dtype=dtype)
+    drawn = torch.stack([randn(keys, kv_heads * size, dtype=dtype, seed=seed, scale=3 - seed) for seed in (1, 2)], 1)
+    places = [
+        row
+        for pieces, w in zip(owned, windows, strict=True)
+        for row in rows_of(kv, pieces, layer, kv_heads, size, w[1])
+    ]
+    for place, values in zip(places, drawn.view(-1, 2, kv_heads, size), strict=True):
+        place.copy_(values)
+    positions = [torch.arange(first, first + count) for count, _, first in windows]
     operands = {
         "q": strided(randn(tokens + padding, heads * size, dtype=dtype, scale=2)),
         "kv": kv,
-        "key_slots": torch.cat([slots, torch.full((padding,), rows + 99)]),
+        **tables(owned),
+        "seen": torch.tensor([w[1] for w in windows], dtype=torch.int32),
         "cu_seqlens": starts([w[0] for w in windows]),
-        "cu_keys": starts([w[1] for w in windows]),
-        "positions": torch.cat([*places, torch.zeros(padding, dtype=torch.int64)]).to(torch.int32),
+        "positions": torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]).to(torch.int32),
     }
-    attrs = {"layer": layer, "kv_heads": kv_heads, "head_size": size, "scale": size**-0.5, "block": block}
+    attrs = {
+        "layer": layer, "kv_heads": kv_heads, "head_size": size, "scale": size**-0.5, "keys": keys, "block": block
+    }  # fmt: skip
     return Case("kv_attention", operands, {"y": torch.empty(tokens + padding, heads * size, dtype=dtype)}, attrs)
 
 
@@ -79,24 +124,23 @@ def softmax_rows(case: Case, row_start: int = 0, *, absolute: bool = False) -> t
     """In float64, one query row and head at a time: the attention, and which rows see a key. Written apart from kernels."""
     given, attrs = case.operands, case.attrs
     size, kv_heads, layer, block = (attrs[name] for name in ("head_size", "kv_heads", "layer", "block"))
-    q, width = given["q"].double(), kv_heads * size
-    kv, group = given["kv"][:, 2 * layer * width : 2 * (layer + 1) * width], q.shape[1] // width
+    q, group = given["q"].double(), given["q"].shape[1] // (kv_heads * size)
     y, sees = torch.zeros_like(q), torch.zeros(q.shape[0], dtype=torch.bool)
-    spans = zip(pairwise(given["cu_seqlens"].tolist()), pairwise(given["cu_keys"].tolist()), strict=True)
-    for (first, last), (first_key, last_key) in spans:
-        kept = kv[given["key_slots"][first_key:last_key]].double()
+    entries, bounds = given["extents"].tolist(), given["cu_extents"].tolist()
+    for sequence, (first, last) in enumerate(pairwise(given["cu_seqlens"].tolist())):
+        pieces = entries[bounds[sequence] : bounds[sequence + 1]]
+        seen = int(given["seen"][sequence])
+        kept = [x.double() for x in rows_of(given["kv"], pieces, layer, kv_heads, size, seen)]
+        both = torch.stack(kept) if kept else q.new_empty(0, 2, kv_heads, size)
         for row in range(first, last):
-            if not 0 <= row - row_start < q.shape[0] or first_key == last_key:
+            if not 0 <= row - row_start < q.shape[0] or not seen:
                 continue
-            at = row - row_start
-            count = last_key - first_key
+            at, count = row - row_start, seen
             if block:
                 count = min(count, (math.floor(int(given["positions"][at]) / block) + 1) * block)
-            mine = kept[:count]
             sees[at] = True
             for head in range(kv_heads * group):
-                low = head // group * size
-                k, v = mine[:, low : low + size], mine[:, low + width : low + width + size]
+                k, v = both[:count, :, head // group].unbind(1)
                 columns = slice(head * size, (head + 1) * size)
                 weights = torch.softmax(k @ q[at, columns] * attrs["scale"], 0)
                 y[at, columns] = weights @ (v.abs() if absolute else v)
@@ -106,7 +150,7 @@ def softmax_rows(case: Case, row_start: int = 0, *, absolute: bool = False) -> t
 def kv_bound(case: Case, expected: Tensor, row_start: int = 0) -> Tensor:
     """As `attention_bound`: e^(2 d) - 1 for scores off by d, S roundings in each of two sums, applied to the sums of |v|."""
     dtype, attrs = case.operands["q"].dtype, case.attrs
-    keys = int(case.operands["cu_keys"].diff().max())
+    keys = int(case.operands["seen"].max())
     q, kv = (
         case.operands[name].double().nan_to_num(0.0).unflatten(1, (-1, attrs["head_size"])) for name in ("q", "kv")
     )
@@ -164,42 +208,87 @@ def test_a_slice_of_a_window_knows_where_it_starts(block: int) -> None:
         assert_within(y, whole[start:end], kv_bound(case, whole)[start:end])
 
 
+def store_case(
+    windows: Sequence[Sequence[int]], lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype
+) -> Case:
+    """Windows of these positions, over sequences that have rows for so many; two rows that are in no sequence."""
+    tokens = sum(map(len, windows)) + 2
+    owned, rows = scattered(lengths)
+    operands = {
+        **{name: strided(randn(tokens, heads * size, dtype=dtype, seed=seed)) for name, seed in (("k", 1), ("v", 2))},
+        "kv": randn(rows, 3 * 2 * heads * size, dtype=dtype, seed=3),
+        **tables(owned),
+        "cu_seqlens": starts([len(w) for w in windows]),
+        "positions": torch.tensor([p for w in windows for p in w] + [0, 1], dtype=torch.int32),
+    }
+    return Case("kv_store", operands, attrs={"layer": 1, "head_size": size})
+
+
+def stored(case: Case, lengths: Sequence[int], row_start: int = 0) -> Tensor:
+    """The state afterwards, a token at a time: what there is no row for is not kept."""
+    given, size = case.operands, case.attrs["head_size"]
+    heads, after = given["k"].shape[1] // size, given["kv"].clone()
+    entries, bounds = given["extents"].tolist(), given["cu_extents"].tolist()
+    for sequence, (first, last) in enumerate(pairwise(given["cu_seqlens"].tolist())):
+        places = rows_of(after, entries[bounds[sequence] : bounds[sequence + 1]], 1, heads, size, lengths[sequence])
+        for row in range(first - row_start, last - row_start):
+            if 0 <= row < given["k"].shape[0] and int(given["positions"][row]) < lengths[sequence]:
+                both = torch.stack([given["k"][row], given["v"][row]])
+                places[int(given["positions"][row])].copy_(both.view(2, heads, size))
+    return after
+
+
+STORED = {
+    "one": ([[0]], [1]),
+    "scattered": ([[7, 8, 9, 3, 2], [], [5, 6], [0, 1, 2, 3]], [11, 4, 9, 4]),
+    "a whole prompt": ([range(40)], [40]),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("rows", [[0], [7, 8, 9, 3, 2, -1, -1, 5, 6], [-1], [9, 8]], ids=str)
-def test_kv_store_writes_its_layer_and_nothing_else(rows: list[int], dtype: torch.dtype) -> None:
-    k, v = (strided(randn(len(rows), 6, dtype=dtype, seed=seed)) for seed in (1, 2))
-    kv = strided(randn(10, 36, dtype=dtype, seed=3))
-    expected = kv.clone()
-    for i, row in enumerate(rows):
-        if row >= 0:
-            expected[row, 12:18], expected[row, 18:24] = k[i], v[i]
-    case = Case("kv_store", {"k": k, "v": v, "slots": torch.tensor(rows), "kv": kv}, attrs={"layer": 1})
-    after = load("kv_store").reference(**case.operands, layer=1)
+@pytest.mark.parametrize("name", STORED)
+def test_kv_store_writes_its_layer_and_nothing_else(name: str, dtype: torch.dtype) -> None:
+    windows, lengths = STORED[name]
+    case = store_case(windows, lengths, 2, 3, dtype)
+    expected = stored(case, lengths)
+    after = load("kv_store").reference(**case.operands, **case.attrs)
     case.launch()
-    assert torch.equal(kv, expected) and torch.equal(after, expected)
+    assert torch.equal(case.operands["kv"], expected) and torch.equal(after, expected)
+
+
+def test_a_slice_of_what_is_stored_knows_where_it_starts() -> None:
+    windows, lengths = STORED["scattered"]
+    case = store_case(windows, lengths, 2, 3, F32)
+    expected = stored(case, lengths)
+    for start, end in ((0, 3), (3, 8), (8, 13)):
+        part = {name: case.operands[name][start:end] for name in ("k", "v", "positions")}
+        load("kv_store").launch(**case.operands | part, **case.attrs, row_start=start)
+    assert torch.equal(case.operands["kv"], expected)
+
+
+def test_a_token_without_a_row_is_not_kept() -> None:
+    """Beyond the last extent, and in a sequence that has none."""
+    case = store_case([[3, 900], [2]], [8, 0], 2, 3, F32)
+    expected = stored(case, [8, 0])
+    case.launch()
+    assert torch.equal(case.operands["kv"], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("block", [0, 4])
 def test_kernels_allocate_nothing(block: int, dtype: torch.dtype) -> None:
-    rows = torch.tensor([7, 8, 9, 3, 2, -1, 5])
-    k, v, kv = (randn(*shape, dtype=dtype) for shape in ((7, 6), (7, 6), (10, 36)))
-    check_allocates_nothing(Case("kv_store", {"k": k, "v": v, "slots": rows, "kv": kv}, attrs={"layer": 1}))
+    check_allocates_nothing(store_case([[7, 8, 9, 3, 2], [5]], [11, 9], 2, 3, dtype))
     check_allocates_nothing(kv_case([(3, 60, 57), (300, 700, 90)], 4, 2, 8, dtype, block=block))
     check_allocates_nothing(blocked_case((3, 600), 4, 2, 16, block, dtype))
 
 
-def test_a_slot_beyond_the_rows_is_refused() -> None:
-    kv = torch.zeros(4, 4)
-    with pytest.raises(IndexError, match="slot 4 of 4 rows"):
-        load("kv_store").launch(k=torch.ones(2, 2), v=torch.ones(2, 2), slots=torch.tensor([3, 4]), kv=kv, layer=0)
-    assert not kv.any()
-
-
 def test_launches_refuse_wrong_operands() -> None:
     with pytest.raises(GraphError, match=r"'kv' has 8 columns, .* 2 columns for every layer, layer 2 among them"):
-        load("kv_store").launch(k=torch.ones(1, 2), v=torch.ones(1, 2), slots=torch.zeros(1).long(),
-                                kv=torch.zeros(4, 8), layer=2)  # fmt: skip
+        wrong = store_case([[0]], [1], 1, 2, F32)
+        load("kv_store").launch(**wrong.operands | {"kv": torch.zeros(4, 8)}, layer=2, head_size=2)
+    with pytest.raises(GraphError, match="rows of 'kv' lie 24 elements apart, expected 12"):
+        wrong = store_case([[0]], [1], 1, 2, F32)
+        load("kv_store").launch(**wrong.operands | {"kv": torch.zeros(4, 24)[:, :12]}, **wrong.attrs)
     case = kv_case([(2, 3, 1)], 3, 2, 4, F32)
     with pytest.raises(GraphError, match="3 query heads do not divide into 2 groups"):
         case.launch()
@@ -226,16 +315,20 @@ def blocked_case(lengths: Sequence[int], heads: int, kv_heads: int, size: int, b
 
 
 def kept(case: Case, row_start: int = 0) -> Case:
-    """The `kv_attention` that a case of `attention` is: one layer, every key its own row."""
-    given, rows = case.operands, case.operands["k"].shape[0]
-    positions = torch.cat([torch.arange(n) for n in given["cu_seqlens"].diff().tolist()]).to(torch.int32)
+    """The `kv_attention` that a case of `attention` is: one layer, every sequence an extent."""
+    given, lengths = case.operands, case.operands["cu_seqlens"].diff().tolist()
+    heads, size = given["k"].shape[1] // case.attrs["head_size"], case.attrs["head_size"]
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(torch.int32)
+    parts = zip(given["k"].split(lengths), given["v"].split(lengths), strict=True)
+    flat = [torch.stack([x.view(-1, heads, size).transpose(0, 1) for x in both]).reshape(-1) for both in parts]
+    first = given["cu_seqlens"].tolist()
     operands = {
-        "q": given["q"], "kv": torch.cat([given["k"], given["v"]], dim=1), "key_slots": torch.arange(rows),
-        "cu_seqlens": given["cu_seqlens"], "cu_keys": given["cu_seqlens"],
+        "q": given["q"], "kv": torch.cat(flat).view(-1, 2 * heads * size),
+        **tables([[(row, n, 0, 0)] for row, n in zip(first, lengths, strict=False)]),
+        "seen": torch.tensor(lengths, dtype=torch.int32), "cu_seqlens": given["cu_seqlens"],
         "positions": positions[row_start : row_start + given["q"].shape[0]],
     }  # fmt: skip
-    heads = given["k"].shape[1] // case.attrs["head_size"]
-    return Case("kv_attention", operands, attrs=case.attrs | {"layer": 0, "kv_heads": heads})
+    return Case("kv_attention", operands, attrs=case.attrs | {"layer": 0, "kv_heads": heads, "keys": sum(lengths)})
 
 
 BLOCKED = [((1,), 1, 1, 2, 4), ((5, 1, 31), 4, 2, 16, 4), ((257,), 2, 1, 8, 32), ((3, 0, 520, 7), 3, 3, 5, 32)]
@@ -311,6 +404,7 @@ def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     from mosaic.kernels.cuda import kv_attention
 
     monkeypatch.setattr(kv_attention, "kv_splits", lambda tiles, tile_rows, keys, places: splits)
+    monkeypatch.setattr(kv_attention, "KV_SPLIT_KEYS", 1)
 
 
 @pytest.mark.grid(together=1)
@@ -380,16 +474,22 @@ def test_attention_in_blocks_in_triton(shape: tuple[Any, ...], dtype: torch.dtyp
 
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
-@pytest.mark.parametrize("width", [1, 6, 1030])
-def test_kv_store_in_triton(width: int, dtype: torch.dtype) -> None:
-    """A slot that is no row of kv is left out: a kernel cannot raise."""
-    rows = torch.tensor([7, 8, -1, 3, 10, 2, 1 << 40])
-    k, v = (strided(randn(len(rows), width, dtype=dtype, seed=seed)) for seed in (1, 2))
-    kv = strided(randn(10, 6 * width, dtype=dtype, seed=3))
-    known = torch.where(rows < 10, rows, -1)
-    expected = load("kv_store").reference(k=k, v=v, slots=known, kv=kv, layer=1)
-    case = Case("kv_store", {"k": k, "v": v, "slots": rows, "kv": kv}, attrs={"layer": 1})
+@pytest.mark.parametrize(("heads", "size"), [(1, 1), (2, 3), (2, 600)])
+def test_kv_store_in_triton(heads: int, size: int, dtype: torch.dtype) -> None:
+    windows, lengths = [[7, 8, 900, 3, 2], [], [5, 6], [1]], [11, 4, 9, 0]
+    case = store_case(windows, lengths, heads, size, dtype)
+    expected = stored(case, lengths)
     assert torch.equal(run(case, DEVICE)["kv"], expected)
+
+
+@triton_test
+def test_a_slice_of_what_is_stored_in_triton() -> None:
+    windows, lengths = STORED["scattered"]
+    case = store_case(windows, lengths, 2, 3, F32)
+    for start, end in ((0, 3), (3, 13)):
+        part = {name: case.operands[name][start:end] for name in ("k", "v", "positions")}
+        mine = Case("kv_store", case.operands | part, attrs=case.attrs)
+        assert torch.equal(run(mine, DEVICE, row_start=start)["kv"], stored(mine, lengths, start))
 
 
 @triton_test
@@ -415,31 +515,32 @@ def test_splits_fill_a_gpu_and_fit_into_the_scratch_buffer() -> None:
 
 # --- contracts --------------------------------------------------------------------------------------------------------
 
-TOKENS, ROWS, KEYS, SEQS, SPAN = (
-    sympy.Symbol(name, positive=True, integer=True) for name in ("tokens", "kv_rows", "keys", "seqs", "span")
+TOKENS, ROWS, KEYS, SEQS, SPAN, EXTENTS = (
+    sympy.Symbol(name, positive=True, integer=True) for name in ("tokens", "kv_rows", "keys", "seqs", "span", "extents")
 )
 K16 = Spec((TOKENS, 16), "bfloat16")
 KV = Spec((ROWS, 96), "bfloat16")
 BOUNDS = Spec((SEQS + 1,), "int32")
+WHERE = {"extents": Spec((EXTENTS, 4), "int64"), "cu_extents": BOUNDS, "cu_seqlens": BOUNDS}
 ATTENDED = {
-    "q": Spec((TOKENS, 64), "bfloat16"), "kv": KV, "key_slots": Spec((KEYS,), "int64"), "cu_seqlens": BOUNDS,
-    "cu_keys": BOUNDS, "positions": Spec((TOKENS,), "int32"),
+    "q": Spec((TOKENS, 64), "bfloat16"), "kv": KV, **WHERE, "seen": Spec((SEQS,), "int32"),
+    "positions": Spec((TOKENS,), "int32"),
 }  # fmt: skip
-ATTRS = {"layer": 2, "kv_heads": 2, "head_size": 8, "scale": 1.0, "span": SPAN}
+STORES = {"k": K16, "v": K16, "kv": KV, **WHERE, "positions": Spec((TOKENS,), "int32")}
+ATTRS = {"layer": 2, "kv_heads": 2, "head_size": 8, "scale": 1.0, "span": SPAN, "keys": KEYS}
 
 
 def test_contracts_count_this_layers_work() -> None:
     store, attend = contract("kv_store"), contract("kv_attention")
-    stored = {"k": K16, "v": K16, "slots": Spec((TOKENS,), "int64"), "kv": KV}
-    assert store.infer(**stored, layer=2) == () and store.updates == ("kv",)
-    assert sympy.expand(store.moved(stored, {"layer": 2})) == TOKENS * (8 + 2 * 2 * 16 * 2)
+    assert store.infer(**STORES, layer=2, head_size=8) == () and store.updates == ("kv",)
+    assert sympy.expand(store.moved(STORES, {"layer": 2})) == TOKENS * (4 + 2 * 2 * 16 * 2)
     q = ATTENDED["q"]
     assert attend.infer(**ATTENDED, **ATTRS) == (q,)
     assert sympy.expand(attend.flops(**ATTENDED, **ATTRS)) == 4 * SPAN * TOKENS * 64
     assert attend.rate == "attention" and sympy.expand(attend.rate_rows(**ATTENDED, **ATTRS)) == 8 * TOKENS
     moved = attend.moved({**ATTENDED, "y": q}, ATTRS)
-    rows = KEYS * (8 + 2 * 16 * 2)
-    assert sympy.expand(moved - rows - TOKENS * (2 * 128 + 4) - 8 * (SEQS + 1)) == 0
+    rows = KEYS * 2 * 16 * 2
+    assert sympy.expand(moved - rows - TOKENS * (2 * 128 + 4) - 8 * (SEQS + 1) - 4 * SEQS - 32 * EXTENTS) == 0
 
 
 @pytest.mark.parametrize(
@@ -450,8 +551,10 @@ def test_contracts_count_this_layers_work() -> None:
         ({"kv": Spec((ROWS, 80), "bfloat16")}, "kv must be \\[rows, layers \\* 2 \\* 16\\]"),
         ({"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16 as q is, not float32"),
         ({"q": Spec((TOKENS, 16 * SEQS), "bfloat16")}, "q must have all heads"),
-        ({"key_slots": Spec((KEYS,), "int32")}, "key_slots must be int64"),
-        ({"cu_keys": Spec((SEQS,), "int32")}, "cu_seqlens and cu_keys must be int32"),
+        ({"extents": Spec((EXTENTS, 3), "int64")}, "extents must be int64\\[extents, 4\\]"),
+        ({"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
+        ({"cu_extents": Spec((SEQS,), "int32")}, "cu_seqlens and cu_extents must be int32"),
+        ({"seen": Spec((SEQS + 1,), "int32")}, "seen must be int32\\[seqs\\]"),
         ({"positions": Spec((KEYS,), "int32")}, "positions must be int32\\[tokens\\]"),
         ({"block": -1}, "block must be"),
     ],
@@ -462,14 +565,15 @@ def test_contracts_refuse(change: dict[str, Any], message: str) -> None:
 
 
 def test_store_refuses() -> None:
-    stored = {"k": K16, "v": K16, "slots": Spec((TOKENS,), "int64"), "kv": KV}
     for change, message in (
         ({"v": Spec((TOKENS, 8), "bfloat16")}, "one shape and dtype"),
-        ({"slots": Spec((TOKENS,), "int32")}, r"slots must be int64\[tokens\]"),
+        ({"positions": Spec((TOKENS,), "int64")}, r"positions must be int32\[tokens\]"),
         ({"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16"),
+        ({"cu_extents": Spec((SEQS,), "int32")}, "cu_seqlens and cu_extents must be int32"),
+        ({"head_size": 5}, "k must have whole heads of 5, it has 16 columns"),
     ):
         with pytest.raises(GraphError, match=message):
-            contract("kv_store").infer(**{**stored, **change}, layer=0)
+            contract("kv_store").infer(**{**STORES, "head_size": 8, **change}, layer=0)
 
 
 # --- a toy model, planned, checked, run ------------------------------------------------------------------------------
@@ -482,11 +586,14 @@ def toy(block: int = 0, *, chunked: bool = False, dtype: str = "float64") -> Cal
     """Two layers of attention over kept keys; `chunked` stores and attends by chunks of tokens."""
 
     def build(g: Graph) -> None:
-        tokens, rows, keys, seqs, span = (g.dim(n) for n in ("tokens", "kv_rows", "keys", "seqs", "span"))
+        tokens, rows, keys, seqs, span, extents = (
+            g.dim(n) for n in ("tokens", "kv_rows", "keys", "seqs", "span", "extents")
+        )
         kv = g.state("kv", (rows, LAYERS * 2 * WIDTH), dtype)
         h = g.input("x", (tokens, HIDDEN), dtype)
-        slots, key_slots = g.input("slots", (tokens,), "int64"), g.input("key_slots", (keys,), "int64")
-        cu_seqlens, cu_keys = (g.input(name, (seqs + 1,), "int32") for name in ("cu_seqlens", "cu_keys"))
+        cu_seqlens, cu_extents = (g.input(name, (seqs + 1,), "int32") for name in ("cu_seqlens", "cu_extents"))
+        where = g.input("extents", (extents, 4), "int64"), cu_extents
+        seen = g.input("seen", (seqs,), "int32")
         positions = g.input("positions", (tokens,), "int32")
         out = g.output("out", (tokens, HIDDEN), dtype)
         for layer in range(LAYERS):
@@ -497,15 +604,16 @@ def toy(block: int = 0, *, chunked: bool = False, dtype: str = "float64") -> Cal
                 )
             }  # fmt: skip
             attrs = {"layer": layer, "kv_heads": KV_HEADS, "head_size": SIZE, "scale": SIZE**-0.5, "span": span}
+            attrs |= {"keys": keys}
             last = {"out": out} if layer == LAYERS - 1 else {}
 
             def store(h: Any, weights: Any = weights, layer: int = layer) -> None:
                 k, v = g.add_op("linear", h, weights["k"]), g.add_op("linear", h, weights["v"])
-                g.add_op("kv_store", k, v, slots, kv, layer=layer)
+                g.add_op("kv_store", k, v, kv, *where, cu_seqlens, positions, layer=layer, head_size=SIZE)
 
             def attend(h: Any, into: Any, weights: Any = weights, attrs: Any = attrs) -> Any:
                 q = g.add_op("linear", h, weights["q"])
-                y = g.add_op("kv_attention", q, kv, key_slots, cu_seqlens, cu_keys, positions, block=block, **attrs)
+                y = g.add_op("kv_attention", q, kv, *where, seen, cu_seqlens, positions, block=block, **attrs)
                 return g.add_op("linear", y, weights["o"], **into)
 
             if chunked:
@@ -524,7 +632,7 @@ def toy(block: int = 0, *, chunked: bool = False, dtype: str = "float64") -> Cal
 
 def toy_plan(windows: Sequence[tuple[int, int, int]], *, kv_rows: int, config: Any = None, **options: Any) -> Plan:
     keys, tokens = sum(w[1] for w in windows), sum(w[0] for w in windows)
-    dims = {"tokens": tokens, "kv_rows": kv_rows, "keys": keys + 2, "seqs": len(windows), "span": 10}
+    dims = {"tokens": tokens, "kv_rows": kv_rows, "keys": keys + 2, "seqs": len(windows), "span": 10, "extents": 9}
     return plan_graph(toy(**options), dims=dims, device="cpu", config=config)
 
 
@@ -567,22 +675,20 @@ def workspace() -> Iterator[Workspace]:
 
 def run_step(
     plan: Plan, workspace: Workspace, weights: dict[str, Tensor], x: Tensor, windows: Sequence[tuple[int, int, int]],
-    owned: Sequence[Tensor],
+    owned: Sequence[Pieces],
 ) -> Tensor:  # fmt: skip
-    """One step: sequence b owns the rows `owned[b]`, a position each."""
+    """One step: sequence b has rows in the extents `owned[b]`."""
     assert check_plan(plan.document) == []
     executor = Executor(plan, workspace, debug="poison")
     for name, weight in weights.items():
         executor.buffer(name).copy_(weight)
     inputs = executor.inputs
     inputs["x"].copy_(x)
-    inputs["slots"].copy_(
-        torch.cat([rows[first : first + n] for rows, (n, _, first) in zip(owned, windows, strict=True)])
-    )
-    keys = torch.cat([rows[:n] for rows, (_, n, _) in zip(owned, windows, strict=True)])
-    inputs["key_slots"].fill_(1 << 40)[: len(keys)].copy_(keys)
+    where = tables(owned)
+    inputs["extents"].fill_(1 << 40)[: len(where["extents"])].copy_(where["extents"])
+    inputs["cu_extents"].copy_(where["cu_extents"])
+    inputs["seen"].copy_(torch.tensor([w[1] for w in windows]))
     inputs["cu_seqlens"].copy_(starts([w[0] for w in windows]))
-    inputs["cu_keys"].copy_(starts([w[1] for w in windows]))
     inputs["positions"].copy_(torch.cat([torch.arange(first, first + n) for n, _, first in windows]))
     executor.run()
     return executor.outputs["out"].clone()
@@ -604,13 +710,14 @@ def test_a_toy_model_decodes_through_its_state(workspace: Workspace, block: int,
             )
         )
     }
-    owned = torch.randperm(64, generator=torch.Generator().manual_seed(5)).split([24, 40])
+    owned, rows = scattered([24, 40], seed=5)
+    assert rows <= 80 and max(map(len, owned)) > 1
     dense = Dense(weights, block)
     steps = [
-        ([(11, 11, 0), (5, 5, 0)], 64),
-        ([(4, 15, 11), (4, 9, 5)], 64),
-        ([(4, 15, 11), (4, 9, 5)], 80),  # the same positions again, in a state of more rows
-        ([(2, 15, 5), (8, 17, 9)], 80),  # a window amid what is kept
+        ([(11, 11, 0), (5, 5, 0)], 80),
+        ([(4, 15, 11), (4, 9, 5)], 80),
+        ([(4, 15, 11), (4, 9, 5)], 99),  # the same positions again, in a state of more rows
+        ([(2, 15, 5), (8, 17, 9)], 99),  # a window amid what is kept
     ]
     options = {"block": block, "chunked": chunk is not None, "config": {"proj": chunk} if chunk else None}
     for number, (windows, kv_rows) in enumerate(steps):
@@ -623,7 +730,7 @@ def test_a_toy_model_decodes_through_its_state(workspace: Workspace, block: int,
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_plans_of_the_toy_are_proved_and_their_claims_checked(device: str) -> None:
     """Attention over kept keys has one implementation, a state its own pool; the checker counts for itself."""
-    dims = {"tokens": 300, "kv_rows": 5000, "keys": 4000, "seqs": 3, "span": 1500}
+    dims = {"tokens": 300, "kv_rows": 5000, "keys": 4000, "seqs": 3, "span": 1500, "extents": 7}
     plan = plan_graph(toy(4, dtype="bfloat16"), dims=dims, device=device)
     document = plan.document
     assert check_plan(document) == [] and document["implementations"] == {}
@@ -634,14 +741,16 @@ def test_plans_of_the_toy_are_proved_and_their_claims_checked(device: str) -> No
     }
     attend, store = ops["kv_attention"], ops["kv_store"]
     assert attend["flops"] == 4 * 1500 * 300 * HEADS * SIZE
-    assert attend["bytes"] == 4000 * (8 + 2 * WIDTH * 2) + 300 * (2 * HEADS * SIZE * 2 + 4) + 2 * 4 * 4
-    assert store["bytes"] == 300 * (8 + 4 * WIDTH * 2)
+    where = 7 * 4 * 8 + 2 * 4 * 4 + 3 * 4  # extents, where those and the windows of a sequence begin, keys that it sees
+    assert attend["bytes"] == 4000 * 2 * WIDTH * 2 + 300 * (2 * HEADS * SIZE * 2 + 4) + where
+    assert store["bytes"] == 300 * (4 + 4 * WIDTH * 2)
     wrong: list[tuple[Any, str, Any, str]] = [
         (attend["attrs"], "layer", LAYERS, "operator"),
         (attend["attrs"], "layer", -1, "operator"),
         (attend["attrs"], "block", -4, "operator"),
         (attend["attrs"], "kv_heads", 3, "operator"),
         (store["attrs"], "layer", LAYERS, "operator"),
+        (store["attrs"], "head_size", 3, "operator"),
         (attend, "bytes", attend["bytes"] + 1, "bytes"),
         (attend, "flops", attend["flops"] + 1, "flops"),
         (store, "bytes", store["bytes"] - 1, "bytes"),
@@ -657,7 +766,7 @@ def test_the_time_of_kept_attention_is_not_cudnns() -> None:
     """A profile's cuDNN rates are not for it."""
     card = load_device("h200")
     slow = replace(card, attention_rates={**card.attention_rates, "triton": {1: 1e9}})
-    dims = {"tokens": 32, "kv_rows": 100_000, "keys": 100_000, "seqs": 1, "span": 100_000}
+    dims = {"tokens": 32, "kv_rows": 100_000, "keys": 100_000, "seqs": 1, "span": 100_000, "extents": 1}
     plan = plan_graph(toy(dtype="bfloat16"), dims=dims, device=slow)
     assert plan.predicted_step_ms > 1e3 * LAYERS * 4 * 100_000 * 32 * HEADS * SIZE / 1e9
 

@@ -99,6 +99,62 @@ def test_rows_have_the_owners_that_a_plain_table_says() -> None:
             assert runs == plain.owned[key][start:end]
 
 
+class PlainExtents:
+    """The same by sets: rows that were handed out at once and lie side by side are taken until all of them are dropped."""
+
+    def __init__(self) -> None:
+        self.owned: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # by owner, a row and the number of its extent for each position
+        self.extents: list[list[int]] = []
+
+    @property
+    def taken(self) -> set[int]:
+        live = {extent for rows in self.owned.values() for _, extent in rows}
+        return {row for extent in live for row in self.extents[extent]}
+
+    def grow(self, key: int, count: int) -> None:
+        taken, mine = self.taken, self.owned.setdefault(key, [])
+        more = max(count - len(mine), 0)
+        for row in [row for row in range(len(taken) + more) if row not in taken][:more]:
+            if not self.extents or row != self.extents[-1][-1] + 1 or not mine or mine[-1][1] != len(self.extents) - 1:
+                self.extents.append([])
+            self.extents[-1].append(row)
+            mine.append((row, len(self.extents) - 1))
+        self.extents.append([-1])  # what comes next is not handed out at once with these
+
+
+def test_extents_go_back_whole() -> None:
+    """By a plain set of rows; tables say of each position which token of which extent it is."""
+    for seed in range(30):
+        rng, table, plain = random.Random(seed), RowTable("kv", extents=True), PlainExtents()
+        opened = {key: table.open(key) for key in range(5)}
+        for _ in range(40):
+            key = rng.randrange(5)
+            owned, mine = opened[key], plain.owned.setdefault(key, [])
+            if rng.random() < 0.6:
+                count, most = rng.randint(0, 40), table.most_extents(1)
+                owned.reserve(count)
+                plain.grow(key, count)
+                assert sum(len(each.extents) for each in opened.values()) <= most
+            else:
+                start = rng.randint(0, len(mine))
+                end = rng.choice([None, rng.randint(start, len(mine))])
+                owned.drop(start, end)
+                del mine[start:end]
+            for key, owned in opened.items():
+                found = []
+                for first, rows, position, before in owned.extents:
+                    assert position == len(found)
+                    last = next((p for *_, p, _ in owned.extents if p > position), owned.length)
+                    found += [(first + before + i, first, rows) for i in range(last - position)]
+                expected = [(row, plain.extents[e][0], len(plain.extents[e])) for row, e in plain.owned.get(key, [])]
+                assert found == expected and owned.length == len(expected)
+            taken = plain.taken
+            assert table.rows == max(taken, default=-1) + 1
+            assert {row for start, end in table.free for row in range(start, end)} == set(range(table.rows)) - taken
+
+
 def test_positions_that_an_owner_has_not_are_refused() -> None:
     owned = RowTable("kv").open()
     owned.reserve(4)
@@ -157,11 +213,13 @@ def test_ranges_hold_the_pages_that_a_plain_set_says() -> None:
 
 def two_states(g: Any) -> None:
     """Store new rows into each state, and read some of each back."""
-    new, read = g.dim("tokens"), g.dim("read")
+    new, read, bounds = g.dim("tokens"), g.dim("read"), g.input("cu_seqlens", (2,), "int32")
+    positions = g.input("positions", (new,), "int32")
     for name in NAMES:
         state = g.state(name, (g.dim(f"{name}_rows"), WIDTH), "float32")
         k, v = (g.input(f"{name}_{part}", (new, WIDTH // 2), "float32") for part in "kv")
-        g.add_op("kv_store", k, v, g.input(f"{name}_slots", (new,), "int64"), state, layer=0)
+        extents, count = g.input(f"{name}_extents", (new, 4), "int64"), g.input(f"{name}_cu_extents", (2,), "int32")
+        g.add_op("kv_store", k, v, state, extents, count, bounds, positions, layer=0, head_size=WIDTH // 2)
         rows = g.input(f"{name}_read", (read,), "int64")
         g.add_op("gather_rows", state, rows, out=g.output(f"{name}_found", (read, WIDTH), "float32"))
 
@@ -202,11 +260,16 @@ class States:
             self.held[name] |= dict(zip(fresh[name], values, strict=True))
             for part, value in (("k", values[:, : WIDTH // 2]), ("v", values[:, WIDTH // 2 :])):
                 executor.inputs[f"{name}_{part}"].zero_()[: len(value)] = value
-            executor.inputs[f"{name}_slots"].fill_(-1)[: len(values)] = torch.tensor(fresh[name], dtype=torch.int64)
+            single = [[row, 1, position, 0] for position, row in enumerate(fresh[name])]  # extents of a row each
+            executor.inputs[f"{name}_extents"][: len(single)] = torch.tensor(single, dtype=torch.int64).view(-1, 4)
+            executor.inputs[f"{name}_cu_extents"].copy_(torch.tensor([0, len(single)]))
             somewhere = have[name][0] if have[name] else 0
             executor.inputs[f"{name}_read"].fill_(somewhere)[: len(have[name])] = torch.tensor(
                 have[name], dtype=torch.int64
             )
+        count = plan.dims["tokens"]
+        executor.inputs["cu_seqlens"].copy_(torch.tensor([0, count]))
+        executor.inputs["positions"].copy_(torch.arange(count))
         executor.run()
         for name in NAMES:
             found = executor.outputs[f"{name}_found"][: len(have[name])]

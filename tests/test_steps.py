@@ -59,9 +59,11 @@ def sizes(seed: int, count: int) -> Iterator[StepSize]:
         rows = source.randint(1, sum(windows))
         returned = source.choice([0, source.randint(1, sum(windows))]) if phase.head.decides else 0
         states = {KV: sum(owned) + source.randint(0, 99)} if source.random() < 0.7 else {}
+        extents = len(owned) + source.choice([0, source.randint(0, 40)]) if owned else 0
         yield StepSize(
-            phase=phase, windows=windows, keys=keys, owned=owned, rows=rows, logit_rows=returned, states=states
-        )
+            phase=phase, windows=windows, keys=keys, owned=owned, extents=extents, rows=rows, logit_rows=returned,
+            states=states,
+        )  # fmt: skip
 
 
 def seen_by(position: int, keys: int, block: int) -> int:
@@ -75,6 +77,7 @@ def test_dims_are_those_counted_one_query_at_a_time(block: int) -> None:
         owned, dims = size.owned or size.windows, size.dims(arch)
         pairs = sum(seen_by(k - n + i, k, block) for n, k in zip(size.windows, owned, strict=True) for i in range(n))
         copies = 2 if size.phase.guidance else 1
+        assert size.extents >= len(size.owned)
         expected = {"tokens": copies * sum(size.windows), "seqs": copies * len(size.windows)}
         expected["span"] = -(-pairs // sum(size.windows))
         if size.phase.head.name != "none":
@@ -82,7 +85,7 @@ def test_dims_are_those_counted_one_query_at_a_time(block: int) -> None:
         if size.logit_rows:
             expected["logit_rows"] = size.logit_rows
         if size.phase.cached:
-            expected["keys"] = sum(owned)
+            expected |= {"keys": sum(owned), "extents": size.extents}
         if size.states:
             expected["kv_rows"] = size.states[KV]
         assert dims == expected
@@ -175,8 +178,8 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
         "token_ids": [int(t) for part in tokens for t in part],
         "positions": [requests[i % len(requests)].start + j for i, part in enumerate(tokens) for j in range(len(part))],
         "cu_seqlens": [sum(map(len, tokens[:i])) for i in range(len(tokens) + 1)],
-        "rows": [], "unconditional_rows": [], "logit_rows": [], "current": [], "keys": [], "slots": [], "key_slots": [],
-        "cu_keys": [0], "cu_rows": [0], "quota": [], "threshold": [], "edit_threshold": [],
+        "rows": [], "unconditional_rows": [], "logit_rows": [], "current": [], "keys": [], "extents": [],
+        "cu_extents": [0], "seen": [], "cu_rows": [0], "quota": [], "threshold": [], "edit_threshold": [],
     }  # fmt: skip
     total, first = sum(r.token_ids.numel() for r in requests), 0
     for r in requests:
@@ -188,10 +191,12 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
             found["keys"].append(row * 7 + r.token_ids.numel())
         found["logit_rows"] += [first + row for row in reversed(r.rows.tolist())]
         first += r.token_ids.numel()
-        slots = r.sequence.slots().tolist()  # type: ignore[union-attr]
-        found["slots"] += slots[r.start : r.start + r.token_ids.numel()]
-        found["key_slots"] += slots[: r.key_len]
-        found["cu_keys"].append(len(found["key_slots"]))
+        position = 0
+        for row, count in r.sequence.runs():  # type: ignore[union-attr]
+            found["extents"].append([row, count, position, 0])
+            position += count
+        found["cu_extents"].append(len(found["extents"]))
+        found["seen"].append(r.key_len)
         found["cu_rows"].append(len(found["current"]))
         for name in ("quota", "threshold", "edit_threshold"):
             found[name].append(getattr(r, name))
@@ -212,27 +217,28 @@ def test_random_requests_are_packed_as_one_at_a_time(phase: Phase, shifted: bool
     graph = replace(load(TINY), architecture=arch).graph(phase=phase)
     declared = {b.name: b for b in graph.buffers if b.kind == "input"}
     for _ in range(8):
-        requests = requests_of(phase, source, RowTable("kv"))
+        requests = requests_of(phase, source, RowTable("kv", extents=True))
         packed = pack_step(requests, arch, states={KV: 200})
         expected = expected_inputs(requests, shifted)
         assert packed.inputs.keys() == declared.keys()
-        dims = packed.size.dims(arch) | {"keys": sum(packed.size.keys)}
+        dims = packed.size.dims(arch)
         for name, given in packed.inputs.items():
             value = given.tensor() if isinstance(given, Numbers) else given
             assert len(given) == len(value)
-            assert value.tolist() == pytest.approx(expected[name]), name
+            torch.testing.assert_close(value, torch.tensor(expected[name], dtype=value.dtype), msg=name)
             assert str(value.dtype) == f"torch.{declared[name].dtype}"
-            (rows,) = declared[name].shape
+            rows = declared[name].shape[0]
             assert len(value) == (
                 rows if isinstance(rows, int) else rows.subs({s: dims[s.name] for s in rows.free_symbols})
             )
         assert packed.size.windows == tuple(r.token_ids.numel() for r in requests)
         assert packed.size.keys == (tuple(r.key_len for r in requests) if phase.cached else ())
         assert packed.size.owned == (tuple(60 for _ in requests) if phase.cached else ())
+        assert packed.size.extents == len(expected["extents"]) * phase.cached
 
 
 def test_requests_of_one_step_share_what_a_step_has_once_and_nothing_else() -> None:
-    memory, source = RowTable("kv"), random.Random(0)
+    memory, source = RowTable("kv", extents=True), random.Random(0)
     for phase in PHASES:
         for request in requests_of(phase, source, memory):
             for name in ("temperature", "top_p", "top_k", "score_temperature", "guidance"):

@@ -65,11 +65,12 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "attention", {"q": x, **keys, "y": x, **attrs}
     yield "attention", {"q": x, **keys, "y": x, **attrs, "block": 32}
     kv, narrow = empty(40_000, 36 * 2 * 1024), {"k": empty(rows, 1024), "v": empty(rows, 1024)}
-    yield "kv_store", {**narrow, "slots": empty(rows, dtype=index), "kv": kv, "layer": 3}
-    attrs |= {"layer": 3, "kv_heads": 8, "kv": kv, "cu_seqlens": cu_seqlens, "cu_keys": cu_seqlens}
+    where = {"kv": kv, "extents": empty(5, 4, dtype=index), "cu_extents": cu_seqlens, "cu_seqlens": cu_seqlens}
+    yield "kv_store", {**narrow, **where, "positions": empty(rows, dtype=torch.int32), "layer": 3, "head_size": size}
+    attrs |= {"layer": 3, "kv_heads": 8, "seen": empty(1, dtype=torch.int32), **where}
     for tokens, block in ((2, 0), (8, 4), (32, 0), (32, 32), (2048, 0), (2048, 32)):  # every tile; split, and not
         window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
-        yield "kv_attention", {**window, "key_slots": empty(20_000, dtype=index), **attrs, "block": block}
+        yield "kv_attention", {**window, **attrs, "block": block}
     figures = dict.fromkeys(("maximum", "second", "logsumexp", "entropy", "sample_logit"), logsum)
     for kind in ("confidence", "margin", "entropy", "random", "sequential"):
         yield "row_score", {**figures, "keys": some, "score": logsum, "kind": kind}

@@ -1,8 +1,10 @@
-"""kv_store: keys and values of a window of tokens into the rows that they own.
+"""kv_store: keys and values of a window of tokens into the rows that their sequences own.
 
-Contract: kv_store(k[T, W] sliced, v[T, W] sliced, slots[T] int64, kv[R, L*2*W] whole; layer): kv[slots] = (k, v) in the
-layer's columns, its keys first. Slots are distinct; a row whose slot is negative (padding) is not kept. kv overlaps no
-other operand. Legend: T tokens, R rows, L layers, W width of keys.
+Contract: kv_store(k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32
+whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, head_size). Row r of k is row `row_start + r` of the
+packed window, a token of the sequence that has it; where a position's key lies, `mosaic.registrar.operators.kv_store` says.
+A token in no sequence, or at a position that its sequence has no row for, is not kept. kv overlaps no other operand. Legend:
+T tokens, R rows, L layers, W width of keys, B sequences, X extents.
 """
 
 from __future__ import annotations
@@ -11,29 +13,38 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import INDEX, check_kv_row, check_shapes
+from mosaic.kernels.shared.extents import Piece, check_extents, check_kv, kept_tokens, pieces, windows
+from mosaic.kernels.shared.operands import check_shapes, heads_of
 
 __all__ = ["bind", "check", "launch", "reference"]
 
 
-def bind(*, k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, layer: int, scratch: Tensor | None = None) -> Run:
-    """Update kv; `slots` is read on the host, and neighbours that stay neighbours are copied at once."""
-    first, width = check(k, v, slots, kv, layer), k.shape[1]
-    columns = [(kv[:, at : at + width], x) for at, x in ((first, k), (first + width, v))]
+def bind(
+    *,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    extents: Tensor,
+    cu_extents: Tensor,
+    cu_seqlens: Tensor,
+    positions: Tensor,
+    layer: int,
+    head_size: int,
+    row_start: int = 0,
+    scratch: Tensor | None = None,
+) -> Run:
+    """Update kv; the tables are read on the host, and neighbours that stay neighbours are copied at once."""
+    heads = check(k, v, kv, extents, cu_extents, cu_seqlens, positions, layer, head_size)
+    tokens = k.shape[0]
+    k_KTH, v_KTH = (x.view(tokens, heads, head_size).transpose(0, 1) for x in (k, v))
 
     def run() -> None:
-        rows: list[int] = slots.tolist()
-        start = 0
-        while start < len(rows):
-            end = start + 1
-            while end < len(rows) and rows[end] == rows[end - 1] + 1 and rows[start] >= 0:
-                end += 1
-            if rows[start] >= 0:
-                if rows[end - 1] >= kv.shape[0]:
-                    raise IndexError(f"kv_store: slot {rows[end - 1]:,} of {kv.shape[0]:,} rows")
-                for kept, x in columns:
-                    kept[rows[start] : rows[start] + end - start].copy_(x[start:end])
-            start = end
+        owned = pieces(extents, cu_extents)
+        for sequence, start, end in windows(cu_seqlens, row_start, tokens):
+            for first, last, piece in _placed(positions[start:end].tolist(), owned[sequence]):
+                rows = slice(start + first, start + last)
+                for kept, x in zip(kept_tokens(kv, piece, layer, heads, head_size), (k_KTH, v_KTH), strict=True):
+                    kept.copy_(x[:, rows])
 
     return run
 
@@ -41,22 +52,52 @@ def bind(*, k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, layer: int, scratch
 launch = launcher(bind)
 
 
-def check(k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, layer: int) -> int:
-    """Check the operands; return the layer's first column."""
+def _placed(positions: list[int], owned: list[Piece]) -> list[tuple[int, int, Piece]]:
+    """Runs of tokens whose positions follow each other within a piece: the first, the end, and the part of the piece."""
+    found, at = [], 0
+    while at < len(positions):
+        end, first = at + 1, positions[at]
+        while end < len(positions) and positions[end] == positions[end - 1] + 1:
+            end += 1
+        for piece in owned:
+            low, high = max(piece.start, first), min(piece.end, first + end - at)
+            if low < high:
+                part = piece._replace(start=low, end=high, at=piece.at + low - piece.start)
+                found.append((at + low - first, at + high - first, part))
+        at = end
+    return found
+
+
+def check(
+    k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    layer: int, head_size: int,
+) -> int:  # fmt: skip
+    """Check the operands; return the heads of keys."""
     tokens, width = k.shape
     check_shapes(
         "kv_store",
         k=(k, (tokens, width), None),
         v=(v, (tokens, width), k.dtype),
-        slots=(slots, (tokens,), INDEX[0]),
         kv=(kv, (kv.shape[0], kv.shape[-1]), k.dtype),
+        positions=(positions, (tokens,), torch.int32),
     )
-    return check_kv_row("kv_store", kv, width, layer)
+    check_extents("kv_store", extents, cu_extents, cu_seqlens)
+    check_kv("kv_store", kv, width, layer)
+    return heads_of("kv_store", "k", k, head_size)
 
 
-def reference(*, k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, layer: int) -> Tensor:
-    """Return kv after the update, in plain PyTorch."""
-    width, kept = k.shape[1], slots >= 0
-    after = kv.clone()
-    after[slots[kept], 2 * layer * width : 2 * (layer + 1) * width] = torch.cat([k, v], dim=1)[kept]
+def reference(
+    *, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    layer: int, head_size: int, row_start: int = 0,
+) -> Tensor:  # fmt: skip
+    """Return kv after the update, in plain PyTorch, a token at a time."""
+    after, heads = kv.clone(), k.shape[1] // head_size
+    owned = pieces(extents, cu_extents)
+    for sequence, start, end in windows(cu_seqlens, row_start, k.shape[0]):
+        for token in range(start, end):
+            position = int(positions[token])
+            for piece in owned[sequence]:
+                if piece.start <= position < piece.end:
+                    kept = kept_tokens(after, piece, layer, heads, head_size)[:, :, position - piece.start]
+                    kept.copy_(torch.stack([k[token], v[token]]).view(2, heads, head_size))
     return after

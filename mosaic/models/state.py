@@ -31,6 +31,9 @@ class State:
         Columns of a row; a subclass may have its `columns` depend on the model.
     dtype
         Of its elements; the model's, if not given.
+    extents
+        Its layout: whether neighbouring rows that an owner is given at once are an extent, which operators lay out as one,
+        and which goes back as one. Otherwise each row is laid out, and goes back, by itself.
 
     Raises
     ------
@@ -46,6 +49,7 @@ class State:
     name: str
     width: int = 0
     dtype: str = ""
+    extents: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in ITEMSIZE:

@@ -21,6 +21,7 @@ MAX_TOKENS: Final = 2**31 - 1
 """Positions and sequence bounds are int32."""
 FEWEST_ROWS: Final = 16
 FEWEST_KEYS: Final = 64
+FEWEST_EXTENTS: Final = 16
 MOST_DOUBLED: Final = 256
 """What decoding steps are planned for at least, and up to how many rows plans are for powers of two: a few rows take about as
 long as one, and a generation whose masks get fewer then needs few plans, each of which is captured once."""
@@ -41,6 +42,8 @@ class StepSize:
     owned
         Of cached phases: tokens that each sequence has rows of the state for; the keys it sees, if not given. A step is
         planned for all of them, so one plan, and one captured graph, serves it while the window moves on.
+    extents
+        Of cached phases: extents that the rows of all sequences lie in; one a sequence, if not given.
     rows
         Rows to decide, of all sequences together; 0 where the phase has no head.
     logit_rows
@@ -64,6 +67,7 @@ class StepSize:
     windows: tuple[int, ...]
     keys: tuple[int, ...] = ()
     owned: tuple[int, ...] = ()
+    extents: int = 0
     rows: int = 0
     logit_rows: int = 0
     states: Mapping[State, int] = field(default_factory=dict, hash=False)
@@ -73,6 +77,7 @@ class StepSize:
         kept = self.phase.cache.kept
         if kept is not None:
             object.__setattr__(self, "owned", self.owned or self.keys)
+            object.__setattr__(self, "extents", self.extents or len(self.owned))
             states.setdefault(kept, sum(self.owned))
         for state in self.phase.states:
             states.setdefault(state, 1)
@@ -130,8 +135,8 @@ class StepSize:
     def dims(self, architecture: Architecture | None = None) -> dict[str, int]:
         """Return the values of the symbolic dims.
 
-        They are tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys where cached, and
-        `NAME_rows` of each state.
+        They are tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys and
+        extents where cached, and `NAME_rows` of each state.
 
         Parameters
         ----------
@@ -148,7 +153,7 @@ class StepSize:
         if self.logit_rows:
             dims["logit_rows"] = self.logit_rows
         if self.owned:
-            dims["keys"] = sum(self.owned)
+            dims |= {"keys": sum(self.owned), "extents": self.extents}
         return dims | {state.rows_dim: rows for state, rows in self.states.items()}
 
     def at(self, context: int) -> StepSize:
@@ -172,19 +177,20 @@ class StepSize:
 
     def rounded(self) -> StepSize:
         """Return the size with rows, keys and states rounded up, mostly by at most an eighth: its plan serves more steps."""
-        owned, rows, logit_rows, states = self._rounded
+        owned, extents, rows, logit_rows, states = self._rounded
         more = owned - sum(self.owned)
         return replace(
-            self, owned=(*self.owned[:-1], self.owned[-1] + more) if owned else (), rows=rows, logit_rows=logit_rows,
-            states=dict(states),
+            self, owned=(*self.owned[:-1], self.owned[-1] + more) if owned else (), extents=extents, rows=rows,
+            logit_rows=logit_rows, states=dict(states),
         )  # fmt: skip
 
     @property
-    def _rounded(self) -> tuple[int, int, int, frozenset[tuple[State, int]]]:
-        """Keys owned, rows to decide, rows of logits and rows of each state, rounded up."""
+    def _rounded(self) -> tuple[int, int, int, int, frozenset[tuple[State, int]]]:
+        """Keys owned, extents, rows to decide, rows of logits and rows of each state, rounded up."""
         tokens, rules = self.tokens, self.phase.commit is not None
         return (
             bucket(sum(self.owned), least=FEWEST_KEYS),
+            bucket(self.extents, least=FEWEST_EXTENTS, doubled=MOST_DOUBLED),
             bucket(self.rows, tokens, least=FEWEST_ROWS if rules else 0, doubled=MOST_DOUBLED if rules else 0),
             bucket(self.logit_rows, tokens),
             rounded_states(self.states),

@@ -103,4 +103,7 @@ def fill_rows(out: Tensor, rows: Tensor) -> None:
         out.copy_(rows)
         return
     out[:count].copy_(rows)
-    out[count:].fill_(int(rows[-1]) if count else 0)
+    if count:
+        out[count:].copy_(rows[-1:].expand_as(out[count:]))
+    else:
+        out.zero_()

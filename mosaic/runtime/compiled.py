@@ -290,13 +290,13 @@ class CompiledModel(Face):
         """
         with self._engine.turn():
             states = self._states_of(sizes, more)
-            plans = [self._engine.plans.plan(size.beside(states)) for size in sizes]
+            plans = [self._engine.plans.plan(size.beside(states)) for size in self._engine.scattered(sizes)]
             return max(plans, key=lambda plan: plan.total_bytes)
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
         """Return whether steps of these sizes fit: what `check` says, from the peak formula and without a plan."""
         with self._engine.turn():
-            return self._engine.plans.fits(sizes, self._states_of(sizes, more))
+            return self._engine.plans.fits(self._engine.scattered(sizes), self._states_of(sizes, more))
 
     def _states_of(self, sizes: Sequence[StepSize], more: Mapping[State, int] | None) -> dict[State, int]:
         """Rows of each state beside steps of these sizes, once `more` are taken."""

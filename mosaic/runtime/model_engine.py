@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -108,7 +109,9 @@ class ModelEngine(Engine):
             raise UsageError(f"the state '{state.name}' is {other}, asked for {state}: give one of them another name.")
         if state not in self._tables:
             taken = self._fresh.setdefault(state, []).extend if self.debug == "poison" else None
-            self._tables[state] = RowTable(state.name, self.turns, drained=self.give_back, taken=taken)
+            self._tables[state] = RowTable(
+                state.name, extents=state.extents, turns=self.turns, drained=self.give_back, taken=taken
+            )
         return self._tables[state]
 
     @property
@@ -122,6 +125,15 @@ class ModelEngine(Engine):
         for state, count in more.items():
             free = self._tables[state].free if state in self._tables else ()
             found[state] += max(count - total(free), 0)
+        return found
+
+    def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
+        """Return the same steps where the rows of their sequences lie in as many extents as they may come to lie in."""
+        found = []
+        for size in sizes:
+            table = None if size.phase.cache.kept is None else self._tables.get(size.phase.cache.kept)
+            extents = size.extents if table is None else table.most_extents(len(size.windows))
+            found.append(replace(size, extents=max(size.extents, extents)))
         return found
 
     # --- running --------------------------------------------------------------------------------------------------

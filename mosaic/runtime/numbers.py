@@ -20,6 +20,8 @@ class Numbers:
         All numbers, or all ranges of integers.
     dtype
         By its name.
+    width
+        Numbers of one value; 0: the tensor has one dim.
 
     Examples
     --------
@@ -30,13 +32,16 @@ class Numbers:
 
     parts: tuple[float, ...] | tuple[range, ...]
     dtype: str
+    width: int = 0
 
     def __len__(self) -> int:
-        return sum(len(part) if isinstance(part, range) else 1 for part in self.parts)
+        return sum(len(part) if isinstance(part, range) else 1 for part in self.parts) // (self.width or 1)
 
     def tensor(self) -> Tensor:
-        """Make a tensor [n] of them."""
+        """Make a tensor [n] of them, or [n, width]."""
         dtype = getattr(torch, self.dtype)
+        if self.width:
+            return torch.tensor(self.parts, dtype=dtype).view(-1, self.width)
         ranges = [part for part in self.parts if isinstance(part, range)]
         if not ranges:
             return torch.tensor(self.parts, dtype=dtype)

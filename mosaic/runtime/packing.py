@@ -104,8 +104,8 @@ def _size(phase: Phase, requests: Sequence[StepRequest], rows: int, states: Mapp
     returned = sum(len(r.logit_rows) for r in requests if r.logit_rows is not None)
     return StepSize(
         phase=phase, windows=tuple(length for request in requests for length in _lengths(request)),
-        keys=tuple(keys for keys, _ in kept), owned=tuple(owned for _, owned in kept), rows=rows, logit_rows=returned,
-        states=states,
+        keys=tuple(seen.keys for seen in kept), owned=tuple(seen.owned for seen in kept),
+        extents=sum(seen.extents for seen in kept), rows=rows, logit_rows=returned, states=states,
     )  # fmt: skip
 
 
@@ -130,6 +130,9 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
     if entry.per == "sequence":
         values = [entry.at(window) for window in windows]
         return torch.stack(list(map(_vector, values))) if entry.width else Numbers(tuple(values), entry.dtype)
+    if entry.per == "extent":
+        numbers = chain.from_iterable(chain.from_iterable(entry.at(window) for window in windows))
+        return Numbers(tuple(numbers), entry.dtype, entry.width)
     if entry.per in ("row", "logit_row"):
         return _joined([_rows(entry, request, first) for request, first in _firsts(requests, entry.copy)])
     found = [entry.at(window) for window in windows]

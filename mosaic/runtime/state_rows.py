@@ -1,10 +1,11 @@
-"""Rows of a state: which owner has which. Rows are handed out from the front and never move."""
+"""Rows of a state: which owner has which, and in which extents. Rows are handed out from the front and never move."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from threading import RLock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ class RowTable:
     ----------
     name
         The state's; its pool is `state/NAME`.
+    extents
+        Whether neighbouring rows that are handed out at once go back at once, when their owner has dropped the last of
+        them: for states whose rows are laid out so (`mosaic.models.state.State`).
     turns
         Held while rows change hands: a re-entrant lock, the same that steps hold while they run.
     drained
@@ -40,6 +44,8 @@ class RowTable:
     >>> first.reserve(3); second.reserve(2); first.reserve(4)
     >>> first.runs(), second.runs(), table.rows
     ([(0, 3), (5, 1)], [(3, 2)], 6)
+    >>> first.extents
+    ((0, 3, 0, 0), (5, 1, 3, 0))
     >>> second.close()
     >>> table.free, [owned.owner for owned in table.owned]
     ([(3, 5)], ['a prompt'])
@@ -48,11 +54,13 @@ class RowTable:
     def __init__(
         self,
         name: str,
+        *,
+        extents: bool = False,
         turns: AbstractContextManager[object] | None = None,
         drained: Callable[[], None] | None = None,
         taken: Callable[[Spans], None] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.in_extents = name, extents
         self.turns = turns if turns is not None else RLock()
         self._drained, self._taken = drained, taken
         self._owned: list[OwnedRows] = []
@@ -87,6 +95,11 @@ class RowTable:
         """Rows `[start, end)` below `rows` that nobody owns."""
         return self._free
 
+    def most_extents(self, owners: int) -> int:
+        """Return how many extents there may be once so many more owners have reserved, each at once: a hole is filled or
+        cut, or rows come at the end."""
+        return sum(len(owned.extents) for owned in self._owned) + len(self._free) + owners
+
     def take(self, owned: OwnedRows, count: int) -> list[Span]:
         """Hand out `count` rows, free ones first."""
         self.changes += 1
@@ -119,27 +132,43 @@ class RowTable:
                 self._drained()
 
 
+class _Piece(NamedTuple):
+    """Rows [first, last) of consecutive positions, and the rows that they were handed out with."""
+
+    first: int
+    last: int
+    extent: Span
+
+
 class OwnedRows(ClosesOnExit):
-    """The rows that one owner has in a state, by position; see `RowTable`."""
+    """The rows that one owner has in a state, by position; see `RowTable`.
+
+    Attributes
+    ----------
+    extents
+        Of a state in extents, in order of position: the first row of one, its rows, the position that comes first, and how
+        many rows of the extent lie before that one's.
+    length
+        Positions that there are rows for.
+    """
 
     def __init__(self, table: RowTable, owner: Hashable) -> None:
         self._table, self.owner = table, owner
-        self._spans = list[Span]()
-        self._length = 0
-
-    @property
-    def length(self) -> int:
-        """Positions that there are rows for."""
-        return self._length
+        self._pieces = list[_Piece]()
+        self.extents: tuple[tuple[int, int, int, int], ...] = ()
+        self.length = 0
 
     def reserve(self, count: int) -> None:
         """Have rows for `count` positions; those that are there stay where they are."""
         with self._table.turns:
             if count > self.length:
-                self._hold([*self._spans, *self._table.take(self, count - self.length)])
+                more = self._table.take(self, count - self.length)
+                self._hold([*self._pieces, *(_Piece(*span, span) for span in more)])
 
     def drop(self, start: int, end: int | None = None) -> None:
         """Give the rows of the positions `[start, end)` back. Later positions count from `start` on; no row moves.
+
+        In a state in extents, rows go back when all of their extent are dropped.
 
         Raises
         ------
@@ -150,7 +179,9 @@ class OwnedRows(ClosesOnExit):
             stop = self._stop(start, end)
             gone = self._between(start, stop)
             self._hold([*self._between(0, start), *self._between(stop, self.length)])
-            self._table.give(self, gone)
+            held = {piece.extent for piece in self._pieces}
+            whole = {piece.extent for piece in gone} - held
+            self._table.give(self, whole if self._table.in_extents else [piece[:2] for piece in gone])
 
     def slots(self, start: int = 0, end: int | None = None) -> Tensor:
         """Return the rows of the positions `[start, end)`, int64.
@@ -160,18 +191,8 @@ class OwnedRows(ClosesOnExit):
         UsageError
             If there are fewer rows.
         """
-        found = [torch.arange(run.start, run.stop) for run in self.ranges(start, end)]
+        found = [torch.arange(first, first + count) for first, count in self.runs(start, end)]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
-
-    def ranges(self, start: int = 0, end: int | None = None) -> tuple[range, ...]:
-        """Return the same rows as ranges of consecutive ones, in order of position.
-
-        Raises
-        ------
-        UsageError
-            If there are fewer rows.
-        """
-        return tuple(range(first, last) for first, last in self._between(start, self._stop(start, end)))
 
     def runs(self, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
         """Return the same rows as runs of consecutive ones, in order of position: (first row, count).
@@ -181,7 +202,7 @@ class OwnedRows(ClosesOnExit):
         UsageError
             If there are fewer rows.
         """
-        return [(first, last - first) for first, last in self._between(start, self._stop(start, end))]
+        return [(piece.first, piece.last - piece.first) for piece in self._between(start, self._stop(start, end))]
 
     def close(self) -> None:
         """Give all rows back. Closing twice is fine."""
@@ -195,22 +216,32 @@ class OwnedRows(ClosesOnExit):
             )
         return stop
 
-    def _between(self, start: int, end: int) -> list[Span]:
-        """The spans of the positions `[start, end)`."""
+    def _between(self, start: int, end: int) -> list[_Piece]:
+        """The pieces of the positions `[start, end)`."""
         found, position = [], 0
-        for first, last in self._spans:
-            mine = max(first, first + start - position), min(last, first + end - position)
-            if mine[0] < mine[1]:
-                found.append(mine)
+        for first, last, extent in self._pieces:
+            low, high = max(first, first + start - position), min(last, first + end - position)
+            if low < high:
+                found.append(_Piece(low, high, extent))
             position += last - first
         return found
 
-    def _hold(self, spans: Iterable[Span]) -> None:
-        """Have these rows, in order of position."""
-        self._spans = []
-        for first, last in spans:
-            if self._spans and self._spans[-1][1] == first:
-                self._spans[-1] = self._spans[-1][0], last
+    def _hold(self, pieces: Iterable[_Piece]) -> None:
+        """Have these rows, in order of position; neighbours are one piece, but for rows of different extents."""
+        held: list[_Piece] = []
+        for piece in pieces:
+            before = held[-1] if held else None
+            if before is None or before.last != piece.first:
+                held.append(piece)
+            elif before.extent == piece.extent:
+                held[-1] = before._replace(last=piece.last)
+            elif self._table.in_extents:
+                held.append(piece)
             else:
-                self._spans.append((first, last))
-        self._length = sum(last - first for first, last in self._spans)
+                held[-1] = _Piece(before.first, piece.last, (before.extent[0], piece.extent[1]))
+        self._pieces, self.length = held, 0
+        found = []
+        for first, last, (start, end) in held:
+            found.append((start, end - start, self.length, first - start))
+            self.length += last - first
+        self.extents = tuple(found)

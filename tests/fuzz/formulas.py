@@ -18,7 +18,8 @@ UPDATES: Final[Mapping[str, str]] = {
 """The operand that an op overwrites."""
 WHOLE: Final[Mapping[str, frozenset[str]]] = {
     "attention": frozenset({"k", "v"}), "gather_rows": frozenset({"x"}), "guide": frozenset({"guidance"}),
-    "kv_store": frozenset({"kv"}), "kv_attention": frozenset({"kv", "key_slots", "cu_seqlens", "cu_keys"}),
+    "kv_store": frozenset({"kv", "extents", "cu_extents", "cu_seqlens"}),
+    "kv_attention": frozenset({"kv", "extents", "cu_extents", "seen", "cu_seqlens"}),
 }  # fmt: skip
 """Operands that loops never slice."""
 READS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -28,8 +29,8 @@ READS: Final[Mapping[str, tuple[str, ...]]] = {
     "attention": ("q", "k", "v", "cu_seqlens"), "row_stats": ("logits",), "unembed_stats": ("x", "weight"),
     "shift_rows": ("rows", "cu_seqlens"), "moe_route": ("x", "weight", "bias"), "moe_sort": ("experts",),
     "moe_gather": ("x", "order"), "grouped_linear": ("x", "weight", "offsets"),
-    "moe_combine": ("y", "order", "scores", "x"), "kv_store": ("k", "v", "slots", "kv"),
-    "kv_attention": ("q", "kv", "key_slots", "cu_seqlens", "cu_keys", "positions"),
+    "moe_combine": ("y", "order", "scores", "x"), "kv_store": ("k", "v", "kv", "extents", "cu_extents", "cu_seqlens", "positions"),
+    "kv_attention": ("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions"),
 }  # fmt: skip
 """Names of the operands, in call order."""
 
@@ -109,27 +110,47 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, head_size: int, group: int, scale: 
     return torch.cat(heads)
 
 
-def kv_store(k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, *, layer: int) -> tuple[Tensor]:
-    after, width = kv.clone(), k.shape[1]
-    for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            after[slot, 2 * layer * width : 2 * (layer + 1) * width] = torch.cat([k[i], v[i]])
+def _places(kv: Tensor, extents: Tensor, heads: int, size: int, layer: int) -> dict[int, Tensor]:
+    """By position, the view [2, K, H] of its key and value in one layer; of a sequence's extents a later one comes first."""
+    found = {}
+    for row, rows, first, before in extents.tolist():
+        whole = kv.view(-1)[row * kv.shape[1] : (row + rows) * kv.shape[1]].view(-1, 2, heads, rows, size)[layer]
+        found |= {first + i: whole[:, :, before + i] for i in range(rows - before)}
+    return found
+
+
+def _sequence(bounds: list[int], row: int) -> int:
+    """The sequence that has a row."""
+    return max(s for s in range(len(bounds) - 1) if bounds[s] <= row)
+
+
+def kv_store(
+    k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    *, layer: int, head_size: int, row_start: int = 0,
+) -> tuple[Tensor]:  # fmt: skip
+    after, heads = kv.clone(), k.shape[1] // head_size
+    for i, position in enumerate(positions.tolist()):
+        b = _sequence(cu_seqlens.tolist(), row_start + i)
+        mine = _places(after, extents[int(cu_extents[b]) : int(cu_extents[b + 1])], heads, head_size, layer)
+        if position in mine:
+            mine[position].copy_(torch.stack([k[i], v[i]]).view(2, heads, head_size))
     return (after,)
 
 
 def kv_attention(
-    q: Tensor, kv: Tensor, key_slots: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, positions: Tensor,
-    *, layer: int, kv_heads: int, head_size: int, scale: float, span: int, block: int = 0, row_start: int = 0,
+    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    *, layer: int, kv_heads: int, head_size: int, scale: float, span: int, keys: int, block: int = 0, row_start: int = 0,
 ) -> tuple[Tensor]:  # fmt: skip
-    y, width = torch.full_like(q, torch.nan), kv_heads * head_size
-    bounds = cu_seqlens.tolist()
+    y = torch.full_like(q, torch.nan)
     for i in range(q.shape[0]):
-        b = max(s for s in range(len(bounds) - 1) if bounds[s] <= row_start + i)
-        keys = key_slots[int(cu_keys[b]) : int(cu_keys[b + 1])]
+        b = _sequence(cu_seqlens.tolist(), row_start + i)
+        mine = _places(kv, extents[int(cu_extents[b]) : int(cu_extents[b + 1])], kv_heads, head_size, layer)
+        count = int(seen[b])
         if block:
-            keys = keys[: (int(positions[i]) // block + 1) * block]
-        rows = kv[keys, 2 * layer * width : 2 * (layer + 1) * width]
-        y[i] = _attend(q[i], rows[:, :width], rows[:, width:], head_size, q.shape[1] // width, scale)
+            count = min(count, (int(positions[i]) // block + 1) * block)
+        if count:
+            rows = torch.stack([mine[j] for j in range(count)]).flatten(2)
+            y[i] = _attend(q[i], rows[:, 0], rows[:, 1], head_size, q.shape[1] // (kv_heads * head_size), scale)
     return (y,)
 
 

@@ -135,7 +135,8 @@ class Naive:
             not unwritten, "unwritten", f"{s.kernel} reads more of {unwritten} than was written: the fuzzer is wrong"
         )
         attrs = dict(s.attrs)
-        leading = self.boxes[names["q"]].shape[0] if "q" in names else 0
+        first = next((names[name] for name in ("q", "k") if name in names), None)
+        leading = self.boxes[first].shape[0] if first else 0
         if not isinstance(leading, int) and leading[0] in self.chunks:
             attrs["row_start"] = leading[1] * self.chunks[leading[0]].start
         results = evaluate(s.kernel, operands, attrs)

@@ -292,19 +292,27 @@ def cached_attention(scope: Scope) -> bool:
         None,
     )
     kv = kv or scope.declare("kv", "state", (("kv_rows", 1), layers * 2 * width), fill="normal")
+    count = rng.randint(2, 4)
+    drawn = rng.randrange(2)
+    stem, whose = (
+        f"{count - 1}_{drawn}_",
+        f"kv_rows:{count - 1}:{drawn}",
+    )  # what speaks of the same sequences is drawn alike
+    extents = _given(scope, f"extents_{stem}", (("extents", 1), 4), "int64", f"extents:{whose}")
+    cu_extents = _given(scope, f"cu_extents_{stem}", (count,), "int32", f"cu_extents:{whose}")
+    bounds = _given(scope, "cu_tokens_", (count,), "int32", "bounds:tokens")
+    positions = _given(scope, "at", (("tokens", 1),), "int32", "slots:kv_rows")
+    where = kv, extents, cu_extents
     if rng.random() < 0.8 and (scope.ordered or not kv.uncut & set(scope.open)):
         keys, values = linear(scope, x, width), linear(scope, x, width)
-        slots = _given(scope, "slots", (("tokens", 1),), "int64", "slots:kv_rows")
-        scope.call("kv_store", keys, values, slots, kv, updates=kv, layer=layer)
+        scope.call("kv_store", keys, values, *where, bounds, positions, updates=kv, layer=layer, head_size=size)
     if not scope.readable(kv, whole=True):
         return True
-    q, count = linear(scope, x, width * rng.choice([1, 2])), rng.randint(2, 4)
-    key_slots = _given(scope, "keys", (("keys", 1),), "int64", "rows:kv_rows")
-    bounds, cu_keys = (_given(scope, f"cu_{d}_", (count,), "int32", f"bounds:{d}") for d in ("tokens", "keys"))
-    positions = _given(scope, "p", (("tokens", 1),), "int32", "positions")
+    q = linear(scope, x, width * rng.choice([1, 2]))
+    seen = _given(scope, f"seen_{stem}", (count - 1,), "int32", f"seen:{whose}")
     make(
-        scope, "kv_attention", q, kv, key_slots, bounds, cu_keys, positions, shape=q.shape, whole=(kv,), layer=layer,
-        kv_heads=heads, head_size=size, scale=0.5, span=scope.dims["keys"].value, block=rng.choice([0, 0, 4]),
+        scope, "kv_attention", q, *where, seen, bounds, positions, shape=q.shape, whole=(kv,), layer=layer,
+        kv_heads=heads, head_size=size, scale=0.5, span=rng.randint(1, 20), keys=rng.randint(1, 40), block=rng.choice([0, 0, 4]),
     )  # fmt: skip
     return True
 

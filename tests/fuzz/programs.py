@@ -55,7 +55,7 @@ class _Generator:
             dims["masked"] = Dim(rng.randint(1, tokens), at_most="tokens")
         if rng.random() < 0.6:
             dims["groups"] = Dim(rng.randint(1, 4), fixed=True)
-        dims["keys"], dims["kv_rows"] = Dim(rng.randint(4, 20)), Dim(tokens + rng.randint(0, 9))
+        dims["extents"], dims["kv_rows"] = Dim(rng.randint(3, 6)), Dim(tokens + rng.randint(3, 9))
         dtype = "float64" if rng.random() < 0.75 else "float32"
         self.rng, self.scope = rng, Scope(rng, dims, dtype, ordered=rng.random() < 0.12)
         self.knobs: dict[str, tuple[str, int]] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -65,7 +66,49 @@ def _slots(program: Program, count: int, arguments: list[str], rng: random.Rando
     return rng.sample(range(program.dims[arguments[0]].value), count)
 
 
-_INTEGERS = {"positions": _positions, "rows": _rows, "bounds": _bounds, "slots": _slots}
+def _owned(program: Program, arguments: list[str]) -> list[list[tuple[int, int, int, int]]]:
+    """Extents of sequences that share out the rows of a dim, in some of which tokens were dropped at the start or the end.
+
+    Drawn by the last argument alone, so that all operands that speak of them agree.
+    """
+    rows, sequences, rng = program.dims[arguments[0]].value, int(arguments[1]), random.Random(arguments[2])
+    many = min(program.dims["extents"].value, rows)
+    cuts = [0, *sorted(rng.sample(range(1, rows), many - 1)), rows]
+    whose = sorted([*range(min(sequences, many)), *(rng.randrange(sequences) for _ in range(many - sequences))])
+    found: list[list[tuple[int, int, int, int]]] = [[] for _ in range(sequences)]
+    length = [0] * sequences
+    spans = rng.sample([*pairwise(cuts)], many)
+    for sequence, (start, end) in zip(whose, spans, strict=True):
+        before = rng.randrange(2) if end - start > 2 else 0
+        found[sequence].append((start, end - start, length[sequence], before))
+        length[sequence] += end - start - before - (rng.randrange(2) if end - start > 2 else 0)
+    return found
+
+
+def _extents(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[list[int]]:
+    """The extents of all sequences, then such as are nobody's."""
+    found = [[*extent] for extents in _owned(program, arguments) for extent in extents]
+    return [*found, *[[1 << 40, 1, 0, 0]] * (count - len(found))]
+
+
+def _cu_extents(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[int]:
+    return [0, *accumulate(map(len, _owned(program, arguments)))]
+
+
+def _seen(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[int]:
+    """Keys that sequences see, of those that they have rows for: one at least, where there is one."""
+    rows = [
+        first + rows - before - (rows > 2) if extents else 0
+        for extents in _owned(program, arguments)
+        for _, rows, first, before in extents[-1:] or [(0, 0, 0, 0)]
+    ]
+    return [rng.randint(min(1, most), max(most, min(1, most))) for most in rows]
+
+
+_INTEGERS: Mapping[str, Callable[[Program, int, list[str], random.Random], Sequence[int] | Sequence[list[int]]]] = {
+    "positions": _positions, "rows": _rows, "bounds": _bounds, "slots": _slots, "extents": _extents,
+    "cu_extents": _cu_extents, "seen": _seen,
+}  # fmt: skip
 
 
 def doubled(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,17 +1,18 @@
 """kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, key_slots[S] int64 whole, cu_seqlens[B+1] int32 whole,
-cu_keys[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, block) -> y[T, N*H]; y may
-overwrite q; `span` is for the cost model alone. Row r of q is row `row_start + r` of the packed window and sees the keys
-of its own sequence; with `block`, at position p, those before (p // block + 1) * block. Key j of sequence b is row
-key_slots[cu_keys[b] + j] of kv; these slots have to be rows of kv. A row in no sequence, or that sees no key, is left as it
-was.
+Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
+int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, keys, block) ->
+y[T, N*H]; y may overwrite q; `span` and `keys` are for the cost model alone. Row r of q is row
+`row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those
+before (p // block + 1) * block. Where a key lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that
+sees no key, is left as it was.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
 (FlashAttention, Dao et al. 2022, with grouped queries packed). Where the tiles are few, as in decoding, each is split over
 its keys (Flash-Decoding, Dao et al. 2023): programs leave partial results in scratch, and a second launch joins them.
 Lengths are read on the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
-Legend: T query rows, R rows, L layers, S keys, B sequences, N query heads, K KV heads, H head size.
+Keys of one layer and head lie side by side within an extent, so they are read as rows of a matrix, not one by one.
+Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
@@ -25,19 +26,18 @@ from torch import Tensor
 from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.kv_attention import check, reference
-from mosaic.registrar.operators.kv_attention import kv_splits
+from mosaic.registrar.operators.kv_attention import KV_SPLIT_KEYS, kv_splits
 
 __all__ = ["launch", "reference"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
-# Rows of kv are found by slots, themselves loaded, so a stage serves half as far ahead: with 5 stages there are two
-# tiles of keys and values (three for wgmma) in shared memory, with 3 and 4 one. Before Hopper 64 rows spill in 4 warps.
+# Before Hopper 64 rows spill in 4 warps.
 Tiles = tuple[Tile, ...]
 FULL: Final[Tiles] = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
-FEW: Final[Tiles] = (Tile(16, 64, 0, 4, 5), Tile(32, 64, 0, 4, 5))
-SMALL: Final = {2: (*FEW, Tile(64, 64, 0, 8, 5)), 4: FULL}
-HOPPER: Final = {2: (*FEW, Tile(64, 64, 0, 4, 5), Tile(128, 64, 0, 8, 5)), 4: FULL}
+FEW: Final[Tiles] = (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3))
+SMALL: Final = {2: (*FEW, Tile(64, 64, 0, 8, 3)), 4: FULL}
+HOPPER: Final = {2: (*FEW, Tile(64, 64, 0, 4, 3), Tile(128, 64, 0, 8, 4)), 4: FULL}
 TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
 NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
 WIDEST: Final = 128
@@ -51,10 +51,10 @@ JOIN_WARPS: Final = 4
 
 
 @triton.jit
-def find_tile(tile, cu_seqlens, cu_keys, sequences, row_start, rows, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr):
+def find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr):
     """Where a tile lies, of those that the sequences' rows of this slice are cut into.
 
-    Its first row, the end of the sequence's rows, the first key and the number of keys; all 0 beyond the last tile.
+    Its first row, the end of the sequence's rows, and the sequence; all 0 beyond the last tile.
     """
     sequence = tl.arange(0, SEQUENCES)
     known = sequence < sequences
@@ -63,20 +63,24 @@ def find_tile(tile, cu_seqlens, cu_keys, sequences, row_start, rows, TOKENS: tl.
     tiles = tl.where(known & (end > start), (end - start + TOKENS - 1) // TOKENS, 0)
     before = tl.cumsum(tiles, 0) - tiles
     mine = (tile >= before) & (tile < before + tiles)
-    first_key = tl.load(cu_keys + sequence, mask=known, other=0)
-    keys = tl.load(cu_keys + sequence + 1, mask=known, other=0) - first_key
     first = tl.sum(tl.where(mine, start + (tile - before) * TOKENS, 0), 0)
-    last = tl.sum(tl.where(mine, end, 0), 0)
-    return first, last, tl.sum(tl.where(mine, first_key, 0), 0), tl.sum(tl.where(mine, keys, 0), 0)
+    return first, tl.sum(tl.where(mine, end, 0), 0), tl.sum(tl.where(mine, sequence, 0), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows"])
+@triton.jit
+def share_of(keys, splits, BLOCK_K: tl.constexpr, LEAST: tl.constexpr):
+    """The keys of one split, of those of a sequence: whole tiles, and enough to be worth a program."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), BLOCK_K) * BLOCK_K, LEAST)
+
+
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows", "layer"])
 def kv_attention_kernel(
     q,
     kv,
-    key_slots,
+    extents,
+    cu_extents,
+    seen,
     cu_seqlens,
-    cu_keys,
     positions,
     y,
     partials,
@@ -88,15 +92,16 @@ def kv_attention_kernel(
     sequences,
     splits,
     partial_rows,
-    first_column,
-    width,
+    layer,
     scale_log2,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PART: tl.constexpr,
     SIZE: tl.constexpr,
     SEEN: tl.constexpr,
     SPLIT: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    LEAST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -105,7 +110,8 @@ def kv_attention_kernel(
     TOKENS: tl.constexpr = BLOCK_Q // PART
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // PARTS
-    first, last, first_key, keys = find_tile(tile, cu_seqlens, cu_keys, sequences, row_start, rows, TOKENS, SEQUENCES)
+    first, last, sequence = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES)
+    keys = tl.load(seen + sequence)
     index = tl.arange(0, BLOCK_Q)
     row = first + index // PART
     member = tl.program_id(1) % PARTS * PART + index % PART
@@ -118,41 +124,51 @@ def kv_attention_kernel(
     high = tl.max(limit, 0)
     low = 0
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(high, splits), BLOCK_K) * BLOCK_K
+        share = share_of(keys, splits, BLOCK_K, LEAST)
         low = tl.program_id(2) * share
         high = tl.minimum(high, low + share)
+        here = here & (low < keys)  # later splits have nothing to say, and nobody reads what they say
 
     column = tl.arange(0, BLOCK_H)
     place = row.to(tl.int64)[:, None] * q_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
     mask = here[:, None] & (column < SIZE)[None, :]
     queries = tl.load(q + place, mask=mask, other=0.0)
     key = tl.arange(0, BLOCK_K)
-    slots = key_slots + first_key
-    k = kv + first_column + kv_head * SIZE
     maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     accumulator = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
-    for step in range(low, high, BLOCK_K):
-        there = step + key < high
-        slot = tl.load(slots + step + key, mask=there, other=0) * kv_stride
-        k_mask = there[None, :] & (column < SIZE)[:, None]
-        v_mask = there[:, None] & (column < SIZE)[None, :]
-        k_tile = tl.load(k + slot[None, :] + column[:, None], mask=k_mask, other=0.0)
-        scores = tl.dot(queries, k_tile, input_precision="ieee") * scale_log2
-        if SEEN:
-            scores = tl.where(there[None, :] & (step + key[None, :] < limit[:, None]), scores, float("-inf"))
-        else:
-            scores = tl.where(there[None, :], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # a row that has seen no key yet: any finite base will do, as all its exponentials are 0
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - base[:, None])
-        correction = tl.exp2(maximum - base)
-        total = total * correction + tl.sum(weights, 1)
-        v_tile = tl.load(k + width + slot[:, None] + column[None, :], mask=v_mask, other=0.0)
-        accumulator = accumulator * correction[:, None]
-        accumulator = tl.dot(weights.to(kv.dtype.element_ty), v_tile, accumulator, input_precision="ieee")
-        maximum = new_maximum
+    last_extent = tl.load(cu_extents + sequence + 1)
+    for extent in range(tl.load(cu_extents + sequence), last_extent):
+        entry = extents + extent * 4
+        count = tl.load(entry + 1)
+        begin = tl.load(entry + 2).to(tl.int32)
+        end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
+        # where the key of position 0 would lie, were the extent to reach there
+        origin = tl.load(entry + 3) - begin
+        k = kv + tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
+        v = k + HEADS * count * SIZE
+        stop = tl.minimum(end, high)
+        for step in range(tl.maximum(begin, low), stop, BLOCK_K):
+            there = step + key < stop
+            offset = (step + key) * SIZE
+            k_mask = there[None, :] & (column < SIZE)[:, None]
+            v_mask = there[:, None] & (column < SIZE)[None, :]
+            k_tile = tl.load(k + offset[None, :] + column[:, None], mask=k_mask, other=0.0)
+            scores = tl.dot(queries, k_tile, input_precision="ieee") * scale_log2
+            if SEEN:
+                scores = tl.where(there[None, :] & (step + key[None, :] < limit[:, None]), scores, float("-inf"))
+            else:
+                scores = tl.where(there[None, :], scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            # a row that has seen no key yet: any finite base will do, as all its exponentials are 0
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = tl.exp2(scores - base[:, None])
+            correction = tl.exp2(maximum - base)
+            total = total * correction + tl.sum(weights, 1)
+            v_tile = tl.load(v + offset[:, None] + column[None, :], mask=v_mask, other=0.0)
+            accumulator = accumulator * correction[:, None]
+            accumulator = tl.dot(weights.to(kv.dtype.element_ty), v_tile, accumulator, input_precision="ieee")
+            maximum = new_maximum
     if SPLIT:
         program = (tile * tl.num_programs(1) + tl.program_id(1)) * splits + tl.program_id(2)
         partial = program * BLOCK_Q + index
@@ -169,8 +185,8 @@ def kv_attention_kernel(
 
 @triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows"])
 def join_kernel(
+    seen,
     cu_seqlens,
-    cu_keys,
     y,
     partials,
     y_stride,
@@ -183,7 +199,9 @@ def join_kernel(
     PART: tl.constexpr,
     SIZE: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    LEAST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -192,21 +210,23 @@ def join_kernel(
     TOKENS: tl.constexpr = BLOCK_Q // PART
     index = tl.program_id(0)
     tile = tl.program_id(1)
-    first, last, _, keys = find_tile(tile, cu_seqlens, cu_keys, sequences, row_start, rows, TOKENS, SEQUENCES)
+    first, last, sequence = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES)
     row = first + index // PART
     member = tl.program_id(2) % PARTS * PART + index % PART
+    keys = tl.load(seen + sequence)
     sees = (index < TOKENS * PART) & (member < GROUP) & (row < last) & (keys > 0)
+    useful = tl.where(sees, tl.cdiv(keys, share_of(keys, splits, BLOCK_K, LEAST)), 0)
     column = tl.arange(0, BLOCK_H)
     maximum = float("-inf")
     total = 0.0
     accumulator = tl.zeros([BLOCK_H], tl.float32)
     begin = (tile * tl.num_programs(2) + tl.program_id(2)) * splits
-    for step in range(0, tl.where(sees, splits, 0), BLOCK_S):
+    for step in range(0, useful, BLOCK_S):
         split = step + tl.arange(0, BLOCK_S)
         partial = (begin + split) * BLOCK_Q + index
-        maxima = tl.load(partials + partial_rows * SIZE + partial, mask=split < splits, other=float("-inf"))
-        totals = tl.load(partials + partial_rows * (SIZE + 1) + partial, mask=split < splits, other=0.0)
-        mask = (split < splits)[:, None] & (column < SIZE)[None, :]
+        maxima = tl.load(partials + partial_rows * SIZE + partial, mask=split < useful, other=float("-inf"))
+        totals = tl.load(partials + partial_rows * (SIZE + 1) + partial, mask=split < useful, other=0.0)
+        mask = (split < useful)[:, None] & (column < SIZE)[None, :]
         parts = tl.load(partials + partial[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -224,9 +244,10 @@ def launch(
     *,
     q: Tensor,
     kv: Tensor,
-    key_slots: Tensor,
+    extents: Tensor,
+    cu_extents: Tensor,
+    seen: Tensor,
     cu_seqlens: Tensor,
-    cu_keys: Tensor,
     positions: Tensor,
     y: Tensor,
     layer: int,
@@ -234,12 +255,13 @@ def launch(
     head_size: int,
     scale: float,
     span: int = 0,
+    keys: int = 0,
     block: int = 0,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
-    first_column, group = check(q, kv, key_slots, cu_seqlens, cu_keys, positions, y, layer, kv_heads, head_size)
+    group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
     rows, sequences = q.shape[0], cu_seqlens.shape[0] - 1
     tile = _tile(q, head_size, -(-rows // sequences) * group)
     part = min(group, tile.rows)
@@ -247,7 +269,7 @@ def launch(
     # as many as the sequences' rows can be cut into
     tiles, heads = (rows + sequences * (tokens - 1)) // tokens, kv_heads * -(-group // part)
     places = processors(q.device) * PLACES[tile.rows > 64]
-    splits = kv_splits(tiles * heads, tile.rows, key_slots.shape[0], places)
+    splits = kv_splits(tiles * heads, tile.rows, kv.shape[0], places)
     partial_rows = tiles * heads * splits * tile.rows
     partials = _partials(scratch, partial_rows, head_size) if splits > 1 else y
     shared = {
@@ -255,15 +277,18 @@ def launch(
         "PART": part,
         "SIZE": head_size,
         "SEQUENCES": power_of_two(sequences, 1 << 16, least=SEQUENCES),
+        "LEAST": KV_SPLIT_KEYS,
         "BLOCK_Q": tile.rows,
+        "BLOCK_K": tile.columns,
         "BLOCK_H": power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),
     }
     kv_attention_kernel[(tiles, heads, splits)](
         q,
         kv,
-        key_slots,
+        extents,
+        cu_extents,
+        seen,
         cu_seqlens,
-        cu_keys,
         positions,
         y,
         partials,
@@ -275,20 +300,19 @@ def launch(
         sequences,
         splits,
         partial_rows,
-        first_column,
-        kv_heads * head_size,
+        layer,
         scale / math.log(2),
         **shared,
+        HEADS=kv_heads,
         SEEN=block,
         SPLIT=splits > 1,
-        BLOCK_K=tile.columns,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if splits > 1:
         join_kernel[(tile.rows, tiles, heads)](
+            seen,
             cu_seqlens,
-            cu_keys,
             y,
             partials,
             y.stride(0),

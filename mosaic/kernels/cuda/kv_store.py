@@ -1,8 +1,10 @@
-"""kv_store on CUDA: keys and values of a window of tokens into the rows that they own, in one launch.
+"""kv_store on CUDA: keys and values of a window of tokens into the rows that their sequences own, in one launch.
 
-Contract: kv_store(k[T, W] sliced, v[T, W] sliced, slots[T] int64, kv[R, L*2*W] whole; layer): kv[slots] = (k, v) in the
-layer's columns, its keys first. Slots are distinct; a row whose slot lies outside kv is not kept: a kernel cannot raise,
-and padding has slot -1. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys.
+Contract: kv_store(k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32
+whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, head_size). Row r of k is row `row_start + r` of the
+packed window, a token of the sequence that has it; where a position's key lies, `mosaic.registrar.operators.kv_store` says.
+A token in no sequence, or at a position that its sequence has no row for, is not kept. kv overlaps no other operand. Legend:
+T tokens, R rows, L layers, W width of keys, B sequences, X extents.
 """
 
 from __future__ import annotations
@@ -19,37 +21,95 @@ __all__ = ["launch", "reference"]
 # Untuned defaults: 8 elements of k and of v a thread.
 COLUMNS: Final = 1024
 WARPS: Final = 4
+SEQUENCES: Final = 16
+"""Least sequences that a kernel is compiled for, beyond them powers of two."""
 
 
-@triton.jit(do_not_specialize=["rows"])
-def kv_store_kernel(k, v, slots, kv, k_stride, v_stride, kv_stride, rows, first, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["sequences", "row_start", "layer"])
+def kv_store_kernel(
+    k,
+    v,
+    kv,
+    extents,
+    cu_extents,
+    cu_seqlens,
+    positions,
+    k_stride,
+    v_stride,
+    kv_stride,
+    width,
+    sequences,
+    row_start,
+    layer,
+    SIZE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    sequence = tl.arange(0, SEQUENCES)
+    known = sequence < sequences
+    first = tl.load(cu_seqlens + sequence, mask=known, other=0)
+    end = tl.load(cu_seqlens + sequence + 1, mask=known, other=0)
+    mine = known & (first <= row_start + row) & (row_start + row < end)
+    low = tl.sum(tl.where(mine, tl.load(cu_extents + sequence, mask=known, other=0), 0), 0)
+    high = tl.sum(tl.where(mine, tl.load(cu_extents + sequence + 1, mask=known, other=0), 0), 0)
+    # of the extents that have a place for the position the last: those before end where the next one begins
+    position = tl.load(positions + row).to(tl.int64)
+    base = position * 0
+    count = base
+    token = base - 1
+    for extent in range(low, high):
+        entry = extents + extent * 4
+        rows = tl.load(entry + 1)
+        at = position - tl.load(entry + 2) + tl.load(entry + 3)
+        has = (position >= tl.load(entry + 2)) & (at < rows)
+        base = tl.where(has, tl.load(entry), base)
+        count = tl.where(has, rows, count)
+        token = tl.where(has, at, token)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row)
-    mask = (column < width) & (slot >= 0) & (slot < rows)
-    keys = tl.load(k + row * k_stride + column, mask=mask)
-    values = tl.load(v + row * v_stride + column, mask=mask)
-    place = kv + slot * kv_stride + first + column
+    mask = (column < width) & (token >= 0)
+    keys = tl.load(k + row.to(tl.int64) * k_stride + column, mask=mask)
+    values = tl.load(v + row.to(tl.int64) * v_stride + column, mask=mask)
+    place = kv + base * kv_stride + (2 * layer * width + column // SIZE * SIZE) * count + token * SIZE + column % SIZE
     tl.store(place, keys, mask=mask)
-    tl.store(place + width, values, mask=mask)
+    tl.store(place + width * count, values, mask=mask)
 
 
-def launch(*, k: Tensor, v: Tensor, slots: Tensor, kv: Tensor, layer: int, scratch: Tensor | None = None) -> None:
+def launch(
+    *,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    extents: Tensor,
+    cu_extents: Tensor,
+    cu_seqlens: Tensor,
+    positions: Tensor,
+    layer: int,
+    head_size: int,
+    row_start: int = 0,
+    scratch: Tensor | None = None,
+) -> None:
     """Update kv."""
-    first = check(k, v, slots, kv, layer)
-    tokens, width = k.shape
+    check(k, v, kv, extents, cu_extents, cu_seqlens, positions, layer, head_size)
+    (tokens, width), sequences = k.shape, cu_seqlens.shape[0] - 1
     block = power_of_two(width, COLUMNS)
     kv_store_kernel[(tokens, triton.cdiv(width, block))](
         k,
         v,
-        slots,
         kv,
+        extents,
+        cu_extents,
+        cu_seqlens,
+        positions,
         k.stride(0),
         v.stride(0),
         kv.stride(0),
-        kv.shape[0],
-        first,
         width,
+        sequences,
+        row_start,
+        layer,
+        SIZE=head_size,
+        SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
         BLOCK=block,
         num_warps=WARPS,
     )

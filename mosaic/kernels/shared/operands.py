@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mosaic.errors import GraphError
 
-__all__ = ["INDEX", "check_attention", "check_kv_row", "check_shape", "check_shapes", "heads_of"]
+__all__ = ["INDEX", "check_attention", "check_shape", "check_shapes", "heads_of"]
 
 INDEX = (torch.int64,)
 
@@ -57,14 +57,3 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tens
         cu_seqlens=(cu_seqlens, (cu_seqlens.shape[0],), torch.int32),
     )
     return heads, kv_heads
-
-
-def check_kv_row(kernel: str, kv: Tensor, width: int, layer: int) -> int:
-    """Check that a row of kv has keys and values of `width` columns for this layer; return its first column."""
-    layers, rest = divmod(kv.shape[-1], 2 * width)
-    if rest or not 0 <= layer < layers:
-        raise GraphError(
-            f"{kernel}: operand 'kv' has {kv.shape[-1]} columns, expected keys and values of {width} columns for every layer, "
-            f"layer {layer} among them."
-        )
-    return 2 * layer * width

@@ -53,16 +53,24 @@ def _store(
         if queries is not None:
             project(step, layer, "q", h, matrices["q_proj"], queries)
         k, v = (project(step, layer, name, h, matrices[f"{name}_proj"]) for name in ("k", "v"))
-        g.add_op("kv_store", k, v, step.inputs["slots"], step.kv, name="store", layer=layer)
+        g.add_op(
+            "kv_store", k, v, step.kv, *_extents(step), step.cu_seqlens, step.positions, name="store", layer=layer,
+            head_size=step.arch.head_size,
+        )  # fmt: skip
 
 
 def _attend(step: StepGraph, layer: int, q: Buffer) -> Buffer:
     """softmax(q k^T) v with the keys and values of the state, over the queries' storage."""
-    g, arch, inputs = step.g, step.arch, step.inputs
+    g, arch = step.g, step.arch
     y: Buffer = g.add_op(
-        "kv_attention", q, step.kv, inputs["key_slots"], step.cu_seqlens, inputs["cu_keys"], step.positions,
+        "kv_attention", q, step.kv, *_extents(step), step.inputs["seen"], step.cu_seqlens, step.positions,
         name="attention", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
-        block=arch.block, span=step.span,
+        block=arch.block, span=step.span, keys=g.dim("keys"),
     )  # fmt: skip
     g.add_alias(y, q)
     return y
+
+
+def _extents(step: StepGraph) -> tuple[Buffer, Buffer]:
+    """The extents that sequences have rows in, and where those of each begin."""
+    return step.inputs["extents"], step.inputs["cu_extents"]

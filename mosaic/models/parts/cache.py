@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mosaic.errors import UsageError
 from mosaic.models.inputs import Frequencies, Input
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from mosaic.models.attention import Way
     from mosaic.models.transformer import StepGraph
 
-__all__ = ["KEPT", "KV", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Whole"]
+__all__ = ["KEPT", "KV", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Seen", "Whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysAndValues(State):
-    """The keys and values of all layers, side by side, one row a token; it grows at its end, so nothing moves."""
+    """The keys and values of all layers, one row a token, in extents; it grows at its end, so nothing moves."""
+
+    extents: bool = True
 
     def columns(self, arch: Architecture) -> int:
         """Return keys and values of all layers."""
@@ -29,6 +31,14 @@ class KeysAndValues(State):
 
 
 KV: Final = KeysAndValues(name="kv")
+
+
+class Seen(NamedTuple):
+    """Of one request: the keys that its window sees, the tokens that its sequence has rows for, and the extents they lie in."""
+
+    keys: int
+    owned: int
+    extents: int
 
 
 class CachePolicy(Part):
@@ -46,8 +56,8 @@ class CachePolicy(Part):
         """The state that keys and values are kept in; with states of its own, a policy names them beside it."""
         return () if self.kept is None else (self.kept,)
 
-    def seen(self, request: Any) -> tuple[int, int] | None:
-        """Return the keys that a request's window sees, and the tokens that its sequence owns rows for; None: none kept."""
+    def seen(self, request: Any) -> Seen | None:
+        """Return what a request sees of the state that keys are kept in; None: none are."""
         return None
 
     def ways(self) -> Sequence[Way]:
@@ -100,27 +110,31 @@ class Kept(CachePolicy):
     """Windows write their keys and values into the state `kv` and attend to those that it has of their sequence."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return `slots`, rows of the window's tokens, and `key_slots`, those of the keys that each sequence sees."""
+        """Return the extents that each sequence has, where those of a sequence begin, and the keys that it sees."""
         return (
             Input(
-                name="slots", dtype="int64", per="token",
-                value=lambda window: window.request.sequence.ranges(window.start, window.end),
+                name="extents", dtype="int64", per="extent", width=4,
+                value=lambda window: window.request.sequence.extents,
             ),
             Input(
-                name="key_slots", dtype="int64", per="key",
-                value=lambda window: window.request.sequence.ranges(0, window.request.key_len),
+                name="cu_extents", dtype="int32", per="bound", value=lambda window: len(window.request.sequence.extents)
             ),
-            Input(name="cu_keys", dtype="int32", per="bound", value=lambda window: window.request.key_len),
+            Input(name="seen", dtype="int32", per="sequence", value=lambda window: window.request.key_len),
         )  # fmt: skip
 
     def check(self, request: Any, arch: Architecture) -> None:
         """Check that a request has a sequence, and sees its own window at least."""
-        if not hasattr(request.sequence, "ranges"):
+        if not hasattr(request.sequence, "extents"):
             raise UsageError("a cached request needs a sequence that this model has opened.")
         end = request.start + len(request.token_ids)
         if request.key_len < end:
             raise UsageError(
                 f"a window that ends at position {end} sees that many keys at least, got {request.key_len}."
+            )
+        if request.key_len > request.sequence.length:
+            raise UsageError(
+                f"a window that sees {request.key_len} keys of a sequence that has rows for {request.sequence.length}: "
+                "reserve more."
             )
         arch.rotary.check_kept(request.key_len)
 
@@ -129,9 +143,10 @@ class Kept(CachePolicy):
         """The state `kv`."""
         return KV
 
-    def seen(self, request: Any) -> tuple[int, int]:
+    def seen(self, request: Any) -> Seen:
         """Return the keys that the request sees, of the tokens that its sequence owns rows for."""
-        return request.key_len, request.sequence.length
+        sequence = request.sequence
+        return Seen(request.key_len, sequence.length, len(sequence.extents))
 
     def ways(self) -> Sequence[Way]:
         """Return all queries at once, and chunks of queries: keys and values of all heads are there anyway."""
@@ -140,8 +155,9 @@ class Kept(CachePolicy):
         return kept.KeptTogether(), kept.KeptQueries()
 
     def dims(self, step: StepGraph) -> None:
-        """Declare the keys that a query sees: those of the state."""
+        """Declare the keys that a query sees: those of the state, which lie in extents."""
         step.g.dim("keys")
+        step.g.dim("extents")
         step.g.dim("span", at_most="keys")
 
     def declare(self, step: StepGraph) -> None:

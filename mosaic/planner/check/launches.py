@@ -14,6 +14,9 @@ from mosaic.planner.check.reading import Work, type_names
 __all__ = ["check_launches"]
 
 _INDEX_DTYPES: Final = ("int64", "int32")
+_SYMBOLIC: Final = frozenset(
+    {"span", "keys"}
+)  # attributes for the cost model, which are dims or, in a plan, not stated
 
 
 class _Axis(NamedTuple):
@@ -102,6 +105,8 @@ def _check_operator(plan: Columns, i: int, work: Work) -> None:
         return
     views = {name: _view(plan, i, name) for name in names}
     letters: _Letters = {name: (_Axis(value),) for name, value in attrs.items() if type(value) is int}
+    for name in _SYMBOLIC & plan.header["dims"].keys():
+        letters.setdefault(name, (_Axis(plan.header["dims"][name]),))
     if not _bind_operands(plan, i, known, views, letters):
         return
     _check_residence(plan, i, known, names)
@@ -235,9 +240,6 @@ def _divides(low: _Axis, high: _Axis) -> bool:
 
 def _check_flops(plan: Columns, i: int, known: Known, letters: _Letters, claimed: int) -> None:
     """Check the FLOPs of all iterations together."""
-    dims = plan.header["dims"]
-    if "span" in dims:
-        letters.setdefault("span", (_Axis(dims["span"]),))
     factors = [(_Axis(int(name)),) if name.isdecimal() else letters.get(name) for name in known.flops]
     if None in factors:  # attention without a dim or attribute of its span: the graph's own word
         return
@@ -253,8 +255,10 @@ def _check_bytes(
     total = 0
     for name, counted in known.moved:
         if name in views:
-            some = [axis for product in counted if (axis := _evaluate(product, letters)) is not None]
-            elements = _over_iterations(plan, i, some or views[name])
+            some = [_evaluate(product, letters) for product in counted]
+            if None in some:  # attention without a dim or attribute of its keys: the graph's own word
+                return
+            elements = _over_iterations(plan, i, filter(None, some) if some else views[name])
             if elements is None:
                 return
             total += elements * ITEM_BYTES[plan.dtype[plan.operands[i][name]]]

@@ -88,16 +88,17 @@ _NOTATION: Final = {
         "weight=H x=*T,W", "x weight", "x", "eps:x", "4*T*W", rules=(("divides", "H", "W"),)
     ),
     "kv_attention": _Operator(
-        "q:a=T,Q kv:a=R,X key_slots:int64=K cu_seqlens:int32=B cu_keys:int32=B positions:int32=T y:a=T,Q",
-        "q kv key_slots cu_seqlens cu_keys positions", "y",
-        "layer:n kv_heads:n head_size:n scale:x span?:n block?:n", "4*span*T*Q", "R X K B Q",
-        "q key_slots cu_seqlens cu_keys positions y kv=K,2*kv_heads*head_size",
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",
+        "q kv extents cu_extents seen cu_seqlens positions", "y",
+        "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n", "4*span*T*Q", "R X E B Q",
+        "q extents cu_extents seen cu_seqlens positions y kv=keys,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
         inplace="y/q",
     ),
     "kv_store": _Operator(
-        "k:a=T,W v:a=T,W slots:int64=T kv:a=R,X", "k v slots kv", "kv", "layer:n", whole="R X W", moved="slots k v k v",
-        rules=_kv_row("W"),
+        "k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
+        "k v kv extents cu_extents cu_seqlens positions", "kv", "layer:n head_size:n", whole="R X E B W",
+        moved="positions k v k v", rules=(("divides", "head_size", "W"), *_kv_row("W")),
     ),
     "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O"),
     "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O"),

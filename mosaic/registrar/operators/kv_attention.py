@@ -1,10 +1,11 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head, over keys and values kept in rows of kv[R, L*2*W].
 
-Key j of sequence b lies in row `key_slots[cu_keys[b] + j]` of kv and has position j; `kv_store` says how a row is laid
-out. A query sees every key of its sequence, or with `block` those of its own block of positions and of the blocks before:
-at position p the keys j < (p // block + 1) * block. The window's own keys are among them: they are stored first. Queries
-and their positions may be sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one
-that sees no key, is left as it was. `span` is the number of keys that a query sees on average, rounded up.
+`kv_store` says where the key of a position lies: in an extent of those that its sequence has. Sequence b sees its first
+`seen[b]` keys, its window's own among them: they are stored first. With `block` a query sees those of its own block of
+positions and of the blocks before: at position p the keys j < (p // block + 1) * block. Queries and their positions may be
+sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one that sees no key, is left as
+it was. For the cost model alone: `span`, the keys that a query sees on average, rounded up, and `keys`, those that all
+sequences see together.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Final
 
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
-from mosaic.registrar.operators.kv_store import require_layer
+from mosaic.registrar.operators.kv_store import require_extents, require_layer
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
 
 
 def infer(
-    q: Spec, kv: Spec, key_slots: Spec, cu_seqlens: Spec, cu_keys: Spec, positions: Spec,
-    *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, block: int = 0,
+    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, seen: Spec, cu_seqlens: Spec, positions: Spec,
+    *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim, block: int = 0,
 ) -> tuple[Spec]:  # fmt: skip
     width = kv_heads * head_size
     columns = exact(q.shape[-1])
@@ -29,11 +30,9 @@ def infer(
     )
     require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
     require_layer(kv, layer, width)
-    require(len(key_slots.shape) == 1 and key_slots.dtype == "int64", f"key_slots must be int64[keys], not {key_slots}")
-    require(
-        len(cu_seqlens.shape) == 1 and cu_seqlens.dtype == "int32" and cu_keys == cu_seqlens,
-        f"cu_seqlens and cu_keys must be int32[sequences + 1], not {cu_seqlens} and {cu_keys}",
-    )
+    require_extents(extents, cu_extents, cu_seqlens)
+    sequences = cu_seqlens.shape[0] - 1
+    require(seen == Spec((sequences,), "int32"), f"seen must be int32[{sequences}], not {seen}")
     require(positions == Spec(q.shape[:1], "int32"), f"positions must be int32[{q.shape[0]}], not {positions}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
     return (q,)
@@ -44,9 +43,9 @@ def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count every key's row once, and only this layer's columns of it."""
+    """Count every key that is seen once, and only this layer's part of its row."""
     columns = 2 * attrs["kv_heads"] * attrs["head_size"]
-    rows = specs["key_slots"].elements * columns * ITEMSIZE[specs["kv"].dtype]
+    rows = attrs["keys"] * columns * ITEMSIZE[specs["kv"].dtype]
     return rows + sum(spec.bytes for name, spec in specs.items() if name != "kv")
 
 
@@ -56,12 +55,12 @@ def query_rows_and_heads(q: Spec, *, head_size: int, **_: object) -> Dim:
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the tiles: queries of a group of heads side by side, gathered keys and values; 16-bit inputs are converted."""
+    """List the tiles: queries of a group of heads side by side; of 16-bit inputs keys and values, converted."""
     size, dtype = attrs["head_size"], specs["q"].dtype
     compute = compute_dtype(dtype)
-    gathered = (Tile((KEY_ROWS, size), dtype),) if compute != dtype else ()
+    converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != dtype else ()
     own = attention_tiles(size, compute, attrs.get("block", 0))
-    return Tile((QUERY_ROWS, size), compute), *(Tile((KEY_ROWS, size), compute),) * 2, *gathered, *own
+    return Tile((QUERY_ROWS, size), compute), *converted, *own
 
 
 KV_PARTIAL_ROWS: Final = 160 * 128
@@ -78,7 +77,9 @@ def partials(specs: Specs, attrs: Attrs) -> Dim:
 def kv_splits(tiles: int, tile_rows: int, keys: int, places: int) -> int:
     """Count the splits over keys for `tiles` tiles of rows (of all heads), on a GPU with places for `places` programs.
 
-    The count depends on shapes alone, so that a captured launch serves other lengths. It is 1 where the tiles fill the GPU.
+    No sequence sees more than `keys`: those that the state has rows for. The count depends on shapes alone, so that a
+    captured launch serves other lengths; a sequence with few keys uses the first splits. It is 1 where the tiles fill the
+    GPU.
 
     >>> [kv_splits(tiles, 64, 8192, 264) for tiles in (1, 8, 32, 200, 2048)]
     [32, 32, 8, 1, 1]
@@ -89,9 +90,9 @@ def kv_splits(tiles: int, tile_rows: int, keys: int, places: int) -> int:
 
 OPERATOR = Operator(
     name="kv_attention",
-    reads=("q", "kv", "key_slots", "cu_seqlens", "cu_keys", "positions"),
+    reads=("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions"),
     writes=("y",),
-    whole=frozenset({"kv", "key_slots", "cu_seqlens", "cu_keys"}),
+    whole=frozenset({"kv", "extents", "cu_extents", "seen", "cu_seqlens"}),
     inplace=(("y", "q"),),
     infer=infer,
     flops=flops,

@@ -1,0 +1,82 @@
+"""Extents of rows that keys and values are kept in: where the key of a position lies, on the CPU.
+
+`mosaic.registrar.operators.kv_store` says what an extent is. Legend: R rows, L layers, K KV heads, H head size, B sequences,
+X extents, n rows of an extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import GraphError
+from mosaic.kernels.shared.operands import check_shapes
+
+__all__ = ["Piece", "check_extents", "check_kv", "kept_tokens", "pieces", "windows"]
+
+
+class Piece(NamedTuple):
+    """Keys of a sequence that lie side by side: those of the positions [start, end), as tokens of one extent from `at` on."""
+
+    start: int
+    end: int
+    row: int
+    rows: int
+    at: int
+
+
+def pieces(extents: Tensor, cu_extents: Tensor) -> list[list[Piece]]:
+    """List the pieces of each sequence in order of position; the last goes on to the end of its extent."""
+    table = [(row, rows, first, before) for row, rows, first, before in extents.tolist()]
+    found = []
+    for low, high in pairwise(cu_extents.tolist()):
+        mine = table[low:high]
+        ends = [first for _, _, first, _ in mine[1:]]
+        ends += [first + rows - before for _, rows, first, before in mine[-1:]]
+        found.append(
+            [Piece(first, end, row, rows, before) for (row, rows, first, before), end in zip(mine, ends, strict=True)]
+        )
+    return found
+
+
+def kept_tokens(kv: Tensor, piece: Piece, layer: int, heads: int, size: int) -> Tensor:
+    """View keys and values of one layer of a piece's tokens, [2, K, n, H]."""
+    columns = kv.shape[1]
+    first = piece.row * columns + 2 * layer * heads * piece.rows * size
+    whole = kv.view(-1)[first : first + 2 * heads * piece.rows * size].view(2, heads, piece.rows, size)
+    return whole[:, :, piece.at : piece.at + piece.end - piece.start]
+
+
+def windows(cu_seqlens: Tensor, row_start: int, rows: int) -> Iterator[tuple[int, int, int]]:
+    """Give the sequence, its first row of a slice and the end of them; none that has no row there."""
+    for sequence, (first, last) in enumerate(pairwise(cu_seqlens.tolist())):
+        start, end = max(first - row_start, 0), min(last - row_start, rows)
+        if start < end:
+            yield sequence, start, end
+
+
+def check_kv(kernel: str, kv: Tensor, width: int, layer: int) -> None:
+    """Check that rows of kv lie side by side and have keys and values of `width` columns for this layer."""
+    layers, rest = divmod(kv.shape[-1], 2 * width)
+    if rest or not 0 <= layer < layers:
+        raise GraphError(
+            f"{kernel}: operand 'kv' has {kv.shape[-1]} columns, expected keys and values of {width} columns for every layer, "
+            f"layer {layer} among them."
+        )
+    if not kv.is_contiguous():
+        raise GraphError(f"{kernel}: rows of 'kv' lie {kv.stride(0)} elements apart, expected {kv.shape[-1]}.")
+
+
+def check_extents(kernel: str, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor) -> None:
+    """Check the tables by which a kernel finds rows."""
+    bounds = cu_seqlens.shape[:1]
+    check_shapes(
+        kernel,
+        extents=(extents, (extents.shape[0], 4), torch.int64),
+        cu_extents=(cu_extents, bounds, torch.int32),
+        cu_seqlens=(cu_seqlens, bounds, torch.int32),
+    )
