@@ -280,7 +280,9 @@ def two_states(g: Any) -> None:
         new, rows = g.dim(f"{name}_new"), g.dim(f"{name}_rows")
         state = g.state(name, (rows, WIDTH), "float32")
         k, v = (g.input(f"{name}_{part}", (new, WIDTH // 2), "float32") for part in "kv")
-        g.add_op("kv_store", k, v, g.input(f"{name}_slots", (new,), "int64"), state, layer=0)
+        extents, counts = g.input(f"{name}_extents", (new, 4), "int64"), g.input(f"{name}_counts", (2,), "int32")
+        positions = g.input(f"{name}_positions", (new,), "int32")
+        g.add_op("kv_store", k, v, state, extents, counts, counts, positions, layer=0, head_size=WIDTH // 2)
         read = g.input(f"{name}_read", (rows,), "int64")
         g.add_op("gather_rows", state, read, out=g.output(f"{name}_found", (rows, WIDTH), "float32"))
 
@@ -301,7 +303,11 @@ def test_two_states_keep_their_rows_while_they_grow() -> None:
                 held[name] = torch.cat([old, torch.zeros(rows - len(old), WIDTH)])
                 slots = torch.randperm(rows, generator=generator)[: max(1, rows // 3)]
                 held[name][slots] = new = rows_of(step, len(slots))
-                inputs |= {f"{name}_k": new[:, : WIDTH // 2], f"{name}_v": new[:, WIDTH // 2 :], f"{name}_slots": slots}
+                places = torch.arange(len(slots))  # each in an extent of its own
+                extents = torch.stack([slots, torch.ones_like(slots), places, torch.zeros_like(slots)], 1)
+                inputs |= {f"{name}_k": new[:, : WIDTH // 2], f"{name}_v": new[:, WIDTH // 2 :]}
+                inputs |= {f"{name}_extents": extents, f"{name}_positions": places.int()}
+                inputs[f"{name}_counts"] = torch.tensor([0, len(slots)], dtype=torch.int32)
                 inputs[f"{name}_read"] = torch.arange(rows)
             found = program.run("step", inputs)
             for name in NAMES:
