@@ -66,6 +66,7 @@ LAUNCHES = [
            free="weight", optional="bias scoring groups top_groups scale", sliced="x scores experts"),
     Launch("moe_sort", "experts:l6,2", "order:l12 offsets:l9", attrs={"num_experts": 8}, free="experts"),
     Launch("perturb_score", "score:f6 keys:l6 temperature:f1", "score", 4 * 6, sliced="score keys"),
+    Launch("read_canvas", "canvas:l9 rows:l6", "y:l6", attrs={"open_id": 3}, moved="rows y y", loose="canvas", sliced="rows y"),
     Launch("rms_norm", "x:f6,4 weight:f4", "y:f6,4", 4 * 6 * 4, {"eps": 1e-6}, free="weight", inplace="y/x", sliced="x y"),
     Launch("rotary", "x:f6,8 positions:i6 inv_freq:f3,2 sequences:i6", "x", 6 * 6 * 8, {"head_size": 4, "factor": 1.0},
            free="x positions inv_freq", any_rank="inv_freq", optional="sequences factor", sliced="x positions sequences"),
@@ -88,6 +89,8 @@ LAUNCHES = [
            2 * 6 * 4 * 9, free="x weight", sliced="x keys token maximum second logsumexp entropy sample sample_logit"),
     Launch("unembed_stats", "x:f6,4 weight:f9,4", STATISTICS, 2 * 6 * 4 * 9, free="x weight",
            sliced="x token maximum second logsumexp entropy"),
+    Launch("write_canvas", "token:l6 rows:l6 canvas:l9 taken:u6", "canvas", moved="token rows token taken", loose="canvas",
+           optional="taken", sliced="token rows taken"),
 ]  # fmt: skip
 
 

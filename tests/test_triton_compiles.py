@@ -89,6 +89,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
             bounds = {"cu_rows": empty(5, dtype=torch.int32)} | per_sequence
             yield "transfer", {**of_rows, **bounds, **edit, "rule": rule, "mask_id": 126336}
     yield "confidence", {"maximum": logsum, "logsumexp": logsum, "y": logsum}
+    yield "read_canvas", {"canvas": some, "rows": some, "y": some, "open_id": 3}
+    for taken in ({}, {"taken": empty(rows, dtype=torch.uint8)}):
+        yield "write_canvas", {"token": some, "rows": some, "canvas": some, **taken}
     yield "shift_rows", {"rows": some, "cu_seqlens": cu_seqlens, "y": some}
     router = {"x": empty(rows, width), "weight": empty(experts, width)}
     yield "moe_route", {**router, "scores": empty(rows, top_k), "experts": choice, "top_k": top_k, "normalize": True}

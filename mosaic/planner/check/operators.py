@@ -115,6 +115,9 @@ _NOTATION: Final = {
     "perturb_score": _Operator(
         "score:float32=M keys:int64=M temperature:float32=1", "score keys temperature", "score", flops="4*M"
     ),
+    "read_canvas": _Operator(
+        "canvas:int64=R rows:int64=C y:int64=C", "canvas rows", "y", "open_id:n", whole="R", moved="rows y y"
+    ),
     "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D", inplace="y/x"),
     "rotary": _Operator(
         "x=T,W positions=T inv_freq=*S,R sequences?:int32=T", "x positions inv_freq sequences?", "x", "head_size:n factor?:x",
@@ -146,6 +149,10 @@ _NOTATION: Final = {
         f"x=C,D weight=V,D {_SAMPLE}", "x weight keys temperature", _SAMPLE_NAMES, flops="2*C*D*V"
     ),
     "unembed_stats": _Operator(f"x=C,D weight=V,D {_STATISTICS}", "x weight", _STATISTIC_NAMES, flops="2*C*D*V"),
+    "write_canvas": _Operator(
+        "token:int64=C rows:int64=C canvas:int64=R taken?:uint8=C", "token rows canvas taken?", "canvas", whole="R",
+        moved="token rows token taken",
+    ),
 }  # fmt: skip
 _ATTRIBUTE: Final[Mapping[str, Types]] = {"n": INTEGER, "x": NUMBER, "b": BOOLEAN, "s": TEXT}
 

@@ -1,0 +1,44 @@
+"""read_canvas: tokens of some rows of a canvas, and `open_id` where a position is open.
+
+Contract: read_canvas(canvas[R] int64 whole, rows[C] int64; open_id) -> y[C] int64, y = canvas[rows], or open_id where that is
+-1 or rows lies outside the canvas; y overlaps no operand. Legend: R rows of the state, C rows that are read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+
+__all__ = ["OPEN", "bind", "launch", "reference"]
+
+OPEN = -1
+"""What a canvas has where nothing is decided."""
+
+
+def bind(*, canvas: Tensor, rows: Tensor, y: Tensor, open_id: int, scratch: Tensor | None = None) -> Run:
+    """Write the tokens into y [C]."""
+    count = rows.shape
+    check_shapes(
+        "read_canvas", canvas=(canvas, canvas.shape[:1], INDEX[0]), rows=(rows, count, INDEX[0]), y=(y, count, INDEX[0])
+    )
+    kept, places, out = canvas.numpy(), rows.numpy(), y.numpy()
+
+    def run() -> None:
+        for i, row in enumerate(places):
+            token = kept[row] if 0 <= row < len(kept) else OPEN
+            out[i] = open_id if token == OPEN else token
+
+    return run
+
+
+launch = launcher(bind)
+
+
+def reference(*, canvas: Tensor, rows: Tensor, open_id: int) -> Tensor:
+    """Return the tokens in plain PyTorch."""
+    inside = (rows >= 0) & (rows < canvas.shape[0])
+    found = torch.where(inside, canvas[torch.where(inside, rows, 0)], OPEN)
+    return torch.where(found == OPEN, open_id, found)
