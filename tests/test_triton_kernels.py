@@ -471,6 +471,8 @@ def test_cases_cover_every_kernel() -> None:
         "row_nucleus",
         "row_score",
         "transfer",
+        "read_canvas",  # test_canvas_kernels
+        "write_canvas",
     }
 
 
