@@ -60,6 +60,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "sdar": ("sdar", {"gen_length": 40, "threshold": 0.3}),
     "sdar sampled": ("sdar", {"gen_length": 40, "temperature": 0.7, "top_k": 20, "threshold": 0.3}),
     "sdar static": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4}),
+    "sdar ahead": ("sdar", {"gen_length": 40, "threshold": 0.3, "ahead": True}),
+    "sdar static ahead": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4, "ahead": True}),
+    "llada2 ahead": ("llada2", {"gen_length": 64, "threshold": 0.3, "temperature": 0.7, "ahead": True}),
     "sdar sequential": ("sdar", {"gen_length": 40, "remasking": "sequential", "temperature": 1.0}),
     "fast-dllm-v2": ("fast-dllm-v2", {"gen_length": 40, "small_block_length": 4, "threshold": 0.3}),
     "fast-dllm-v2 dual": ("fast-dllm-v2", {"gen_length": 40, "small_block_length": 4, "cache": "dual"}),
@@ -120,7 +123,9 @@ def test_the_card_generates_the_cpus_tokens(way: str, debug: Any, opened: Any) -
         torch.testing.assert_close(mine.confidence, other.confidence, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["llada", "llada sampled", "fast-dllm dual", "sdar", "fast-dllm-v2", "llada2.1"])
+@pytest.mark.parametrize(
+    "way", ["llada", "llada sampled", "fast-dllm dual", "sdar", "sdar static ahead", "fast-dllm-v2", "llada2.1"]
+)
 def test_steps_are_replayed_and_ask_pytorch_for_nothing(way: str, opened: Any) -> None:
     """Once every size has run twice, all of a generation's steps are graphs, which give the tokens of the first run."""
     family, options = WAYS[way]

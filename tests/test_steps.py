@@ -500,7 +500,7 @@ def test_results_come_to_the_host_whole_whatever_lies_between_them() -> None:
             start = source.randrange(0, 48_000) // 8 * 8 + 8 // dtype.itemsize * dtype.itemsize % 8
             tensors.append(source.choice(storages)[start : start + count * dtype.itemsize].view(dtype))
         before = [tensor.clone() for tensor in tensors]
-        found = copies.fetch(tensors)
+        found = copies.start(tensors).wait()
         for one, other in zip(found, before, strict=True):
             assert one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
             assert not one.numel() or all(one.data_ptr() != tensor.data_ptr() for tensor in tensors)

@@ -10,7 +10,7 @@ import typer
 from mosaic.cli.completion import device_names
 
 __all__ = [
-    "Alg", "AlgTemp", "Algorithm", "BlockLength", "Budget", "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Factor",
+    "Ahead", "Alg", "AlgTemp", "Algorithm", "BlockLength", "Budget", "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Factor",
     "MaxPostSteps", "MinimalTopK", "Remasking", "SmallBlockLength", "Steps", "Temperature", "Threads", "Threshold", "TopK", "TopP",
     "Where", "given",
 ]  # fmt: skip
@@ -43,6 +43,9 @@ EditThreshold: TypeAlias = Annotated[
 MaxPostSteps: TypeAlias = Annotated[int | None, typer.Option(help="LLaDA2.1: steps after a block's last mask.")]
 MinimalTopK: TypeAlias = Annotated[
     int | None, typer.Option(help="LLaDA2.0: at most gen_length / minimal_topk steps a block.")
+]
+Ahead: TypeAlias = Annotated[
+    bool | None, typer.Option(help="SDAR, LLaDA2.0: launch a step before the last one's outcome is read.")
 ]
 Eps: TypeAlias = Annotated[float | None, typer.Option(help="Dream: the last time.")]
 CfgScale: TypeAlias = Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")]

@@ -65,6 +65,7 @@ def generate(
     edit_threshold: o.EditThreshold = None,
     max_post_steps: o.MaxPostSteps = None,
     minimal_topk: o.MinimalTopK = None,
+    ahead: o.Ahead = None,
     eps: o.Eps = None,
     cfg_scale: o.CfgScale = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; the same seed gives the same text.")] = None,

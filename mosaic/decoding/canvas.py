@@ -105,6 +105,11 @@ class Canvas:
         The block being decoded, counted from 0.
     settled
         Tokens below never change; None: whatever is decided is settled (no editing).
+    last
+        What the last step decided.
+    following
+        What is asked for next, whatever the step decides that is asked for now, unless it ends more than was expected: so
+        that it can be launched ahead.
     """
 
     prompt: Tensor
@@ -121,6 +126,7 @@ class Canvas:
     block: int = 0
     settled: int | None = None
     last: Commit | None = None
+    following: StepRequest | None = None
     _held: dict[State, StateRows] = field(default_factory=dict)
     _decided: tuple[tuple[object, ...], int, int | None] = field(default=((), 0, None), init=False)
 
@@ -258,7 +264,7 @@ class Canvas:
         places, committed = positions.numpy(), result.committed.numpy()
         taken, scores = places[committed], result.score.numpy()[committed]
         tokens = self.tokens.numpy()
-        tokens[places] = result.chosen.numpy()
+        tokens[taken] = result.chosen.numpy()[committed]
         self.masked.numpy()[taken] = False
         self.confidence.numpy()[taken] = scores
         self.last = Commit(

@@ -70,6 +70,9 @@ class GenerationConfig:
         LLaDA2.1's: probability above which a token is replaced, and steps after a block's last mask.
     stop_at_eos
         End at the first end-of-sequence token.
+    ahead
+        Launch a step before the outcome of the last one is read: its tokens are on the device (sdar, llada2). The answer is
+        the same; a step may be launched in vain.
 
     Raises
     ------
@@ -103,6 +106,7 @@ class GenerationConfig:
     edit_threshold: float = 0.9
     max_post_steps: int = 16
     stop_at_eos: bool = True
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -158,7 +162,7 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         blockwise=False,
     ),
     "sdar": Traits(
-        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k"}),
+        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k", "ahead"}),
         blockwise=True,
         shifted=False,
         remasking=("low_confidence_dynamic", "low_confidence_static", "sequential"),
@@ -171,7 +175,7 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         defaults={"threshold": 0.95, "top_p": 0.95},
     ),
     "llada2": Traits(
-        options=frozenset({"steps", "block_length", "threshold", "minimal_topk", "top_p", "top_k"}),
+        options=frozenset({"steps", "block_length", "threshold", "minimal_topk", "top_p", "top_k", "ahead"}),
         blockwise=True,
         shifted=False,
         defaults={"threshold": 0.95},
@@ -302,6 +306,10 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
         raise UsageError(
             f"block_length is {config.block_length}, but this model attends in blocks of {architecture.block}; "
             "leave block_length out."
+        )
+    if config.ahead and config.remasking == "sequential":
+        raise UsageError(
+            "ahead: 'sequential' decides rows by where masks are, which the host has to know; leave one out."
         )
     if config.cache == "prefix":
         raise UsageError("cache 'prefix': what precedes the block is always cached on this model; leave cache out.")

@@ -109,6 +109,11 @@ class LiveRequest:
         """The options, those that were left out included."""
         return self._canvas.config
 
+    @property
+    def following(self) -> StepRequest | None:
+        """What it will ask for next, as far as that is known before the outcome of `pending`."""
+        return self._canvas.following
+
     def begin(self) -> None:
         """Ask for the first step."""
         self.pending = next(self._algorithm, None)
@@ -122,7 +127,7 @@ class LiveRequest:
         """Go on with an outcome, to the next step or the end; tell the streamer and the callback."""
         assert self.pending is not None
         canvas, phase = self._canvas, self.pending.phase
-        canvas.last = None
+        canvas.last = canvas.following = None
         block = canvas.block
         try:
             self.pending = self._algorithm.send(result)

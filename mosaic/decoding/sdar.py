@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.llada import schedule
 from mosaic.models.parts import KEPT, Commit
@@ -38,6 +39,10 @@ def decode(canvas: Canvas) -> Steps:
     block, steps = config.block_length, config.steps
     assert block is not None and steps is not None
     quotas = schedule(block, steps)
+    if config.ahead:
+        exactly = config.remasking == "low_confidence_static"
+        yield from decode_ahead(canvas, _phase(config), _sampling(config), quotas, exactly=exactly)
+        return
     prefix, _ = whole_blocks(config, canvas.prompt_len)
     if prefix:
         yield canvas.fill(0, prefix)
@@ -74,6 +79,8 @@ def _denoise_block(canvas: Canvas, start: int, quotas: list[int], *, unwritten: 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
     """Return the prefill, and the first step of the last block."""
+    if config.ahead:
+        return ahead_shapes(config, _phase(config), prompt_len)
     most = None
     if config.remasking == "sequential":
         most = max(schedule(config.block_length or 1, config.steps or 1))

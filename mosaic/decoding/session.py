@@ -28,7 +28,8 @@ from mosaic.runtime.range_pool import ClosesOnExit
 
 if TYPE_CHECKING:
     from mosaic.models.state import State
-    from mosaic.runtime.steps import StepRunner
+    from mosaic.runtime.launched import Launched
+    from mosaic.runtime.steps import StepResult, StepRunner
 
 __all__ = ["Session"]
 
@@ -77,6 +78,9 @@ class Session(ClosesOnExit):
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._live: dict[int, LiveRequest] = {}
+        self._ahead: Launched | None = None
+        self.launched_in_vain = 0
+        """Steps that were launched ahead, and whose outcome nobody waited for."""
         self._submitted = self._turns = 0
         self._closed = False
 
@@ -188,10 +192,9 @@ class Session(ClosesOnExit):
         done: list[Step] = []
         for _ in range(steps):
             with self._runner.exclusive():
-                group = self._next_group()
+                group, results = self._next_results()
                 if not group:
                     break
-                results = self._runner.step([request.pending for request in group if request.pending is not None])
                 self._turns += 1
                 for request, result in zip(group, results, strict=True):
                     request.waiting_since = self._turns
@@ -199,6 +202,34 @@ class Session(ClosesOnExit):
                     if request.generation is not None:
                         del self._live[request.number]
         return done
+
+    def _next_results(self) -> tuple[list[LiveRequest], list[StepResult]]:
+        """The outcomes of the next step, and whose they are; the one after it is launched before they are waited for."""
+        launched, self._ahead = self._ahead, None
+        group = [] if launched is None else self._waiting_for(launched)
+        if launched is None or not group:
+            self.launched_in_vain += launched is not None
+            group = self._next_group()
+            asked = [request.pending for request in group if request.pending is not None]
+            if not any(request.config.ahead for request in group):
+                return group, self._runner.step(asked) if group else []
+            launched = self._runner.launch(asked)
+        self._ahead = self._launched_ahead(group)
+        results = {id(asked): result for asked, result in zip(launched.requests, launched.results(), strict=True)}
+        return group, [results[id(request.pending)] for request in group]
+
+    def _waiting_for(self, launched: Launched) -> list[LiveRequest]:
+        """The live requests that ask for what was launched for them."""
+        waiting = {id(request.pending): request for request in self._live.values()}
+        return [waiting[id(asked)] for asked in launched.requests if id(asked) in waiting]
+
+    def _launched_ahead(self, group: Sequence[LiveRequest]) -> Launched | None:
+        """The step that follows, where nobody else waits and it is one step, whatever is decided meanwhile."""
+        following = [request.following for request in group if request.following is not None]
+        if not len(following) == len(group) == len(self._live):
+            return None
+        alike = len({group_of(asked, self._runner.architecture) for asked in following}) == 1
+        return self._runner.launch(following) if alike else None
 
     def _next_group(self) -> list[LiveRequest]:
         """Requests whose steps can be one, those of the request that has waited longest."""

@@ -62,6 +62,7 @@ class Ending:
             phase.head.unembed(self, h, weight, way, token, figures)
         if phase.commit is not None:
             phase.commit.register(self, token, figures)
+            phase.tokens.decided(self, g["chosen"], g["committed"])
         else:
             confidence = g.output("confidence", (self.masked,), "float32")
             g.add_op("confidence", figures["maximum"], figures["logsumexp"], out=confidence, name="confidence_of")

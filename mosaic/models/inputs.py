@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from mosaic.models.rotary import Rotary
     from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["Frequencies", "Input", "Per", "StepInputs", "Window"]
+__all__ = ["Frequencies", "Input", "Per", "StepInputs", "Supply", "Window"]
 
 Per: TypeAlias = Literal["token", "extent", "row", "logit_row", "sequence", "bound", "step"]
 """What one value of an input belongs to. A `bound` is where something of a sequence begins: one more than sequences."""
+Supply: TypeAlias = Callable[[], "Buffer"]
 DIMS: Final[Mapping[str, str]] = {
     "token": "tokens", "extent": "extents", "row": "masked", "logit_row": "logit_rows", "sequence": "seqs", "bound": "seqs",
 }  # fmt: skip
@@ -152,10 +153,14 @@ class StepInputs:
         self._g = g
         self._declared = {entry.name: entry for entry in declared}
         self._known: dict[str, Buffer] = {}
+        self.supplied: Mapping[str, Supply] = {}
+        """Inputs that the step computes itself: what registers each, when it is first asked for."""
 
     def __getitem__(self, name: str) -> Buffer:
         """The input of this name."""
-        if name not in self._declared:
+        if name not in self._known and name in self.supplied:
+            self._known[name] = self.supplied[name]()
+        if name not in self._known and name not in self._declared:
             raise GraphError(
                 f"no part of the phase declares the input '{name}'; there are {', '.join(self._declared)}. Add it to a "
                 "part's `inputs`."

@@ -12,7 +12,7 @@ from mosaic.models.inputs import Input
 from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Guidance, Head, Part, ReturnedLogits
 from mosaic.models.parts.heads import NOISE
 from mosaic.models.parts.part import ResultPer
-from mosaic.models.parts.windows import WINDOWS
+from mosaic.models.parts.windows import WINDOWS, Windows
 from mosaic.models.state import State
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class Phase:
 
     Parameters
     ----------
+    tokens
+        Where the tokens of windows come from: the host, or a canvas on the device.
     cache
         Which keys and values are attended to, and which outlive the step.
     head
@@ -61,6 +63,7 @@ class Phase:
     'denoise'
     """
 
+    tokens: Windows = WINDOWS
     cache: CachePolicy = WHOLE
     head: Head = STATISTICS
     commit: CommitRule | None = None
@@ -80,11 +83,13 @@ class Phase:
             raise UsageError(f"a phase that samples ('{self.head.name}') chooses among its rows; give a commit rule.")
         if self.cached and self.guidance is not None:
             raise UsageError("guidance computes whole sequences; it has no cached phases.")
+        if self.tokens.computes and (self.commit is None or self.guidance is not None):
+            raise UsageError("a canvas on the device is for phases that commit, without guidance.")
 
     @property
     def parts(self) -> Iterator[Part]:
         """The parts, in the order in which they are registered."""
-        found = (WINDOWS, self.cache, *self.others, self.head, self.guidance, self.commit, self.logits)
+        found = (self.tokens, self.cache, *self.others, self.head, self.guidance, self.commit, self.logits)
         return (part for part in found if part is not None)
 
     @property
@@ -148,7 +153,7 @@ def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
         Input(name=name, dtype="int64", per="row", index=True, value=value, copy=copy)
         for copy, name in enumerate(("rows", "unconditional_rows")[: phase.copies])
     ]
-    own = [entry for part in phase.parts for entry in part.inputs(arch)]
+    own = [entry for part in phase.parts for entry in part.inputs(arch) if entry.name not in phase.tokens.computes]
     return (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
 
 

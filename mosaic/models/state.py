@@ -28,7 +28,7 @@ class State:
     name
         In graphs and reports; its number of rows is the dim `NAME_rows`, its pool is `state/NAME`.
     width
-        Columns of a row; a subclass may have its `columns` depend on the model.
+        Columns of a row; 0: a row is one element. A subclass may have its `columns` depend on the model.
     dtype
         Of its elements; the model's, if not given.
     extents
@@ -61,12 +61,13 @@ class State:
         return f"{self.name}_rows"
 
     def columns(self, arch: Architecture) -> int:
-        """Return the elements of a row in a model."""
+        """Return the columns of a row in a model; 0 where it is one element."""
         return self.width
 
     def register(self, g: Graph, arch: Architecture) -> Buffer:
         """Declare the state in a graph; again, and it is the same buffer."""
-        return g.state(self.name, (g.dim(self.rows_dim), self.columns(arch)), self.dtype or arch.dtype)
+        rows, columns = g.dim(self.rows_dim), self.columns(arch)
+        return g.state(self.name, (rows, columns) if columns else (rows,), self.dtype or arch.dtype)
 
 
 def rows_by_name(rows: Mapping[State, int]) -> dict[str, int]:

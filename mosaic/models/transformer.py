@@ -85,6 +85,8 @@ class StepGraph:
     def register(self) -> None:
         """Register all of it."""
         g, arch, phase = self.g, self.arch, self.phase
+        self.inputs.supplied = phase.tokens.supplied(self)
+        phase.tokens.begin(self)
         ids = self.inputs["token_ids"]
         self.positions, self.cu_seqlens = self.inputs["positions"], self.inputs["cu_seqlens"]
         rotary = arch.rotary

@@ -8,23 +8,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mosaic.models.parts import KV, LOGITS
-from mosaic.models.parts.part import ResultPer
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.state import State, rows_by_name
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.face import Face
 from mosaic.runtime.host_copy import HostCopy
+from mosaic.runtime.launched import Launched
 from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import pack_step
@@ -43,11 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
-_NOTHING: Final = {
-    "token": torch.empty(0, dtype=torch.int64), "score": torch.empty(0), "committed": torch.empty(0, dtype=torch.bool),
-    "chosen": torch.empty(0, dtype=torch.int64),
-}  # fmt: skip
-"""The outcome of a phase without a commit rule."""
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +66,9 @@ class CompiledModel(Face):
     def __init__(self, engine: ModelEngine) -> None:
         super().__init__(engine)
         self.model = engine.model
-        self._warned, self._to_host = False, HostCopy()
+        self._warned = False
+        self._packed = _Packed((), -1, None)
+        self._sides = [_Side(), _Side()]
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -248,31 +244,30 @@ class CompiledModel(Face):
             If the step needs more than the budget.
         """
         with self._engine.turn():
-            started = perf_counter()
-            packed = pack_step(requests, self.architecture, states=self._engine.states)
-            self._warn_beyond(max(request.start + request.token_ids.numel() for request in requests))
-            return self._results(self._engine.run(packed, config), requests, started)
+            return self.launch(requests, config=config).results()
 
-    def _results(
-        self, found: Mapping[str, Tensor], requests: Sequence[StepRequest], started: float
-    ) -> list[StepResult]:
-        """Copy the outcome to the host, in one go, and cut it up."""
-        declared = requests[0].phase.results
-        outputs = self._to_host.fetch([found[name] for name in declared]) if declared else []
-        seconds = perf_counter() - started
-        bounds = {per: [0, *accumulate(_count(request, per) for request in requests)] for per in {*declared.values()}}
-        results = []
-        for number in range(len(requests)):
-            mine = dict(_NOTHING)
-            for (name, per), output in zip(declared.items(), outputs, strict=True):
-                start, end = bounds[per][number : number + 2]
-                mine[name] = output[start:end].clone()
-            decided = {name: mine.pop(name) for name in ("token", "score", "chosen")}
-            committed = mine.pop("committed").bool()
-            results.append(
-                StepResult(**decided, committed=committed, plan=self._engine.current, seconds=seconds, values=mine)
-            )
-        return results
+    def launch(self, requests: Sequence[StepRequest], *, config: Settings | None = None) -> Launched:
+        """Begin the same, without waiting for the outcome; at most one step more is launched before that is asked for.
+
+        A CPU has run the step when this returns. On a device the next step can be given before this one is done, if it does
+        not need the outcome: if it reads its tokens from a canvas on the device.
+        """
+        with self._engine.turn():
+            started, arriving = perf_counter(), None
+            asked = tuple(requests)
+            if not self._packed.serves(asked, self._engine.changes):
+                packed = pack_step(asked, self.architecture, states=self._engine.states)
+                self._packed = _Packed(asked, self._engine.changes, packed)
+                self._warn_beyond(max(request.start + request.token_ids.numel() for request in asked))
+            found = self._engine.run(self._packed.step, config)
+            side = self._sides[0]
+            if side.last is not None:
+                side.last.results()  # before the next outcome arrives where it is
+            if declared := asked[0].phase.results:
+                arriving = side.copy.start([found[name] for name in declared])
+            side.last = Launched(asked, self._engine.current, arriving, started)
+            self._sides.reverse()
+            return side.last
 
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
         """Plan steps of these sizes, beside the rows that are open, and return the plan that takes the most memory.
@@ -348,11 +343,25 @@ class CompiledModel(Face):
         """Give all memory back. Closing twice is fine; calling the model afterwards is an error."""
         with self._engine.turns:
             super().close()
-            self._to_host = HostCopy()  # its views of results hold on to addresses
+            self._sides = [_Side(), _Side()]  # views of results hold on to addresses
 
 
-def _count(request: StepRequest, per: ResultPer) -> int:
-    """How many values of a result a request has."""
-    if per == "row":
-        return request.rows.numel()
-    return request.token_ids.numel() if per == "token" else len(request.lengths) or 1
+class _Packed(NamedTuple):
+    """Requests and the step that they were packed into, while nobody's rows changed."""
+
+    requests: tuple[StepRequest, ...]
+    changes: int
+    step: Any
+
+    def serves(self, requests: tuple[StepRequest, ...], changes: int) -> bool:
+        """Whether these requests, themselves, are the step."""
+        alike = len(requests) == len(self.requests) and changes == self.changes
+        return alike and all(a is b for a, b in zip(requests, self.requests, strict=True))
+
+
+@dataclass(slots=True)
+class _Side:
+    """Where the outcomes of every other step arrive."""
+
+    copy: HostCopy = field(default_factory=HostCopy)
+    last: Launched | None = None

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "bytes_of", "spans", "view_like"]
+__all__ = ["Arriving", "HostCopy", "bytes_of", "spans", "view_like"]
 
 ALIGNED: Final = 16
 """Every dtype's views begin at multiples of less than this."""
@@ -16,6 +16,19 @@ KEPT: Final = 256
 """Sets of results whose places are remembered: one for each executor and number of rows, as a rule."""
 NEAR: Final = 4096
 """Bytes between two results that are copied along rather than start another copy: about what a bus moves while one starts."""
+
+
+class Arriving:
+    """Copies on their way to the host: views of where they arrive, and the event that says that all have."""
+
+    def __init__(self, results: list[Tensor], sent: torch.cuda.Event | None) -> None:
+        self._results, self._sent = results, sent
+
+    def wait(self) -> list[Tensor]:
+        """Wait for all of them; returns tensors of the shapes and dtypes that were asked for."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return self._results
 
 
 class HostCopy:
@@ -27,14 +40,12 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._laid: dict[object, tuple[list[tuple[Tensor, Tensor]], list[Tensor]]] = {}
+        self._sent: torch.cuda.Event | None = None
 
-    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy contiguous tensors of one device to the host, and wait for them once.
+    def start(self, tensors: Sequence[Tensor]) -> Arriving:
+        """Begin to copy contiguous tensors of one device to the host.
 
-        Returns
-        -------
-        list of Tensor
-            Of the same shapes and dtypes; views, valid until the next call.
+        Their views are valid until the next call.
         """
         device = tensors[0].device
         key = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
@@ -45,9 +56,11 @@ class HostCopy:
         copies, results = self._laid[key]
         for target, source in copies:
             target.copy_(source, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return results
+        if device.type != "cuda":
+            return Arriving(results, None)
+        self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._sent.record(torch.cuda.current_stream(device))
+        return Arriving(results, self._sent)
 
     def _lay(self, tensors: Sequence[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
         """What is copied where, and the views that results are then."""

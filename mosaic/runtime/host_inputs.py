@@ -31,6 +31,7 @@ class HostInputs:
         self._images: list[tuple[Tensor, Tensor]] = []  # of each span: the device's bytes, and their image
         self._written: dict[str, Numbers] = {}
         self._sent: torch.cuda.Event | None = None
+        self._last: Mapping[str, Tensor | Numbers] | None = None  # what the images have, where they have all of it
         names, tensors = [*inputs], [*inputs.values()]
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return
@@ -43,10 +44,14 @@ class HostInputs:
     def write(self, values: Mapping[str, Tensor | Numbers]) -> None:
         """Write values by name; where there are fewer than the plan has rows, the last one is repeated.
 
-        On a device the copy is given to the current stream, and values that are there already come after it.
+        On a device the copy is given to the current stream, and values that are there already come after it. The same
+        mapping as before is not read again: nobody changes what it holds.
         """
+        if self._images and self._last is values:
+            self._send()
+            return
         if self._sent is not None:
-            self._sent.synchronize()  # long since done, but for steps whose results nobody waits for
+            self._sent.synchronize()  # long since done, but for steps that were launched ahead
         there = {}
         for name, value in values.items():
             if isinstance(value, Numbers):
@@ -60,10 +65,15 @@ class HostInputs:
                 there[name] = value
             else:
                 fill_rows(self._targets[name], value)
-        for device, image in self._images:
-            device.copy_(image, non_blocking=True)
+        self._last = None if there else values
+        self._send()
         for name, value in there.items():
             fill_rows(self.views[name], value)
+
+    def _send(self) -> None:
+        """Copy the images."""
+        for device, image in self._images:
+            device.copy_(image, non_blocking=True)
         if self._images:
             self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._sent.record()

@@ -115,6 +115,11 @@ class ModelEngine(Engine):
         return self._tables[state]
 
     @property
+    def changes(self) -> int:
+        """How often rows of states changed hands."""
+        return sum(table.changes for table in self._tables.values())
+
+    @property
     def states(self) -> dict[State, int]:
         """Rows of each state that are in use."""
         return {state: table.rows for state, table in self._tables.items()}

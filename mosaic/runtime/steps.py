@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.models.step import StepSize
     from mosaic.planner.plan import Plan
+    from mosaic.runtime.launched import Launched
 
 __all__ = ["SETTINGS", "StateRows", "StepRequest", "StepResult", "StepRunner"]
 
@@ -137,6 +138,9 @@ class StepRunner(Protocol):
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step over requests of one phase, packed."""
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        """Begin a step without waiting for its outcome; `step` waits."""
 
     def open_rows(self, state: State, /) -> StateRows:
         """Start an owner's rows of a state."""

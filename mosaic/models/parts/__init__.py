@@ -6,8 +6,11 @@ from mosaic.models.parts.guidance import GUIDED, Guidance
 from mosaic.models.parts.heads import NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.parts.logits import LOGITS, ReturnedLogits
 from mosaic.models.parts.part import Part
+from mosaic.models.parts.windows import CANVAS, ENTERED, STAYING, OnDevice, Windows
 
 __all__ = [
+    "CANVAS",
+    "ENTERED",
     "GUIDED",
     "KEPT",
     "KV",
@@ -16,14 +19,17 @@ __all__ = [
     "NUCLEUS",
     "SAMPLE",
     "STATISTICS",
+    "STAYING",
     "WHOLE",
     "CachePolicy",
     "Commit",
     "CommitRule",
     "Guidance",
     "Head",
+    "OnDevice",
     "Part",
     "ReturnedLogits",
     "Rule",
     "Score",
+    "Windows",
 ]

@@ -90,5 +90,5 @@ class Commit(CommitRule):
         g.add_op(
             "transfer", token, score, inputs["current"], inputs["cu_rows"], inputs["quota"], inputs["threshold"], edit,
             out=(g.output("chosen", shape, "int64"), g.output("committed", shape, "uint8")), name="transfer",
-            rule=self.rule, mask_id=end.arch.mask_token_id,
+            rule=self.rule, mask_id=end.phase.tokens.open_id(end.arch),
         )  # fmt: skip

@@ -1,23 +1,44 @@
-"""The tokens of a step: their ids and positions, and where each sequence begins. Every phase has this part."""
+"""The tokens of a step: their ids and positions, and where each sequence begins. Every phase has this part.
+
+Tokens come from the host, or from a canvas on the device that steps read and write: then a step needs nothing of the one
+before it, and is launched before the host knows what that one decided. Legend: T tokens, M rows to decide.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.models.inputs import Input
 from mosaic.models.parts.part import Part
+from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
+    from mosaic.models.ending import Ending
+    from mosaic.models.inputs import Supply, Window
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
 
-__all__ = ["WINDOWS", "Windows"]
+__all__ = ["CANVAS", "ENTERED", "OPEN", "STAYING", "WINDOWS", "OnDevice", "Windows"]
+
+CANVAS: Final = State(name="canvas", dtype="int64")
+"""A token for each position of a request, `OPEN` where nothing is decided."""
+OPEN: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Windows(Part):
-    """The windows of all sequences, one after another."""
+    """The windows of all sequences, one after another, as the host gives them.
+
+    Attributes
+    ----------
+    computes
+        Inputs, of those that other parts declare, that the step computes itself.
+    """
+
+    computes: ClassVar[frozenset[str]] = frozenset()
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return ids, positions, and where sequences begin."""
@@ -27,5 +48,98 @@ class Windows(Part):
             Input(name="cu_seqlens", dtype="int32", per="bound", value=lambda window: window.length),
         )
 
+    def begin(self, step: StepGraph) -> None:
+        """Register what comes before the embedding."""
 
-WINDOWS = Windows()
+    def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
+        """Return what registers each of the inputs that the step computes itself."""
+        return {}
+
+    def open_id(self, arch: Architecture) -> int:
+        """Return what the input `current` has in rows where nothing is decided."""
+        return arch.mask_token_id
+
+    def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
+        """Register what becomes of decisions: tokens int64 [M], and which are taken, uint8 [M]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDevice(Windows):
+    """Windows of canvases that live on the device.
+
+    Parameters
+    ----------
+    enters
+        Tokens of the host are written into the canvas first: `StepRequest.values["entered"]`, int64 [T], where they are not
+        negative by more than `OPEN`.
+    """
+
+    computes: ClassVar[frozenset[str]] = frozenset({"token_ids", "current"})
+    enters: bool
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """Return, beside positions and bounds, the rows of the canvas that tokens and decisions lie in."""
+        entered = (
+            Input(name="entered", dtype="int64", per="token", value=lambda window: window.request.values["entered"]),
+            Input(name="entered_rows", dtype="int64", per="token", value=_entered_rows),
+        )
+        return (
+            *[entry for entry in WINDOWS.inputs(arch) if entry.name != "token_ids"],
+            Input(name="token_rows", dtype="int64", per="token", value=_token_rows),
+            Input(name="decided_rows", dtype="int64", per="row", value=_decided_rows),
+            *(entered if self.enters else ()),
+        )  # fmt: skip
+
+    @property
+    def states(self) -> Sequence[State]:
+        """The canvas."""
+        return (CANVAS,)
+
+    def begin(self, step: StepGraph) -> None:
+        """Write what enters."""
+        if self.enters:
+            inputs = step.inputs
+            step.g.add_op("write_canvas", inputs["entered"], inputs["entered_rows"], step.state(CANVAS), name="enter")
+
+    def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
+        """Return the ids of all tokens, and what stands in the rows to decide."""
+
+        def read(rows: str, name: str, open_id: int) -> Buffer:
+            tokens: Buffer = step.g.add_op(
+                "read_canvas", step.state(CANVAS), step.inputs[rows], name=name, open_id=open_id
+            )
+            return tokens
+
+        return {
+            "token_ids": lambda: read("token_rows", "tokens", step.arch.mask_token_id),
+            "current": lambda: read("decided_rows", "current", OPEN),
+        }
+
+    def open_id(self, arch: Architecture) -> int:
+        """Return `OPEN`: a model may decide for the mask token, and that position is done."""
+        return OPEN
+
+    def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
+        """Write the decisions."""
+        canvas = CANVAS.register(end.g, end.arch)
+        end.g.add_op("write_canvas", chosen, end.inputs["decided_rows"], canvas, committed, name="decide")
+
+
+def _token_rows(window: Window) -> tuple[range, ...]:
+    owned = window.request.states[CANVAS]
+    return tuple(range(first, first + count) for first, count in owned.runs(window.start, window.end))
+
+
+def _entered_rows(window: Window) -> Any:
+    """The rows of tokens that enter; none for others."""
+    rows = window.request.states[CANVAS].slots(window.start, window.end)
+    return rows.where(window.request.values["entered"] >= OPEN, -1)
+
+
+def _decided_rows(request: Any) -> Any:
+    return request.states[CANVAS].slots()[request.start + request.rows]
+
+
+WINDOWS: Final = Windows()
+ENTERED: Final = OnDevice(enters=True)
+STAYING: Final = OnDevice(enters=False)

@@ -1,0 +1,181 @@
+"""Steps that are launched before the outcome of the last one is read: the tokens are those without, whatever comes between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_session import FAMILIES
+
+import mosaic
+from mosaic.decoding import Generation, GenerationConfig
+from mosaic.decoding.session import Session
+from mosaic.errors import UsageError
+from mosaic.models.parts import ENTERED, GUIDED, KEPT, STAYING, Commit
+from mosaic.models.phase import Phase
+from mosaic.models.state import State
+from mosaic.models.step import StepSize
+from mosaic.planner.plan import Plan
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.launched import Launched
+from mosaic.runtime.steps import StepRequest, StepResult
+
+
+class Told(Launched):
+    """A launched step that says when somebody waits for it."""
+
+    def __init__(self, inner: Launched, number: int, told: list[tuple[str, int]]) -> None:
+        self.requests, self._inner, self._number, self._told = inner.requests, inner, number, told
+
+    def results(self) -> list[StepResult]:
+        self._told.append(("wait", self._number))
+        return self._inner.results()
+
+
+class Telling:
+    """A model that says what it is asked for, in order: `("launch", number)` and `("wait", number)`."""
+
+    def __init__(self, model: CompiledModel) -> None:
+        self._model, self.told, self.architecture = model, list[tuple[str, int]](), model.architecture
+        self.asked: list[tuple[StepRequest, ...]] = []
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        self.told.append(("launch", len(self.asked)))
+        self.asked.append(tuple(requests))
+        return Told(self._model.launch(requests), len(self.asked) - 1, self.told)
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        return self._model.step(requests)
+
+    def open_rows(self, state: State, /) -> Any:
+        return self._model.open_rows(state)
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return self._model.exclusive()
+
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
+        return self._model.check(sizes, more=more)
+
+    def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
+        return self._model.admits(sizes, more=more)
+
+    @property
+    def early(self) -> int:
+        """Steps that were launched before the outcome of the one before was waited for."""
+        return sum(
+            self.told.index(("launch", number + 1)) < self.told.index(("wait", number))
+            for number in range(len(self.asked) - 1)
+            if ("wait", number) in self.told
+        )
+
+
+@pytest.fixture(scope="module", params=["sdar", "llada2"])
+def model(request: pytest.FixtureRequest) -> Iterator[CompiledModel]:
+    """Of so few tokens that the mask token is often the most likely one."""
+    config = {**FAMILIES[request.param], "vocab_size": 12, "mask_token_id": 11, "eos_token_id": 10, "pad_token_id": 9}
+    with mosaic.compile(config, device="cpu", host_budget=0, debug="poison") as compiled:
+        yield compiled
+
+
+def drawn(rng: random.Random) -> dict[str, Any]:
+    return {
+        "gen_length": rng.randint(1, 40), "threshold": rng.choice([0.09, 0.1, 0.12, 0.5]), "steps": rng.randint(1, 8),
+        "temperature": rng.choice([0.0, 0.7]), "seed": rng.randrange(99), "stop_at_eos": rng.random() < 0.5,
+    }  # fmt: skip
+
+
+def same(found: Generation, expected: Generation) -> None:
+    assert torch.equal(found.token_ids, expected.token_ids) and found.finish == expected.finish
+    torch.testing.assert_close(found.confidence, expected.confidence)
+    assert found.steps == expected.steps
+
+
+def test_answers_are_those_of_steps_that_wait(model: CompiledModel) -> None:
+    """Requests of random options come one after another while others are under way, and some are cancelled."""
+    rng, early, vain, masks = random.Random(0), 0, 0, 0
+    for _ in range(7):
+        ways = [drawn(rng) for _ in range(rng.randint(1, 3))]
+        prompts = [torch.randint(0, 9, (rng.randint(1, 30),)) for _ in ways]
+        telling, kept = Telling(model), []
+        with Session(telling) as session:
+            for number, (prompt, way) in enumerate(zip(prompts, ways, strict=True)):
+                kept.append(session.submit(prompt, GenerationConfig(**way), ahead=True, request_id=number))
+                if rng.random() < 0.3:
+                    gone = session.submit(prompt, GenerationConfig(**ways[0]), ahead=True)
+                    session.advance(rng.randint(0, 4))
+                    session.cancel(gone)
+                session.advance(rng.randint(0, 6))
+            while session.live:
+                session.advance()
+            vain += session.launched_in_vain
+        early += telling.early
+        for number, (live, prompt, way) in enumerate(zip(kept, prompts, ways, strict=True)):
+            with Session(model) as alone:
+                waited = alone.submit(prompt, GenerationConfig(**way), request_id=number)
+                while alone.live:
+                    alone.advance()
+            assert live.generation is not None and waited.generation is not None
+            same(live.generation, waited.generation)
+            masks += int((live.generation.token_ids == 11).sum())
+    assert early > 30 and vain > 0 and masks > 5
+    assert model.state_rows == {}
+
+
+def test_a_step_is_launched_before_the_last_one_is_waited_for(model: CompiledModel) -> None:
+    """A schedule says how many tokens each step commits, so nothing is launched in vain; steps alike are packed once."""
+    way = {"gen_length": 24, "steps": 4, "stop_at_eos": False, "threshold": 1.0}
+    telling = Telling(model)
+    with Session(telling) as session:
+        live = session.submit(torch.arange(8), GenerationConfig(**way), ahead=True)
+        while session.live:
+            session.advance()
+        assert session.launched_in_vain == 0
+    assert live.steps == len(telling.asked) == 13  # a prefill, and four steps of each block
+    assert telling.early == 11  # all but the first denoising step, which follows the prefill
+    blocks = [telling.asked[1 + 4 * block : 5 + 4 * block] for block in range(3)]
+    for first, *later in blocks:
+        assert first[0].phase.tokens == ENTERED and all(one[0] is later[0][0] for one in later)
+        assert later[0][0].phase.tokens == STAYING
+
+
+def test_what_cannot_be_launched_ahead_is_refused() -> None:
+    with (
+        mosaic.compile(FAMILIES["sdar"], device="cpu", host_budget=0) as model,
+        pytest.raises(UsageError, match="ahead: 'sequential' decides rows by where masks are"),
+    ):
+        model.generate(torch.arange(3), ahead=True, remasking="sequential")
+    with (
+        mosaic.compile(FAMILIES["llada"], device="cpu", host_budget=0) as model,
+        pytest.raises(UsageError, match="ahead means nothing to the algorithm 'llada'"),
+    ):
+        model.generate(torch.arange(3), ahead=True)
+    for wrong in ({"cache": KEPT}, {"commit": Commit(score="confidence", rule="top"), "guidance": GUIDED}):
+        with pytest.raises(UsageError, match="a canvas on the device is for phases that commit, without guidance"):
+            Phase(tokens=STAYING, **wrong)
+
+
+def test_the_largest_steps_are_reached(model: CompiledModel) -> None:
+    """By rows and windows; and what is admitted is what the requests take."""
+    for length, gen in ((3, 5), (8, 30), (20, 16)):
+        asked = GenerationConfig(gen_length=gen, ahead=True, stop_at_eos=False)
+        largest = mosaic.decoding.shapes(asked, [length], model.architecture)
+        seen: dict[Any, tuple[int, int]] = {}
+        telling = Telling(model)
+        with Session(telling) as session:
+            live = session.submit(torch.zeros(length, dtype=torch.int64), asked)
+            rows = {state.name: count for state, count in live.largest[-1].states.items()}
+            assert model.state_rows == rows
+            while session.live:
+                session.advance()
+        for (one,) in telling.asked:
+            window, count = seen.get(one.phase, (0, 0))
+            seen[one.phase] = max(window, one.token_ids.numel()), max(count, one.rows.numel())
+        for size in largest:
+            if size.has_rows and size.phase in seen:
+                assert size.windows[0] >= seen[size.phase][0] and size.rows >= seen[size.phase][1]
+        assert {replace(size.phase) for size in largest} >= set(seen)
