@@ -118,6 +118,10 @@ class Noted(Part):
     def inputs(self, arch: Any) -> Sequence[Input]:
         return (Input(name="block_slots", dtype="int64", per="token", value=block_slots),)
 
+    @property
+    def reads_hidden(self) -> bool:
+        return True
+
     def finish(self, step: Any) -> None:
         slots, summary = step.inputs["block_slots"], step.g["summary"]
         step.g.add_op(NOTE, step.hidden.buffer, slots, summary, eps=step.arch.norm_eps)
@@ -134,6 +138,10 @@ class Settled(CommitRule):
     def inputs(self, arch: Any) -> Sequence[Input]:
         own = Input(name="row_slots", dtype="int64", per="row", value=lambda r: slots_of(r, r.rows + r.start))
         return (*TOP.inputs(arch), own)
+
+    @property
+    def reads_hidden(self) -> bool:
+        return True
 
     def register(self, end: Any, token: Any, figures: Any) -> None:
         g, inputs, shape = end.g, end.inputs, (end.masked,)

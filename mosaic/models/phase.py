@@ -119,6 +119,11 @@ class Phase:
         """How many windows there are of each sequence."""
         return 1 if self.guidance is None else 2
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether a part reads the hidden states of all tokens after the last layer."""
+        return any(part.reads_hidden for part in self.parts)
+
     def shifts(self, arch: Architecture) -> bool:
         """Return whether packing shifts the rows of a shifted model; where it does not, an op does.
 

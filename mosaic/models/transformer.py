@@ -11,7 +11,7 @@ from typing import Any
 
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
-from mosaic.models.attention.projections import PROJECTION_TILE
+from mosaic.models.attention.projections import PROJECTION_TILE, bias_and_scale
 from mosaic.models.ending import Ending
 from mosaic.models.inputs import StepInputs
 from mosaic.models.phase import Phase
@@ -54,6 +54,8 @@ class StepGraph:
         Dims.
     residency, hidden
         Where weights and hidden states live; `on_host` says whether hidden states are in host memory.
+    keys_end
+        Whether the last layer ends at its keys and values: a phase without head, of which nothing reads the hidden states.
     positions, cu_seqlens
         int32 [T] and [B + 1].
     inv_freq, sequences
@@ -79,6 +81,7 @@ class StepGraph:
         self.attention_way = ways[g.choice("attention", tuple(ways))]
         self.on_host = g.choice("hidden", ("device", "host"), escalating=True) == "host"
         self.residency = Residency(g, arch)
+        self.keys_end = phase.cached and not phase.head.decides and not phase.reads_hidden
         for way in ways.values():
             way.knobs(self)
 
@@ -95,13 +98,14 @@ class StepGraph:
         phase.cache.declare(self)
         for state in (*phase.states, *phase.held):
             self.state(state)
-        self.hidden = Hidden(g, arch, on_host=self.on_host)
+        self._hidden: Hidden | None = Hidden(g, arch, on_host=self.on_host)
         self.attention_way.begin(self)
         table = self.embed(ids)
-        with g.scope("layers.0"):
-            matrices = self.residency.fetch(self.attention_matrices(0), streamed=self.residency.streams(0))
+        matrices = self.fetch_attention(0)
         for layer in range(arch.layers):
             matrices = self.layer(layer, matrices)
+        if self.keys_end:
+            self._hidden = None
         for part in phase.parts:
             part.finish(self)
         if phase.head.decides:
@@ -113,6 +117,21 @@ class StepGraph:
             Ending.declare(g, arch)
         self.inputs.finish()
         self._check_states()
+
+    @property
+    def hidden(self) -> Hidden:
+        """The hidden states of all tokens; after the last layer, where a part of the phase `reads_hidden`.
+
+        Raises
+        ------
+        GraphError
+            If no part said so: the last layer has computed less.
+        """
+        if self._hidden is None:
+            raise GraphError(
+                "the last layer computes no hidden states of all tokens: let the part that reads them say `reads_hidden`."
+            )
+        return self._hidden
 
     def state(self, state: State) -> Buffer:
         """Return the buffer of a state that a part of the phase has, or that others have rows of."""
@@ -148,6 +167,9 @@ class StepGraph:
         g, arch, residency = self.g, self.arch, self.residency
         streamed = residency.streams(layer)
         last = layer + 1 == arch.layers
+        if last and self.keys_end:
+            self.keys_alone(layer, matrices)
+            return {}
         with g.scope(f"layers.{layer}"):
             residency.arrive(streamed=streamed)
             ffn = residency.fetch(self.ffn_matrices(layer), streamed=streamed)
@@ -159,11 +181,27 @@ class StepGraph:
         elif last:
             following = residency.fetch(self.head_matrices(), streamed=residency.streams_head)
         else:
-            with g.scope(f"layers.{layer + 1}"):
-                following = residency.fetch(self.attention_matrices(layer + 1), streamed=residency.streams(layer + 1))
+            following = self.fetch_attention(layer + 1)
         with g.scope(f"layers.{layer}"):
             (self.feed_forward if arch.is_dense(layer) else self.experts)(layer, ffn)
         return following
+
+    def keys_alone(self, layer: int, matrices: dict[str, Buffer]) -> None:
+        """Register the keys and values that a layer keeps; its other weights are where other phases have them."""
+        g, arch, residency = self.g, self.arch, self.residency
+        streamed = residency.streams(layer)
+        with g.scope(f"layers.{layer}"):
+            residency.arrive(streamed=streamed)
+            self.attention_way.keep(self, layer, self.attention_norm(layer), matrices)
+            queries = next(matrix for matrix in self.attention_matrices(layer) if matrix.name == "q_proj")
+            bias_and_scale(self, layer, "q", queries.shape[0])
+            residency.declare(self.ffn_matrices(layer), streamed=streamed)
+            self.ffn_norm(layer)
+            if not arch.is_dense(layer):
+                self.router(layer)
+            knob, tile = ("ffn", FFN_TILE) if arch.is_dense(layer) else ("experts", EXPERT_TILE)
+            g.knob(knob, over=self.tokens, tile=tile)
+        residency.declare(self.head_matrices(), streamed=residency.streams_head)
 
     def norm_weight(self, name: str, tensor: str, size: int | None = None) -> Buffer:
         return self.g.weight(name, (size or self.arch.hidden,), self.arch.dtype, tensor=tensor)
@@ -172,10 +210,22 @@ class StepGraph:
         """Return the projections, as the way of attention wants them."""
         return self.attention_way.matrices(self, layer)
 
+    def fetch_attention(self, layer: int) -> dict[str, Buffer]:
+        """Fetch a layer's projections; of a last layer that ends at its keys and values, theirs alone."""
+        found, streamed = self.attention_matrices(layer), self.residency.streams(layer)
+        needed = found
+        if self.keys_end and layer + 1 == self.arch.layers:
+            needed = [matrix for matrix in found if matrix.name in ("k_proj", "v_proj")]
+        with self.g.scope(f"layers.{layer}"):
+            self.residency.declare([matrix for matrix in found if matrix not in needed], streamed=streamed)
+            return self.residency.fetch(needed, streamed=streamed)
+
     def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
         """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""
-        norm = self.norm_weight("attention_norm", self.arch.names.attention_norm.format(layer=layer))
-        self.attention_way.register(self, layer, norm, matrices)
+        self.attention_way.register(self, layer, self.attention_norm(layer), matrices)
+
+    def attention_norm(self, layer: int) -> Buffer:
+        return self.norm_weight("attention_norm", self.arch.names.attention_norm.format(layer=layer))
 
     def normed(self, rows: Dim, norm: Buffer, name: str) -> tuple[Buffer, Buffer]:
         """Return this iteration's rows of the hidden state, and rms_norm of them."""
@@ -215,7 +265,7 @@ class StepGraph:
     def feed_forward(self, layer: int, matrices: dict[str, Buffer]) -> None:
         """hidden += down(silu(gate(h)) * up(h)) with h = rms_norm(hidden), by chunks of tokens."""
         g = self.g
-        norm = self.norm_weight("ffn_norm", self.arch.names.ffn_norm.format(layer=layer))
+        norm = self.ffn_norm(layer)
         with g.chunk("ffn", over=self.tokens, tile=FFN_TILE) as rows:
             source, h = self.normed(rows, norm, "ffn_in")
             self.feed(h, matrices, source)
@@ -233,9 +283,8 @@ class StepGraph:
         """hidden += shared(h) + sum over a token's top experts of score * expert(h), dispatched by chunks of tokens."""
         g, arch = self.g, self.arch
         many, top_k = arch.experts, arch.experts_per_token
-        norm = self.norm_weight("ffn_norm", arch.names.ffn_norm.format(layer=layer))
-        router = g.weight("router", (many, arch.hidden), arch.dtype, tensor=arch.names.router.format(layer=layer))
-        bias = self.router_bias(layer)
+        norm = self.ffn_norm(layer)
+        router, bias = self.router(layer)
         with g.chunk("experts", over=self.tokens, tile=EXPERT_TILE) as rows:
             source, h = self.normed(rows, norm, "ffn_in")
             if arch.shared_ffn:
@@ -253,14 +302,18 @@ class StepGraph:
             g.add_op("moe_combine", down, order, scores, source, name="combine")
             self.hidden.keep(source)
 
-    def router_bias(self, layer: int) -> Buffer | None:
-        """Return what is added to the scores by which experts are chosen, in float32."""
-        arch = self.arch
+    def ffn_norm(self, layer: int) -> Buffer:
+        return self.norm_weight("ffn_norm", self.arch.names.ffn_norm.format(layer=layer))
+
+    def router(self, layer: int) -> tuple[Buffer, Buffer | None]:
+        """Return the weight of the router, and what is added to the scores by which experts are chosen, in float32."""
+        g, arch = self.g, self.arch
+        tensor = arch.names.router.format(layer=layer)
+        weight = g.weight("router", (arch.experts, arch.hidden), arch.dtype, tensor=tensor)
         if not arch.names.router_bias:
-            return None
-        return self.g.weight(
-            "router_bias", (arch.experts,), "float32", tensor=arch.names.router_bias.format(layer=layer)
-        )
+            return weight, None
+        tensor = arch.names.router_bias.format(layer=layer)
+        return weight, g.weight("router_bias", (arch.experts,), "float32", tensor=tensor)
 
     def routing(self) -> dict[str, Any]:
         """Return how experts are chosen and weighed, where it is not the operator's default."""

@@ -42,6 +42,11 @@ class Way:
 
         return matrices(step.arch, layer, step.arch.kv_heads)
 
+    def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Register what of a layer's keys and values outlives the step, from k_proj and v_proj alone: of the last layer, where
+        nothing reads its hidden states. Only ways of policies that keep a state are asked."""
+        raise NotImplementedError
+
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Register a layer's attention; `norm` [D] is the weight of its norm."""
         raise NotImplementedError

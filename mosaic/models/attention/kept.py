@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 __all__ = ["KeptQueries", "KeptTogether"]
 
 
-class KeptTogether(Way):
+class _Kept(Way):
+    def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Store the window's keys and values."""
+        _store(step, layer, norm, matrices)
+
+
+class KeptTogether(_Kept):
     """All queries at once, projected with the keys and values under one norm."""
 
     name: ClassVar[str] = "together"
@@ -27,7 +33,7 @@ class KeptTogether(Way):
         project_out(step, _attend(step, layer, whole), matrices["o_proj"])
 
 
-class KeptQueries(Way):
+class KeptQueries(_Kept):
     """Chunks of queries, which never exist whole."""
 
     name: ClassVar[str] = "queries"

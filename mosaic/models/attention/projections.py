@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.operator import Dim
 
-__all__ = ["PROJECTION_TILE", "attend", "keys_and_values", "matrices", "project", "project_out", "project_rows"]
+__all__ = [
+    "PROJECTION_TILE",
+    "attend",
+    "bias_and_scale",
+    "keys_and_values",
+    "matrices",
+    "project",
+    "project_out",
+    "project_rows",
+]
 
 PROJECTION_TILE: Final = 128
 
@@ -35,18 +44,9 @@ def matrices(arch: Architecture, layer: int, kv_heads: Dim) -> list[Matrix]:
 def project(step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None) -> Buffer:
     """Project the rows h [C, D] to one of q, k and v, normed and rotated as the architecture says."""
     g, arch = step.g, step.arch
-    tensor, head_norm = {
-        "q": (arch.names.query, arch.names.query_norm),
-        "k": (arch.names.key, arch.names.key_norm),
-        "v": (arch.names.value, ""),
-    }[name]
-    bias = None
-    if arch.qkv_bias:
-        tensor = tensor.format(layer=layer).replace(".weight", ".bias")
-        bias = g.weight(f"{name}_bias", (matrix.shape[0],), arch.dtype, tensor=tensor)
+    bias, scale = bias_and_scale(step, layer, name, matrix.shape[0])
     y: Buffer = g.add_op("linear", h, matrix, bias, out=out, name=f"{name}_linear")
-    if name != "v" and arch.head_norms:
-        scale = step.norm_weight(f"{name}_norm", head_norm.format(layer=layer), arch.head_size)
+    if scale is not None:
         g.add_op("head_norm", y, scale, name=f"{name}_head_norm", eps=arch.norm_eps)
     if name != "v":
         factor: dict[str, Any] = {"factor": arch.rotary_scale} if arch.rotary_scale != 1.0 else {}
@@ -55,6 +55,23 @@ def project(step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, o
             head_size=arch.head_size, **factor,
         )  # fmt: skip
     return y
+
+
+def bias_and_scale(step: StepGraph, layer: int, name: str, width: Dim) -> tuple[Buffer | None, Buffer | None]:
+    """Return the bias [width] of a projection, and the weight that its heads are normed by, where there are any."""
+    arch = step.arch
+    tensor, head_norm = {
+        "q": (arch.names.query, arch.names.query_norm),
+        "k": (arch.names.key, arch.names.key_norm),
+        "v": (arch.names.value, ""),
+    }[name]
+    bias = scale = None
+    if arch.qkv_bias:
+        tensor = tensor.format(layer=layer).replace(".weight", ".bias")
+        bias = step.g.weight(f"{name}_bias", (width,), arch.dtype, tensor=tensor)
+    if name != "v" and arch.head_norms:
+        scale = step.norm_weight(f"{name}_norm", head_norm.format(layer=layer), arch.head_size)
+    return bias, scale
 
 
 def project_rows(

@@ -21,6 +21,11 @@ __all__ = ["LOGITS", "ReturnedLogits"]
 class ReturnedLogits(Part):
     """The logits of the rows that are asked for."""
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Any token's row may be asked for."""
+        return True
+
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return the rows."""
         return (Input(name="logit_rows", dtype="int64", per="logit_row", index=True),)

@@ -35,8 +35,14 @@ class Part:
         """The states that the part's ops write or read: `g[NAME]` is the buffer."""
         return ()
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the part reads the hidden states of all tokens after the last layer: `step.hidden` in `finish`, or
+        `end.hidden`. Where no part of a phase does, the last layer computes less, and these are refused."""
+        return False
+
     def finish(self, step: StepGraph) -> None:
-        """Register what the part does after the last layer, before rows are unembedded: `step.hidden` is whole then."""
+        """Register what the part does after the last layer, before rows are unembedded."""
 
     @property
     def results(self) -> Mapping[str, ResultPer]:

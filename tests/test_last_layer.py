@@ -1,0 +1,59 @@
+"""The last layer computes what is returned or kept and nothing else, in every phase and option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from test_weight_addresses import CONFIGS, PHASES, some_of
+
+import mosaic
+from mosaic.errors import GraphError
+from mosaic.models.parts import KEPT, NO_HEAD, Part
+from mosaic.models.phase import Phase
+from mosaic.registrar.graph import Graph
+
+
+def useless_ops(graph: Graph) -> list[str]:
+    """Ops of whose results nothing is returned, kept, or read by an op that has a use."""
+    used = {graph.root(b).id for b in graph.buffers if b.kind in ("output", "state")}
+    found = []
+    for op in reversed(graph.ops):
+        if used.isdisjoint(graph.root(buffer).id for buffer in op.writes):
+            found.append(op.name)
+        else:
+            used.update(graph.root(buffer).id for buffer in op.reads)
+    return found
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_op_of_every_phase_has_a_use(family: str) -> None:
+    model = mosaic.models.load(CONFIGS[family])
+    for phase in PHASES:
+        options = {choice.name: choice.options for choice in model.graph(phase=phase).choices.values()}
+        for choices in some_of(options, 3, f"{family} {phase}"):
+            assert not useless_ops(model.graph(backend="cpu", choices=choices, phase=phase)), (phase, choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo(Part):
+    """Gives back the hidden states of all tokens, and says so or not."""
+
+    says: bool
+
+    @property
+    def reads_hidden(self) -> bool:
+        return self.says
+
+    def finish(self, step: Any) -> None:
+        hidden = step.hidden.buffer
+        step.g.add_op("copy", hidden, out=step.g.output("echo", hidden.shape, hidden.dtype), name="echo")
+
+
+def test_hidden_states_of_all_tokens_are_there_for_parts_that_say_so() -> None:
+    model = mosaic.models.load(next(iter(CONFIGS.values())))
+    fill = Phase(cache=KEPT, head=NO_HEAD, others=(Echo(True),))
+    assert not useless_ops(model.graph(phase=fill))
+    with pytest.raises(GraphError, match="let the part that reads them say `reads_hidden`"):
+        model.graph(phase=Phase(cache=KEPT, head=NO_HEAD, others=(Echo(False),)))
