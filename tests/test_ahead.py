@@ -179,3 +179,57 @@ def test_the_largest_steps_are_reached(model: CompiledModel) -> None:
             if size.has_rows and size.phase in seen:
                 assert size.windows[0] >= seen[size.phase][0] and size.rows >= seen[size.phase][1]
         assert {replace(size.phase) for size in largest} >= set(seen)
+
+
+class Fault(Exception):
+    """What goes wrong once."""
+
+
+class Faulty(Telling):
+    """A model whose launches are refused now and then, and whose waits are interrupted."""
+
+    def __init__(self, model: CompiledModel, rng: random.Random) -> None:
+        super().__init__(model)
+        self.rng = rng
+
+    def fail(self) -> None:
+        if self.rng.random() < 0.2:
+            raise Fault
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        self.fail()
+        launched, fail = self._model.launch(requests), self.fail
+
+        class Interrupted(Told):
+            def results(self) -> list[StepResult]:
+                fail()
+                return launched.results()
+
+        return Interrupted(launched, 0, self.told)
+
+    def shown(self, _: object) -> None:
+        self.fail()
+
+
+def test_what_goes_wrong_on_the_host_loses_no_decision(model: CompiledModel) -> None:
+    """The device has decided by then: whoever goes on gets what was decided, and nothing is decided twice."""
+    rng, faults = random.Random(1), 0
+    for _ in range(6):
+        ways: list[dict[str, Any]] = [{**drawn(rng), "temperature": 0.0} for _ in range(rng.randint(1, 3))]
+        prompts = [torch.randint(0, 9, (rng.randint(1, 30),)) for _ in ways]
+        faulty = Faulty(model, rng)
+        with Session(faulty) as session:
+            kept = [
+                session.submit(prompt, GenerationConfig(**way), ahead=True, request_id=number, on_step=faulty.shown)
+                for number, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
+            ]
+            while session.live:
+                try:
+                    session.advance()
+                except Fault:
+                    faults += 1
+        for number, (live, prompt, way) in enumerate(zip(kept, prompts, ways, strict=True)):
+            (waited,) = model.generate([prompt], GenerationConfig(**way))
+            assert live.generation is not None, number
+            same(live.generation, waited)
+    assert faults > 20 and model.state_rows == {}

@@ -29,7 +29,7 @@ from mosaic.runtime.range_pool import ClosesOnExit
 if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.runtime.launched import Launched
-    from mosaic.runtime.steps import StepResult, StepRunner
+    from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
 __all__ = ["Session"]
 
@@ -78,7 +78,7 @@ class Session(ClosesOnExit):
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._live: dict[int, LiveRequest] = {}
-        self._ahead: Launched | None = None
+        self._launched: list[Launched] = []  # in order: those whose outcomes requests do not have yet
         self.launched_in_vain = 0
         """Steps that were launched ahead, and whose outcome nobody waited for."""
         self._submitted = self._turns = 0
@@ -196,26 +196,44 @@ class Session(ClosesOnExit):
                 if not group:
                     break
                 self._turns += 1
-                for request, result in zip(group, results, strict=True):
-                    request.waiting_since = self._turns
-                    done.append(request.take(result))
-                    if request.generation is not None:
-                        del self._live[request.number]
+                done += self._taken(group, results)
+        return done
+
+    def _taken(self, group: Sequence[LiveRequest], results: Sequence[StepResult]) -> list[Step]:
+        """Give each request its outcome. Where a callback raises, the others still get theirs: a canvas on the device has it."""
+        done, raised = list[Step](), list[BaseException]()
+        for request, result in zip(group, results, strict=True):
+            request.waiting_since = self._turns
+            try:
+                done.append(request.take(result))
+            except BaseException as error:
+                raised.append(error)
+            if request.generation is not None:
+                del self._live[request.number]
+        if raised:
+            raise raised[0]
         return done
 
     def _next_results(self) -> tuple[list[LiveRequest], list[StepResult]]:
-        """The outcomes of the next step, and whose they are; the one after it is launched before they are waited for."""
-        launched, self._ahead = self._ahead, None
-        group = [] if launched is None else self._waiting_for(launched)
-        if launched is None or not group:
-            self.launched_in_vain += launched is not None
+        """The outcomes of the next step, and whose they are; the one after it is launched before they are waited for.
+
+        A step is forgotten when its outcome is there, not before: a canvas on the device has it, so it cannot run again.
+        """
+        if self._launched and not self._waiting_for(self._launched[0]):
+            self.launched_in_vain += len(self._launched)
+            self._launched.clear()
+        if not self._launched:
             group = self._next_group()
             asked = [request.pending for request in group if request.pending is not None]
             if not any(request.config.ahead for request in group):
                 return group, self._runner.step(asked) if group else []
-            launched = self._runner.launch(asked)
-        self._ahead = self._launched_ahead(group)
+            self._launched.append(self._runner.launch(asked))
+        launched = self._launched[0]
+        group = self._waiting_for(launched)
+        if len(self._launched) == 1 and (following := self._following(group)):
+            self._launched.append(self._runner.launch(following))
         results = {id(asked): result for asked, result in zip(launched.requests, launched.results(), strict=True)}
+        del self._launched[0]
         return group, [results[id(request.pending)] for request in group]
 
     def _waiting_for(self, launched: Launched) -> list[LiveRequest]:
@@ -223,13 +241,13 @@ class Session(ClosesOnExit):
         waiting = {id(request.pending): request for request in self._live.values()}
         return [waiting[id(asked)] for asked in launched.requests if id(asked) in waiting]
 
-    def _launched_ahead(self, group: Sequence[LiveRequest]) -> Launched | None:
+    def _following(self, group: Sequence[LiveRequest]) -> list[StepRequest]:
         """The step that follows, where nobody else waits and it is one step, whatever is decided meanwhile."""
         following = [request.following for request in group if request.following is not None]
         if not len(following) == len(group) == len(self._live):
-            return None
+            return []
         alike = len({group_of(asked, self._runner.architecture) for asked in following}) == 1
-        return self._runner.launch(following) if alike else None
+        return following if alike else []
 
     def _next_group(self) -> list[LiveRequest]:
         """Requests whose steps can be one, those of the request that has waited longest."""
