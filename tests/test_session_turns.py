@@ -366,3 +366,32 @@ def test_records_of_requests_are_named_and_stay_as_they_are() -> None:
         plain.request_id = 1  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         ended.steps = 2  # type: ignore[misc]
+
+
+def test_callbacks_may_cancel_any_request() -> None:
+    """Its own too, at its last step too: what has ended stays as it is, and a streamer is told once."""
+    finishes = set()
+    for seed in range(30):
+        draw, shown = random.Random(seed), [Shown() for _ in range(3)]
+        requests = list[LiveRequest]()
+        with Session(Runner()) as session:  # type: ignore[arg-type]
+
+            def stop(step: Step, session: Session = session, draw: random.Random = draw) -> None:
+                if draw.random() < 0.2:
+                    session.cancel(requests[draw.randrange(3)])  # noqa: B023
+
+            requests += session.submit_all(
+                [
+                    Submission(prompt=torch.tensor([1]), config=GenerationConfig(**WAYS[0]), streamer=one, on_step=stop)
+                    for one in shown
+                ]
+            )
+            ended: dict[int, Generation] = {}
+            while session.live:
+                session.advance()
+                for number, request in enumerate(requests):
+                    if (found := request.generation) is not None:
+                        assert ended.setdefault(number, found) is found and request not in session.live
+                        assert shown[number].ended == 1
+        finishes |= {one.finish for one in ended.values()}
+    assert finishes == {"length", "cancelled"}

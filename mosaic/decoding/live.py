@@ -137,9 +137,11 @@ class LiveRequest:
         step = self._report(phase.name, block, result)
         if self.pending is None:
             self.end()
+        going = self.pending is not None
         if self._submission.on_step is not None:
             self._submission.on_step(step)
-        self._show()
+        if not (going and self.pending is None):  # the callback may have cancelled the request, which shows its end
+            self._show()
         return step
 
     def end(self, *, cancelled: bool = False) -> None:

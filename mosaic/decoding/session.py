@@ -200,16 +200,21 @@ class Session(ClosesOnExit):
         return done
 
     def _taken(self, group: Sequence[LiveRequest], results: Sequence[StepResult]) -> list[Step]:
-        """Give each request its outcome. Where a callback raises, the others still get theirs: a canvas on the device has it."""
+        """Give each request its outcome, but those that a callback has cancelled.
+
+        Where a callback raises, the others still get theirs: a canvas on the device has it.
+        """
         done, raised = list[Step](), list[BaseException]()
         for request, result in zip(group, results, strict=True):
+            if request.generation is not None:
+                continue
             request.waiting_since = self._turns
             try:
                 done.append(request.take(result))
             except BaseException as error:
                 raised.append(error)
             if request.generation is not None:
-                del self._live[request.number]
+                self._live.pop(request.number, None)
         if raised:
             raise raised[0]
         return done
@@ -264,7 +269,7 @@ class Session(ClosesOnExit):
     def cancel(self, request: LiveRequest) -> None:
         """End a request now: what is final becomes its `generation`. A request that has ended stays as it is."""
         with self._runner.exclusive():
-            if self._live.pop(request.number, None) is not None:
+            if self._live.pop(request.number, None) is not None and request.generation is None:
                 request.end(cancelled=True)
 
     def close(self) -> None:
