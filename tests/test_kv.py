@@ -483,6 +483,17 @@ def test_kv_store_in_triton(heads: int, size: int, dtype: torch.dtype) -> None:
 
 
 @triton_test
+@pytest.mark.parametrize("pieces", [[(1, 8, 0, 0), (9, 2, 4, 0)], [(1, 8, 0, 0), (1, 8, 2, 4)]], ids=["tail", "middle"])
+def test_dropped_rows_keep_nothing_in_triton(pieces: Pieces) -> None:
+    """A position beyond the last extent is nobody's, though rows that an earlier one has dropped would be far enough."""
+    case = store_case([[5, 6, 7, 3]], [6], 2, 3, F32)
+    operands = case.operands | tables([pieces]) | {"kv": randn(11, 36, seed=3)}
+    case = Case("kv_store", operands, attrs=case.attrs)
+    expected = load("kv_store").reference(**case.operands, **case.attrs)
+    assert torch.equal(run(case, DEVICE)["kv"], expected)
+
+
+@triton_test
 def test_a_slice_of_what_is_stored_in_triton() -> None:
     windows, lengths = STORED["scattered"]
     case = store_case(windows, lengths, 2, 3, F32)

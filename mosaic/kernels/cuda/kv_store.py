@@ -53,7 +53,7 @@ def kv_store_kernel(
     mine = known & (first <= row_start + row) & (row_start + row < end)
     low = tl.sum(tl.where(mine, tl.load(cu_extents + sequence, mask=known, other=0), 0), 0)
     high = tl.sum(tl.where(mine, tl.load(cu_extents + sequence + 1, mask=known, other=0), 0), 0)
-    # of the extents that have a place for the position the last: those before end where the next one begins
+    # of the extents that begin before the position the last; where that has no place for it, nobody has
     position = tl.load(positions + row).to(tl.int64)
     base = position * 0
     count = base
@@ -62,10 +62,10 @@ def kv_store_kernel(
         entry = extents + extent * 4
         rows = tl.load(entry + 1)
         at = position - tl.load(entry + 2) + tl.load(entry + 3)
-        has = (position >= tl.load(entry + 2)) & (at < rows)
-        base = tl.where(has, tl.load(entry), base)
-        count = tl.where(has, rows, count)
-        token = tl.where(has, at, token)
+        begun = position >= tl.load(entry + 2)
+        base = tl.where(begun, tl.load(entry), base)
+        count = tl.where(begun, rows, count)
+        token = tl.where(begun, tl.where(at < rows, at, -1), token)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (column < width) & (token >= 0)
     keys = tl.load(k + row.to(tl.int64) * k_stride + column, mask=mask)
