@@ -115,6 +115,22 @@ def test_sixteen_threads_get_what_one_gets(model: CompiledModel, eager_switches:
     assert not model.state_rows
 
 
+def test_outcomes_are_their_callers_whoever_launches_meanwhile(model: CompiledModel, eager_switches: None) -> None:
+    """Other threads' launches wait for the outcome of an earlier step too, before theirs arrives where it is."""
+    phase = Phase(commit=Commit(score="confidence", rule="top"))
+    requests = [
+        StepRequest(phase=phase, token_ids=ids, rows=torch.arange(4), current=ids[:4], quota=number)
+        for number, ids in enumerate(torch.arange(32).view(4, 8))
+    ]
+    expected = [model.step([request])[0].score.tolist() for request in requests]
+
+    def launched(number: int) -> bool:
+        return model.launch([requests[number % 4]]).results()[0].score.tolist() == expected[number % 4]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert all(pool.map(launched, range(400)))
+
+
 def test_outputs_are_views_where_nobody_else_can_call_and_copies_elsewhere(model: CompiledModel) -> None:
     first, second = sequences_of((40,), LLADA)[0], sequences_of((41,), LLADA)[0]
     with model.exclusive():

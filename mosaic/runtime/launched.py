@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -45,15 +46,17 @@ class Launched:
         self.requests = tuple(requests)
         self._plan, self._arriving, self._started = plan, arriving, started
         self._results: list[StepResult] | None = None
+        self._cutting = Lock()  # whoever launches a step waits for an earlier one too, whose outcome arrives in the same place
 
     def results(self) -> list[StepResult]:
         """Wait for the outcome, and cut it up: one result per request, in order."""
-        if self._results is None:
-            declared = self.requests[0].phase.results
-            outputs = [] if self._arriving is None else self._arriving.wait()
-            self._results = self._cut(dict(zip(declared, outputs, strict=True)), declared)
-            self._arriving = None
-        return self._results
+        with self._cutting:
+            if self._results is None:
+                declared = self.requests[0].phase.results
+                outputs = [] if self._arriving is None else self._arriving.wait()
+                self._results = self._cut(dict(zip(declared, outputs, strict=True)), declared)
+                self._arriving = None
+            return self._results
 
     def _cut(self, outputs: Mapping[str, Tensor], declared: Mapping[str, ResultPer]) -> list[StepResult]:
         seconds = perf_counter() - self._started
