@@ -420,6 +420,18 @@ def test_a_commit_rule_of_ones_own_gets_its_input_through_the_packer(model: Comp
         assert result.committed.tolist() == [value == rank.max() for value in rank]
 
 
+def test_tokens_that_the_host_has_are_read_in_every_step(model: CompiledModel) -> None:
+    """Requests that are asked for again, themselves, may have other tokens by then."""
+    windows = [torch.tensor([1, 63, 63]), torch.tensor([63, 5])]
+    requests = [asked(Phase(commit=TOP), ids, torch.tensor([1])) for ids in windows]
+    before = model.step(requests)
+    for ids in windows:
+        ids[0] = 7
+    again, fresh = model.step(requests), model.step([replace(request) for request in requests])
+    for first, second, other in zip(before, again, fresh, strict=True):
+        assert torch.equal(second.score, other.score) and not torch.equal(second.score, first.score)
+
+
 def test_a_cache_policy_of_ones_own_gets_its_input_through_the_packer(model: CompiledModel) -> None:
     ids, rows = torch.tensor([1, 2, 3, 63, 5, 63]), torch.tensor([3, 5])
     near, far = (Phase(cache=Placed(stretch), commit=TOP) for stretch in (1, 40))

@@ -250,7 +250,8 @@ class CompiledModel(Face):
         """Begin the same, without waiting for the outcome; at most one step more is launched before that is asked for.
 
         A CPU has run the step when this returns. On a device the next step can be given before this one is done, if it does
-        not need the outcome: if it reads its tokens from a canvas on the device.
+        not need the outcome: if it reads its tokens from a canvas on the device. Such requests are packed once, as long as
+        they are asked for again, themselves: nobody writes to their tensors.
         """
         with self._engine.turn():
             started, arriving = perf_counter(), None
@@ -354,9 +355,11 @@ class _Packed(NamedTuple):
     step: Any
 
     def serves(self, requests: tuple[StepRequest, ...], changes: int) -> bool:
-        """Whether these requests, themselves, are the step."""
+        """Whether these requests, themselves, are the step, which reads its tokens on the device."""
         alike = len(requests) == len(self.requests) and changes == self.changes
-        return alike and all(a is b for a, b in zip(requests, self.requests, strict=True))
+        if not alike or not requests or not requests[0].phase.tokens.computes:  # the host may have written other tokens
+            return False
+        return all(a is b for a, b in zip(requests, self.requests, strict=True))
 
 
 @dataclass(slots=True)

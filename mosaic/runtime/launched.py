@@ -46,7 +46,9 @@ class Launched:
         self.requests = tuple(requests)
         self._plan, self._arriving, self._started = plan, arriving, started
         self._results: list[StepResult] | None = None
-        self._cutting = Lock()  # whoever launches a step waits for an earlier one too, whose outcome arrives in the same place
+        self._cutting = (
+            Lock()
+        )  # whoever launches a step waits for an earlier one too, whose outcome arrives in the same place
 
     def results(self) -> list[StepResult]:
         """Wait for the outcome, and cut it up: one result per request, in order."""
