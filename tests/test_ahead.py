@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import mosaic
 from mosaic.decoding import Generation, GenerationConfig
 from mosaic.decoding.session import Session
 from mosaic.errors import UsageError
-from mosaic.models.parts import ENTERED, GUIDED, KEPT, STAYING, Commit
+from mosaic.models.parts import CANVAS, ENTERED, GUIDED, KEPT, KV, STAYING, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
@@ -233,3 +234,40 @@ def test_what_goes_wrong_on_the_host_loses_no_decision(model: CompiledModel) -> 
             assert live.generation is not None, number
             same(live.generation, waited)
     assert faults > 20 and model.state_rows == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"states": {}}, "tokens on the device needs rows of the state 'canvas'"),
+        ({"values": {}}, "'entered': a token for each of the 8 tokens of the window"),
+        ({"values": {"entered": torch.tensor([3])}}, "'entered': a token for each of the 8 tokens of the window"),
+        ({"start": 16}, "positions 16 to 24 of a sequence that has rows for 16"),
+    ],
+)
+def test_requests_without_a_canvas_are_refused(model: CompiledModel, change: dict[str, Any], message: str) -> None:
+    with model.open_rows(KV) as keys, model.open_rows(CANVAS) as canvas:
+        keys.reserve(24)
+        canvas.reserve(16)
+        phase = Phase(tokens=ENTERED, cache=KEPT, commit=Commit(score="confidence", rule="top"))
+        usual: dict[str, Any] = {
+            "phase": phase, "token_ids": torch.zeros(8, dtype=torch.int64), "start": 8, "sequence": keys, "key_len": 24,
+            "rows": torch.arange(8), "current": torch.zeros(8, dtype=torch.int64), "quota": 1, "states": {CANVAS: canvas},
+            "values": {"entered": torch.full((8,), -1)},
+        }  # fmt: skip
+        model.step([StepRequest(**usual)])
+        with pytest.raises(UsageError, match=message):
+            model.step([StepRequest(**usual | change)])
+
+
+def test_rows_of_the_window_alone_are_listed(model: CompiledModel) -> None:
+    """Whatever the length of the canvas: the host makes them in every step that draws."""
+
+    class Listed:
+        def slots(self, start: int, end: int) -> torch.Tensor:
+            return torch.arange(start, end)
+
+    places = torch.tensor([1, 6])
+    request: Any = SimpleNamespace(start=1 << 39, rows=places, states={CANVAS: Listed()})
+    (rows,) = (entry for entry in STAYING.inputs(model.architecture) if entry.name == "decided_rows")
+    assert torch.equal(rows.of(request), places + (1 << 39))

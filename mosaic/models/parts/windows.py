@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
 from mosaic.models.parts.part import Part
 from mosaic.models.state import State
@@ -90,6 +91,18 @@ class OnDevice(Windows):
             *(entered if self.enters else ()),
         )  # fmt: skip
 
+    def check(self, request: Any, arch: Architecture) -> None:
+        """Check that a request has a canvas, and what enters it."""
+        if CANVAS not in request.states:
+            raise UsageError(
+                f"a request with tokens on the device needs rows of the state '{CANVAS.name}': give them in `states`."
+            )
+        tokens = len(request.token_ids)
+        if self.enters and len(request.values.get("entered", ())) != tokens:
+            raise UsageError(
+                f"the phase needs 'entered': a token for each of the {tokens} tokens of the window; give it in `values`."
+            )
+
     @property
     def states(self) -> Sequence[State]:
         """The canvas."""
@@ -137,7 +150,8 @@ def _entered_rows(window: Window) -> Any:
 
 
 def _decided_rows(request: Any) -> Any:
-    return request.states[CANVAS].slots()[request.start + request.rows]
+    count = max(request.rows.tolist(), default=-1) + 1  # one beyond the window, at most, in shifted models
+    return request.states[CANVAS].slots(request.start, request.start + count)[request.rows]
 
 
 WINDOWS: Final = Windows()
