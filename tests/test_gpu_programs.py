@@ -193,6 +193,20 @@ def test_inputs_written_through_their_image_are_what_was_written() -> None:
             assert bool((found[len(expected) :] == expected[-1]).all())
 
 
+def test_numbers_whose_writing_was_interrupted_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = torch.zeros(5, dtype=torch.int64, device="cuda")
+    inputs, values = HostInputs({"a": view}), {"a": Numbers((range(3),), "int64")}
+
+    def interrupted(_: Numbers) -> Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Numbers, "tensor", interrupted)
+        inputs.write(values)
+    inputs.write(values)
+    assert view.tolist() == [0, 1, 2, 2, 2]
+
+
 def test_a_policy_with_a_state_of_its_own_runs_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels ask PyTorch for memory, so its steps are not captured; scores are the CPU's."""
     for name in ("NOTE", "DISTANCE"):

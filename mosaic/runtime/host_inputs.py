@@ -53,15 +53,15 @@ class HostInputs:
         if self._sent is not None:
             self._sent.synchronize()  # long since done, but for steps that were launched ahead
         there = {}
+        self._last = None
         for name, value in values.items():
-            if isinstance(value, Numbers):
-                if self._images and self._written.get(name) == value:
-                    continue
-                self._written[name] = value
-                fill_rows(self._targets[name], value.tensor())
+            if self._images and isinstance(value, Numbers) and self._written.get(name) == value:
                 continue
-            self._written.pop(name, None)
-            if self._images and value.device.type != "cpu":
+            self._written.pop(name, None)  # whoever is interrupted writes it again
+            if isinstance(value, Numbers):
+                fill_rows(self._targets[name], value.tensor())
+                self._written[name] = value
+            elif self._images and value.device.type != "cpu":
                 there[name] = value
             else:
                 fill_rows(self._targets[name], value)
@@ -76,4 +76,4 @@ class HostInputs:
             device.copy_(image, non_blocking=True)
         if self._images:
             self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self._images[0][0].device))
