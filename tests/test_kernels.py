@@ -778,6 +778,9 @@ def test_memory_cases_cover_every_kernel() -> None:
     assert {case.kernel for case in memory_cases(F32)} == set(OPERATORS) - {
         "kv_attention",  # test_kv
         "kv_store",
+        "key_mass",  # test_selection_of_keys
+        "selected_attention",
+        "top_keys",
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

@@ -71,6 +71,18 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     for tokens, block in ((2, 0), (8, 4), (32, 0), (32, 32), (2048, 0), (2048, 32)):  # every tile; split, and not
         window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
         yield "kv_attention", {**window, **attrs, "block": block}
+    prefix = {"captured": empty(1, dtype=torch.int32), "cu_keys": cu_seqlens}
+    pages = {"owner": empty(1, dtype=index), "selected": empty(64, 36 * 32 * 513, dtype=torch.int32), "slot": 2}
+    sizes = ((32, 8, "mean", 1), (2048, 32, "max", 16), (2, 8, "mean", 4))
+    for tokens, sets, statistic, page in sizes if EVERY else sizes[:2]:
+        window = {"q": x[:tokens], "sets": sets}
+        chosen = {"k": 512, "page": page, "sets": sets, "captured": prefix["captured"]}
+        mass, votes = empty(sets, 1 << 17, dtype=wide), empty(tokens, dtype=torch.uint8)
+        of_layer = {name: value for name, value in attrs.items() if name != "seen"}
+        yield "key_mass", {**of_layer, **prefix, **window, "votes": votes, "mass": mass, "statistic": statistic}
+        yield "top_keys", {**prefix, **pages, **chosen, "mass": mass, "ratio": 0.1 * (page - 1)}
+        window |= {"y": x[:tokens], "positions": empty(tokens, dtype=torch.int32)}
+        yield "selected_attention", {**attrs, **window, **pages, **chosen, "block": 32}
     figures = dict.fromkeys(("maximum", "second", "logsumexp", "entropy", "sample_logit"), logsum)
     for kind in ("confidence", "margin", "entropy", "random", "sequential"):
         yield "row_score", {**figures, "keys": some, "score": logsum, "kind": kind}
@@ -168,7 +180,7 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
     for operator, given, cards in [*((*launch, tuple(SHARED_BYTES)) for launch in launches()), *samples()]:
         turn, turns[operator] = turns[operator], turns[operator] + 1
         *older, newest = SHARED_BYTES
-        mine = (newest, older[len(turns) % 3]) if turn == 0 else (cards[(len(turns) + turn) % len(cards)],)
+        mine = (newest, older[len(turns) % 3]) if turn == 0 else (cards[turn % len(cards)],)
         if capability not in (cards if EVERY else mine):
             continue
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}

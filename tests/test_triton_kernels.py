@@ -464,6 +464,9 @@ def test_cases_cover_every_kernel() -> None:
     assert {name.split()[0].rstrip(",") for name in CASES} == set(OPERATORS) - {
         "kv_attention",  # test_kv
         "kv_store",
+        "key_mass",  # test_selection_of_keys
+        "selected_attention",
+        "top_keys",
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

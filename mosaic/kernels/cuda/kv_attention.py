@@ -28,7 +28,7 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two
 from mosaic.kernels.kv_attention import check, reference
 from mosaic.registrar.operators.kv_attention import KV_SPLIT_KEYS, kv_splits
 
-__all__ = ["launch", "reference"]
+__all__ = ["find_tile", "join_kernel", "launch", "partials_of", "reference", "share_of", "tile_of"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
@@ -204,8 +204,9 @@ def join_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
-    """One row of one tile: its partial results of all splits into y."""
+    """One row of one tile: its partial results of all splits that its keys need, or of `EVERY` split, into y."""
     PARTS: tl.constexpr = (GROUP + PART - 1) // PART
     TOKENS: tl.constexpr = BLOCK_Q // PART
     index = tl.program_id(0)
@@ -213,9 +214,11 @@ def join_kernel(
     first, last, sequence = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES)
     row = first + index // PART
     member = tl.program_id(2) % PARTS * PART + index % PART
-    keys = tl.load(seen + sequence)
-    sees = (index < TOKENS * PART) & (member < GROUP) & (row < last) & (keys > 0)
-    useful = tl.where(sees, tl.cdiv(keys, share_of(keys, splits, BLOCK_K, LEAST)), 0)
+    useful = splits
+    if not EVERY:
+        keys = tl.load(seen + sequence)
+        useful = tl.cdiv(keys, share_of(keys, splits, BLOCK_K, LEAST))
+    useful = tl.where((index < TOKENS * PART) & (member < GROUP) & (row < last), useful, 0)
     column = tl.arange(0, BLOCK_H)
     maximum = float("-inf")
     total = 0.0
@@ -235,7 +238,9 @@ def join_kernel(
         total = total * correction + tl.sum(totals * weights, 0)
         accumulator = accumulator * correction + tl.sum(parts * weights[:, None], 0)
         maximum = new_maximum
-    result = accumulator / tl.where(sees, total, 1.0)
+    totals = tl.zeros([BLOCK_H], tl.float32) + total
+    sees = totals != 0.0
+    result = accumulator / tl.where(sees, totals, 1.0)
     place = row.to(tl.int64) * y_stride + (tl.program_id(2) // PARTS * GROUP + member) * SIZE + column
     tl.store(y + place, result.to(y.dtype.element_ty), mask=(column < SIZE) & sees)
 
@@ -263,7 +268,7 @@ def launch(
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
     group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
     rows, sequences = q.shape[0], cu_seqlens.shape[0] - 1
-    tile = _tile(q, head_size, -(-rows // sequences) * group)
+    tile = tile_of(q, head_size, -(-rows // sequences) * group)
     part = min(group, tile.rows)
     tokens = tile.rows // part
     # as many as the sequences' rows can be cut into
@@ -271,7 +276,7 @@ def launch(
     places = processors(q.device) * PLACES[tile.rows > 64]
     splits = kv_splits(tiles * heads, tile.rows, kv.shape[0], places)
     partial_rows = tiles * heads * splits * tile.rows
-    partials = _partials(scratch, partial_rows, head_size) if splits > 1 else y
+    partials = partials_of("kv_attention", scratch, partial_rows, head_size) if splits > 1 else y
     shared = {
         "GROUP": group,
         "PART": part,
@@ -323,23 +328,24 @@ def launch(
             partial_rows,
             **shared,
             BLOCK_S=JOINED,
+            EVERY=False,
             num_warps=JOIN_WARPS,
         )
 
 
-def _tile(q: Tensor, head_size: int, rows: int) -> Tile:
+def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     """Choose the smallest tile that `rows` rows fit into, or the largest."""
     table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
 
 
-def _partials(scratch: Tensor | None, rows: int, head_size: int) -> Tensor:
+def partials_of(kernel: str, scratch: Tensor | None, rows: int, head_size: int) -> Tensor:
     """View the scratch buffer as float32 rows, then their maxima, then their sums."""
     needed, available = 4 * rows * (head_size + 2), 0 if scratch is None else scratch.numel()
     if scratch is None or available < needed:
         raise RuntimeMemoryError(
-            f"kv_attention: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
+            f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
             f"the operator's scratch on cuda."
         )
     return scratch[:needed].view(torch.float32)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mosaic.errors import GraphError
 
-__all__ = ["INDEX", "check_attention", "check_shape", "check_shapes", "heads_of"]
+__all__ = ["INDEX", "check_attention", "check_shape", "check_shapes", "heads_of", "heads_of_sets"]
 
 INDEX = (torch.int64,)
 
@@ -40,6 +40,16 @@ def heads_of(kernel: str, name: str, operand: Tensor, head_size: int) -> int:
             f"{kernel}: operand '{name}' has {operand.shape[-1]} columns, expected a multiple of the head size {head_size}."
         )
     return heads
+
+
+def heads_of_sets(kernel: str, q: Tensor, head_size: int, kv_heads: int, sets: int) -> int:
+    """Count the query heads of each of `sets`; raise `GraphError` where those of one set do not share a key-value head."""
+    heads = heads_of(kernel, "q", q, head_size)
+    if heads % kv_heads or heads % sets or sets % kv_heads:
+        raise GraphError(
+            f"{kernel}: {heads} query heads do not divide into {sets} sets, and these into {kv_heads} groups of keys and values."
+        )
+    return heads // sets
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, head_size: int) -> tuple[int, int]:

@@ -107,6 +107,8 @@ def _check_operator(plan: Columns, i: int, work: Work) -> None:
     letters: _Letters = {name: (_Axis(value),) for name, value in attrs.items() if type(value) is int}
     for name in _SYMBOLIC & plan.header["dims"].keys():
         letters.setdefault(name, (_Axis(plan.header["dims"][name]),))
+    for name, dividend, divisor in known.quotients:
+        letters[name] = (_Axis(1 + attrs[dividend] // max(attrs[divisor], 1)),)
     if not _bind_operands(plan, i, known, views, letters):
         return
     _check_residence(plan, i, known, names)

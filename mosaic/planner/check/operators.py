@@ -49,6 +49,8 @@ class _Operator(NamedTuple):
     # where the shipped step shows its dims: a letter, and the product that it is, of a dim and attributes
     shown: tuple[tuple[str, str], ...] = ()
     ways: tuple[Way, ...] = ()  # what a CUDA plan chooses from, where there are several
+    # letters that follow from attributes: one more than a quotient of two
+    quotients: tuple[tuple[str, str, str], ...] = ()
 
 
 def _kv_row(width: str) -> tuple[Rule, ...]:
@@ -56,10 +58,19 @@ def _kv_row(width: str) -> tuple[Rule, ...]:
     return ("divides", f"2*{width}", "X"), ("at most", f"2*layer*{width}+1", "X"), ("at most", "0", "layer")
 
 
+def _selection() -> tuple[Rule, ...]:
+    """A row of W numbers: for every slot, this one among them, and every set a count and the pages of at most k keys."""
+    return (
+        ("at most", "1", "page"), ("divides", "page", "k"), ("divides", "sets*numbers", "W"),
+        ("at most", "slot*sets*numbers+1", "W"), ("at most", "0", "slot"),
+    )  # fmt: skip
+
+
 _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp:float32=C entropy:float32=C"
 _STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
 _SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
 _SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
+_NUMBERS: Final = (("numbers", "k", "page"),)
 _CUDNN: Final = Way(
     "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent="block",
     multiple=("head_size", 8, 128), dtypes=("q", frozenset({"bfloat16", "float16"})), elements=("cu_seqlens", 2),
@@ -86,6 +97,15 @@ _NOTATION: Final = {
     "guide": _Operator("x:a=C,D uncond:a=C,D guidance:float32=1", "x uncond guidance", "x", flops="3*C*D"),
     "head_norm": _Operator(
         "weight=H x=*T,W", "x weight", "x", "eps:x", "4*T*W", rules=(("divides", "H", "W"),)
+    ),
+    "key_mass": _Operator(
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B cu_keys:int32=B+1 votes:uint8=T "
+        "cu_seqlens:int32=B+1 mass:float32=sets,columns", "q kv extents cu_extents captured cu_keys votes cu_seqlens", "mass",
+        "layer:n kv_heads:n head_size:n scale:x sets:n columns?:n span?:n statistic?:s", "4*span*T*Q", "T Q R X E B columns",
+        "q extents cu_extents captured cu_keys votes cu_seqlens mass kv=2*columns,kv_heads*head_size",
+        rules=(
+            ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_kv_row("kv_heads*head_size"),
+        ),
     ),
     "kv_attention": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",
@@ -137,8 +157,26 @@ _NOTATION: Final = {
         "score:float32=M", "maximum second logsumexp entropy sample_logit keys?", "score", "kind:s", "4*M", "M",
     ),
     "row_stats": _Operator(f"logits=C,*V {_STATISTICS}", "logits", _STATISTIC_NAMES, flops="6*C*V"),
+    "selected_attention": _Operator(
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 selected:int32=S,W owner:int64=B captured:int32=B seen:int32=B "
+        "cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",
+        "q kv extents cu_extents selected owner captured seen cu_seqlens positions", "y",
+        "layer:n slot:n sets:n k:n page:n kv_heads:n head_size:n scale:x attended?:n block?:n", "4*attended*T*Q", "R X E S W B Q",
+        "q extents cu_extents selected=B,sets*numbers owner captured seen cu_seqlens positions y "
+        "kv=B*k,2*sets*head_size",
+        rules=(
+            ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_kv_row("kv_heads*head_size"),
+            ("at most", "0", "block"), *_selection(),
+        ),
+        inplace="y/q", quotients=_NUMBERS,
+    ),
     "shift_rows": _Operator("rows:a=M cu_seqlens=*B y:a=M", "rows cu_seqlens", "y"),
     "silu_mul": _Operator("gate:a=*F up:a=*F", "gate up", "gate", flops="5*F"),
+    "top_keys": _Operator(
+        "mass:float32=sets,S captured:int32=B cu_keys:int32=B+1 owner:int64=B selected:int32=E,W",
+        "mass captured cu_keys owner selected", "selected", "slot:n sets:n k:n page:n ratio?:x", whole="S B E W",
+        moved="mass captured cu_keys owner selected=B,sets*numbers", rules=_selection(), quotients=_NUMBERS,
+    ),
     "transfer": _Operator(
         "token:int64=M score:float32=M current:int64=M cu_rows:int32=B+1 quota:int32=B threshold:float32=B "
         "edit_threshold?:float32=B chosen:int64=M committed:uint8=M",
@@ -187,6 +225,7 @@ class Known(NamedTuple):
     names: frozenset[str]  # all operands that it may have
     shown: tuple[tuple[str, str], ...]
     ways: Mapping[str, Way]
+    quotients: tuple[tuple[str, str, str], ...]  # (letter, dividend, divisor)
 
 
 def product_of(text: str) -> Product:
@@ -217,7 +256,7 @@ def _parse(operator: _Operator) -> Known:
         rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
         silent=tuple(name for name in attrs if name not in said), fills=(*writes, SCRATCH),
         names=frozenset({*reads, *writes, SCRATCH}), shown=operator.shown,
-        ways={way.name: way for way in operator.ways},
+        ways={way.name: way for way in operator.ways}, quotients=operator.quotients,
     )  # fmt: skip
 
 

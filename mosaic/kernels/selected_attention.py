@@ -1,0 +1,226 @@
+"""selected_attention: softmax(q k^T * scale) v per sequence, over selected keys of a prefix and all keys after it.
+
+Contract: selected_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole,
+selected[E, W] int32 whole, owner[B] int64 whole, captured[B] int32 whole, seen[B] int32 whole, cu_seqlens[B+1] int32 whole,
+positions[T] int32 sliced; layer, slot, sets, k, page, kv_heads, head_size, scale, attended, block) -> y[T, N*H]; y may overwrite q;
+`attended` is for the cost model alone. Who attends to what, the contract says (`mosaic.registrar.operators.selected_attention`;
+MAGE, Algorithm 1). Row r of q is row `row_start + r` of the packed window. A row in no sequence, or that sees no key, is left as it
+was. Selected keys are gathered into tiles; online softmax in float32 (float64 for float64). Legend: T query rows, R rows of the
+state, L layers, B sequences, X extents, E rows of selections, N query heads, K KV heads, H size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mosaic.kernels.shared.attention import keys_seen, online_softmax, parted, tile_shape, visible
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.extents import Piece, check_extents, check_kv, kept_tokens, pieces, windows
+from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
+from mosaic.kernels.shared.scratch import beginning, tiles_of
+from mosaic.kernels.top_keys import check_selection
+from mosaic.registrar.operators.top_keys import numbers_of
+from mosaic.registrar.tiles import KEY_ROWS
+
+__all__ = ["bind", "check", "launch", "reference"]
+
+Kept = Sequence[tuple[Piece, Tensor]]
+"""Pieces of a sequence, and the keys and values [2, S, H] of one head in each."""
+Places = NDArray[np.int64]
+
+
+def bind(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    extents: Tensor,
+    cu_extents: Tensor,
+    selected: Tensor,
+    owner: Tensor,
+    captured: Tensor,
+    seen: Tensor,
+    cu_seqlens: Tensor,
+    positions: Tensor,
+    y: Tensor,
+    layer: int,
+    slot: int,
+    sets: int,
+    k: int,
+    page: int,
+    kv_heads: int,
+    head_size: int,
+    scale: float,
+    attended: int = 0,
+    block: int = 0,
+    row_start: int = 0,
+    scratch: Tensor | None = None,
+) -> Run:
+    """Write the attention of the query rows into y [T, N*H]; lengths, extents, positions and selections are read on the host."""
+    members = check(
+        q, kv, extents, cu_extents, selected, owner, captured, seen, cu_seqlens, positions, y, layer, slot, sets, k, page,
+        kv_heads, head_size,
+    )  # fmt: skip
+    found = tiles_of("selected_attention", scratch, {"q": q}, head_size=head_size, k=k)
+    (chosen, place, gathered), (converted, tiles) = found[:3], parted(found[3:], 1)
+    places, steps, rows = chosen.numpy(), np.arange(page), selected.numpy()
+    q_STMH, y_STMH = (x.view(x.shape[0], sets, members, head_size).transpose(0, 1) for x in (q, y))
+    numbers = numbers_of(k, page)
+
+    def run() -> None:
+        owned, owners, counts, prefixes = pieces(extents, cu_extents), owner.tolist(), seen.tolist(), captured.tolist()
+        for sequence, start, end in windows(cu_seqlens, row_start, q.shape[0]):
+            prefix = prefixes[sequence]
+            if not counts[sequence]:
+                continue
+            limits = keys_seen(positions[start:end].tolist(), counts[sequence], block)
+            both = [(piece, kept_tokens(kv, piece, layer, kv_heads, head_size)) for piece in owned[sequence]]
+            for own in range(sets):
+                number = (slot * sets + own) * numbers
+                mine = places[:0]
+                if prefix:
+                    mine = _chosen(places, rows[owners[sequence], number : number + numbers], steps, prefix)
+                kept = [(piece, tokens[:, own // (sets // kv_heads)]) for piece, tokens in both]
+                keys = _Keys(kept, mine, prefix, place, gathered, converted[1:])
+                for some, first, last in _runs(keys.seen(limits)):
+                    part = slice(start + first, start + last)
+                    _attend(q_STMH[own, part], keys, y_STMH[own, part], scale, some, converted[0], tiles)
+
+    return run
+
+
+launch = launcher(bind)
+
+
+def _chosen(places: Places, row: NDArray[np.int32], steps: Places, prefix: int) -> Places:
+    """Positions of the selected keys, ascending."""
+    count, page = int(row[0]), len(steps)
+    grid = places[: count * page].reshape(count, page)
+    np.multiply(row[1 : count + 1, None], page, out=grid)
+    np.add(grid, steps, out=grid)
+    mine = places[: count * page]
+    return mine[: np.searchsorted(mine, prefix)]
+
+
+class _Keys:
+    """The keys of one sequence and set: selected ones, then all from `prefix` on; counted in this order."""
+
+    def __init__(
+        self, kept: Kept, chosen: Places, prefix: int, place: Tensor, gathered: Tensor, wide: Sequence[Tensor]
+    ) -> None:
+        self.kept, self.chosen, self.prefix, self.wide = kept, chosen, prefix, wide
+        self.place, self.places, self.gathered = place, place.numpy(), gathered
+
+    def seen(self, limits: Sequence[int]) -> list[int]:
+        """How many of them lie below each of these positions."""
+        return [
+            len(self.chosen) + limit - self.prefix if limit >= self.prefix else int(np.searchsorted(self.chosen, limit))
+            for limit in limits
+        ]
+
+    def tiles(self, count: int, width: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The first `count` of them in tiles of at most `width`, keys and values in the compute dtype."""
+        few = min(len(self.chosen), count)
+        for start in range(0, few, width):
+            yield self._converted(start, self._gather(self.chosen[start : min(start + width, few)]))
+        end = self.prefix + count - len(self.chosen)
+        for piece, both in self.kept:
+            for start in range(max(piece.start, self.prefix), min(piece.end, end), width):
+                part = both[:, start - piece.start : min(start + width, end) - piece.start]
+                yield self._converted(len(self.chosen) + start - self.prefix, part)
+
+    def _gather(self, positions: Places) -> Tensor:
+        found = beginning(self.gathered, (2, len(positions), self.gathered.shape[2]))
+        for piece, both in self.kept:
+            low, high = np.searchsorted(positions, (piece.start, piece.end))
+            np.subtract(positions[low:high], piece.start, out=self.places[low:high])
+            for tokens, out in zip(both, found, strict=True):
+                torch.index_select(tokens, 0, self.place[low:high], out=out[low:high])
+        return found
+
+    def _converted(self, start: int, both: Tensor) -> tuple[int, Tensor, Tensor]:
+        k, v = (
+            (beginning(tile, x.shape).copy_(x) for tile, x in zip(self.wide, both, strict=True)) if self.wide else both
+        )
+        return start, k[None], v[None]
+
+
+def _runs(seen: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
+    """Neighbouring rows that see a key each: how many they see, the first row, the end."""
+    for sees, run in groupby(enumerate(seen), key=lambda row: row[1] > 0):
+        if sees:
+            rows = list(run)
+            yield [count for _, count in rows], rows[0][0], rows[-1][0] + 1
+
+
+def _attend(
+    q_TMH: Tensor, keys: _Keys, y_TMH: Tensor, scale: float, seen: list[int], query: Tensor, tiles: list[Tensor]
+) -> None:
+    """Attend a tile of rows of (token, head of the set) at a time; y may be q."""
+    count, members, _ = q_TMH.shape
+    rows, width = tile_shape(min(max(seen), KEY_ROWS), in_place=False)
+    most = min(members, rows)
+    tokens = rows // most
+    for member in range(0, members, most):
+        for start in range(0, count, tokens):
+            tile = slice(start, start + tokens), slice(member, member + most)
+            part, limits = q_TMH[tile], seen[start : start + tokens]
+            packed = beginning(query, part.shape).copy_(part).flatten(0, 1)
+            done = online_softmax(packed[None], keys.tiles(max(limits), width), scale, tiles, limits)
+            y_TMH[tile].copy_(done.view(part.shape))
+
+
+def check(
+    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor, seen: Tensor,
+    cu_seqlens: Tensor, positions: Tensor, y: Tensor, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int,
+    head_size: int,
+) -> int:  # fmt: skip
+    """Check the operands; return the query heads of a set."""
+    members, rows = heads_of_sets("selected_attention", q, head_size, kv_heads, sets), q.shape
+    check_shapes(
+        "selected_attention",
+        q=(q, rows, None),
+        kv=(kv, (kv.shape[0], kv.shape[-1]), q.dtype),
+        owner=(owner, (cu_seqlens.shape[0] - 1,), torch.int64),
+        seen=(seen, (cu_seqlens.shape[0] - 1,), torch.int32),
+        positions=(positions, rows[:1], torch.int32),
+        y=(y, rows, q.dtype),
+    )
+    check_selection("selected_attention", selected, owner, captured, slot, sets, k, page)
+    check_extents("selected_attention", extents, cu_extents, cu_seqlens)
+    check_kv("selected_attention", kv, kv_heads * head_size, layer)
+    return members
+
+
+def reference(
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor, seen: Tensor,
+    cu_seqlens: Tensor, positions: Tensor, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int, head_size: int,
+    scale: float, attended: int = 0, block: int = 0, row_start: int = 0,
+) -> Tensor:  # fmt: skip
+    """Return the attention in plain PyTorch, with whole score matrices; rows that see no key are NaN."""
+    y = torch.full_like(q, float("nan"))
+    q_STMH, y_STMH = (x.view(x.shape[0], sets, -1, head_size).transpose(0, 1) for x in (q, y))
+    numbers, owned = numbers_of(k, page), pieces(extents, cu_extents)
+    for sequence, start, end in windows(cu_seqlens, row_start, q.shape[0]):
+        count, prefix = int(seen[sequence]), int(captured[sequence])
+        if not count:
+            continue
+        kept = [kept_tokens(kv, piece, layer, kv_heads, head_size) for piece in owned[sequence]]
+        k_KSH, v_KSH = torch.cat(kept, dim=2)[:, :, :count]
+        for own in range(sets):
+            open_ = torch.arange(count) >= prefix
+            if prefix:
+                number = (slot * sets + own) * numbers
+                row = selected[owner[sequence], number : number + numbers].tolist()
+                for first in row[1 : row[0] + 1]:
+                    open_[first * page : min((first + 1) * page, prefix)] = True
+            hidden = ~(visible(positions[start:end], count, block) & open_)
+            head = own // (sets // kv_heads)
+            scores = (q_STMH[own, start:end] @ k_KSH[head].T * scale).masked_fill(hidden[:, None], float("-inf"))
+            y_STMH[own, start:end] = torch.softmax(scores, dim=2) @ v_KSH[head]
+    return y

@@ -1,0 +1,130 @@
+"""top_keys: the pages of each prefix with the most attention mass, per set, into the rows of a state.
+
+Contract: top_keys(mass[sets, S] float32, captured[B] int32, cu_keys[B+1] int32, owner[B] int64, selected[E, W] int32; slot, sets,
+k, page, ratio), all whole; updates selected. What is chosen, and where it is written, is as the contract says
+(`mosaic.registrar.operators.top_keys`; MAGE, equation 3). The pages of one sequence and set are sorted in the plan's own memory.
+Legend: S keys of all prefixes, B sequences, E rows, W numbers of a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mosaic.errors import GraphError
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.order import fill_order, indices_of
+from mosaic.kernels.shared.scratch import tiles_of
+from mosaic.registrar.operators.top_keys import numbers_of
+
+__all__ = ["bind", "check", "check_selection", "launch", "reference"]
+
+
+def bind(
+    *,
+    mass: Tensor,
+    captured: Tensor,
+    cu_keys: Tensor,
+    owner: Tensor,
+    selected: Tensor,
+    slot: int,
+    sets: int,
+    k: int,
+    page: int,
+    ratio: float = 0.0,
+    scratch: Tensor | None = None,
+) -> Run:
+    """Write count and pages of each sequence and set into its row of selected [E, W]; lengths are read on the host."""
+    check(mass, captured, cu_keys, owner, selected, slot, sets, k, page)
+    order, sums, ranks = tiles_of("top_keys", scratch, {"mass": mass})
+    sorted_, values, ranked = order.numpy(), sums.numpy(), ranks.numpy()
+    given, rows, numbers = mass.numpy(), selected.numpy(), numbers_of(k, page)
+
+    def run() -> None:
+        lengths, first, owners = captured.tolist(), cu_keys.tolist(), owner.tolist()
+        for sequence, keys in enumerate(lengths):
+            if not keys:
+                continue
+            pages = -(-keys // page)
+            count = _count(keys, k, page, ratio)
+            found, mine, row = values[:pages], sorted_[:pages], rows[owners[sequence]]
+            for own in range(sets):
+                masses = given[own, first[sequence] : first[sequence] + keys]
+                whole = keys // page
+                np.sum(masses[: whole * page].reshape(whole, page), axis=1, out=found[:whole])
+                if whole < pages:
+                    np.sum(masses[whole * page :], out=found[whole:].reshape(()))
+                np.absolute(found, out=found)  # -0.0 becomes 0.0
+                fill_order(mine, ranked[:pages], found)
+                mine.sort()
+                chosen = indices_of(mine[:count])
+                chosen.sort()
+                place = row[(slot * sets + own) * numbers :]
+                place[0] = count
+                place[1 : count + 1] = chosen
+
+    return run
+
+
+launch = launcher(bind)
+
+
+def _count(keys: int, k: int, page: int, ratio: float) -> int:
+    """How many pages of a prefix are chosen."""
+    count = min(k // page, -(-keys // page))
+    if ratio:
+        wanted = int(np.ceil(np.float32(ratio) * np.float32(keys)))
+        count = min(count, -(-wanted // page))
+    return count
+
+
+def check(
+    mass: Tensor, captured: Tensor, cu_keys: Tensor, owner: Tensor, selected: Tensor, slot: int, sets: int, k: int, page: int
+) -> None:  # fmt: skip
+    """Check the operands."""
+    check_shapes(
+        "top_keys",
+        mass=(mass, (sets, mass.shape[-1]), torch.float32),
+        cu_keys=(cu_keys, (owner.shape[0] + 1,), torch.int32),
+    )
+    check_selection("top_keys", selected, owner, captured, slot, sets, k, page)
+
+
+def check_selection(
+    kernel: str, selected: Tensor, owner: Tensor, captured: Tensor, slot: int, sets: int, k: int, page: int
+) -> None:
+    """Check that rows of `selected` have a place for this slot, and what says whose they are."""
+    sequences = owner.shape[:1]
+    check_shapes(
+        kernel,
+        captured=(captured, sequences, torch.int32),
+        owner=(owner, sequences, torch.int64),
+        selected=(selected, (selected.shape[0], selected.shape[-1]), torch.int32),
+    )
+    if k % page:
+        raise GraphError(f"{kernel}: {k} keys are not whole pages of {page}.")
+    if not 0 <= slot < selected.shape[1] // (sets * numbers_of(k, page)):
+        raise GraphError(
+            f"{kernel}: operand 'selected' has rows of {selected.shape[1]} numbers, slot {slot} of {sets} sets with "
+            f"{numbers_of(k, page)} each does not fit."
+        )
+
+
+def reference(
+    *, mass: Tensor, captured: Tensor, cu_keys: Tensor, owner: Tensor, selected: Tensor, slot: int, sets: int, k: int, page: int,
+    ratio: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Return the state afterwards, in plain PyTorch."""
+    after, numbers = selected.clone(), numbers_of(k, page)
+    for sequence, keys in enumerate(captured.tolist()):
+        first, count = int(cu_keys[sequence]), _count(keys, k, page, ratio)
+        for own in range(sets if keys else 0):
+            masses = mass[own, first : first + keys]
+            sums = torch.stack([masses[at : at + page].sum() for at in range(0, keys, page)])
+            chosen = torch.sort(sums, descending=True, stable=True).indices[:count].sort().values
+            place = after[owner[sequence], (slot * sets + own) * numbers :]
+            place[0] = count
+            place[1 : count + 1] = chosen
+    return after

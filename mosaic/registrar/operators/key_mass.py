@@ -1,0 +1,120 @@
+"""mass[sets, S]: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
+
+MAGE (arXiv 2602.14209, section 4, equation 3). Sequence b has captured[b] = P keys in its prefix, at the positions 0 to P - 1,
+where P is at most cu_keys[b + 1] - cu_keys[b]. Its rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1 vote.
+With p = softmax over the prefix alone of q_r,g · k_j * scale, for voting row r and query head g, mass[s, cu_keys[b] + j] is,
+over the voting rows and the heads of set s, the mean of p (`statistic` "mean", equation 3) or the largest p ("max").
+The query heads are divided evenly and in order among `sets`; sets = kv_heads is the published choice, and with as many sets
+as query heads each head has its own. Where P is 0, or no row votes, nothing is written, nor beyond P.
+
+q and votes are never sliced. `columns` is S. `span`, the mean number of keys that a row's softmax is over, is for the cost
+model alone. Where a key lies, `mosaic.registrar.operators.kv_store` says.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mosaic.registrar.dtypes import ITEMSIZE
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
+from mosaic.registrar.operators.kv_store import require_extents, require_layer
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
+
+STATISTICS: Final = ("mean", "max")
+
+
+def infer(
+    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, captured: Spec, cu_keys: Spec, votes: Spec, cu_seqlens: Spec,
+    *, layer: int, kv_heads: int, head_size: int, scale: float, sets: int, columns: Dim, span: Dim, statistic: str = "mean",
+) -> tuple[Spec]:  # fmt: skip
+    require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
+    require_sets(q, kv_heads, head_size, sets)
+    require_layer(kv, layer, kv_heads * head_size)
+    require_extents(extents, cu_extents, cu_seqlens)
+    require_prefixes(captured, cu_seqlens)
+    require(cu_keys == cu_seqlens, f"cu_keys must be {cu_seqlens} as cu_seqlens is, not {cu_keys}")
+    require(votes == Spec(q.shape[:1], "uint8"), f"votes must be uint8[{q.shape[0]}], not {votes}")
+    require(statistic in STATISTICS, f"statistic must be one of {', '.join(STATISTICS)}, not '{statistic}'")
+    return (Spec((sets, columns), "float32"),)
+
+
+def require_sets(q: Spec, kv_heads: int, head_size: int, sets: int) -> None:
+    """Refuse queries without all heads, and sets that have no equal number of heads of one key-value head each."""
+    columns = exact(q.shape[-1])
+    require(
+        len(q.shape) == 2 and bool(columns.is_Integer) and columns % (kv_heads * head_size) == 0,
+        f"q must have all heads of {head_size} for {kv_heads} KV heads, it has {columns} columns",
+    )
+    require(
+        sets > 0 and divides(kv_heads, sets) and divides(sets * head_size, columns),
+        f"sets must be a multiple of the {kv_heads} KV heads that divides the {columns / head_size} query heads, not {sets}",
+    )
+
+
+def require_prefixes(captured: Spec, cu_seqlens: Spec) -> None:
+    """Refuse what does not say how long each sequence's prefix is."""
+    sequences = cu_seqlens.shape[0] - 1
+    require(captured == Spec((sequences,), "int32"), f"captured must be int32[{sequences}], not {captured}")
+
+
+def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
+    """Count the scores twice: for each row's log-sum-exp, and for the statistics of each key."""
+    return 4 * span * q.elements
+
+
+def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
+    """Count every key of a prefix twice, and no values."""
+    width = attrs["kv_heads"] * attrs["head_size"]
+    keys = 2 * specs["mass"].shape[1] * width * ITEMSIZE[specs["kv"].dtype]
+    return keys + sum(spec.bytes for name, spec in specs.items() if name != "kv")
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    """List the tiles: queries, keys if they are converted, scores, vectors of rows, and two of keys."""
+    size, dtype = attrs["head_size"], specs["q"].dtype
+    compute = compute_dtype(dtype)
+    converted = (Tile((KEY_ROWS, size), compute),) if compute != dtype else ()
+    rows = (Tile((QUERY_ROWS,), compute),) * 5
+    columns = Tile((KEY_ROWS,), compute), Tile((KEY_ROWS,), "float32")
+    return Tile((QUERY_ROWS, size), compute), Tile((SCORES,), compute), *rows, *columns, *converted
+
+
+SPLIT_SUMS: Final = 1 << 16
+"""Most log-sum-exps, of rows and heads in all splits together, where the first pass is split over keys."""
+SPLIT_KEYS: Final = 256
+"""Least keys that are worth a program of their own."""
+
+
+def sums(specs: Specs, attrs: Attrs) -> Dim:
+    """Reserve a float32 log-sum-exp for every row and head, and for splits over keys."""
+    rows, columns = specs["q"].shape
+    return 4 * (rows * int(exact(columns) / attrs["head_size"]) + SPLIT_SUMS)
+
+
+def splits_of(tiles: int, rows: int, keys: int, places: int) -> int:
+    """Count the splits over keys for `tiles` tiles with `rows` rows times heads in all, on a GPU with places for `places` programs.
+
+    No prefix has more than `keys` keys. The count depends on shapes alone, so that a captured launch serves other lengths.
+
+    >>> [splits_of(tiles, 256, 8192, 264) for tiles in (1, 16, 264)]
+    [32, 16, 1]
+    """
+    return max(1, min(places // tiles, SPLIT_SUMS // rows, -(-keys // SPLIT_KEYS)))
+
+
+OPERATOR = Operator(
+    name="key_mass",
+    reads=("q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens"),
+    writes=("mass",),
+    whole=frozenset({"q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens"}),
+    infer=infer,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    rate="attention",
+    rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.key_mass", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.key_mass", scratch=sums),
+    ),
+    roles={"q": "attention", "votes": "statistics", "mass": "statistics"},
+)

@@ -1,0 +1,85 @@
+"""Write into selected[E, W] which pages of its prefix each sequence attends to: those with the most attention mass, per set.
+
+MAGE (arXiv 2602.14209, section 4, equation 3 and Algorithm 1): `page` 1 is the published choice. Sequence b has captured[b] = P
+keys in its prefix, whose masses are mass[s, cu_keys[b]] and the P - 1 after it (`key_mass`), none below 0. A page is `page`
+neighbouring keys from a multiple of `page` on, cut at P. Chosen are the pages with the largest sums of mass, added up in float32;
+ties go to the lower page. Their count is the least of k / page and the pages that there are; with a `ratio` above 0 also of the
+pages that hold ceil(ratio * P) keys, the product in float32.
+
+`selected` is a state with one row for each sequence: that of sequence b is owner[b]. For every sparse layer (`slot` is its index
+among them) and every set it holds 1 + k / page numbers: the count, and the indices of the chosen pages, ascending. What is behind
+them is left as it was, and so are all numbers of a sequence whose P is 0, and those of other slots.
+"""
+
+from __future__ import annotations
+
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
+from mosaic.registrar.tiles import Tile, Tiled, Tiles
+
+
+def infer(
+    mass: Spec, captured: Spec, cu_keys: Spec, owner: Spec, selected: Spec,
+    *, slot: int, sets: int, k: int, page: int, ratio: float = 0.0,
+) -> tuple[()]:  # fmt: skip
+    require(
+        len(mass.shape) == 2 and mass == Spec((sets, mass.shape[1]), "float32"),
+        f"mass must be float32[{sets}, keys], not {mass}",
+    )
+    require(
+        len(cu_keys.shape) == 1 and cu_keys.dtype == "int32", f"cu_keys must be int32[sequences + 1], not {cu_keys}"
+    )
+    require_selection(selected, owner, captured, cu_keys.shape[0] - 1, slot, sets, k, page)
+    require(0 <= ratio <= 1, f"ratio must be a share of the keys, or 0 for none, not {ratio}")
+    return ()
+
+
+def require_selection(
+    selected: Spec, owner: Spec, captured: Spec, sequences: Dim, slot: int, sets: int, k: int, page: int
+) -> None:
+    """Refuse rows of `selected` that have no place for this slot's pages, and what does not say whose they are."""
+    require(page > 0 and k > 0 and k % page == 0, f"k must be whole pages of {page} keys, not {k}")
+    require(captured == Spec((sequences,), "int32"), f"captured must be int32[{sequences}], not {captured}")
+    require(owner == Spec((sequences,), "int64"), f"owner must be int64[{sequences}], not {owner}")
+    numbers = sets * numbers_of(k, page)
+    require(
+        len(selected.shape) == 2 and selected.dtype == "int32" and divides(numbers, selected.shape[1]),
+        f"selected must be int32[rows, slots * {numbers}], not {selected}",
+    )
+    slots = exact(selected.shape[1]) / numbers
+    require(bool(0 <= slot < slots), f"selected has {slots} slots of {numbers} numbers, not slot {slot}")
+
+
+def numbers_of(k: int, page: int) -> int:
+    """Return how many numbers of a row of `selected` one set has: a count, and the pages.
+
+    >>> numbers_of(512, 16)
+    33
+    """
+    return 1 + k // page
+
+
+def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
+    """Count every number that may be written."""
+    written = 4 * specs["owner"].shape[0] * attrs["sets"] * numbers_of(attrs["k"], attrs["page"])
+    return written + sum(spec.bytes for name, spec in specs.items() if name != "selected")
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    """List what the pages of one sequence are sorted in."""
+    keys = specs["mass"].shape[1]
+    return Tile((keys,), "int64"), Tile((keys,), "float32"), Tile((keys,), "int32")
+
+
+OPERATOR = Operator(
+    name="top_keys",
+    reads=("mass", "captured", "cu_keys", "owner", "selected"),
+    updates=("selected",),
+    whole=frozenset({"mass", "captured", "cu_keys", "owner", "selected"}),
+    infer=infer,
+    bytes_moved=bytes_moved,
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.top_keys", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.top_keys"),
+    ),
+    roles={"mass": "statistics", "selected": "statistics"},
+)
