@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import mosaic
-from mosaic.errors import GraphError, UsageError
+from mosaic.errors import DeviceLost, GraphError, UsageError
 from mosaic.models import load
 from mosaic.models.inputs import Input
 from mosaic.models.parts import GUIDED, KEPT, KV, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, WHOLE, Commit, CommitRule
@@ -26,7 +26,7 @@ from mosaic.models.rotary import Rotary
 from mosaic.models.step import StepSize
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
-from mosaic.runtime.host_copy import HostCopy, spans
+from mosaic.runtime.host_copy import Arriving, HostCopy, spans
 from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.packing import group_of, pack_step
 from mosaic.runtime.state_rows import RowTable
@@ -497,6 +497,22 @@ def test_parts_are_told_apart_by_what_they_are_not_by_their_names(model: Compile
 
 
 # --- results on their way to the host ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("CUDA error: an illegal memory access was encountered", DeviceLost), ("out of luck", RuntimeError)],
+)
+def test_whoever_waits_for_results_is_told_that_the_device_is_lost(text: str, expected: type[Exception]) -> None:
+    """Launches are asynchronous: most often the wait is the first to know."""
+
+    class Event:
+        def synchronize(self) -> None:
+            raise RuntimeError(text)
+
+    with pytest.raises(expected, match=text) as caught:
+        Arriving([], Event()).wait()  # type: ignore[arg-type]
+    assert type(caught.value) is expected
 
 
 def test_results_come_to_the_host_whole_whatever_lies_between_them() -> None:

@@ -8,6 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mosaic.runtime.streams import device_lost
+
 __all__ = ["Arriving", "HostCopy", "bytes_of", "spans", "view_like"]
 
 ALIGNED: Final = 16
@@ -25,9 +27,21 @@ class Arriving:
         self._results, self._sent = results, sent
 
     def wait(self) -> list[Tensor]:
-        """Wait for all of them; returns tensors of the shapes and dtypes that were asked for."""
+        """Wait for all of them; returns tensors of the shapes and dtypes that were asked for.
+
+        Raises
+        ------
+        DeviceLost
+            If the device stopped meanwhile.
+        """
         if self._sent is not None:
-            self._sent.synchronize()
+            try:
+                self._sent.synchronize()
+            except Exception as error:
+                lost = device_lost(error)
+                if lost is None:
+                    raise
+                raise lost from error
         return self._results
 
 
