@@ -20,6 +20,7 @@ from mosaic.models.phase import Phase
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.steps import StepRequest
+from mosaic.runtime.turns import Turns
 
 THREADS = 16
 LENGTHS = (5, 40, 150)
@@ -199,6 +200,27 @@ def test_an_error_in_one_thread_lets_the_others_go_on(model: CompiledModel) -> N
         found = list(pool.map(attempt, range(32)))
     assert all(isinstance(result, mosaic.MosaicError) for result in found[1::2])
     assert all(result == pytest.approx(expected) for result in found[::2])
+
+
+def test_a_turn_comes_after_what_the_last_one_launched_though_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback may raise while a step is on its way, and the next turn belong to a thread with another stream."""
+
+    class Stream:
+        device_index = 0
+
+        def __init__(self) -> None:
+            self.after: list[Stream] = []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.after.append(other)
+
+    first, second, turns = Stream(), Stream(), Turns(on_cuda=True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: first)
+    with pytest.raises(ValueError, match="a callback's"), turns:
+        raise ValueError("a callback's")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: second)
+    with turns:
+        assert second.after == [first]
 
 
 def test_rows_are_handed_out_once_to_many_threads(eager_switches: None) -> None:

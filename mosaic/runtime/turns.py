@@ -39,7 +39,7 @@ class Turns:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._on_cuda and kind is None:
+            if self._on_cuda:  # where it raised, too: a step may be on its way
                 self._last = torch.cuda.current_stream()
         finally:
             self._depth -= 1
