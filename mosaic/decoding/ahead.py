@@ -114,9 +114,9 @@ def ahead_shapes(config: GenerationConfig, phase: Phase, prompt_len: int) -> Sha
     """Return the prefill, and of the last block the first step and a later one."""
     block = config.block_length or 0
     prefix, length = whole_blocks(config, prompt_len)
-    first = 2 * block if length - prefix > block else block
+    first, rows = (2 * block, block) if length - prefix > block else (block, length - prompt_len)
     found = [cached_shape(COMMIT, prefix, prefix)]
     for tokens, window in ((ENTERED, first), (STAYING, block)):
-        size = cached_shape(replace(phase, tokens=tokens), window, length, block)
+        size = cached_shape(replace(phase, tokens=tokens), window, length, rows)
         found.append(None if size is None else replace(size, states={**size.states, CANVAS: length}))
     return found

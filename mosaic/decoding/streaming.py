@@ -67,7 +67,8 @@ class Step:
     peak_bytes
         What it takes of the device, everything counted.
     seconds
-        Wall-clock time of the step, which other requests may have shared.
+        Wall-clock time of the step, which other requests may have shared, from its launch until its outcome was there. Those of
+        a step that was launched ahead and of the step before it overlap.
     """
 
     request: int

@@ -115,7 +115,8 @@ class StepResult:
     plan
         The plan that was in force.
     seconds
-        The step's wall-clock time.
+        The step's wall-clock time, from its launch until its outcome was there. Those of a step that was launched ahead and
+        of the step before it overlap.
     values
         By name, what other parts of the phase declare as results (`mosaic.models.parts.part.Part.results`).
     """
