@@ -232,6 +232,32 @@ def test_what_goes_wrong_on_the_host_loses_no_decision(model: CompiledModel) -> 
     assert faults > 20 and model.state_rows == {}
 
 
+def test_a_step_whose_outcome_is_lost_has_decided_all_the_same(model: CompiledModel) -> None:
+    """An interrupt after the launch: the step that is asked for again finds what stands in the canvas, and goes on from there."""
+    rng, lost = random.Random(3), 0
+
+    class Losing(Telling):
+        def launch(self, requests: Sequence[StepRequest]) -> Launched:
+            launched = self._model.launch(requests)
+            if rng.random() < 0.3:
+                raise KeyboardInterrupt
+            return launched
+
+    for _ in range(4):
+        way: dict[str, Any] = {**drawn(rng), "temperature": 0.0, "steps": 8}  # a token a step at least, in every step
+        prompt = torch.randint(0, 9, (rng.randint(1, 30),))
+        with Session(Losing(model)) as session:
+            live = session.submit(prompt, GenerationConfig(**way), ahead=True)
+            while session.live:
+                try:
+                    session.advance()
+                except KeyboardInterrupt:
+                    lost += 1
+        (waited,) = model.generate([prompt], GenerationConfig(**way))
+        assert live.generation is not None and torch.equal(live.generation.token_ids, waited.token_ids)
+    assert lost > 5
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -61,7 +61,9 @@ def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Seque
             elif left > expected:
                 canvas.following = asked.request(number, start, step + 1, later=1)
             result = yield request
-            canvas.take(positions, result)
+            # by what stands there: a step before it may have been interrupted on the host, and decided on the device
+            committed = canvas.masked[positions] & (result.chosen != OPEN)
+            canvas.take(positions, replace(result, committed=committed))
             taken, steps = taken + left - int(open_.sum()), steps + 1
             if canvas.finished:
                 return
