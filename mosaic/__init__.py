@@ -15,6 +15,7 @@ __distribution__ = "mosaic-dllm"
 if TYPE_CHECKING:
     from mosaic.devices import DEVICES, Device, load_device
     from mosaic.errors import MosaicError
+    from mosaic.models.sparse import SparseAttention
     from mosaic.planner.check import check_plan
     from mosaic.planner.custom import plan_graph, plan_program
     from mosaic.planner.plan import Plan
@@ -40,6 +41,7 @@ _PUBLIC = {
     "Planner": "mosaic.planner.planner",
     "Program": "mosaic.registrar.program",
     "Request": "mosaic.planner.request",
+    "SparseAttention": "mosaic.models.sparse",
     "Spec": "mosaic.registrar.operator",
     "check_plan": "mosaic.planner.check",
     "compile": "mosaic.runtime.compile",
@@ -62,6 +64,7 @@ __all__ = [
     "Planner",
     "Program",
     "Request",
+    "SparseAttention",
     "Spec",
     "__version__",
     "check_plan",

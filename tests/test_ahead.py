@@ -50,7 +50,7 @@ class Telling:
         return Told(self._model.launch(requests), len(self.asked) - 1, self.told)
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
-        return self._model.step(requests)
+        return self.launch(requests).results()
 
     def open_rows(self, state: State, /) -> Any:
         return self._model.open_rows(state)

@@ -10,9 +10,31 @@ import typer
 from mosaic.cli.completion import device_names
 
 __all__ = [
-    "Ahead", "Alg", "AlgTemp", "Algorithm", "BlockLength", "Budget", "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Factor",
-    "MaxPostSteps", "MinimalTopK", "Remasking", "SmallBlockLength", "Steps", "Temperature", "Threads", "Threshold", "TopK", "TopP",
-    "Where", "given",
+    "Ahead",
+    "Alg",
+    "AlgTemp",
+    "Algorithm",
+    "Attention",
+    "BlockLength",
+    "Budget",
+    "Cache",
+    "CfgScale",
+    "DType",
+    "EditThreshold",
+    "Eps",
+    "Factor",
+    "MaxPostSteps",
+    "MinimalTopK",
+    "Remasking",
+    "SmallBlockLength",
+    "Steps",
+    "Temperature",
+    "Threads",
+    "Threshold",
+    "TopK",
+    "TopP",
+    "Where",
+    "given",
 ]  # fmt: skip
 
 Steps: TypeAlias = Annotated[
@@ -46,6 +68,9 @@ MinimalTopK: TypeAlias = Annotated[
 ]
 Ahead: TypeAlias = Annotated[
     bool | None, typer.Option(help="SDAR, LLaDA2.0: launch a step before the last one's outcome is read.")
+]
+Attention: TypeAlias = Annotated[
+    str | None, typer.Option(help="SDAR, LLaDA2.0: sparse attention, mage or oracle; default exact.")
 ]
 Eps: TypeAlias = Annotated[float | None, typer.Option(help="Dream: the last time.")]
 CfgScale: TypeAlias = Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")]

@@ -66,6 +66,7 @@ def generate(
     max_post_steps: o.MaxPostSteps = None,
     minimal_topk: o.MinimalTopK = None,
     ahead: o.Ahead = None,
+    attention: o.Attention = None,
     eps: o.Eps = None,
     cfg_scale: o.CfgScale = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; the same seed gives the same text.")] = None,

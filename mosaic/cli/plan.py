@@ -13,6 +13,8 @@ from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
+    from mosaic.planner.planner import Planner
+    from mosaic.planner.request import Request
 
 __all__ = ["plan"]
 
@@ -41,6 +43,11 @@ def plan(
     solver: Annotated[
         str, typer.Option(help="Offset solver; see `mosaic pack --solver help`.", autocompletion=solver_names)
     ] = "auto",
+    attention: Annotated[
+        str | None, typer.Option(help="Plan a block over kept keys with sparse attention: mage, oracle.")
+    ] = None,
+    k: Annotated[int | None, typer.Option("--k", help="With --attention: keys that are selected.")] = None,
+    page: Annotated[int | None, typer.Option(help="With --attention: keys that are selected together.")] = None,
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Set two plan files side by side.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan's JSON.")] = None,
@@ -69,6 +76,7 @@ def plan(
                 trace,
                 snapshot,
                 explain,
+                attention,
             )
         ):
             raise UsageError("--compare takes two plan files and goes with --json alone.")
@@ -88,8 +96,10 @@ def plan(
     with compiling() as progress:
         planner = Planner(described, device=device, budget=budget, host_budget=host_budget, progress=progress)
         planner.verify_checkpoint()
-        request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
+        steps = {} if attention is None else _steps(planner, ctx, attention, k, page)
+        request = steps["later"] if steps else read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
         made = planner.plan(request, solver=solver)
+        others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
         reason = None if made.fits else misfit(planner, request, made)
     if device is None and not as_json:
         note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
@@ -104,7 +114,22 @@ def plan(
             note("nothing written, since the plan does not fit.")
         raise typer.Exit(3)
     export(made.document, targets)
+    if attention is None:
+        report_plan(made.document, as_json, explain)
+        return
+    from mosaic.cli.attention import figures, report_steps, sparse_options
+
+    if as_json:
+        print_json({**made.document, "steps": figures(others)})
+        return
     report_plan(made.document, as_json, explain)
+    report_steps(figures(others), sparse_options(attention, k, page), described.architecture.block)
+
+
+def _steps(planner: Planner, ctx: str | None, attention: str, k: int | None, page: int | None) -> dict[str, Request]:
+    from mosaic.cli.attention import requests_of, sparse_options
+
+    return requests_of(planner, ctx, sparse_options(attention, k, page))
 
 
 def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:

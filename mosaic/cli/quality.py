@@ -51,6 +51,7 @@ def quality(
     max_post_steps: o.MaxPostSteps = None,
     minimal_topk: o.MinimalTopK = None,
     ahead: o.Ahead = None,
+    attention: o.Attention = None,
     eps: o.Eps = None,
     cfg_scale: o.CfgScale = None,
     seed: Annotated[int, typer.Option(help="Of the evaluation set and of sampling.")] = 0,

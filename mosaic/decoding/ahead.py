@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mosaic.decoding.canvas import COMMIT, cached_shape, whole_blocks
 from mosaic.decoding.noise import row_keys
+from mosaic.decoding.selecting import attending, selection
 from mosaic.models.parts.windows import CANVAS, ENTERED, OPEN, STAYING
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Seque
     prefix, length = whole_blocks(canvas.config, canvas.prompt_len)
     if prefix:
         yield canvas.fill(0, prefix)
-    asked = _Requests(canvas, phase, sampling, quotas, prefix)
+    asked = _Requests(canvas, phase, sampling, quotas)
     taken = steps = 0
     for number, start in enumerate(range(prefix, length, block)):
         canvas.block = number
@@ -74,11 +75,11 @@ def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Seque
 class _Requests:
     """The requests of one canvas. Those that are alike are one object, which is packed once."""
 
-    def __init__(self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int], prefix: int) -> None:
-        self._canvas, self._sampling, self._quotas, self._prefix = canvas, sampling, quotas, prefix
-        self._first, self._later = (replace(phase, tokens=tokens) for tokens in (ENTERED, STAYING))
+    def __init__(self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int]) -> None:
+        self._canvas, self._sampling, self._quotas = canvas, sampling, quotas
+        self._phase = phase
         self._block = canvas.config.block_length or 0
-        self._made: dict[tuple[int, int, int], StepRequest] = {}
+        self._made: dict[tuple[int, int, Phase, int], StepRequest] = {}
 
     def positions(self, start: int) -> Tensor:
         """Return the positions of a block that are ever decided, int64."""
@@ -86,9 +87,10 @@ class _Requests:
 
     def request(self, number: int, start: int, step: int, *, later: int = 0) -> StepRequest:
         """Return the request for a step of a block, which is so many steps later than the one that comes next."""
-        canvas, phase = self._canvas, self._later if step else self._first
+        canvas, tokens = self._canvas, STAYING if step else ENTERED
+        phase = attending(replace(self._phase, tokens=tokens), canvas.config, step)
         now = canvas.step + later
-        key = number, self._quotas[step] if step else 0, now if phase.noisy or not step else 0
+        key = number, self._quotas[step] if step else 0, phase, now if phase.noisy or not step else 0
         if key not in self._made:
             if step == 0:
                 self._made.clear()
@@ -101,7 +103,7 @@ class _Requests:
         positions = self.positions(start)
         made = canvas.ask(
             phase, positions, window=(first, end), sampling=self._sampling, quota=self._quotas[step],
-            threshold=canvas.config.threshold or 0.0,
+            threshold=canvas.config.threshold or 0.0, values=selection(canvas, start, step),
         )  # fmt: skip
         if phase.noisy:
             made = replace(made, keys=row_keys(canvas.config.seed, canvas.request, now, positions))
@@ -109,7 +111,7 @@ class _Requests:
             return made
         entered = torch.full((end - first,), STAYS)
         entered[start - first :] = canvas.tokens[start:end].masked_fill(canvas.masked[start:end], OPEN)
-        return replace(made, values={"entered": entered})
+        return replace(made, values={**made.values, "entered": entered})
 
 
 def ahead_shapes(config: GenerationConfig, phase: Phase, prompt_len: int) -> Shapes:
@@ -118,7 +120,9 @@ def ahead_shapes(config: GenerationConfig, phase: Phase, prompt_len: int) -> Sha
     prefix, length = whole_blocks(config, prompt_len)
     first, rows = (2 * block, block) if length - prefix > block else (block, length - prompt_len)
     found = [cached_shape(COMMIT, prefix, prefix)]
-    for tokens, window in ((ENTERED, first), (STAYING, block)):
-        size = cached_shape(replace(phase, tokens=tokens), window, length, rows)
+    last = (config.steps or 1) - 1
+    for tokens, window, step in ((ENTERED, first, 0), (STAYING, block, 1), (STAYING, block, last)):
+        asked = attending(replace(phase, tokens=tokens), config, step)
+        size = cached_shape(asked, window, length, rows)
         found.append(None if size is None else replace(size, states={**size.states, CANVAS: length}))
     return found

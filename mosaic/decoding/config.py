@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.decoding.algorithm import Algorithm, Traits
 from mosaic.errors import UnknownName, UsageError
+from mosaic.models.sparse import SparseAttention, sparse_attention
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -68,6 +69,8 @@ class GenerationConfig:
         LLaDA2.0's: no more than gen_length / minimal_topk steps a block.
     edit_threshold, max_post_steps
         LLaDA2.1's: probability above which a token is replaced, and steps after a block's last mask.
+    attention
+        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle" (sdar, llada2). None: exact.
     stop_at_eos
         End at the first end-of-sequence token.
     ahead
@@ -105,6 +108,7 @@ class GenerationConfig:
     minimal_topk: int = 1
     edit_threshold: float = 0.9
     max_post_steps: int = 16
+    attention: str | SparseAttention | None = None
     stop_at_eos: bool = True
     ahead: bool = False
 
@@ -162,7 +166,7 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         blockwise=False,
     ),
     "sdar": Traits(
-        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k", "ahead"}),
+        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k", "ahead", "attention"}),
         blockwise=True,
         shifted=False,
         remasking=("low_confidence_dynamic", "low_confidence_static", "sequential"),
@@ -175,7 +179,9 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         defaults={"threshold": 0.95, "top_p": 0.95},
     ),
     "llada2": Traits(
-        options=frozenset({"steps", "block_length", "threshold", "minimal_topk", "top_p", "top_k", "ahead"}),
+        options=frozenset(
+            {"steps", "block_length", "threshold", "minimal_topk", "top_p", "top_k", "ahead", "attention"}
+        ),
         blockwise=True,
         shifted=False,
         defaults={"threshold": 0.95},
@@ -218,6 +224,10 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     name, shipped = str(chosen), not isinstance(chosen, Algorithm)
     traits = chosen.traits if isinstance(chosen, Algorithm) else ALGORITHMS[chosen]
     _check_model(name, traits, architecture)
+    if config.attention is not None:
+        attention = sparse_attention(config.attention)
+        attention.check(architecture)
+        config = replace(config, attention=attention)
     for entry in fields(config):
         taken = entry.name in traits.options or entry.name in _COMMON
         if not taken and getattr(config, entry.name) != entry.default:
@@ -310,6 +320,10 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
     if config.ahead and config.remasking == "sequential":
         raise UsageError(
             "ahead: 'sequential' decides rows by where masks are, which the host has to know; leave one out."
+        )
+    if config.ahead and isinstance(config.attention, SparseAttention) and config.attention.selects == "every":
+        raise UsageError(
+            "ahead: attention that selects in every step commits a block in a step of its own; leave one out."
         )
     if config.cache == "prefix":
         raise UsageError("cache 'prefix': what precedes the block is always cached on this model; leave cache out.")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.llada import schedule
+from mosaic.decoding.selecting import attending, commits_within, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -64,13 +65,17 @@ def _denoise_block(canvas: Canvas, start: int, quotas: list[int], *, unwritten: 
     config, end = canvas.config, start + (canvas.config.block_length or 0)
     phase, sampling = _phase(config), _sampling(config)
     first = start - unwritten
-    for quota in quotas:
+    if unwritten and not commits_within(config):
+        yield canvas.fill(first, start)
+        first = start
+    for step, quota in enumerate(quotas):
         positions = canvas.open_rows(start, end)
         if config.remasking == "sequential":
             positions = positions[:quota]
         result = yield canvas.ask(
-            phase, positions, window=(first, end), sampling=sampling, quota=quota, threshold=config.threshold or 0.0
-        )
+            attending(phase, config, step), positions, window=(first, end), sampling=sampling, quota=quota,
+            threshold=config.threshold or 0.0, values=selection(canvas, start, step),
+        )  # fmt: skip
         canvas.take(positions, result)
         first = start
         if canvas.finished or not canvas.masked[start:end].any():
@@ -93,7 +98,12 @@ def block_shapes(config: GenerationConfig, phase: Phase, prompt_len: int, most: 
     prefix, length = whole_blocks(config, prompt_len)
     several = length - prefix > block
     rows = block if several else length - prompt_len
+    rows = rows if most is None else min(rows, most)
+    within = commits_within(config)
+    first, later = attending(phase, config, 0), attending(phase, config, (config.steps or 1) - 1)
     return [
         cached_shape(COMMIT, prefix, prefix),
-        cached_shape(phase, 2 * block if several else block, length, rows if most is None else min(rows, most)),
+        cached_shape(COMMIT, block if several and not within else 0, length - block),
+        cached_shape(first, 2 * block if several and within else block, length, rows),
+        cached_shape(later, block if later != first else 0, length, rows),
     ]

@@ -48,6 +48,13 @@ class _Described(NamedTuple):
         return most_rows(self.largest)
 
 
+class _Asked(NamedTuple):
+    """What live requests asked for, and the step that was launched for it."""
+
+    requests: list[StepRequest]
+    launched: Launched
+
+
 class Session(ClosesOnExit):
     """The live requests of a model.
 
@@ -78,7 +85,7 @@ class Session(ClosesOnExit):
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._live: dict[int, LiveRequest] = {}
-        self._launched: list[Launched] = []  # in order: those whose outcomes requests do not have yet
+        self._launched: list[_Asked] = []  # in order: those whose outcomes requests do not have yet
         self.launched_in_vain = 0
         """Steps that were launched ahead, and whose outcome nobody waited for."""
         self._submitted = self._turns = 0
@@ -231,20 +238,24 @@ class Session(ClosesOnExit):
             group = self._next_group()
             asked = [request.pending for request in group if request.pending is not None]
             if not any(request.config.ahead for request in group):
-                return group, self._runner.step(asked) if group else []
-            self._launched.append(self._runner.launch(asked))
-        launched = self._launched[0]
-        group = self._waiting_for(launched)
+                return group, self._runner.step(_of_one_phase(asked)) if group else []
+            self._launch(asked)
+        first = self._launched[0]
+        waiting = self._waiting_for(first)
+        group = [request for _, request in waiting]
         if len(self._launched) == 1 and (following := self._following(group)):
-            self._launched.append(self._runner.launch(following))
-        results = {id(asked): result for asked, result in zip(launched.requests, launched.results(), strict=True)}
+            self._launch(following)
+        results = first.launched.results()
         del self._launched[0]
-        return group, [results[id(request.pending)] for request in group]
+        return group, [results[place] for place, _ in waiting]
 
-    def _waiting_for(self, launched: Launched) -> list[LiveRequest]:
-        """The live requests that ask for what was launched for them."""
-        waiting = {id(request.pending): request for request in self._live.values()}
-        return [waiting[id(asked)] for asked in launched.requests if id(asked) in waiting]
+    def _launch(self, asked: list[StepRequest]) -> None:
+        self._launched.append(_Asked(asked, self._runner.launch(_of_one_phase(asked))))
+
+    def _waiting_for(self, step: _Asked) -> list[tuple[int, LiveRequest]]:
+        """The live requests that ask for what was launched for them, each with its place in the step."""
+        places = {id(one): place for place, one in enumerate(step.requests)}
+        return [(places[id(request.pending)], request) for request in self.live if id(request.pending) in places]
 
     def _following(self, group: Sequence[LiveRequest]) -> list[StepRequest]:
         """The step that follows, where nobody else waits and it is one step, whatever is decided meanwhile."""
@@ -262,7 +273,8 @@ class Session(ClosesOnExit):
         for request in self.live:
             asked = request.pending
             assert asked is not None
-            groups.setdefault(group_of(asked, self._runner.architecture), []).append(request)
+            shared = replace(asked, phase=asked.phase.covering)
+            groups.setdefault(group_of(shared, self._runner.architecture), []).append(request)
         longest = min(self.live, key=lambda request: request.waiting_since, default=None)
         return next((group for group in groups.values() if longest in group), [])
 
@@ -277,3 +289,10 @@ class Session(ClosesOnExit):
         for request in self.live:
             self.cancel(request)
         self._closed = True
+
+
+def _of_one_phase(asked: list[StepRequest]) -> list[StepRequest]:
+    """The same requests for a step that serves them all."""
+    if len({request.phase for request in asked}) < 2:
+        return asked
+    return [replace(request, phase=request.phase.covering) for request in asked]

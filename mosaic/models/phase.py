@@ -124,6 +124,11 @@ class Phase:
         """Whether a part reads the hidden states of all tokens after the last layer."""
         return any(part.reads_hidden for part in self.parts)
 
+    @property
+    def covering(self) -> Phase:
+        """A phase whose steps serve requests of this one as well; the phase itself, as a rule."""
+        return self if self.cache.covering is self.cache else replace(self, cache=self.cache.covering)
+
     def shifts(self, arch: Architecture) -> bool:
         """Return whether packing shifts the rows of a shifted model; where it does not, an op does.
 

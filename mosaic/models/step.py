@@ -153,7 +153,7 @@ class StepSize:
         if self.logit_rows:
             dims["logit_rows"] = self.logit_rows
         if self.owned:
-            dims |= {"keys": sum(self.owned), "extents": self.extents}
+            dims |= {"keys": sum(self.owned), "extents": self.extents, **self.phase.cache.sizes(self)}
         return dims | {state.rows_dim: rows for state, rows in self.states.items()}
 
     def at(self, context: int) -> StepSize:

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from mosaic.models.transformer import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["KeptQueries", "KeptTogether"]
+__all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of", "store"]
 
 
 class _Kept(Way):
     def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Store the window's keys and values."""
-        _store(step, layer, norm, matrices)
+        store(step, layer, norm, matrices)
 
 
 class KeptTogether(_Kept):
@@ -29,8 +29,12 @@ class KeptTogether(_Kept):
         """Project, store, attend, add to the residual."""
         arch = step.arch
         whole = step.g.buffer("q", (step.tokens, arch.heads * arch.head_size), arch.dtype)
-        _store(step, layer, norm, matrices, whole)
-        project_out(step, _attend(step, layer, whole), matrices["o_proj"])
+        store(step, layer, norm, matrices, whole)
+        project_out(step, self.attended(step, layer, whole), matrices["o_proj"])
+
+    def attended(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
+        """Register the attention of one layer over the queries' storage."""
+        return attend(step, layer, q)
 
 
 class KeptQueries(_Kept):
@@ -41,15 +45,15 @@ class KeptQueries(_Kept):
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Store all keys and values first, then the chunks."""
         g = step.g
-        _store(step, layer, norm, matrices)
+        store(step, layer, norm, matrices)
         with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="queries") as rows:
             source, h = step.normed(rows, norm, "queries_in")
-            y = _attend(step, layer, project(step, layer, "q", h, matrices["q_proj"]))
+            y = attend(step, layer, project(step, layer, "q", h, matrices["q_proj"]))
             g.add_op("linear_add", y, matrices["o_proj"], source, name="o_linear")
             step.hidden.keep(source)
 
 
-def _store(
+def store(
     step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None = None
 ) -> None:
     """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
@@ -60,16 +64,19 @@ def _store(
             project(step, layer, "q", h, matrices["q_proj"], queries)
         k, v = (project(step, layer, name, h, matrices[f"{name}_proj"]) for name in ("k", "v"))
         g.add_op(
-            "kv_store", k, v, step.kv, *_extents(step), step.cu_seqlens, step.positions, name="store", layer=layer,
+            "kv_store", k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, name="store", layer=layer,
             head_size=step.arch.head_size,
         )  # fmt: skip
 
 
-def _attend(step: StepGraph, layer: int, q: Buffer) -> Buffer:
-    """softmax(q k^T) v with the keys and values of the state, over the queries' storage."""
+def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen") -> Buffer:
+    """softmax(q k^T) v with the keys and values of the state, over the queries' storage.
+
+    `seen` is the input that says how many keys each sequence sees: rows of one that sees none are left as they are.
+    """
     g, arch = step.g, step.arch
     y: Buffer = g.add_op(
-        "kv_attention", q, step.kv, *_extents(step), step.inputs["seen"], step.cu_seqlens, step.positions,
+        "kv_attention", q, step.kv, *extents_of(step), step.inputs[seen], step.cu_seqlens, step.positions,
         name="attention", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
         block=arch.block, span=step.span, keys=g.dim("keys"),
     )  # fmt: skip
@@ -77,6 +84,6 @@ def _attend(step: StepGraph, layer: int, q: Buffer) -> Buffer:
     return y
 
 
-def _extents(step: StepGraph) -> tuple[Buffer, Buffer]:
+def extents_of(step: StepGraph) -> tuple[Buffer, Buffer]:
     """The extents that sequences have rows in, and where those of each begin."""
     return step.inputs["extents"], step.inputs["cu_extents"]

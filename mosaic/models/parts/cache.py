@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -14,6 +14,7 @@ from mosaic.models.state import State
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
+    from mosaic.models.step import StepSize
     from mosaic.models.transformer import StepGraph
 
 __all__ = ["KEPT", "KV", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Seen", "Whole"]
@@ -52,6 +53,11 @@ class CachePolicy(Part):
         return None
 
     @property
+    def covering(self) -> CachePolicy:
+        """A policy whose steps serve requests of this one as well: where both wait, they share such a step."""
+        return self
+
+    @property
     def states(self) -> Sequence[State]:
         """The state that keys and values are kept in; with states of its own, a policy names them beside it."""
         return () if self.kept is None else (self.kept,)
@@ -63,6 +69,10 @@ class CachePolicy(Part):
     def ways(self) -> Sequence[Way]:
         """Return the ways in which attention may run, the fastest first: the options of the choice `attention`."""
         raise NotImplementedError
+
+    def sizes(self, size: StepSize) -> Mapping[str, int]:
+        """Return the values of the policy's own dims in a step of a size."""
+        return {}
 
     def dims(self, step: StepGraph) -> None:
         """Declare `span`, the keys that a query sees on average, and the policy's own dims."""

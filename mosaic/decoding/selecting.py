@@ -1,0 +1,48 @@
+"""Sparse attention in block diffusion: what each step of a block is asked beside what it decides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mosaic.models.parts.selected import Selected
+from mosaic.models.sparse import SparseAttention
+
+if TYPE_CHECKING:
+    from mosaic.decoding.canvas import Canvas
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.phase import Phase
+
+__all__ = ["attending", "commits_within", "selection"]
+
+
+def attending(phase: Phase, config: GenerationConfig, step: int) -> Phase:
+    """Return the phase of a step of a block, counted from 0."""
+    chosen = config.attention
+    if not isinstance(chosen, SparseAttention):
+        return phase
+    return replace(phase, cache=Selected(attention=chosen, selects=_selects(chosen, config, step)))
+
+
+def selection(canvas: Canvas, start: int, step: int) -> dict[str, Any]:
+    """Return what a step of the block at `start` says of its selection: the keys before it, and who votes."""
+    chosen = canvas.config.attention
+    if not isinstance(chosen, SparseAttention):
+        return {}
+    return {
+        "captured": start,
+        "selects": _selects(chosen, canvas.config, step),
+        "votes_from": start if chosen.voters == "block" else max(start, canvas.prompt_len),
+    }
+
+
+def commits_within(config: GenerationConfig) -> bool:
+    """Return whether the first step of a block may write the final keys of the one before: where it attends to all keys."""
+    chosen = config.attention
+    return not isinstance(chosen, SparseAttention) or chosen.selects == "first"
+
+
+def _selects(chosen: SparseAttention, config: GenerationConfig, step: int) -> bool:
+    """Whether a step selects: each of those that attend to all keys, so that the last of them is what is kept."""
+    return chosen.selects == "every" or step < max(math.ceil(chosen.exact_steps * (config.steps or 1)), 1)

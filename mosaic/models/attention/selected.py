@@ -1,0 +1,69 @@
+"""Over selected keys: exact layers attend as ever, sparse ones select, attend exactly, or attend to what was selected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mosaic.models.attention.kept import KeptTogether, attend, extents_of
+from mosaic.models.parts.selected import Selected, index_sets
+from mosaic.models.sparse import sets_of
+
+if TYPE_CHECKING:
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["SelectedTogether"]
+
+
+class SelectedTogether(KeptTogether):
+    """All queries at once. A step that selects attends for each sequence in the way that it is at."""
+
+    name: ClassVar[str] = "together"
+
+    def attended(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
+        """Register the attention of one layer over the queries' storage."""
+        policy = step.phase.cache
+        assert isinstance(policy, Selected)
+        if layer < policy.attention.exact_layers:
+            return attend(step, layer, q)
+        if not policy.selects:
+            return _attend_selected(step, policy, layer, q, "seen")
+        _select(step, policy, layer, q)
+        if policy.attention.selects == "every":
+            return _attend_selected(step, policy, layer, q, "seen")
+        return _attend_selected(step, policy, layer, attend(step, layer, q, "seen_exactly"), "seen_sparsely")
+
+
+def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
+    """Rank the keys of each prefix that is selected from, and keep the best of every set."""
+    g, arch, inputs, chosen = step.g, step.arch, step.inputs, policy.attention
+    mass = g.add_op(
+        "key_mass", q, step.kv, *extents_of(step), inputs["candidates"], inputs["cu_keys"], inputs["votes"], step.cu_seqlens,
+        name="mass", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
+        sets=sets_of(chosen.per, arch), columns=g.dim("keys"), span=step.span, statistic=chosen.statistic,
+    )  # fmt: skip
+    g.add_op(
+        "top_keys", mass, inputs["candidates"], inputs["cu_keys"], inputs["owner"], g[index_sets(chosen).name],
+        name="select", ratio=chosen.ratio, **_place(step, policy, layer),
+    )  # fmt: skip
+
+
+def _attend_selected(step: StepGraph, policy: Selected, layer: int, q: Buffer, seen: str) -> Buffer:
+    """softmax(q k^T) v over selected keys and those behind the prefix, over the queries' storage."""
+    g, arch, inputs = step.g, step.arch, step.inputs
+    y: Buffer = g.add_op(
+        "selected_attention", q, step.kv, *extents_of(step), g[index_sets(policy.attention).name], inputs["owner"],
+        inputs["captured"], inputs[seen], step.cu_seqlens, step.positions, name="sparse_attention", layer=layer,
+        kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5, attended=g.dim("attended"),
+        block=arch.block, **_place(step, policy, layer),
+    )  # fmt: skip
+    g.add_alias(y, q)
+    return y
+
+
+def _place(step: StepGraph, policy: Selected, layer: int) -> dict[str, Any]:
+    """Where in a request's row a layer's sets lie."""
+    chosen = policy.attention
+    return {
+        "slot": layer - chosen.exact_layers, "sets": sets_of(chosen.per, step.arch), "k": chosen.k, "page": chosen.page
+    }  # fmt: skip

@@ -1,0 +1,161 @@
+"""Sparse attention over kept keys: which keys of its prefix a block attends to. Options, and presets of published methods.
+
+Block diffusion denoises a block over many steps, each of which reads all keys. MAGE (Kwon et al. 2026, arXiv 2602.14209, section
+4) attends in the block's first step, when all of it is masked, to all keys, and captures those that got the most attention, per
+layer and key-value head. Later steps of the block attend to these and to the block itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+from mosaic.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["PRESETS", "Per", "SparseAttention", "sets_of", "sparse_attention"]
+
+Selects: TypeAlias = Literal["first", "every"]
+Per: TypeAlias = Literal["kv_head", "query_head"]
+Statistic: TypeAlias = Literal["mean", "max"]
+Voters: TypeAlias = Literal["block", "answer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseAttention:
+    """Which keys are selected, when and by whom. The defaults are MAGE as published.
+
+    Parameters
+    ----------
+    k
+        Keys of the prefix that each set has at most.
+    ratio
+        Share of the prefix that it has at most; 0: no limit but `k`.
+    page
+        Keys that are selected together, from a multiple of this on; `k` is a multiple of it.
+    exact_layers
+        First layers that attend to all keys in every step.
+    selects
+        "first": a block's first step attends to all keys, and captures those that the others attend to. "every": each step
+        selects by its own queries first, then attends to that; the exact selection of each step, as an oracle.
+    exact_steps
+        Share of a block's steps, rounded up, that attend to all keys; the first does in any case. What the last of them
+        captures is kept.
+    per
+        A set of keys for each "kv_head", or for each "query_head".
+    statistic
+        By what keys are ranked: the "mean" or the "max" of the softmax over the prefix, of all voting rows and heads of a set.
+    voters
+        Rows that vote: all of the "block", or those of the "answer", without the tokens of a prompt that ends in the block.
+
+    Raises
+    ------
+    UsageError
+        A value that cannot be, in one line.
+
+    Examples
+    --------
+    >>> str(SparseAttention()), str(SparseAttention(k=1024, page=16))
+    ('mage', 'sparse(k=1024, page=16)')
+    """
+
+    k: int = 512
+    ratio: float = 0.0
+    page: int = 1
+    exact_layers: int = 2
+    selects: Selects = "first"
+    exact_steps: float = 0.0
+    per: Per = "kv_head"
+    statistic: Statistic = "mean"
+    voters: Voters = "block"
+
+    def __post_init__(self) -> None:
+        for name, least in (("k", 1), ("page", 1), ("exact_layers", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"attention: {name} is {value!r}; it must be an integer of at least {least}.")
+        if self.k % self.page:
+            raise UsageError(
+                f"attention: k {self.k} is not whole pages of {self.page} keys; use k "
+                f"{max(self.k // self.page, 1) * self.page}."
+            )
+        for name, of in (("ratio", "the prefix"), ("exact_steps", "a block's steps")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise UsageError(f"attention: {name} is {value!r}; it must be a share of {of}, in [0, 1].")
+        if self.exact_steps and self.selects == "every":
+            raise UsageError(
+                "attention: exact_steps are those before a selection; with selects='every' there are none."
+            )
+        for name, options in (("selects", Selects), ("per", Per), ("statistic", Statistic), ("voters", Voters)):
+            if getattr(self, name) not in get_args(options):
+                raise UnknownName(f"attention's {name}", getattr(self, name), get_args(options))
+
+    def __str__(self) -> str:
+        name = next((name for name, preset in PRESETS.items() if preset == self), "sparse")
+        return (
+            name
+            if name != "sparse"
+            else f"sparse({', '.join(f'{key}={value}' for key, value in self.changed.items())})"
+        )
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not as published."""
+        return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
+
+    def check(self, arch: Architecture) -> None:
+        """Check that a model can be attended to so.
+
+        Raises
+        ------
+        UsageError
+            If it attends in both directions, or has no layer that would be sparse.
+        """
+        if not arch.block:
+            raise UsageError(
+                "attention: this model attends in both directions, so its keys change in every step and no selection of them "
+                "outlives one; sparse attention is for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
+            )
+        if self.exact_layers >= arch.layers:
+            raise UsageError(
+                f"attention: {self.exact_layers} exact layers of the model's {arch.layers} leave none sparse; use at most "
+                f"{arch.layers - 1}."
+            )
+
+
+PRESETS: Final[Mapping[str, SparseAttention]] = {
+    "mage": SparseAttention(),
+    "oracle": SparseAttention(selects="every"),
+    "sparsed": SparseAttention(exact_steps=0.2),
+}
+"""By name: MAGE as published; the exact selection of every step; SparseD (arXiv 2509.24014) as MAGE's section 5 adapts it, exact
+for 20 % of the steps."""
+
+
+def sets_of(per: Per, arch: Architecture) -> int:
+    """Return how many sets of keys a layer has."""
+    return arch.kv_heads if per == "kv_head" else arch.heads
+
+
+def sparse_attention(value: str | SparseAttention) -> SparseAttention:
+    """Return the options that a preset's name stands for, or those that are given.
+
+    Raises
+    ------
+    UnknownName
+        If there is no such preset.
+
+    Examples
+    --------
+    >>> sparse_attention("mage").k, str(sparse_attention("oracle"))
+    (512, 'oracle')
+    """
+    if isinstance(value, SparseAttention):
+        return value
+    if value not in PRESETS:
+        raise UnknownName("attention", value, [*PRESETS])
+    return PRESETS[value]

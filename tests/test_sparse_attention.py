@@ -1,0 +1,265 @@
+"""Sparse attention in block diffusion: against a model in float64 that attends key by key, and in sessions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_ahead import Telling
+from test_session import FAMILIES
+from torch import Tensor
+
+import mosaic
+from mosaic.decoding import GenerationConfig
+from mosaic.decoding.llada import schedule
+from mosaic.decoding.session import Session
+from mosaic.errors import UnknownName, UsageError
+from mosaic.models.parts.selected import Selected
+from mosaic.models.sparse import SparseAttention
+from mosaic.runtime.compiled import CompiledModel
+
+LAYERS, HEADS, KV_HEADS, SIZE, BLOCK, MASK = 4, 4, 2, 8, 4, 63
+CONFIG: dict[str, Any] = {
+    **FAMILIES["sdar"], "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "head_dim": SIZE, "block_size": BLOCK, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64,
+    "mask_token_id": MASK, "eos_token_id": 62,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[CompiledModel]:
+    with mosaic.compile(CONFIG, device="cpu", host_budget=0, debug="poison", seed=3) as compiled:
+        generator = torch.Generator().manual_seed(7)
+        for name, view in compiled.weights().items():
+            if not name.startswith("="):
+                vector = view.dim() == 1
+                view.copy_(torch.empty(view.shape).normal_(1.0 if vector else 0.0, 0.25, generator=generator))
+        yield compiled
+
+
+class Plain:
+    """SDAR in float64, a block at a time: MAGE's Algorithm 1 with the keys of finished blocks in lists.
+
+    Written from the paper (arXiv 2602.14209, section 4): in a block's first step exact attention, and of each sparse layer and
+    set the k keys of the prefix with the highest mean of the softmax over the prefix; later steps attend to these and the block.
+    """
+
+    def __init__(self, model: CompiledModel, attention: SparseAttention | None, prompt: Tensor) -> None:
+        self.w = {name: view.double() for name, view in model.weights().items()}
+        self.arch, self.attention = model.architecture, attention
+        self.keys: list[list[Tensor]] = [[] for _ in range(LAYERS)]  # by layer and position, [2, K, H]
+        self.sets: dict[tuple[int, int], list[int]] = {}  # by layer and query head
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.arch.norm_eps).rsqrt() * weight
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        frequencies = self.arch.rotary.theta ** (-torch.arange(0, SIZE, 2).double() / SIZE)
+        angles = (positions[:, None] * frequencies)[:, None]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+    def forward(self, ids: Tensor, start: int, mode: str) -> Tensor:
+        """Logits of a block of tokens from `start` on, whose keys and values are kept; `mode` is exact, capture, select or sparse.
+
+        To capture is to attend exactly and select beside that; to select is to attend to what is selected just before.
+        """
+        w, names = self.w, self.arch.names
+        positions = torch.arange(start, start + len(ids))
+        h = w[names.embedding][ids]
+        for layer in range(LAYERS):
+            x = self.norm(h, w[names.attention_norm.format(layer=layer)])
+            q, k, v = (
+                (x @ w[name.format(layer=layer)].T).view(len(ids), -1, SIZE)
+                for name in (names.query, names.key, names.value)
+            )
+            q = self.turned(self.norm(q, w[names.query_norm.format(layer=layer)]), positions)
+            k = self.turned(self.norm(k, w[names.key_norm.format(layer=layer)]), positions)
+            self.keys[layer][start : start + len(ids)] = list(torch.stack([k, v], 1))
+            kept = torch.stack(self.keys[layer][: start + len(ids)])
+            sparse = self.attention is not None and layer >= self.attention.exact_layers
+            if sparse and mode in ("capture", "select"):
+                self.select(layer, q, kept, start)
+            heads = []
+            for head in range(HEADS):
+                k, v = kept[:, :, head // (HEADS // KV_HEADS)].unbind(1)
+                keys = list(range(len(kept)))
+                if sparse and mode in ("select", "sparse"):
+                    keys = self.sets[layer, head] + keys[start:]
+                heads.append(torch.softmax(q[:, head] @ k[keys].T * SIZE**-0.5, -1) @ v[keys])
+            h = h + torch.cat(heads, 1) @ w[names.output.format(layer=layer)].T
+            x = self.norm(h, w[names.ffn_norm.format(layer=layer)])
+            gate, up, down = (w[getattr(names, part).format(layer=layer)] for part in ("gate", "up", "down"))
+            h = h + (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        return self.norm(h, w[names.final_norm]) @ w[names.head].T
+
+    def select(self, layer: int, q: Tensor, kept: Tensor, start: int) -> None:
+        chosen = self.attention
+        assert chosen is not None
+        group = HEADS // KV_HEADS
+        shared = group if chosen.per == "kv_head" else 1
+        voters = slice(max(self.prompt_len - start, 0) if chosen.voters == "answer" else 0, None)
+        for head in range(0, HEADS, shared):
+            rows = q[voters, head : head + shared].flatten(0, 1)
+            p = torch.softmax(rows @ kept[:start, 0, head // group].T * SIZE**-0.5, -1)
+            mass = p.mean(0) if chosen.statistic == "mean" else p.amax(0)
+            pages = [float(mass[at : at + chosen.page].sum()) for at in range(0, start, chosen.page)]
+            count = chosen.k // chosen.page
+            if chosen.ratio:
+                count = min(count, -(-math.ceil(chosen.ratio * start) // chosen.page))
+            best = sorted(sorted(range(len(pages)), key=lambda page: -pages[page])[:count])
+            found = [j for page in best for j in range(page * chosen.page, min((page + 1) * chosen.page, start))]
+            for member in range(head, head + shared):
+                self.sets[layer, member] = found
+
+    def generate(self, prompt: Tensor, gen_length: int, steps: int) -> Tensor:
+        """Greedy decoding with SDAR's static schedule: so many of the most confident masks a step."""
+        self.prompt_len = len(prompt)
+        length = -(-(len(prompt) + gen_length) // BLOCK) * BLOCK
+        tokens = torch.cat([prompt, torch.full((length - len(prompt),), MASK)])
+        first = len(prompt) // BLOCK * BLOCK
+        for start in range(0, first, BLOCK):
+            self.forward(tokens[start : start + BLOCK], start, "exact")
+        selects = "" if self.attention is None else self.attention.selects
+        for start in range(first, length, BLOCK):
+            if start > first:
+                self.forward(tokens[start - BLOCK : start], start - BLOCK, "exact")
+            open_ = torch.arange(start, start + BLOCK) >= len(prompt)
+            for step, quota in enumerate(schedule(BLOCK, steps)):
+                if not open_.any():
+                    break
+                exactly = 1 if self.attention is None else max(math.ceil(self.attention.exact_steps * steps), 1)
+                mode = {"": "exact", "every": "select", "first": "capture" if step < exactly else "sparse"}[selects]
+                logits = self.forward(tokens[start : start + BLOCK], start, mode)
+                score, token = torch.softmax(logits, -1).max(-1)
+                best = torch.where(open_, score, -1.0).argsort(descending=True, stable=True)[:quota]
+                best = best[open_[best]]
+                tokens[start + best] = token[best]
+                open_[best] = False
+        return tokens[len(prompt) : len(prompt) + gen_length]
+
+
+WAYS = {
+    "mage": SparseAttention(k=8),
+    "one layer exact": SparseAttention(k=4, exact_layers=1),
+    "all layers sparse": SparseAttention(k=6, exact_layers=0, per="query_head"),
+    "pages": SparseAttention(k=8, page=4, exact_layers=1),
+    "the largest": SparseAttention(k=5, statistic="max", exact_layers=1, voters="answer"),
+    "a share": SparseAttention(k=16, ratio=0.2, exact_layers=1),
+    "oracle": SparseAttention(k=5, selects="every", exact_layers=1),
+    "sparsed": SparseAttention(k=6, exact_steps=0.3, exact_layers=1),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_answers_are_those_of_the_algorithm_in_float64(name: str, model: CompiledModel) -> None:
+    """And not those of exact attention; with and without steps that are launched ahead."""
+    source, others = random.Random(name), 0
+    for _ in range(3):
+        prompt = torch.tensor([source.randrange(60) for _ in range(source.randint(20, 60))])
+        gen, steps = source.randint(5, 20), source.choice([2, 4])
+        options = {"gen_length": gen, "steps": steps, "remasking": "low_confidence_static", "stop_at_eos": False}
+        expected = Plain(model, WAYS[name], prompt).generate(prompt, gen, steps)
+        found = model.generate(prompt, attention=WAYS[name], **options)[0].token_ids
+        assert torch.equal(found, expected)
+        if WAYS[name].selects == "first":
+            assert torch.equal(
+                model.generate(prompt, attention=WAYS[name], ahead=True, **options)[0].token_ids, expected
+            )
+        exact = model.generate(prompt, **options)[0].token_ids
+        assert torch.equal(exact, Plain(model, None, prompt).generate(prompt, gen, steps))
+        others += int((exact != expected).sum())
+    assert others
+
+
+def test_with_the_whole_prefix_every_way_is_exact(model: CompiledModel) -> None:
+    prompts = [torch.arange(n) % 60 for n in (1, 9, 50)]
+    expected = model.generate(prompts, gen_length=10)
+    for way in WAYS.values():
+        whole = replace(way, k=256, ratio=0.0)
+        for mine, other in zip(model.generate(prompts, gen_length=10, attention=whole), expected, strict=True):
+            assert torch.equal(mine.token_ids, other.token_ids)
+            torch.testing.assert_close(mine.confidence, other.confidence)
+
+
+def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(model: CompiledModel) -> None:
+    """One in its block's first step beside others in theirs: a step that selects serves both."""
+    source, mixed = random.Random(1), 0
+    options = GenerationConfig(gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS["mage"])
+    prompts = [torch.tensor([source.randrange(60) for _ in range(source.randint(3, 40))]) for _ in range(5)]
+    telling, kept = Telling(model), []
+    with Session(telling) as session:
+        for number, prompt in enumerate(prompts):
+            kept.append(session.submit(prompt, options, request_id=number))
+            session.advance(source.randint(1, 4))
+        while session.live:
+            session.advance()
+    for asked in telling.asked:
+        stages = {one.values["selects"] for one in asked if isinstance(one.phase.cache, Selected)}
+        mixed += len(stages) == 2
+        assert len({one.phase for one in asked}) == 1
+    assert mixed > 3
+    for number, live in enumerate(kept):
+        with Session(model) as alone:
+            one = alone.submit(prompts[number], options, request_id=number)
+            while alone.live:
+                alone.advance()
+        assert live.generation is not None and one.generation is not None
+        assert torch.equal(live.generation.token_ids, one.generation.token_ids)
+    assert model.state_rows == {}
+
+
+def test_what_is_selected_is_planned_memory(model: CompiledModel) -> None:
+    chosen = WAYS["mage"]
+    with Session(model) as session:
+        session.submit(torch.arange(30), gen_length=9, attention=chosen, stop_at_eos=False)
+        (state,) = (name for name in model.state_rows if name.startswith("selected"))
+        while session.live:
+            (step,) = session.advance()
+            for kept in [b for b in step.plan.document["buffers"] if b["name"] == state and step.phase == "denoise"]:
+                assert kept["shape"] == [64, (LAYERS - chosen.exact_layers) * KV_HEADS * (1 + chosen.k)]
+                assert kept["dtype"] == "int32" and kept["pool"] == f"state/{state}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"k": 0}, "k is 0; it must be an integer of at least 1"),
+        ({"k": -3}, "k is -3; it must be"),
+        ({"k": True}, "k is True; it must be"),
+        ({"k": 24, "page": 16}, "k 24 is not whole pages of 16 keys; use k 16"),
+        ({"k": 8, "page": 16}, "k 8 is not whole pages of 16 keys; use k 16"),
+        ({"page": 0}, "page is 0"),
+        ({"exact_layers": -1}, "exact_layers is -1"),
+        ({"exact_steps": -0.1}, "exact_steps is -0.1; it must be a share of a block's steps"),
+        ({"exact_steps": 0.1, "selects": "every"}, "exact_steps are those before a selection"),
+        ({"ratio": 1.5}, r"ratio is 1.5; it must be a share of the prefix, in \[0, 1\]"),
+        ({"per": "head"}, "attention's per 'head'"),
+        ({"statistic": "median"}, "statistic 'median'"),
+        ({"selects": "last"}, "selects 'last'"),
+        ({"voters": "all"}, "voters 'all'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SparseAttention(**wrong)
+
+
+def test_what_a_model_cannot_is_refused(model: CompiledModel) -> None:
+    prompt = torch.arange(3)
+    with pytest.raises(UsageError, match="attention: 4 exact layers of the model's 4 leave none sparse; use at most 3"):
+        model.generate(prompt, attention=SparseAttention(exact_layers=4))
+    with pytest.raises(UnknownName, match="mages"):
+        model.generate(prompt, attention="mages")
+    with pytest.raises(UsageError, match="ahead: attention that selects in every step"):
+        model.generate(prompt, attention="oracle", ahead=True)
+    with (
+        mosaic.compile(FAMILIES["llada"], device="cpu", host_budget=0) as other,
+        pytest.raises(UsageError, match="attends in both directions"),
+    ):
+        other.generate(prompt, attention="mage")
