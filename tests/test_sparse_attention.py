@@ -20,7 +20,7 @@ from mosaic.decoding.llada import schedule
 from mosaic.decoding.session import Session
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.parts.selected import Selected
-from mosaic.models.sparse import SparseAttention
+from mosaic.models.sparse import SparseAttention, sparse_attention
 from mosaic.runtime.compiled import CompiledModel
 
 LAYERS, HEADS, KV_HEADS, SIZE, BLOCK, MASK = 4, 4, 2, 8, 4, 63
@@ -185,6 +185,22 @@ def test_with_the_whole_prefix_every_way_is_exact(model: CompiledModel) -> None:
         for mine, other in zip(model.generate(prompts, gen_length=10, attention=whole), expected, strict=True):
             assert torch.equal(mine.token_ids, other.token_ids)
             torch.testing.assert_close(mine.confidence, other.confidence)
+
+
+@pytest.mark.parametrize("family", ["llada2", "fast-dllm-v2"])
+def test_other_families_attend_so(family: str) -> None:
+    """With the whole prefix they answer as with exact attention, with less of it they do not."""
+    prompts = [torch.arange(n) % 60 for n in (1, 9, 50)]
+    with mosaic.compile(FAMILIES[family], device="cpu", host_budget=0, debug="poison", seed=3) as other:
+        for name, view in other.weights().items():
+            if not name.startswith("=") and view.dim() > 1:
+                view.mul_(8)  # attention that is not all but even
+        expected = [one.token_ids for one in other.generate(prompts, gen_length=20)]
+        for way in ("mage", "oracle", "sparsed"):
+            for k, same in ((512, True), (2, False)):
+                attention = replace(sparse_attention(way), k=k, exact_layers=0)
+                found = [one.token_ids for one in other.generate(prompts, gen_length=20, attention=attention)]
+                assert all(map(torch.equal, found, expected)) == same
 
 
 def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(model: CompiledModel) -> None:

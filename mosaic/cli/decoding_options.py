@@ -70,7 +70,8 @@ Ahead: TypeAlias = Annotated[
     bool | None, typer.Option(help="SDAR, LLaDA2.0: launch a step before the last one's outcome is read.")
 ]
 Attention: TypeAlias = Annotated[
-    str | None, typer.Option(help="SDAR, LLaDA2.0: sparse attention, mage or oracle; default exact.")
+    str | None,
+    typer.Option(help="SDAR, LLaDA2.0, Fast-dLLM v2: sparse attention, mage, oracle or sparsed; default exact."),
 ]
 Eps: TypeAlias = Annotated[float | None, typer.Option(help="Dream: the last time.")]
 CfgScale: TypeAlias = Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")]

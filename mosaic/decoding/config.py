@@ -70,7 +70,8 @@ class GenerationConfig:
     edit_threshold, max_post_steps
         LLaDA2.1's: probability above which a token is replaced, and steps after a block's last mask.
     attention
-        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle" (sdar, llada2). None: exact.
+        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle", "sparsed" (sdar, llada2,
+        fast-dllm-v2). None: exact.
     stop_at_eos
         End at the first end-of-sequence token.
     ahead
@@ -173,7 +174,7 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         defaults={"threshold": 0.85},
     ),
     "fast-dllm-v2": Traits(
-        options=frozenset({"block_length", "small_block_length", "threshold", "cache", "top_p"}),
+        options=frozenset({"block_length", "small_block_length", "threshold", "cache", "top_p", "attention"}),
         blockwise=True,
         shifted=True,
         defaults={"threshold": 0.95, "top_p": 0.95},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
+from mosaic.decoding.selecting import attending, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -61,20 +62,22 @@ def _denoise_block(canvas: Canvas, start: int, end: int) -> Steps:
     """Denoise the block, small block by small block."""
     config, small = canvas.config, canvas.config.small_block_length
     assert small is not None
-    sampling, cached = Sampling.of(config, scaled=True), False
+    sampling, cached, step = Sampling.of(config, scaled=True), False, 0
     for first in range(start, end, small):
         while len(positions := canvas.open_rows(first, first + small)):
             narrow = cached and not canvas.masked[first]
             result = yield canvas.ask(
-                _phase(config),
+                attending(_phase(config), config, step),
                 positions,
                 window=(first, first + small) if narrow else (start, end),
                 key_len=end,
                 sampling=sampling,
                 quota=1,
                 threshold=config.threshold or 0.0,
+                values=selection(canvas, start, step),
             )
             canvas.take(positions, result)
+            step += 1
             cached = config.cache == "dual"
             if canvas.finished:
                 return
@@ -97,10 +100,10 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     last = denoised[-1] if denoised else 0
     fullest = max(denoised, key=lambda key_len: (most_rows[key_len], key_len), default=0)
     committed = (end - 1 - prefix) // block * block + prefix
-    phase = _phase(config)
+    phases = dict.fromkeys(attending(_phase(config), config, step) for step in (0, block))
     return [
         cached_shape(_NEXT if predicts else COMMIT, prefix, prefix, int(predicts)),
-        cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)),
-        cached_shape(phase, block if fullest != last else 0, fullest, most_rows.get(fullest, 0)),
+        *(cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)) for phase in phases),
+        *(cached_shape(phase, block if fullest != last else 0, fullest, most_rows.get(fullest, 0)) for phase in phases),
         cached_shape(_NEXT, block if committed > prefix else 0, committed, 1),
     ]

@@ -45,4 +45,6 @@ def commits_within(config: GenerationConfig) -> bool:
 
 def _selects(chosen: SparseAttention, config: GenerationConfig, step: int) -> bool:
     """Whether a step selects: each of those that attend to all keys, so that the last of them is what is kept."""
-    return chosen.selects == "every" or step < max(math.ceil(chosen.exact_steps * (config.steps or 1)), 1)
+    return chosen.selects == "every" or step < max(
+        math.ceil(chosen.exact_steps * (config.steps or config.block_length or 1)), 1
+    )
