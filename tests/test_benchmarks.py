@@ -14,8 +14,10 @@ from test_runtime_compiled import LLADA
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import mosaic
 from benchmarks import (
     ablation,
+    block,
     cases,
     fit,
     paired,
@@ -31,8 +33,14 @@ from mosaic.bench.baselines import Transformer
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
+from mosaic.models.sparse import SparseAttention
 from mosaic.planner import Planner, Request
 from mosaic.runtime.weights import fill_randomly, save_checkpoint
+
+SMALL = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+    "vocab_size": 64, "mask_token_id": 63, "eos_token_id": 62, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +301,23 @@ def test_the_small_models_sections_show_shares(tmp_path: Path) -> None:
     written = small_models.write_plots([training], [quality], tmp_path)
     assert [file.name for file in written] == ["training-small.png", "quality-small-sdar.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+
+
+def test_steps_of_a_block_are_timed_exact_and_sparse() -> None:
+    described = block.with_block("sdar-8b", 8, 3)
+    assert (described.architecture.block, described.architecture.layers) == (8, 3)
+    tiny = load({**described.config, **SMALL})
+    with mosaic.compile(tiny, device="cpu", seed=1) as model:
+        attention = SparseAttention(k=4, exact_layers=1)
+        steps = {"40": block.steps_of(model, 40, attention, None)}
+        generation = block.generation_of(model, 16)
+        assert model.state_rows == {}
+    assert steps["40"].keys() == {"exact", "first", "later"} and generation.keys() == {"waiting", "ahead"}
+    rows = [*block.rows_of({"steps": steps, "generation": generation})]
+    assert [row[0] for row in rows] == [
+        "40 keys, exact", "40 keys, first", "40 keys, later", "generation, waiting", "generation, ahead",
+    ]  # fmt: skip
+    assert all(len(row) == len(block.HEADER) and float(row[1]) > 0 for row in rows)
 
 
 def test_a_pair_of_checkouts_is_compared_by_medians() -> None:

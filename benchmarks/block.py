@@ -1,0 +1,151 @@
+"""One block of block diffusion over kept keys: exact and sparse steps by prefix, and generation with steps launched ahead.
+
+    python -m benchmarks.block sdar-8b --device h200 --prefix 256,32k,128k
+
+writes `block-<model>-<device>.json`. Weights are random, and so are the keys in the state. A step is timed with the host
+included, and on a card also by events around it alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import mosaic
+from benchmarks.cases import cut, options, tag_of, token_counts
+from benchmarks.paired_worker import Brackets
+from benchmarks.record import environment, table, write
+from mosaic.models import Model, load
+from mosaic.models.parts import KEPT, KV, Commit
+from mosaic.models.parts.selected import Selected, index_sets
+from mosaic.models.phase import Phase
+from mosaic.models.sparse import SparseAttention
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.steps import StepRequest
+
+__all__ = ["HEADER", "generation_of", "main", "rows_of", "stages_of", "steps_of", "with_block"]
+
+HEADER = ("", "a step, ms", "on the card, ms")
+REPEATS, WARM = 20, 3
+GENERATED = 128
+EXACT = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"))
+
+
+def stages_of(attention: SparseAttention) -> dict[str, Phase]:
+    """The steps that are timed, by name: exact, a block's first under sparse attention, and a later one."""
+    stages = {"exact": EXACT}
+    for name, selects in (("first", True), ("later", attention.selects == "every")):
+        stages[name] = replace(EXACT, cache=Selected(attention=attention, selects=selects))
+    return stages
+
+
+def steps_of(
+    model: CompiledModel, prefix: int, attention: SparseAttention, brackets: Brackets | None
+) -> dict[str, Any]:
+    """Milliseconds of one block's steps at the end of a prefix."""
+    block, chosen = model.architecture.block, index_sets(attention)
+    kept, sets = model.open_rows(KV), model.open_rows(chosen)
+    kept.reserve(prefix + block)
+    sets.reserve(1)
+    ids, rows = torch.arange(block), torch.arange(block)
+    asked = StepRequest(
+        phase=EXACT, token_ids=ids, start=prefix, sequence=kept, key_len=prefix + block, rows=rows,
+        current=torch.full((block,), model.architecture.mask_token_id), quota=1, threshold=0.99, states={chosen: sets},
+        values={"captured": prefix, "selects": True, "votes_from": prefix},
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    try:
+        for name, phase in stages_of(attention).items():
+            request = replace(asked, phase=phase, values={**asked.values, "selects": name == "first"})
+            model.step([request])
+            if not found:
+                _fill(model)
+            found[name] = _timed(model, request, brackets)
+    finally:
+        kept.close()
+        sets.close()
+    return found
+
+
+def _fill(model: CompiledModel) -> None:
+    """Random keys and values in the state; what was never written would make scores of any size."""
+    size = model.workspace.range("state/kv").committed_bytes
+    dtype = model.architecture.dtype
+    elements = size // torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    model.workspace.view("state/kv", 0, (elements,), dtype).normal_()
+
+
+def _timed(model: CompiledModel, request: StepRequest, brackets: Brackets | None) -> dict[str, list[float]]:
+    seconds = []
+    if brackets is not None:
+        brackets.times()
+    for repeat in range(WARM + REPEATS):
+        began = time.perf_counter()
+        model.step([request])
+        if repeat >= WARM:
+            seconds.append(1e3 * (time.perf_counter() - began))
+    inside = [] if brackets is None else brackets.times()[0][-REPEATS:]
+    return {"step_ms": seconds, "card_ms": inside}
+
+
+def generation_of(model: CompiledModel, prefix: int) -> dict[str, Any]:
+    """Milliseconds a step of a generation by a fixed schedule, with and without steps that are launched ahead."""
+    prompt, found = torch.arange(prefix) % 50_000 % model.architecture.mask_token_id, {}
+    for ahead in (False, True):
+        ask: dict[str, Any] = {"gen_length": GENERATED, "stop_at_eos": False, "ahead": ahead}
+        model.generate(prompt, remasking="low_confidence_static", **ask)
+        began = time.perf_counter()
+        (answer,) = model.generate(prompt, remasking="low_confidence_static", **ask)
+        found["ahead" if ahead else "waiting"] = 1e3 * (time.perf_counter() - began) / answer.steps
+    return found
+
+
+def rows_of(result: dict[str, Any]) -> Iterator[list[str]]:
+    """Rows for a table: of each prefix the steps, then the generation."""
+
+    def middle(values: Sequence[float]) -> str:
+        return f"{sorted(values)[len(values) // 2]:.3f}" if values else ""
+
+    for prefix, steps in result["steps"].items():
+        for name, times in steps.items():
+            yield [f"{int(prefix):,} keys, {name}", middle(times["step_ms"]), middle(times["card_ms"])]
+    for name, milliseconds in result["generation"].items():
+        yield [f"generation, {name}", f"{milliseconds:.3f}", ""]
+
+
+def with_block(name: str, block: int, layers: int | None) -> Model:
+    """A preset whose blocks have another length, perhaps with fewer layers; its weights are random."""
+    model = cut(load(name), layers)
+    own = next(key for key in ("block_size", "bd_size") if key in model.config)
+    return load({**model.config, own: block})
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure models, and record the figures of each."""
+    parser = options(__doc__)
+    parser.add_argument(
+        "--prefix", type=token_counts, default=token_counts("256,32k,128k"), help="keys before the block"
+    )
+    parser.add_argument("--block", type=int, default=32, help="tokens of a block")
+    parser.add_argument("--k", type=int, default=1024, help="keys that are selected")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    asked = parser.parse_args(arguments)
+    attention, on_card = SparseAttention(k=asked.k), torch.cuda.is_available() and asked.device != "cpu"
+    brackets = Brackets() if on_card else None
+    for name in asked.models:
+        result: dict[str, Any] = {"environment": environment(), "model": name, "block": asked.block, "k": asked.k}
+        result["card"] = torch.cuda.get_device_name() if on_card else "cpu"
+        with mosaic.compile(with_block(name, asked.block, asked.layers), device=asked.device, seed=3) as model:
+            result["generation"] = generation_of(model, 256)
+            result["steps"] = {str(prefix): steps_of(model, prefix, attention, brackets) for prefix in asked.prefix}
+        write(f"block-{name}-{asked.device}{tag_of(asked)}", result)
+        print(table(HEADER, list(rows_of(result))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
