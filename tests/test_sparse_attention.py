@@ -19,8 +19,11 @@ from mosaic.decoding import GenerationConfig
 from mosaic.decoding.llada import schedule
 from mosaic.decoding.session import Session
 from mosaic.errors import UnknownName, UsageError
+from mosaic.models.parts import Commit
 from mosaic.models.parts.selected import Selected
+from mosaic.models.phase import Phase
 from mosaic.models.sparse import SparseAttention, sparse_attention
+from mosaic.planner import Planner, Request
 from mosaic.runtime.compiled import CompiledModel
 
 LAYERS, HEADS, KV_HEADS, SIZE, BLOCK, MASK = 4, 4, 2, 8, 4, 63
@@ -240,6 +243,24 @@ def test_what_is_selected_is_planned_memory(model: CompiledModel) -> None:
             for kept in [b for b in step.plan.document["buffers"] if b["name"] == state and step.phase == "denoise"]:
                 assert kept["shape"] == [64, (LAYERS - chosen.exact_layers) * KV_HEADS * (1 + chosen.k)]
                 assert kept["dtype"] == "int32" and kept["pool"] == f"state/{state}"
+
+
+def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:
+    """On a stream of its own, from a layer's attention to the next layer's keys; in a loop of its own nowhere."""
+    ways = [Selected(attention=WAYS["one layer exact"], selects=selects) for selects in (True, False)]
+    for policy in ways:
+        phase = Phase(cache=policy, commit=Commit(score="confidence", rule="top"))
+        plan = Planner(CONFIG, device="h200").plan(Request(seq_lens=(8,), key_lens=(400,), phase=phase, masked=4))
+        assert plan.fits and plan.check() == ()
+        ops = {op["name"]: op for op in plan.document["ops"]}
+        found = {name: op["stream"] for name, op in ops.items() if op["kernel"] in ("key_mass", "top_keys")}
+        beside = {f"layers.{layer}/{name}": "select" for layer in (1, 2) for name in ("mass", "select")}
+        assert found == (beside | {"layers.3/mass": "main", "layers.3/select": "main"} if policy.selects else {})
+        for layer in (1, 2) if policy.selects else ():
+            names = [f"layers.{layer}/mass", f"layers.{layer}/down", f"layers.{layer + 1}/store"]
+            edges = {(edge["kind"], edge["from"]) for edge in plan.document["edges"]}
+            assert ("wait", ops[f"layers.{layer}/select"]["index"]) in edges
+            assert [ops[name]["index"] for name in names] == sorted(ops[name]["index"] for name in names)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.models.attention.kept import KeptTogether, attend, extents_of
 from mosaic.models.parts.selected import Selected, index_sets
@@ -14,11 +14,24 @@ if TYPE_CHECKING:
 
 __all__ = ["SelectedTogether"]
 
+SELECT: Final = "select"
+
 
 class SelectedTogether(KeptTogether):
     """All queries at once. A step that selects attends for each sequence in the way that it is at."""
 
     name: ClassVar[str] = "together"
+
+    def begin(self, step: StepGraph) -> None:
+        """Nothing is being selected yet."""
+        self._selecting = False
+
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Wait for the selection of the layer before, which reads keys where this one stores its own; then as ever."""
+        if self._selecting:
+            step.g.wait(SELECT)
+            self._selecting = False
+        super().register(step, layer, norm, matrices)
 
     def attended(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
         """Register the attention of one layer over the queries' storage."""
@@ -28,10 +41,18 @@ class SelectedTogether(KeptTogether):
             return attend(step, layer, q)
         if not policy.selects:
             return _attend_selected(step, policy, layer, q, "seen")
-        _select(step, policy, layer, q)
         if policy.attention.selects == "every":
+            _select(step, policy, layer, q)
             return _attend_selected(step, policy, layer, q, "seen")
-        return _attend_selected(step, policy, layer, attend(step, layer, q, "seen_exactly"), "seen_sparsely")
+        queries = step.g.add_op("copy", q, name="queries")
+        y = _attend_selected(step, policy, layer, attend(step, layer, q, "seen_exactly"), "seen_sparsely")
+        if layer + 1 == step.arch.layers:
+            _select(step, policy, layer, queries)  # nothing follows that it could run beside
+            return y
+        with step.g.stream(SELECT):  # beside the output projection and the feed-forward, as in the paper
+            _select(step, policy, layer, queries)
+        self._selecting = True
+        return y
 
 
 def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
