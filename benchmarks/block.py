@@ -56,12 +56,15 @@ def steps_of(
     asked = StepRequest(
         phase=EXACT, token_ids=ids, start=prefix, sequence=kept, key_len=prefix + block, rows=rows,
         current=torch.full((block,), model.architecture.mask_token_id), quota=1, threshold=0.99, states={chosen: sets},
-        values={"captured": prefix, "selects": True, "votes_from": prefix},
+        values={"captured": prefix, "candidates": prefix, "exactly": True, "votes_from": prefix},
     )  # fmt: skip
     found: dict[str, Any] = {}
     try:
         for name, phase in stages_of(attention).items():
-            request = replace(asked, phase=phase, values={**asked.values, "selects": name == "first"})
+            captures = (
+                {"candidates": prefix, "exactly": True} if name == "first" else {"candidates": 0, "exactly": False}
+            )
+            request = replace(asked, phase=phase, values={**asked.values, **captures})
             model.step([request])
             if not found:
                 _fill(model)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mosaic.decoding.canvas import whole_blocks
 from mosaic.models.parts.selected import Selected
 from mosaic.models.sparse import SparseAttention
 
@@ -26,13 +27,16 @@ def attending(phase: Phase, config: GenerationConfig, step: int) -> Phase:
 
 
 def selection(canvas: Canvas, start: int, step: int) -> dict[str, Any]:
-    """Return what a step of the block at `start` says of its selection: the keys before it, and who votes."""
-    chosen = canvas.config.attention
+    """Return what a step of the block at `start` says of its selection: the keys before it, how it attends, and who votes."""
+    chosen, config = canvas.config.attention, canvas.config
     if not isinstance(chosen, SparseAttention):
         return {}
+    selects, before = _selects(chosen, config, step), start - (config.block_length or 0)
+    carries = chosen.carried and step == 0 and before >= whole_blocks(config, canvas.prompt_len)[0]
     return {
-        "captured": start,
-        "selects": _selects(chosen, canvas.config, step),
+        "captured": before if carries else start,
+        "candidates": start if selects else 0,
+        "exactly": selects and not carries and chosen.selects == "first",
         "votes_from": start if chosen.voters == "block" else max(start, canvas.prompt_len),
     }
 

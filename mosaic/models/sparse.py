@@ -44,6 +44,9 @@ class SparseAttention:
     exact_steps
         Share of a block's steps, rounded up, that attend to all keys; the first does in any case. What the last of them
         captures is kept.
+    carried
+        Blocks after the first attend in their first step, too, to selected keys: those of the block before, beside all keys
+        behind its prefix. What they capture is for their later steps.
     per
         A set of keys for each "kv_head", or for each "query_head".
     statistic
@@ -68,6 +71,7 @@ class SparseAttention:
     exact_layers: int = 2
     selects: Selects = "first"
     exact_steps: float = 0.0
+    carried: bool = False
     per: Per = "kv_head"
     statistic: Statistic = "mean"
     voters: Voters = "block"
@@ -89,6 +93,10 @@ class SparseAttention:
         if self.exact_steps and self.selects == "every":
             raise UsageError(
                 "attention: exact_steps are those before a selection; with selects='every' there are none."
+            )
+        if self.carried and (self.exact_steps or self.selects == "every"):
+            raise UsageError(
+                "attention: carried=True leaves no exact step to a block; leave exact_steps and selects out."
             )
         for name, options in (("selects", Selects), ("per", Per), ("statistic", Statistic), ("voters", Voters)):
             if getattr(self, name) not in get_args(options):

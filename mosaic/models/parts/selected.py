@@ -1,8 +1,8 @@
 """Kept keys of which a block attends to some: the policy of sparse attention. Legend: B sequences, T tokens.
 
-A request says in `StepRequest.values` how many keys its prefix has that may be selected ("captured"), whether it selects in this
-step ("selects"), and the position from which rows vote ("votes_from"). Requests that select and such that attend to what they
-have selected share a step that selects.
+A request says in `StepRequest.values` of how many keys its prefix was ("captured") that it has selected from, how many it selects from
+in this step ("candidates"; 0: it does not), whether it attends to all keys ("exactly"), and the position from which rows vote
+("votes_from"). Requests that select, that attend to all keys, and that attend to what they have selected share a step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,12 @@ class Selected(Kept):
         selecting = (
             Input(name="cu_keys", dtype="int32", per="bound", value=lambda window: window.request.key_len),
             Input(name="votes", dtype="uint8", per="token", value=_votes),
-            Input(name="candidates", dtype="int32", per="sequence", value=_candidates),
+            Input(
+                name="candidates",
+                dtype="int32",
+                per="sequence",
+                value=lambda window: window.request.values["candidates"],
+            ),
         )
         mixed = (
             Input(name="seen_exactly", dtype="int32", per="sequence", value=_seen_exactly),
@@ -124,14 +129,9 @@ def _votes(window: Window) -> Any:
     return votes.byte()
 
 
-def _candidates(window: Window) -> int:
-    values = window.request.values
-    return int(values["captured"]) if values["selects"] else 0
-
-
 def _seen_exactly(window: Window) -> int:
-    return int(window.request.key_len) if window.request.values["selects"] else 0
+    return int(window.request.key_len) if window.request.values["exactly"] else 0
 
 
 def _seen_sparsely(window: Window) -> int:
-    return 0 if window.request.values["selects"] else int(window.request.key_len)
+    return 0 if window.request.values["exactly"] else int(window.request.key_len)
