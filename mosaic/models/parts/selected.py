@@ -1,7 +1,7 @@
 """Kept keys of which a block attends to some: the policy of sparse attention. Legend: B sequences, T tokens.
 
-A request says in `StepRequest.values` of how many keys its prefix was ("captured") that it has selected from, how many it selects from
-in this step ("candidates"; 0: it does not), whether it attends to all keys ("exactly"), and the position from which rows vote
+A request says in `StepRequest.values` how many keys its prefix had when it selected ("captured"), of how many it selects in this
+step ("candidates"; 0: it does not), whether it attends to all keys ("exactly"), and the position from which rows vote
 ("votes_from"). Requests that select, that attend to all keys, and that attend to what they have selected share a step.
 """
 
