@@ -273,7 +273,8 @@ class Session(ClosesOnExit):
         for request in self.live:
             asked = request.pending
             assert asked is not None
-            shared = replace(asked, phase=asked.phase.covering)
+            covering = asked.phase.covering
+            shared = asked if covering is asked.phase else replace(asked, phase=covering)
             groups.setdefault(group_of(shared, self._runner.architecture), []).append(request)
         longest = min(self.live, key=lambda request: request.waiting_since, default=None)
         return next((group for group in groups.values() if longest in group), [])
