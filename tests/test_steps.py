@@ -18,7 +18,21 @@ import mosaic
 from mosaic.errors import DeviceLost, GraphError, UsageError
 from mosaic.models import load
 from mosaic.models.inputs import Input
-from mosaic.models.parts import GUIDED, KEPT, KV, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, WHOLE, Commit, CommitRule
+from mosaic.models.parts import (
+    CANVAS,
+    ENTERED,
+    GUIDED,
+    KEPT,
+    KV,
+    LOGITS,
+    NO_HEAD,
+    NUCLEUS,
+    SAMPLE,
+    STAYING,
+    WHOLE,
+    Commit,
+    CommitRule,
+)
 from mosaic.models.parts.cache import Whole
 from mosaic.models.parts.part import Part, ResultPer
 from mosaic.models.phase import FULL_STEP, Phase
@@ -147,11 +161,12 @@ def test_numbers_that_make_no_step_are_refused(wrong: Mapping[str, Any], message
 
 def requests_of(phase: Phase, source: random.Random, memory: RowTable) -> list[StepRequest]:
     """Random requests of a phase; sequences' rows lie in pieces."""
-    found, opened = [], [memory.open() for _ in range(source.randint(1, 3))]
+    found, opened, tokens = [], [memory.open() for _ in range(source.randint(1, 3))], RowTable("canvas")
+    canvases = [tokens.open() for _ in opened]
     for length in (20, 40, 60):
-        for sequence in opened:
-            sequence.reserve(length)
-    for sequence in opened:
+        for owned in (*opened, *canvases):
+            owned.reserve(length)
+    for sequence, canvas in zip(opened, canvases, strict=True):
         length = source.randint(1, 20)
         start = source.randint(0, 20) if phase.cached else 0
         count = source.randint(1, length) if phase.head.decides else 0
@@ -163,6 +178,7 @@ def requests_of(phase: Phase, source: random.Random, memory: RowTable) -> list[S
                 sequence=sequence, key_len=start + length + source.randint(0, 20), quota=source.randint(1, 4),
                 threshold=source.random(), edit_threshold=source.random(), temperature=0.5, top_p=0.9, top_k=3,
                 score_temperature=0.25, guidance=1.5, unconditional=63 - ids, logit_rows=rows.flip(0),
+                states={CANVAS: canvas}, values={"entered": torch.tensor([source.randrange(-2, 9) for _ in ids])},
             )
         )  # fmt: skip
     return found
@@ -180,6 +196,7 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
         "cu_seqlens": [sum(map(len, tokens[:i])) for i in range(len(tokens) + 1)],
         "rows": [], "unconditional_rows": [], "logit_rows": [], "current": [], "keys": [], "extents": [],
         "cu_extents": [0], "seen": [], "cu_rows": [0], "quota": [], "threshold": [], "edit_threshold": [],
+        "token_rows": [], "decided_rows": [], "entered": [], "entered_rows": [],
     }  # fmt: skip
     total, first = sum(r.token_ids.numel() for r in requests), 0
     for r in requests:
@@ -191,6 +208,12 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
             found["keys"].append(row * 7 + r.token_ids.numel())
         found["logit_rows"] += [first + row for row in reversed(r.rows.tolist())]
         first += r.token_ids.numel()
+        canvas = [row for start, count in r.states[CANVAS].runs() for row in range(start, start + count)]  # type: ignore[attr-defined]
+        found["token_rows"] += canvas[r.start : r.start + r.token_ids.numel()]
+        found["decided_rows"] += [canvas[r.start + row] for row in r.rows.tolist()]
+        entered = r.values["entered"].tolist()
+        found["entered"] += entered
+        found["entered_rows"] += [canvas[r.start + j] if token >= -1 else -1 for j, token in enumerate(entered)]
         position = 0
         for row, count in r.sequence.runs():  # type: ignore[union-attr]
             found["extents"].append([row, count, position, 0])
@@ -210,7 +233,9 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("phase", PHASES, ids=str)
+@pytest.mark.parametrize(
+    "phase", (*PHASES, *(Phase(tokens=way, cache=KEPT, commit=TOP) for way in (ENTERED, STAYING))), ids=str
+)
 def test_random_requests_are_packed_as_one_at_a_time(phase: Phase, shifted: bool) -> None:
     """And into exactly the inputs of the phase's graph, in their dtypes and sizes."""
     arch, source = replace(LLADA, shifted=shifted), random.Random(str(phase))
