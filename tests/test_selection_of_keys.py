@@ -221,7 +221,7 @@ def chosen_by(mass: Tensor, case: Case, k: int, device: str) -> list[set[int]]:
 def assert_selection_of_equation_3(device: str) -> None:
     """Keys whose mass is within 1e-5 of that of the last that is chosen may be others."""
     k = 5
-    for seed in range(8) if device == "cpu" else (1, 2):
+    for seed in range(8) if device == "cpu" else (1,):
         case = key_mass_case(seed, F32, longest=40)
         expected = equation_3(case)
         case.launch()
@@ -441,7 +441,7 @@ def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
 @pytest.mark.parametrize(
     ("splits", "statistic", "dtype", "seeds"),
     [
-        (1, "max", F32, (0, 1, 3)), (3, "mean", BF16, (2, 4)),
+        (1, "max", F32, (0, 1, 4)), (3, "mean", BF16, (7, 10, 15)),
         *(pytest.param(3, statistic, F32, range(5, 15), marks=pytest.mark.soak) for statistic in ("mean", "max")),
     ],
     ids=str,
@@ -451,7 +451,7 @@ def test_mass_of_keys_in_triton(
 ) -> None:
     split_as(monkeypatch, splits)
     for seed in seeds:
-        case = key_mass_case(seed, dtype, statistic, longest=50)
+        case = key_mass_case(seed, dtype, statistic, longest=50 if splits == 1 else 200)
         assert_mass(case, run(case, DEVICE)["mass"], slack=2)
 
 
@@ -471,7 +471,7 @@ def test_mass_of_a_wide_group_in_triton() -> None:
 @triton_test
 @pytest.mark.parametrize(("kind", "ratio"), TOPS)
 def test_pages_with_the_most_mass_in_triton(kind: str, ratio: float) -> None:
-    for seed in range(5):
+    for seed in (7, 3, 4):
         case = top_case(seed, kind, ratio)
         assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
 
@@ -492,7 +492,7 @@ def test_selection_of_equation_3_in_triton() -> None:
 @pytest.mark.parametrize(
     ("splits", "dtype", "block", "seeds"),
     [
-        (1, F32, 4, range(5)), (1, BF16, 0, (5, 6)), (3, BF16, 0, (1, 4)), (2, F32, 32, (4,)),
+        (1, F32, 4, (*range(5), 11, 21)), (1, BF16, 0, (5, 6)), (3, BF16, 0, (31, 38)), (2, F32, 32, (35,)),
         *(pytest.param(splits, BF16, 4, range(5, 15), marks=pytest.mark.soak) for splits in (1, 3)),
     ],
     ids=str,
@@ -508,10 +508,18 @@ def test_selected_attention_in_triton(
 
 
 @triton_test
+def test_more_selected_keys_than_a_split_has_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, 3)
+    case = selected_case(13, BF16, 4, longest=200, whole=True)
+    y = run(case, DEVICE)["y"]
+    assert_attended(case, y, torch.full_like(y, float("nan")), triton=True)
+
+
+@triton_test
 @pytest.mark.parametrize("splits", [1, 3])
 def test_selected_attention_in_triton_may_overwrite_its_queries(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     split_as(monkeypatch, splits)
-    case = selected_case(4, BF16, 4, longest=50)
+    case = selected_case(35, BF16, 4, longest=50)
     assert_attended(case, run(case, DEVICE, {"y": "q"})["y"], case.operands["q"], triton=True)
 
 
@@ -519,7 +527,7 @@ def test_selected_attention_in_triton_may_overwrite_its_queries(splits: int, mon
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_slice_of_a_window_in_triton(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     split_as(monkeypatch, splits)
-    for start, part in slices_of(selected_case(4, BF16, 4, longest=50))[1:]:
+    for start, part in slices_of(selected_case(38, BF16, 4, longest=50)):
         y = run(part, DEVICE, row_start=start)["y"]
         assert_attended(part, y, torch.full_like(y, float("nan")), start, triton=True)
 
@@ -537,7 +545,7 @@ def test_splits_fit_into_the_scratch_buffer() -> None:
         (32, 32, 8, 1 << 17),
         (16, 4096, 2048, 1 << 17),
         (8, 4, 4, 100),
-        (64, 64, 64, 8192),
+        (64, 256, 1, 1 << 17),
     ):
         specs = {"q": Spec((rows, heads * 128), "bfloat16")}
         available = int(scratch_bytes("cuda", "key_mass", specs, {"head_size": 128}))
