@@ -56,6 +56,34 @@ def test_plan_prints_the_table(mosaic: Any) -> None:
     assert "\x1b[" not in ran.out
 
 
+def test_plan_sets_sparse_steps_of_a_block_beside_the_exact_one(mosaic: Any) -> None:
+    """The later steps of a block read fewer keys; what is selected is in the plan."""
+    ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention", "mage", "--k", "1024")
+    shown = mosaic(*ask)
+    assert shown.code == 0 and "sdar-8b, denoise" in shown.out and "selected_1024_2_kv_head" in shown.out
+    assert "attention sparse(k=1024), one block of 4 tokens" in shown.out
+    found = mosaic(*ask, "--json").json
+    exact, first, later = (found["steps"][name] for name in ("exact", "first", "later"))
+    assert later["predicted_step_ms"] < 0.7 * exact["predicted_step_ms"] < first["predicted_step_ms"]
+    assert exact["selected_bytes"] == 0 < later["selected_bytes"] == first["selected_bytes"]
+    assert later["predicted_step_ms"] == found["predicted_step_ms"] and later["total_bytes"] == found["total_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--k", "5"), "--k and --page go with --attention"),
+        (("--attention", "mage", "--k", "0"), "k is 0; it must be an integer of at least 1"),
+        (("--attention", "mage", "--k", "24", "--page", "16"), "k 24 is not whole pages of 16 keys; use k 16"),
+        (("--attention", "mages"), "unknown attention 'mages'"),
+        (("--attention", "mage", "--masked", "3"), "leave --seq-lens, --masked and --mask-ratio out"),
+    ],
+)
+def test_sparse_attention_that_cannot_be_planned_is_refused(more: tuple[str, ...], message: str, mosaic: Any) -> None:
+    refused = mosaic("plan", "--model", "sdar-8b", "--ctx", "4k", *more)
+    assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
 def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     command, _, shown = readme.split("```console\n$ mosaic plan")[1].split("```")[0].partition("\n")

@@ -90,6 +90,12 @@ def plan(
     from mosaic.planner.planner import Planner
     from mosaic.units import format_bytes
 
+    if attention is None and (k, page) != (None, None):
+        raise UsageError("--k and --page go with --attention, such as --attention mage.")
+    if attention is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
+        raise UsageError(
+            "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
+        )
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
     described = read_model(model, dtype)
