@@ -492,7 +492,7 @@ def test_selection_of_equation_3_in_triton() -> None:
 @pytest.mark.parametrize(
     ("splits", "dtype", "block", "seeds"),
     [
-        (1, F32, 4, (*range(5), 11, 21)), (1, BF16, 0, (5, 6)), (3, BF16, 0, (31, 38)), (2, F32, 32, (35,)),
+        (1, F32, 4, (*range(5), 11, 21)), (1, BF16, 0, (5, 6)), (3, BF16, 0, (38,)), (2, F32, 32, (35,)),
         *(pytest.param(splits, BF16, 4, range(5, 15), marks=pytest.mark.soak) for splits in (1, 3)),
     ],
     ids=str,

@@ -31,8 +31,6 @@ PLACES: Final = 2
 JOINED: Final = 256
 """Log-sum-exps that a program joins the splits of."""
 JOIN_WARPS: Final = 4
-SUM_WARPS: Final = 4
-"""Of the first pass with at most 64 rows in a tile: it has no accumulator, and before Hopper 8 warps spill."""
 
 
 @triton.jit
@@ -58,6 +56,7 @@ def log_sum_kernel(
     extents,
     cu_extents,
     captured,
+    votes,
     cu_seqlens,
     sums,
     q_stride,
@@ -77,22 +76,23 @@ def log_sum_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Log2-sum-exp2 of the scores of a tile of rows with one split of their prefix; -inf where that has no key."""
+    """Log2-sum-exp2 of the scores of a tile's voting rows with one split of their prefix; -inf where that has no key."""
     PARTS: tl.constexpr = (GROUP + PART - 1) // PART
     TOKENS: tl.constexpr = BLOCK_Q // PART
     kv_head = tl.program_id(1) // PARTS
     first, last, sequence = find_tile(tl.program_id(0), cu_seqlens, sequences, 0, rows, TOKENS, SEQUENCES)
-    keys = tl.load(captured + sequence)
     index = tl.arange(0, BLOCK_Q)
     row = first + index // PART
     member = tl.program_id(1) % PARTS * PART + index % PART
     here = (index < TOKENS * PART) & (member < GROUP) & (row < last)
+    says = tl.load(votes + row, mask=here, other=0) != 0
+    keys = tl.where(tl.max(says.to(tl.int32), 0) > 0, tl.load(captured + sequence), 0)
     low = tl.program_id(2) * share_of(keys, splits, BLOCK_K, LEAST)
     high = tl.minimum(keys, low + share_of(keys, splits, BLOCK_K, LEAST))
     column = tl.arange(0, BLOCK_H)
     head = kv_head * GROUP + member
     place = row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
-    queries = tl.load(q + place, mask=here[:, None] & (column < SIZE)[None, :], other=0.0)
+    queries = tl.load(q + place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0)
     key = tl.arange(0, BLOCK_K)
     maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -253,6 +253,7 @@ def launch(
         extents,
         cu_extents,
         captured,
+        votes,
         cu_seqlens,
         sums,
         q.stride(0),
@@ -268,7 +269,7 @@ def launch(
         LEAST=SPLIT_KEYS,
         BLOCK_Q=tile.rows,
         BLOCK_K=tile.columns,
-        num_warps=tile.warps if tile.rows > 64 else SUM_WARPS,
+        num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if splits > 1:
