@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from mosaic import cli
+from mosaic.cli.attention import report_steps
 from mosaic.devices import DEVICES
 from mosaic.models import PRESETS
+from mosaic.models.sparse import sparse_attention
 
 
 class Outcome:
@@ -143,6 +145,44 @@ def test_a_plan_that_does_not_fit_says_what_would(mosaic: Any, tmp_path: Path) -
     assert host[0] == "--host-budget" and mosaic(*request, "rtx-3090", *host).code == 0
     budget = str(reason["smallest_budget_bytes"])
     assert mosaic(*request, "a100-40g", "--budget", budget).code == 0
+
+
+SPARSE = ("--model", "small-sdar", "--ctx", "1m", "--attention")
+
+
+def test_steps_of_sparse_attention_are_planned_side_by_side(mosaic: Any, little: tuple[str, ...]) -> None:
+    """They fit where the largest of them does."""
+    steps = mosaic(*little, *SPARSE, "mage", "--json").json["steps"]
+    least = max(step["total_bytes"] for step in steps.values())
+    assert steps["first"]["total_bytes"] == least > steps["later"]["total_bytes"] > steps["exact"]["total_bytes"]
+    assert mosaic(*little, *SPARSE, "mage", "--budget", str(least)).code == 0
+    tight = mosaic(*little, *SPARSE, "mage", "--budget", str(steps["later"]["total_bytes"]), "--json")
+    assert tight.code == 3 and tight.json["misfit"]["needed_bytes"] == least
+
+
+def test_a_block_has_as_many_first_steps_as_select(capsys: pytest.CaptureFixture[str]) -> None:
+    took = {"exact": 5.0, "first": 7.0, "later": 2.0}
+    found = {name: {"predicted_step_ms": ms, "total_bytes": 0, "selected_bytes": 0} for name, ms in took.items()}
+    for preset, selecting in (("mage", 1), ("sparsed", 7), ("oracle", 32)):
+        report_steps(found, sparse_attention(preset), 32)
+        said = f"a block of 32 steps: 160.0 ms exact, {selecting * 7.0 + (32 - selecting) * 2.0:.1f} ms sparse"
+        assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--k", "8"), "--k and --page say what --attention selects"),
+        (("--page", "0"), "--k and --page say what --attention selects"),
+        (("--attention", "mage", "--masked", "3"), "leave out --seq-lens, --mask-ratio and --masked"),
+        (("--attention", "mage", "--mask-ratio", "0.1"), "leave out --seq-lens"),
+        (("--attention", "mage", "--k", "0"), "k is 0"),
+        (("--attention", "mages"), "Did you mean 'mage'"),
+    ],
+)
+def test_options_of_sparse_attention_that_cannot_be(mosaic: Any, arguments: tuple[str, ...], message: str) -> None:
+    ran = mosaic("plan", "--model", "small-sdar", "--ctx", "1k", *arguments)
+    assert ran.code == 2 and message in " ".join(ran.err.split()) and not ran.out
 
 
 def test_a_budget_below_the_weights_says_so(mosaic: Any, little: tuple[str, ...]) -> None:

@@ -301,10 +301,13 @@ def test_what_a_model_cannot_is_refused(model: CompiledModel) -> None:
         model.generate(prompt, attention=SparseAttention(exact_layers=4))
     with pytest.raises(UnknownName, match="mages"):
         model.generate(prompt, attention="mages")
+    for other in (512, True, ["mage"], {"k": 4}):
+        with pytest.raises(UsageError, match=r"it must be SparseAttention\(…\), or one of mage, oracle, sparsed"):
+            model.generate(prompt, attention=other)
     with pytest.raises(UsageError, match="ahead: attention that selects in every step"):
         model.generate(prompt, attention="oracle", ahead=True)
     with (
-        mosaic.compile(FAMILIES["llada"], device="cpu", host_budget=0) as other,
+        mosaic.compile(FAMILIES["llada"], device="cpu", host_budget=0) as both_ways,
         pytest.raises(UsageError, match="attends in both directions"),
     ):
-        other.generate(prompt, attention="mage")
+        both_ways.generate(prompt, attention="mage")

@@ -39,7 +39,7 @@ def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention) -
     if ctx is None or ctx == "auto":
         raise UsageError("--attention plans a block over the keys of a context: give one, such as --ctx 128k.")
     keys, commit = parse_tokens(ctx), Commit(score="confidence", rule="dynamic")
-    several = 2 * arch.block <= keys
+    several = 2 * arch.block <= keys and attention.selects == "first"
     windows = {"exact": arch.block, "first": 2 * arch.block if several else arch.block, "later": arch.block}
     caches: dict[str, Any] = {
         "exact": KEPT,
@@ -87,5 +87,6 @@ def report_steps(found: dict[str, dict[str, float]], attention: SparseAttention,
         )  # fmt: skip
     results().print(table)
     first, later, exact = (found[name]["predicted_step_ms"] for name in ("first", "later", "exact"))
-    sparse = first + (block - 1) * later
+    selecting = attention.selecting(block)
+    sparse = selecting * first + (block - selecting) * later
     results().print(f"a block of {block} steps: {block * exact:,.1f} ms exact, {sparse:,.1f} ms sparse")

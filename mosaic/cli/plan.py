@@ -44,7 +44,7 @@ def plan(
         str, typer.Option(help="Offset solver; see `mosaic pack --solver help`.", autocompletion=solver_names)
     ] = "auto",
     attention: Annotated[
-        str | None, typer.Option(help="Plan a block over kept keys with sparse attention: mage, oracle.")
+        str | None, typer.Option(help="Plan a block over kept keys with sparse attention: mage, oracle, sparsed.")
     ] = None,
     k: Annotated[int | None, typer.Option("--k", help="With --attention: keys that are selected.")] = None,
     page: Annotated[int | None, typer.Option(help="With --attention: keys that are selected together.")] = None,
@@ -77,11 +77,17 @@ def plan(
                 snapshot,
                 explain,
                 attention,
+                k,
+                page,
             )
         ):
             raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)
         return
+    if attention is None and (k is not None or page is not None):
+        raise UsageError("--k and --page say what --attention selects: give it, such as --attention mage.")
+    if attention is not None and any(given is not None for given in (seq_lens, mask_ratio, masked)):
+        raise UsageError("--attention plans one block of one context: leave out --seq-lens, --mask-ratio and --masked.")
     from mosaic.cli.exports import check_targets, export
     from mosaic.cli.progress import compiling
     from mosaic.cli.request import read_model, read_request
@@ -103,9 +109,14 @@ def plan(
         planner = Planner(described, device=device, budget=budget, host_budget=host_budget, progress=progress)
         planner.verify_checkpoint()
         steps = {} if attention is None else _steps(planner, ctx, attention, k, page)
-        request = steps["later"] if steps else read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
-        made = planner.plan(request, solver=solver)
         others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+        too_large = [name for name in ("later", "first") if steps and not others[name].fits]
+        request = (
+            steps[too_large[0] if too_large else "later"]
+            if steps
+            else read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
+        )
+        made = planner.plan(request, solver=solver)
         reason = None if made.fits else misfit(planner, request, made)
     if device is None and not as_json:
         note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")

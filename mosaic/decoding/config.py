@@ -125,6 +125,8 @@ class GenerationConfig:
         ):
             if isinstance(value, str) and value not in known:
                 raise UnknownName(what, value, known)
+        if self.attention is not None:
+            sparse_attention(self.attention)
         for name in ("gen_length", "steps", "block_length", "small_block_length", "minimal_topk"):
             self._check(name, lambda n: n >= 1, "at least 1", int)
         self._check("top_k", lambda n: n >= 0, "at least 0 (0: off)", int)

@@ -100,7 +100,7 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     last = denoised[-1] if denoised else 0
     fullest = max(denoised, key=lambda key_len: (most_rows[key_len], key_len), default=0)
     committed = (end - 1 - prefix) // block * block + prefix
-    phases = dict.fromkeys(attending(_phase(config), config, step) for step in (0, block))
+    phases = dict.fromkeys(attending(_phase(config), config, step) for step in (0, block - 1))
     return [
         cached_shape(_NEXT if predicts else COMMIT, prefix, prefix, int(predicts)),
         *(cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)) for phase in phases),

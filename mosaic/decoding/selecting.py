@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,4 @@ def commits_within(config: GenerationConfig) -> bool:
 
 
 def _selects(chosen: SparseAttention, config: GenerationConfig, step: int) -> bool:
-    """Whether a step selects: each of those that attend to all keys, so that the last of them is what is kept."""
-    return chosen.selects == "every" or step < max(
-        math.ceil(chosen.exact_steps * (config.steps or config.block_length or 1)), 1
-    )
+    return step < chosen.selecting(config.steps or config.block_length or 1)

@@ -7,6 +7,7 @@ layer and key-value head. Later steps of the block attend to these and to the bl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -115,6 +116,14 @@ class SparseAttention:
         """The options that are not as published."""
         return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
 
+    def selecting(self, steps: int) -> int:
+        """Return how many of a block's first steps select: all that attend to all keys, so that the last is what is kept.
+
+        >>> [SparseAttention(exact_steps=share).selecting(32) for share in (0, 0.2)], SparseAttention(selects="every").selecting(32)
+        ([1, 7], 32)
+        """
+        return steps if self.selects == "every" else max(math.ceil(self.exact_steps * steps), 1)
+
     def check(self, arch: Architecture) -> None:
         """Check that a model can be attended to so.
 
@@ -154,8 +163,8 @@ def sparse_attention(value: str | SparseAttention) -> SparseAttention:
 
     Raises
     ------
-    UnknownName
-        If there is no such preset.
+    UsageError
+        If it is neither; UnknownName, if there is no such preset.
 
     Examples
     --------
@@ -164,6 +173,8 @@ def sparse_attention(value: str | SparseAttention) -> SparseAttention:
     """
     if isinstance(value, SparseAttention):
         return value
+    if not isinstance(value, str):
+        raise UsageError(f"attention is {value!r}; it must be SparseAttention(…), or one of {', '.join(PRESETS)}.")
     if value not in PRESETS:
         raise UnknownName("attention", value, [*PRESETS])
     return PRESETS[value]
