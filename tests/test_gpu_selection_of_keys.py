@@ -1,6 +1,6 @@
 """Selected keys on a real CUDA device: contexts of thousands of keys, nothing allocated, one captured graph for other lengths.
 
-The cases of `test_selection_of_keys` in Triton run on a GPU too.
+The cases of `test_selection_of_keys_triton` run on a GPU too.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""key_mass, top_keys and selected_attention: random batches against float64, on the CPU and in Triton's interpreter."""
+"""key_mass, top_keys and selected_attention: random batches against float64 on the CPU. Written apart from the kernels."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
-import sympy
 import torch
-from operator_tables import scratch_bytes
 from test_kernels import (
     BF16,
     DTYPES,
@@ -30,14 +26,8 @@ from test_kernels import (
 from test_kv import kv_case, rows_of, starts
 from torch import Tensor
 
-from mosaic.errors import GraphError, RuntimeMemoryError, UnknownName
+from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels import load
-from mosaic.planner import plan_graph
-from mosaic.planner.check import check_plan
-from mosaic.registrar.graph import Graph
-from mosaic.registrar.operator import Spec
-from mosaic.registrar.operators import operator as contract
-from mosaic.registrar.operators.key_mass import splits_of
 
 GROUPS = [(1, 2), (4, 2), (7, 1), (8, 1), (3, 3)]  # query heads of a key-value head, and how many of these
 UNREAD = 1 << 30  # no page has this number
@@ -201,7 +191,16 @@ def test_pages_with_the_most_mass(kind: str, ratio: float) -> None:
     check_allocates_nothing(case)
 
 
-def chosen_by(mass: Tensor, case: Case, k: int, device: str) -> list[set[int]]:
+Launched = Callable[[Case], dict[str, Tensor]]
+"""Launches a case; gives what it wrote or updated."""
+
+
+def on_the_cpu(case: Case) -> dict[str, Tensor]:
+    case.launch()
+    return case.operands | case.outputs
+
+
+def chosen_by(mass: Tensor, case: Case, k: int, launch: Launched) -> list[set[int]]:
     """What top_keys chooses of these masses, of each sequence that has any, and set."""
     given, sets = case.operands, case.attrs["sets"]
     sequences = given["captured"].shape[0]
@@ -210,23 +209,16 @@ def chosen_by(mass: Tensor, case: Case, k: int, device: str) -> list[set[int]]:
         "owner": torch.arange(sequences), "selected": torch.zeros(sequences, sets * (1 + k), dtype=torch.int32),
     }  # fmt: skip
     one = Case("top_keys", operands, attrs={"slot": 0, "sets": sets, "k": k, "page": 1})
-    if device == "cpu":
-        one.launch()
-        selected = operands["selected"]
-    else:
-        selected = run(one, DEVICE)["selected"]
-    return [set(row[1 : row[0] + 1].tolist()) for row in selected.view(-1, 1 + k)]
+    return [set(row[1 : row[0] + 1].tolist()) for row in launch(one)["selected"].view(-1, 1 + k)]
 
 
-def assert_selection_of_equation_3(device: str) -> None:
+def assert_selection_of_equation_3(launch: Launched, seeds: Iterable[int]) -> None:
     """Keys whose mass is within 1e-5 of that of the last that is chosen may be others."""
     k = 5
-    for seed in range(8) if device == "cpu" else (1,):
+    for seed in seeds:
         case = key_mass_case(seed, F32, longest=40)
         expected = equation_3(case)
-        case.launch()
-        found = case.outputs["mass"] if device == "cpu" else run(case, DEVICE)["mass"]
-        chosen = iter(chosen_by(found, case, k, device))
+        chosen = iter(chosen_by(launch(case)["mass"], case, k, launch))
         for b, prefix in enumerate(case.operands["captured"].tolist()):
             for own in range(case.attrs["sets"]):
                 mine, start = next(chosen), int(case.operands["cu_keys"][b])
@@ -239,7 +231,7 @@ def assert_selection_of_equation_3(device: str) -> None:
 
 
 def test_selection_of_equation_3() -> None:
-    assert_selection_of_equation_3("cpu")
+    assert_selection_of_equation_3(on_the_cpu, range(8))
 
 
 # --- attention to what was selected ------------------------------------------------------------------------------------
@@ -416,230 +408,6 @@ def test_a_slice_of_a_window_knows_where_it_starts() -> None:
             assert_attended(part, y, before, start)
 
 
-# --- in Triton --------------------------------------------------------------------------------------------------------
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-if HAS_TRITON:
-    from test_triton_kernels import INTERPRETED, run
-
-    DEVICE = "cpu" if INTERPRETED else "cuda"
-    triton_test = (lambda function: function) if INTERPRETED else pytest.mark.gpu
-else:
-    triton_test = pytest.mark.skip(reason="triton is not installed")
-
-
-def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
-    from mosaic.kernels.cuda import key_mass, selected_attention
-
-    monkeypatch.setattr(selected_attention, "kv_splits", lambda *sizes: splits)
-    monkeypatch.setattr(selected_attention, "KV_SPLIT_KEYS", 1)
-    monkeypatch.setattr(key_mass, "splits_of", lambda *sizes: splits)
-    monkeypatch.setattr(key_mass, "SPLIT_KEYS", 1)
-
-
-@triton_test
-@pytest.mark.parametrize(
-    ("splits", "statistic", "dtype", "seeds"),
-    [
-        (1, "max", F32, (0, 1, 4)), (3, "mean", BF16, (7, 10, 15)),
-        *(pytest.param(3, statistic, F32, range(5, 15), marks=pytest.mark.soak) for statistic in ("mean", "max")),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_mass_of_keys_in_triton(
-    splits: int, statistic: str, dtype: torch.dtype, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split_as(monkeypatch, splits)
-    for seed in seeds:
-        case = key_mass_case(seed, dtype, statistic, longest=50 if splits == 1 else 200)
-        assert_mass(case, run(case, DEVICE)["mass"], slack=2)
-
-
-@triton_test
-def test_mass_of_a_wide_group_in_triton() -> None:
-    """More heads of a set than a tile has rows."""
-    given = kv_case([(2, 40, 38)], 67, 1, 4, F32)
-    operands = {name: given.operands[name] for name in ("q", "kv", "extents", "cu_extents", "cu_seqlens")}
-    operands |= {"captured": torch.tensor([38], dtype=torch.int32), "cu_keys": starts([38])}
-    operands |= {"votes": torch.ones(2, dtype=torch.uint8)}
-    attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
-    attrs |= {"sets": 1, "columns": 38, "statistic": "mean"}
-    case = Case("key_mass", operands, {"mass": torch.empty(1, 38)}, attrs)
-    assert_mass(case, run(case, DEVICE)["mass"], slack=2)
-
-
-@triton_test
-@pytest.mark.parametrize(("kind", "ratio"), TOPS)
-def test_pages_with_the_most_mass_in_triton(kind: str, ratio: float) -> None:
-    for seed in (7, 3, 4):
-        case = top_case(seed, kind, ratio)
-        assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
-
-
-@triton_test
-@pytest.mark.parametrize("kind", ["floats", "ties"])
-def test_more_pages_than_a_tile_has_in_triton(kind: str) -> None:
-    case = top_case(1, kind, longest=9000)
-    assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
-
-
-@triton_test
-def test_selection_of_equation_3_in_triton() -> None:
-    assert_selection_of_equation_3("cuda")
-
-
-@triton_test
-@pytest.mark.parametrize(
-    ("splits", "dtype", "block", "seeds"),
-    [
-        (1, F32, 4, (*range(5), 11, 21)), (1, BF16, 0, (5, 6)), (3, BF16, 0, (38,)), (2, F32, 32, (35,)),
-        *(pytest.param(splits, BF16, 4, range(5, 15), marks=pytest.mark.soak) for splits in (1, 3)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_selected_attention_in_triton(
-    splits: int, dtype: torch.dtype, block: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split_as(monkeypatch, splits)
-    for seed in seeds:
-        case = selected_case(seed, dtype, block, longest=50)
-        y = run(case, DEVICE)["y"]
-        assert_attended(case, y, torch.full_like(y, float("nan")), triton=True)
-
-
-@triton_test
-def test_more_selected_keys_than_a_split_has_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, 3)
-    case = selected_case(13, BF16, 4, longest=200, whole=True)
-    y = run(case, DEVICE)["y"]
-    assert_attended(case, y, torch.full_like(y, float("nan")), triton=True)
-
-
-@triton_test
-@pytest.mark.parametrize("splits", [1, 3])
-def test_selected_attention_in_triton_may_overwrite_its_queries(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, splits)
-    case = selected_case(35, BF16, 4, longest=50)
-    assert_attended(case, run(case, DEVICE, {"y": "q"})["y"], case.operands["q"], triton=True)
-
-
-@triton_test
-@pytest.mark.parametrize("splits", [1, 3])
-def test_a_slice_of_a_window_in_triton(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, splits)
-    for start, part in slices_of(selected_case(38, BF16, 4, longest=50)):
-        y = run(part, DEVICE, row_start=start)["y"]
-        assert_attended(part, y, torch.full_like(y, float("nan")), start, triton=True)
-
-
-@triton_test
-def test_missing_scratch_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, 2)
-    for case in (key_mass_case(0, F32), selected_case(0, F32)):
-        with pytest.raises(RuntimeMemoryError, match=rf"{case.kernel}: scratch of 0 bytes, \d[\d,]* needed"):
-            load(case.kernel, "cuda").launch(**case.operands, **case.outputs, **case.attrs)
-
-
-def test_splits_fit_into_the_scratch_buffer() -> None:
-    for heads, rows, tiles, keys in (
-        (32, 32, 8, 1 << 17),
-        (16, 4096, 2048, 1 << 17),
-        (8, 4, 4, 100),
-        (64, 256, 1, 1 << 17),
-    ):
-        specs = {"q": Spec((rows, heads * 128), "bfloat16")}
-        available = int(scratch_bytes("cuda", "key_mass", specs, {"head_size": 128}))
-        splits = splits_of(tiles, heads * rows, keys, 264)
-        assert 4 * splits * heads * rows <= available and splits * tiles <= max(264, tiles)
-        assert splits == 1 or (splits - 1) * 256 < keys
-    assert splits_of(8, 1024, 1 << 17, 264) == 33
-
-
-# --- contracts --------------------------------------------------------------------------------------------------------
-
-TOKENS, ROWS, SEQS, SPAN, EXTENTS, COLUMNS = (
-    sympy.Symbol(name, positive=True, integer=True)
-    for name in ("tokens", "kv_rows", "seqs", "span", "extents", "columns")
-)
-BOUNDS, LENGTHS = Spec((SEQS + 1,), "int32"), Spec((SEQS,), "int32")
-KEPT = {
-    "q": Spec((TOKENS, 64), "bfloat16"), "kv": Spec((ROWS, 96), "bfloat16"), "extents": Spec((EXTENTS, 4), "int64"),
-    "cu_extents": BOUNDS, "captured": LENGTHS, "cu_seqlens": BOUNDS,
-}  # fmt: skip
-MASS = KEPT | {"cu_keys": BOUNDS, "votes": Spec((TOKENS,), "uint8")}
-HEADS: dict[str, Any] = {"layer": 2, "kv_heads": 2, "head_size": 8, "scale": 1.0, "sets": 4}
-OWNED = {"owner": Spec((SEQS,), "int64"), "captured": LENGTHS, "selected": Spec((9, 3 * 4 * 5), "int32")}
-TOP = OWNED | {"mass": Spec((4, COLUMNS), "float32"), "cu_keys": BOUNDS}
-PAGES: dict[str, Any] = {"slot": 2, "sets": 4, "k": 8, "page": 2}
-ATTENDED = KEPT | OWNED | {"seen": LENGTHS, "positions": Spec((TOKENS,), "int32")}
-
-
-def test_contracts_count_this_layers_work() -> None:
-    mass, top, attend = (contract(name) for name in ("key_mass", "top_keys", "selected_attention"))
-    attrs = HEADS | {"columns": COLUMNS, "span": SPAN}
-    result = Spec((4, COLUMNS), "float32")
-    assert mass.infer(**MASS, **attrs) == (result,)
-    assert sympy.expand(mass.flops(**MASS, **attrs)) == 4 * SPAN * TOKENS * 64
-    where = 8 * (SEQS + 1) + 32 * EXTENTS + 4 * SEQS
-    moved = where + 4 * (SEQS + 1) + TOKENS * (128 + 1) + 16 * COLUMNS + 2 * COLUMNS * 16 * 2
-    assert sympy.expand(mass.moved(MASS | {"mass": result}, attrs) - moved) == 0
-    assert top.infer(**TOP, **PAGES) == ()
-    moved = 16 * COLUMNS + 4 * SEQS + 4 * (SEQS + 1) + 8 * SEQS + 4 * SEQS * 4 * 5
-    assert sympy.expand(top.moved(TOP, PAGES) - moved) == 0
-    attrs = HEADS | PAGES | {"attended": SPAN}
-    assert attend.infer(**ATTENDED, **attrs) == (ATTENDED["q"],)
-    assert sympy.expand(attend.flops(**ATTENDED, **attrs)) == 4 * SPAN * TOKENS * 64
-    moved = where + 4 * SEQS + 8 * SEQS + TOKENS * (2 * 128 + 4) + SEQS * 8 * 2 * 4 * 8 * 2 + 4 * SEQS * 4 * 5
-    assert sympy.expand(attend.moved(ATTENDED | {"y": ATTENDED["q"]}, attrs) - moved) == 0
-    for rule, specs in ((mass, MASS), (attend, ATTENDED)):
-        assert rule.rate == "attention" and sympy.expand(rule.rate_rows(**specs, **attrs)) == 8 * TOKENS
-
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("key_mass", {"sets": 3}, "sets must be a multiple of the 2 KV heads that divides the 8 query heads, not 3"),
-    ("key_mass", {"sets": 6}, "not 6"),
-    ("key_mass", {"sets": 0}, "not 0"),
-    ("key_mass", {"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),
-    ("key_mass", {"layer": 3}, "not layer 3"),
-    ("key_mass", {"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16 as q is, not float32"),
-    ("key_mass", {"captured": BOUNDS}, r"captured must be int32\[seqs\]"),
-    ("key_mass", {"cu_keys": LENGTHS}, "cu_keys must be"),
-    ("key_mass", {"votes": Spec((TOKENS,), "bool")}, r"votes must be uint8\[tokens\]"),
-    ("key_mass", {"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
-    ("key_mass", {"statistic": "median"}, "statistic must be one of mean, max, not 'median'"),
-    ("top_keys", {"k": 7}, "k must be whole pages of 2 keys, not 7"),
-    ("top_keys", {"k": 0}, "k must be"),
-    ("top_keys", {"page": 0}, "k must be whole pages of 0 keys"),
-    ("top_keys", {"slot": 3}, "selected has 3 slots of 20 numbers, not slot 3"),
-    ("top_keys", {"slot": -1}, "not slot -1"),
-    ("top_keys", {"k": 10}, r"selected must be int32\[rows, slots \* 24\]"),
-    ("top_keys", {"selected": Spec((9, 60), "int64")}, "selected must be int32"),
-    ("top_keys", {"owner": LENGTHS}, r"owner must be int64\[seqs\]"),
-    ("top_keys", {"captured": BOUNDS}, r"captured must be int32\[seqs\]"),
-    ("top_keys", {"cu_keys": Spec((SEQS + 1,), "int64")}, "cu_keys must be int32"),
-    ("top_keys", {"mass": Spec((2, COLUMNS), "float32")}, r"mass must be float32\[4, keys\]"),
-    ("top_keys", {"ratio": 1.5}, "ratio must be a share"),
-    ("selected_attention", {"sets": 3}, "sets must be a multiple"),
-    ("selected_attention", {"slot": 3}, "not slot 3"),
-    ("selected_attention", {"block": -1}, "block must be"),
-    ("selected_attention", {"seen": BOUNDS}, "seen must be"),
-    ("selected_attention", {"layer": 3}, "not layer 3"),
-    ("selected_attention", {"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16"),
-    ("selected_attention", {"positions": Spec((TOKENS,), "int64")}, r"positions must be int32\[tokens\]"),
-    ("selected_attention", {"cu_extents": LENGTHS}, "cu_seqlens and cu_extents must be int32"),
-]
-
-
-@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
-def test_contracts_refuse(name: str, change: dict[str, Any], message: str) -> None:
-    whole = {
-        "key_mass": MASS | HEADS | {"columns": COLUMNS, "span": SPAN}, "top_keys": TOP | PAGES,
-        "selected_attention": ATTENDED | HEADS | PAGES | {"attended": SPAN},
-    }[name]  # fmt: skip
-    with pytest.raises(GraphError, match=message):
-        contract(name).infer(**{**whole, **change})
-
-
 def test_launches_refuse_wrong_operands() -> None:
     case = key_mass_case(1, F32)
     with pytest.raises(GraphError, match="8 query heads do not divide into 3 sets, and these into 2 groups"):
@@ -651,40 +419,3 @@ def test_launches_refuse_wrong_operands() -> None:
         load("top_keys").launch(**top.operands, **top.attrs | {"k": 3, "page": 2})
     with pytest.raises(GraphError, match=r"slot 2 of \d sets with \d+ each does not fit"):
         load("top_keys").launch(**top.operands, **top.attrs | {"slot": 2})
-
-
-# --- planned and checked -----------------------------------------------------------------------------------------------
-
-
-def sparse(g: Graph) -> None:
-    """One layer: the mass of a prefix, its selection, and attention to it."""
-    tokens, rows, seqs, extents, columns = (g.dim(n) for n in ("tokens", "kv_rows", "seqs", "extents", "captured_keys"))
-    kv, selected = g.state("kv", (rows, 2 * 2 * 16), "bfloat16"), g.state("selected", (5, 4 * 3), "int32")
-    q = g.input("q", (tokens, 4 * 8), "bfloat16")
-    where = g.input("extents", (extents, 4), "int64"), g.input("cu_extents", (seqs + 1,), "int32")
-    cu_seqlens, cu_keys = (g.input(name, (seqs + 1,), "int32") for name in ("cu_seqlens", "cu_keys"))
-    captured, seen = (g.input(name, (seqs,), "int32") for name in ("captured", "seen"))
-    votes, positions = g.input("votes", (tokens,), "uint8"), g.input("positions", (tokens,), "int32")
-    owner = g.input("owner", (seqs,), "int64")
-    heads: dict[str, Any] = {"layer": 1, "kv_heads": 2, "head_size": 8, "scale": 0.3, "sets": 4}
-    pages: dict[str, Any] = {"slot": 0, "k": 4, "page": 2}
-    mass = g.add_op(
-        "key_mass", q, kv, *where, captured, cu_keys, votes, cu_seqlens, **heads, columns=columns, span=g.dim("span")
-    )
-    g.add_op("top_keys", mass, captured, cu_keys, owner, selected, sets=4, **pages)
-    y = g.output("y", (tokens, 4 * 8), "bfloat16")
-    reads = (q, kv, *where, selected, owner, captured, seen, cu_seqlens, positions)
-    with g.chunk("rows", over=tokens, tile=4):
-        g.add_op("selected_attention", *reads, out=y, **heads, **pages, attended=g.dim("attended"))
-
-
-@pytest.mark.parametrize("device", ["cpu", "h200"])
-def test_plans_are_proved(device: str) -> None:
-    dims = {
-        "tokens": 10, "kv_rows": 90, "seqs": 2, "extents": 3, "captured_keys": 40, "span": 20, "attended": 9
-    }  # fmt: skip
-    plan = plan_graph(sparse, dims=dims, device=device, config={"rows": 4})
-    assert check_plan(plan.document) == []
-    mass, top, attend = plan.document["ops"]
-    assert mass["flops"] == 4 * 20 * 10 * 32 and attend["flops"] == 4 * 9 * 10 * 32
-    assert top["bytes"] == 4 * (4 * 40 + 2 + 3 + 2 * 2) + 4 * 2 * 4 * 3

@@ -1,0 +1,151 @@
+"""key_mass, top_keys and selected_attention: what their records say and refuse, and plans that the checker proves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+from operator_tables import scratch_bytes
+
+from mosaic.errors import GraphError
+from mosaic.planner import plan_graph
+from mosaic.planner.check import check_plan
+from mosaic.registrar.graph import Graph
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator as contract
+from mosaic.registrar.operators.key_mass import splits_of
+
+TOKENS, ROWS, SEQS, SPAN, EXTENTS, COLUMNS = (
+    sympy.Symbol(name, positive=True, integer=True)
+    for name in ("tokens", "kv_rows", "seqs", "span", "extents", "columns")
+)
+BOUNDS, LENGTHS = Spec((SEQS + 1,), "int32"), Spec((SEQS,), "int32")
+KEPT = {
+    "q": Spec((TOKENS, 64), "bfloat16"), "kv": Spec((ROWS, 96), "bfloat16"), "extents": Spec((EXTENTS, 4), "int64"),
+    "cu_extents": BOUNDS, "captured": LENGTHS, "cu_seqlens": BOUNDS,
+}  # fmt: skip
+MASS = KEPT | {"cu_keys": BOUNDS, "votes": Spec((TOKENS,), "uint8")}
+HEADS: dict[str, Any] = {"layer": 2, "kv_heads": 2, "head_size": 8, "scale": 1.0, "sets": 4}
+OWNED = {"owner": Spec((SEQS,), "int64"), "captured": LENGTHS, "selected": Spec((9, 3 * 4 * 5), "int32")}
+TOP = OWNED | {"mass": Spec((4, COLUMNS), "float32"), "cu_keys": BOUNDS}
+PAGES: dict[str, Any] = {"slot": 2, "sets": 4, "k": 8, "page": 2}
+ATTENDED = KEPT | OWNED | {"seen": LENGTHS, "positions": Spec((TOKENS,), "int32")}
+
+
+def test_contracts_count_this_layers_work() -> None:
+    mass, top, attend = (contract(name) for name in ("key_mass", "top_keys", "selected_attention"))
+    attrs = HEADS | {"columns": COLUMNS, "span": SPAN}
+    result = Spec((4, COLUMNS), "float32")
+    assert mass.infer(**MASS, **attrs) == (result,)
+    assert sympy.expand(mass.flops(**MASS, **attrs)) == 4 * SPAN * TOKENS * 64
+    where = 8 * (SEQS + 1) + 32 * EXTENTS + 4 * SEQS
+    moved = where + 4 * (SEQS + 1) + TOKENS * (128 + 1) + 16 * COLUMNS + 2 * COLUMNS * 16 * 2
+    assert sympy.expand(mass.moved(MASS | {"mass": result}, attrs) - moved) == 0
+    assert top.infer(**TOP, **PAGES) == ()
+    moved = 16 * COLUMNS + 4 * SEQS + 4 * (SEQS + 1) + 8 * SEQS + 4 * SEQS * 4 * 5
+    assert sympy.expand(top.moved(TOP, PAGES) - moved) == 0
+    attrs = HEADS | PAGES | {"attended": SPAN}
+    assert attend.infer(**ATTENDED, **attrs) == (ATTENDED["q"],)
+    assert sympy.expand(attend.flops(**ATTENDED, **attrs)) == 4 * SPAN * TOKENS * 64
+    moved = where + 4 * SEQS + 8 * SEQS + TOKENS * (2 * 128 + 4) + SEQS * 8 * 2 * 4 * 8 * 2 + 4 * SEQS * 4 * 5
+    assert sympy.expand(attend.moved(ATTENDED | {"y": ATTENDED["q"]}, attrs) - moved) == 0
+    for rule, specs in ((mass, MASS), (attend, ATTENDED)):
+        assert rule.rate == "attention" and sympy.expand(rule.rate_rows(**specs, **attrs)) == 8 * TOKENS
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("key_mass", {"sets": 3}, "sets must be a multiple of the 2 KV heads that divides the 8 query heads, not 3"),
+    ("key_mass", {"sets": 6}, "not 6"),
+    ("key_mass", {"sets": 0}, "not 0"),
+    ("key_mass", {"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),
+    ("key_mass", {"layer": 3}, "not layer 3"),
+    ("key_mass", {"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16 as q is, not float32"),
+    ("key_mass", {"captured": BOUNDS}, r"captured must be int32\[seqs\]"),
+    ("key_mass", {"cu_keys": LENGTHS}, "cu_keys must be"),
+    ("key_mass", {"votes": Spec((TOKENS,), "bool")}, r"votes must be uint8\[tokens\]"),
+    ("key_mass", {"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
+    ("key_mass", {"statistic": "median"}, "statistic must be one of mean, max, not 'median'"),
+    ("top_keys", {"k": 7}, "k must be whole pages of 2 keys, not 7"),
+    ("top_keys", {"k": 0}, "k must be"),
+    ("top_keys", {"page": 0}, "k must be whole pages of 0 keys"),
+    ("top_keys", {"slot": 3}, "selected has 3 slots of 20 numbers, not slot 3"),
+    ("top_keys", {"slot": -1}, "not slot -1"),
+    ("top_keys", {"k": 10}, r"selected must be int32\[rows, slots \* 24\]"),
+    ("top_keys", {"selected": Spec((9, 60), "int64")}, "selected must be int32"),
+    ("top_keys", {"owner": LENGTHS}, r"owner must be int64\[seqs\]"),
+    ("top_keys", {"captured": BOUNDS}, r"captured must be int32\[seqs\]"),
+    ("top_keys", {"cu_keys": Spec((SEQS + 1,), "int64")}, "cu_keys must be int32"),
+    ("top_keys", {"mass": Spec((2, COLUMNS), "float32")}, r"mass must be float32\[4, keys\]"),
+    ("top_keys", {"ratio": 1.5}, "ratio must be a share"),
+    ("selected_attention", {"sets": 3}, "sets must be a multiple"),
+    ("selected_attention", {"slot": 3}, "not slot 3"),
+    ("selected_attention", {"block": -1}, "block must be"),
+    ("selected_attention", {"seen": BOUNDS}, "seen must be"),
+    ("selected_attention", {"layer": 3}, "not layer 3"),
+    ("selected_attention", {"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16"),
+    ("selected_attention", {"positions": Spec((TOKENS,), "int64")}, r"positions must be int32\[tokens\]"),
+    ("selected_attention", {"cu_extents": LENGTHS}, "cu_seqlens and cu_extents must be int32"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_contracts_refuse(name: str, change: dict[str, Any], message: str) -> None:
+    whole = {
+        "key_mass": MASS | HEADS | {"columns": COLUMNS, "span": SPAN}, "top_keys": TOP | PAGES,
+        "selected_attention": ATTENDED | HEADS | PAGES | {"attended": SPAN},
+    }[name]  # fmt: skip
+    with pytest.raises(GraphError, match=message):
+        contract(name).infer(**{**whole, **change})
+
+
+# --- planned and checked -----------------------------------------------------------------------------------------------
+
+
+def sparse(g: Graph) -> None:
+    """One layer: the mass of a prefix, its selection, and attention to it."""
+    tokens, rows, seqs, extents, columns = (g.dim(n) for n in ("tokens", "kv_rows", "seqs", "extents", "captured_keys"))
+    kv, selected = g.state("kv", (rows, 2 * 2 * 16), "bfloat16"), g.state("selected", (5, 4 * 3), "int32")
+    q = g.input("q", (tokens, 4 * 8), "bfloat16")
+    where = g.input("extents", (extents, 4), "int64"), g.input("cu_extents", (seqs + 1,), "int32")
+    cu_seqlens, cu_keys = (g.input(name, (seqs + 1,), "int32") for name in ("cu_seqlens", "cu_keys"))
+    captured, seen = (g.input(name, (seqs,), "int32") for name in ("captured", "seen"))
+    votes, positions = g.input("votes", (tokens,), "uint8"), g.input("positions", (tokens,), "int32")
+    owner = g.input("owner", (seqs,), "int64")
+    heads: dict[str, Any] = {"layer": 1, "kv_heads": 2, "head_size": 8, "scale": 0.3, "sets": 4}
+    pages: dict[str, Any] = {"slot": 0, "k": 4, "page": 2}
+    mass = g.add_op(
+        "key_mass", q, kv, *where, captured, cu_keys, votes, cu_seqlens, **heads, columns=columns, span=g.dim("span")
+    )
+    g.add_op("top_keys", mass, captured, cu_keys, owner, selected, sets=4, **pages)
+    y = g.output("y", (tokens, 4 * 8), "bfloat16")
+    reads = (q, kv, *where, selected, owner, captured, seen, cu_seqlens, positions)
+    with g.chunk("rows", over=tokens, tile=4):
+        g.add_op("selected_attention", *reads, out=y, **heads, **pages, attended=g.dim("attended"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_plans_are_proved(device: str) -> None:
+    dims = {
+        "tokens": 10, "kv_rows": 90, "seqs": 2, "extents": 3, "captured_keys": 40, "span": 20, "attended": 9
+    }  # fmt: skip
+    plan = plan_graph(sparse, dims=dims, device=device, config={"rows": 4})
+    assert check_plan(plan.document) == []
+    mass, top, attend = plan.document["ops"]
+    assert mass["flops"] == 4 * 20 * 10 * 32 and attend["flops"] == 4 * 9 * 10 * 32
+    assert top["bytes"] == 4 * (4 * 40 + 2 + 3 + 2 * 2) + 4 * 2 * 4 * 3
+
+
+def test_splits_fit_into_the_scratch_buffer() -> None:
+    for heads, rows, tiles, keys in (
+        (32, 32, 8, 1 << 17),
+        (16, 4096, 2048, 1 << 17),
+        (8, 4, 4, 100),
+        (64, 256, 1, 1 << 17),
+    ):
+        specs = {"q": Spec((rows, heads * 128), "bfloat16")}
+        available = int(scratch_bytes("cuda", "key_mass", specs, {"head_size": 128}))
+        splits = splits_of(tiles, heads * rows, keys, 264)
+        assert 4 * splits * heads * rows <= available and splits * tiles <= max(264, tiles)
+        assert splits == 1 or (splits - 1) * 256 < keys
+    assert splits_of(8, 1024, 1 << 17, 264) == 33

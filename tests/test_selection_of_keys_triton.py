@@ -1,0 +1,135 @@
+"""key_mass, top_keys and selected_attention in Triton's interpreter, or on a GPU: random batches against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from test_kernels import BF16, F32, Case
+from test_kv import kv_case, starts
+from test_selection_of_keys import (
+    TOPS,
+    assert_attended,
+    assert_mass,
+    assert_selection_of_equation_3,
+    key_mass_case,
+    selected_case,
+    slices_of,
+    stated_selection,
+    top_case,
+)
+from test_triton_kernels import INTERPRETED, run
+
+from mosaic.errors import RuntimeMemoryError
+from mosaic.kernels import load
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+
+def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    from mosaic.kernels.cuda import key_mass, selected_attention
+
+    monkeypatch.setattr(selected_attention, "kv_splits", lambda *sizes: splits)
+    monkeypatch.setattr(selected_attention, "KV_SPLIT_KEYS", 1)
+    monkeypatch.setattr(key_mass, "splits_of", lambda *sizes: splits)
+    monkeypatch.setattr(key_mass, "SPLIT_KEYS", 1)
+
+
+@pytest.mark.parametrize(
+    ("splits", "statistic", "dtype", "seeds"),
+    [
+        (1, "max", F32, (0, 1, 4)), (3, "mean", BF16, (7, 10, 15)),
+        *(pytest.param(3, statistic, F32, range(5, 15), marks=pytest.mark.soak) for statistic in ("mean", "max")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mass_of_keys_in_triton(
+    splits: int, statistic: str, dtype: torch.dtype, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_as(monkeypatch, splits)
+    for seed in seeds:
+        case = key_mass_case(seed, dtype, statistic, longest=50 if splits == 1 else 200)
+        assert_mass(case, run(case, DEVICE)["mass"], slack=2)
+
+
+def test_mass_of_a_wide_group_in_triton() -> None:
+    """More heads of a set than a tile has rows."""
+    given = kv_case([(2, 40, 38)], 67, 1, 4, F32)
+    operands = {name: given.operands[name] for name in ("q", "kv", "extents", "cu_extents", "cu_seqlens")}
+    operands |= {"captured": torch.tensor([38], dtype=torch.int32), "cu_keys": starts([38])}
+    operands |= {"votes": torch.ones(2, dtype=torch.uint8)}
+    attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
+    attrs |= {"sets": 1, "columns": 38, "statistic": "mean"}
+    case = Case("key_mass", operands, {"mass": torch.empty(1, 38)}, attrs)
+    assert_mass(case, run(case, DEVICE)["mass"], slack=2)
+
+
+@pytest.mark.parametrize(("kind", "ratio"), TOPS)
+def test_pages_with_the_most_mass_in_triton(kind: str, ratio: float) -> None:
+    for seed in (7, 3, 4):
+        case = top_case(seed, kind, ratio)
+        assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
+
+
+@pytest.mark.parametrize("kind", ["floats", "ties"])
+def test_more_pages_than_a_tile_has_in_triton(kind: str) -> None:
+    case = top_case(1, kind, longest=9000)
+    assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
+
+
+def test_selection_of_equation_3_in_triton() -> None:
+    assert_selection_of_equation_3(lambda case: run(case, DEVICE), [1])
+
+
+@pytest.mark.parametrize(
+    ("splits", "dtype", "block", "seeds"),
+    [
+        (1, F32, 4, (*range(5), 11, 21)), (1, BF16, 0, (5, 6)), (3, BF16, 0, (38,)), (2, F32, 32, (35,)),
+        *(pytest.param(splits, BF16, 4, range(5, 15), marks=pytest.mark.soak) for splits in (1, 3)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_selected_attention_in_triton(
+    splits: int, dtype: torch.dtype, block: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_as(monkeypatch, splits)
+    for seed in seeds:
+        case = selected_case(seed, dtype, block, longest=50)
+        y = run(case, DEVICE)["y"]
+        assert_attended(case, y, torch.full_like(y, float("nan")), triton=True)
+
+
+def test_more_selected_keys_than_a_split_has_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, 3)
+    case = selected_case(13, BF16, 4, longest=200, whole=True)
+    y = run(case, DEVICE)["y"]
+    assert_attended(case, y, torch.full_like(y, float("nan")), triton=True)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_selected_attention_in_triton_may_overwrite_its_queries(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, splits)
+    case = selected_case(35, BF16, 4, longest=50)
+    assert_attended(case, run(case, DEVICE, {"y": "q"})["y"], case.operands["q"], triton=True)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_slice_of_a_window_in_triton(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, splits)
+    for start, part in slices_of(selected_case(38, BF16, 4, longest=50)):
+        y = run(part, DEVICE, row_start=start)["y"]
+        assert_attended(part, y, torch.full_like(y, float("nan")), start, triton=True)
+
+
+def test_missing_scratch_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_as(monkeypatch, 2)
+    for case in (key_mass_case(0, F32), selected_case(0, F32)):
+        with pytest.raises(RuntimeMemoryError, match=rf"{case.kernel}: scratch of 0 bytes, \d[\d,]* needed"):
+            load(case.kernel, "cuda").launch(**case.operands, **case.outputs, **case.attrs)
