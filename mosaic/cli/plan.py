@@ -84,10 +84,6 @@ def plan(
             raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)
         return
-    if attention is None and (k is not None or page is not None):
-        raise UsageError("--k and --page say what --attention selects: give it, such as --attention mage.")
-    if attention is not None and any(given is not None for given in (seq_lens, mask_ratio, masked)):
-        raise UsageError("--attention plans one block of one context: leave out --seq-lens, --mask-ratio and --masked.")
     from mosaic.cli.exports import check_targets, export
     from mosaic.cli.progress import compiling
     from mosaic.cli.request import read_model, read_request
