@@ -473,6 +473,10 @@ def test_embedding_and_gather_rows_copy_exactly(dtype: torch.dtype) -> None:
         case = Case(kernel, operands, {"y": torch.empty(5, 13, dtype=dtype)})
         case.launch()
         assert torch.equal(case.outputs["y"], table[ids])
+    positions = torch.arange(100, 131, dtype=torch.int32)
+    case = Case("gather_rows", {"x": positions, "rows": ids}, {"y": torch.empty(5, dtype=torch.int32)})
+    case.launch()
+    assert case.outputs["y"].tolist() == [100, 130, 107, 107, 101]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

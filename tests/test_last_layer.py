@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -57,3 +57,23 @@ def test_hidden_states_of_all_tokens_are_there_for_parts_that_say_so() -> None:
     assert not useless_ops(model.graph(phase=fill))
     with pytest.raises(GraphError, match="let the part that reads them say `reads_hidden`"):
         model.graph(phase=Phase(cache=KEPT, head=NO_HEAD, others=(Echo(False),)))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_only_rows_to_decide_pass_what_follows_the_last_keys(family: str) -> None:
+    """Unless a part needs the others, or the head is fetched beside the layer."""
+    model = mosaic.models.load(CONFIGS[family])
+    last = f"layers.{model.architecture.layers - 1}/"
+    for phase in PHASES:
+        if not phase.cached or not phase.head.decides:
+            continue
+        options = {choice.name: choice.options for choice in model.graph(phase=phase).choices.values()}
+        for choices in some_of(options, 3, f"{family} {phase}"):
+            for part, whole in ((None, choices["stream"] == "all"), (Echo(True), True)):
+                graph = model.graph(
+                    backend="cpu", choices=choices, phase=replace(phase, others=(part,) if part else ())
+                )
+                (stored,) = (op.index for op in graph.ops if op.name == f"{last}store")
+                later = [op for op in graph.ops[stored:] if op.name.startswith(last) and op.operator.name != "kv_store"]
+                dims = {op.region.over.name if op.region else "tokens" for op in later}
+                assert later and dims <= ({"tokens"} if whole else {"masked"}), (phase, choices)

@@ -578,6 +578,12 @@ def test_an_index_outside_gives_a_row_of_nan(kernel: str) -> None:
         assert run(case)["y"].isnan().all()
 
 
+def test_elements_of_a_vector_are_gathered_like_rows() -> None:
+    x, rows = torch.arange(7, 77, dtype=torch.int32), torch.tensor([0, 69, 3, 3, 70, -1])
+    case = Case("gather_rows", {"x": x, "rows": rows}, {"y": torch.empty(6, dtype=torch.int32)})
+    assert run(case)["y"].tolist() == [7, 76, 10, 10, 0, 0]
+
+
 @pytest.mark.parametrize("kernel", ["unembed_stats", "moe_sort", "moe_combine"])
 def test_a_missing_scratch_buffer_is_refused_with_numbers(kernel: str) -> None:
     case, _ = CASES[next(name for name in CASES if name.startswith(kernel))](F32)

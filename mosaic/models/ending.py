@@ -5,18 +5,22 @@ Legend: M rows, B sequences, V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.inputs import StepInputs
 from mosaic.models.phase import Phase
 from mosaic.models.residency import Residency
 from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["Ending"]
+__all__ = ["WITHOUT_HIDDEN", "Ending"]
 
 LOGITS_TILE: Final = 64
+WITHOUT_HIDDEN: Final = (
+    "the last layer computes no hidden states of all tokens: let the part that reads them say `reads_hidden`."
+)
 
 
 class Ending:
@@ -27,17 +31,19 @@ class Ending:
     inputs
         Of the step.
     hidden
-        The residual stream [T, D] after the last layer.
+        The residual stream [T, D] after the last layer; None where no part of the phase `reads_hidden`.
+    rows
+        What registers the rows of it of this iteration, [C, D], from their numbers int64 [C] and a prefix of names.
     cu_seqlens
         int32 [B + 1].
     """
 
     def __init__(
-        self, g: Graph, arch: Architecture, phase: Phase, residency: Residency, inputs: StepInputs, *, hidden: Buffer,
-        cu_seqlens: Buffer,
+        self, g: Graph, arch: Architecture, phase: Phase, residency: Residency, inputs: StepInputs, *,
+        hidden: Buffer | None, rows: Callable[[Buffer, str], Buffer], cu_seqlens: Buffer,
     ) -> None:  # fmt: skip
         self.g, self.arch, self.phase, self.residency, self.inputs = g, arch, phase, residency, inputs
-        self.hidden, self.cu_seqlens = hidden, cu_seqlens
+        self._hidden, self._rows, self.cu_seqlens = hidden, rows, cu_seqlens
         self.masked = g.dim("masked", at_most="tokens")
 
     def register(self, weight: Buffer, way: str) -> None:
@@ -54,12 +60,13 @@ class Ending:
         source = self.source(rows)
         guided = None if phase.guidance is None else self.source(inputs["unconditional_rows"])
         guidance = None if phase.guidance is None else inputs["guidance"]
-        with g.scope("head"), g.chunk("logits", over=self.masked, tile=LOGITS_TILE):
+        with g.chunk("logits", over=self.masked, tile=LOGITS_TILE, name="head/logits"):
             h = self.normed_rows(source, norm)
-            if guided is not None:
-                other = self.normed_rows(guided, norm, "unconditional_")
-                g.add_op("guide", h, other, guidance, name="guide")
-            phase.head.unembed(self, h, weight, way, token, figures)
+            other = None if guided is None else self.normed_rows(guided, norm, "unconditional_")
+            with g.scope("head"):
+                if other is not None:
+                    g.add_op("guide", h, other, guidance, name="guide")
+                phase.head.unembed(self, h, weight, way, token, figures)
         if phase.commit is not None:
             phase.commit.register(self, token, figures)
             phase.tokens.decided(self, g["chosen"], g["committed"])
@@ -70,6 +77,19 @@ class Ending:
             phase.logits.register(self, norm, weight)
 
     # --- what parts share -----------------------------------------------------------------------------------------
+
+    @property
+    def hidden(self) -> Buffer:
+        """The residual stream after the last layer.
+
+        Raises
+        ------
+        GraphError
+            If no part of the phase said that it `reads_hidden`.
+        """
+        if self._hidden is None:
+            raise GraphError(WITHOUT_HIDDEN)
+        return self._hidden
 
     def token(self) -> Buffer:
         """Declare the output `token`, int64 [M]."""
@@ -88,11 +108,11 @@ class Ending:
         return shifted
 
     def normed_rows(self, rows: Buffer, norm: Buffer, prefix: str = "") -> Buffer:
-        """Register rms_norm(hidden[rows]), normalised in place of the gathered rows."""
-        g = self.g
-        gathered = g.add_op("gather_rows", self.hidden, rows, name=f"{prefix}gathered")
-        h: Buffer = g.add_op("rms_norm", gathered, norm, name=f"{prefix}normed", eps=self.arch.norm_eps)
-        g.add_alias(h, gathered)
+        """Register rms_norm(hidden[rows]), normalised in place of the rows."""
+        g, found = self.g, self._rows(rows, prefix)
+        with g.scope("head"):
+            h: Buffer = g.add_op("rms_norm", found, norm, name=f"{prefix}normed", eps=self.arch.norm_eps)
+        g.add_alias(h, found)
         return h
 
     @staticmethod

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
 from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Guidance, Head, Part, ReturnedLogits
+from mosaic.models.parts.commit import ROW_BOUNDS
 from mosaic.models.parts.heads import NOISE
 from mosaic.models.parts.part import ResultPer
 from mosaic.models.parts.windows import WINDOWS, Windows
@@ -164,6 +165,8 @@ def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
         for copy, name in enumerate(("rows", "unconditional_rows")[: phase.copies])
     ]
     own = [entry for part in phase.parts for entry in part.inputs(arch) if entry.name not in phase.tokens.computes]
+    if phase.cached and phase.head.decides and ROW_BOUNDS.name not in (entry.name for entry in own):
+        own.append(ROW_BOUNDS)
     return (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
 
 

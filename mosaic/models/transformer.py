@@ -11,9 +11,11 @@ from typing import Any
 
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
+from mosaic.models.attention import Chosen
 from mosaic.models.attention.projections import PROJECTION_TILE, bias_and_scale
-from mosaic.models.ending import Ending
+from mosaic.models.ending import WITHOUT_HIDDEN, Ending
 from mosaic.models.inputs import StepInputs
+from mosaic.models.parts.commit import ROW_BOUNDS
 from mosaic.models.phase import Phase
 from mosaic.models.residency import Hidden, Matrix, Residency
 from mosaic.models.state import State
@@ -54,8 +56,8 @@ class StepGraph:
         Dims.
     residency, hidden
         Where weights and hidden states live; `on_host` says whether hidden states are in host memory.
-    keys_end
-        Whether the last layer ends at its keys and values: a phase without head, of which nothing reads the hidden states.
+    partial
+        Whether the last layer computes, beyond its keys and values, only the rows that are unembedded, if any.
     positions, cu_seqlens
         int32 [T] and [B + 1].
     inv_freq, sequences
@@ -81,9 +83,17 @@ class StepGraph:
         self.attention_way = ways[g.choice("attention", tuple(ways))]
         self.on_host = g.choice("hidden", ("device", "host"), escalating=True) == "host"
         self.residency = Residency(g, arch)
-        self.keys_end = phase.cached and not phase.head.decides and not phase.reads_hidden
+        self.partial = self._partial()
+        self._rest: dict[str, Buffer] | None = None
         for way in ways.values():
             way.knobs(self)
+
+    def _partial(self) -> bool:
+        """Where the hidden states of all tokens are not read, unless the way of attention goes by all tokens, or the head is
+        streamed: all matrices of the last layer would be on the device beside it."""
+        if self.phase.reads_hidden or not self.attention_way.by_rows:
+            return False
+        return self.phase.cached if not self.phase.head.decides else not self.residency.streams_head
 
     def register(self) -> None:
         """Register all of it."""
@@ -96,6 +106,8 @@ class StepGraph:
         self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
         self.sequences: Buffer | None = None
         phase.cache.declare(self)
+        if phase.cached and phase.head.decides:
+            self.inputs[ROW_BOUNDS.name]
         for state in (*phase.states, *phase.held):
             self.state(state)
         self._hidden: Hidden | None = Hidden(g, arch, on_host=self.on_host)
@@ -104,14 +116,16 @@ class StepGraph:
         matrices = self.fetch_attention(0)
         for layer in range(arch.layers):
             matrices = self.layer(layer, matrices)
-        if self.keys_end:
+        stream = self.hidden.buffer
+        if not phase.reads_hidden:
             self._hidden = None
         for part in phase.parts:
             part.finish(self)
         if phase.head.decides:
             end = Ending(
-                g, arch, phase, self.residency, self.inputs, hidden=self.hidden.buffer, cu_seqlens=self.cu_seqlens
-            )
+                g, arch, phase, self.residency, self.inputs, hidden=stream if phase.reads_hidden else None,
+                rows=lambda rows, prefix: self.last_rows(stream, rows, prefix), cu_seqlens=self.cu_seqlens,
+            )  # fmt: skip
             end.register(matrices.get("head", table), self.head_choice)
         else:
             Ending.declare(g, arch)
@@ -128,9 +142,7 @@ class StepGraph:
             If no part said so: the last layer has computed less.
         """
         if self._hidden is None:
-            raise GraphError(
-                "the last layer computes no hidden states of all tokens: let the part that reads them say `reads_hidden`."
-            )
+            raise GraphError(WITHOUT_HIDDEN)
         return self._hidden
 
     def state(self, state: State) -> Buffer:
@@ -167,9 +179,11 @@ class StepGraph:
         g, arch, residency = self.g, self.arch, self.residency
         streamed = residency.streams(layer)
         last = layer + 1 == arch.layers
-        if last and self.keys_end:
+        if last and self.partial and not self.phase.head.decides:
             self.keys_alone(layer, matrices)
             return {}
+        if last and self.partial:
+            return self.keys_first(layer, matrices)
         with g.scope(f"layers.{layer}"):
             residency.arrive(streamed=streamed)
             ffn = residency.fetch(self.ffn_matrices(layer), streamed=streamed)
@@ -183,7 +197,7 @@ class StepGraph:
         else:
             following = self.fetch_attention(layer + 1)
         with g.scope(f"layers.{layer}"):
-            (self.feed_forward if arch.is_dense(layer) else self.experts)(layer, ffn)
+            self.feed_forward(layer, ffn)
         return following
 
     def keys_alone(self, layer: int, matrices: dict[str, Buffer]) -> None:
@@ -199,9 +213,39 @@ class StepGraph:
             self.ffn_norm(layer)
             if not arch.is_dense(layer):
                 self.router(layer)
-            knob, tile = ("ffn", FFN_TILE) if arch.is_dense(layer) else ("experts", EXPERT_TILE)
-            g.knob(knob, over=self.tokens, tile=tile)
+        self.feed_forward_knob(layer)
         residency.declare(self.head_matrices(), streamed=residency.streams_head)
+
+    def keys_first(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
+        """Register the last layer's keys and values of all tokens; `last_rows` registers what follows."""
+        residency, streamed = self.residency, self.residency.streams(layer)
+        with self.g.scope(f"layers.{layer}"):
+            residency.arrive(streamed=streamed)
+            ffn = residency.fetch(self.ffn_matrices(layer), streamed=streamed)
+            self.attention_way.keep(self, layer, self.attention_norm(layer), matrices)
+        self.feed_forward_knob(layer)
+        self._rest = {**matrices, **ffn}
+        return residency.fetch(self.head_matrices(), streamed=False)
+
+    def last_rows(self, hidden: Buffer, rows: Buffer, prefix: str) -> Buffer:
+        """Register the rows [C, D] of the hidden state after the last layer; queries, attention and feed-forward of them alone
+        where `keys_first` has registered the rest."""
+        g, layer = self.g, self.arch.layers - 1
+        if self._rest is not None:  # where the region begins: there the timeline joins streams
+            self.residency.arrive(streamed=self.residency.streams(layer))
+        with g.scope("head"):
+            x: Buffer = g.add_op("gather_rows", hidden, rows, name=f"{prefix}gathered")
+            if self._rest is None:
+                return x
+            positions = g.add_op("gather_rows", self.positions, rows, name=f"{prefix}row_positions")
+            sequences = None
+            if self.sequences is not None:
+                sequences = g.add_op("gather_rows", self.sequences, rows, name=f"{prefix}row_sequences")
+        with g.scope(f"layers.{layer}"):
+            h = g.add_op("rms_norm", x, self.attention_norm(layer), name="queries_in", eps=self.arch.norm_eps)
+            self.attention_way.add_rows(self, layer, h, Chosen(rows, positions, sequences), self._rest, x)
+            self.add_feed_forward(layer, self._rest, x)
+        return x
 
     def norm_weight(self, name: str, tensor: str, size: int | None = None) -> Buffer:
         return self.g.weight(name, (size or self.arch.hidden,), self.arch.dtype, tensor=tensor)
@@ -211,10 +255,10 @@ class StepGraph:
         return self.attention_way.matrices(self, layer)
 
     def fetch_attention(self, layer: int) -> dict[str, Buffer]:
-        """Fetch a layer's projections; of a last layer that ends at its keys and values, theirs alone."""
+        """Fetch a layer's projections; of a last layer that ends there, those of keys and values alone."""
         found, streamed = self.attention_matrices(layer), self.residency.streams(layer)
         needed = found
-        if self.keys_end and layer + 1 == self.arch.layers:
+        if self.partial and not self.phase.head.decides and layer + 1 == self.arch.layers:
             needed = [matrix for matrix in found if matrix.name in ("k_proj", "v_proj")]
         with self.g.scope(f"layers.{layer}"):
             self.residency.declare([matrix for matrix in found if matrix not in needed], streamed=streamed)
@@ -262,14 +306,27 @@ class StepGraph:
             for part, shape in shapes.items()
         ]
 
+    def feed_forward_knob(self, layer: int) -> str:
+        """Declare the knob of a layer's feed-forward, which a phase has even where no region uses it."""
+        knob, tile = ("ffn", FFN_TILE) if self.arch.is_dense(layer) else ("experts", EXPERT_TILE)
+        self.g.knob(knob, over=self.tokens, tile=tile)
+        return knob
+
     def feed_forward(self, layer: int, matrices: dict[str, Buffer]) -> None:
-        """hidden += down(silu(gate(h)) * up(h)) with h = rms_norm(hidden), by chunks of tokens."""
-        g = self.g
-        norm = self.ffn_norm(layer)
-        with g.chunk("ffn", over=self.tokens, tile=FFN_TILE) as rows:
-            source, h = self.normed(rows, norm, "ffn_in")
-            self.feed(h, matrices, source)
+        """hidden += feed_forward(rms_norm(hidden)), by chunks of tokens."""
+        knob = self.feed_forward_knob(layer)
+        with self.g.chunk(knob, over=self.tokens, tile=self.g.tiles[knob]) as rows:
+            source = self.hidden.rows(rows, "ffn_in_rows")
+            self.add_feed_forward(layer, matrices, source)
             self.hidden.keep(source)
+
+    def add_feed_forward(self, layer: int, matrices: dict[str, Buffer], x: Buffer) -> None:
+        """x += feed_forward(rms_norm(x))."""
+        h = self.g.add_op("rms_norm", x, self.ffn_norm(layer), name="ffn_in", eps=self.arch.norm_eps)
+        if self.arch.is_dense(layer):
+            self.feed(h, matrices, x)
+        else:
+            self.experts(layer, h, matrices, x)
 
     def feed(self, h: Buffer, matrices: dict[str, Buffer], target: Buffer, prefix: str = "") -> None:
         """target += down(silu(gate(h)) * up(h))."""
@@ -279,28 +336,23 @@ class StepGraph:
         g.add_op("silu_mul", gate, up, name=f"{prefix}act")
         g.add_op("linear_add", gate, matrices[f"{prefix}down_proj"], target, name=f"{prefix}down")
 
-    def experts(self, layer: int, matrices: dict[str, Buffer]) -> None:
-        """hidden += shared(h) + sum over a token's top experts of score * expert(h), dispatched by chunks of tokens."""
+    def experts(self, layer: int, h: Buffer, matrices: dict[str, Buffer], target: Buffer) -> None:
+        """target += shared(h) + sum over a token's top experts of score * expert(h)."""
         g, arch = self.g, self.arch
         many, top_k = arch.experts, arch.experts_per_token
-        norm = self.ffn_norm(layer)
         router, bias = self.router(layer)
-        with g.chunk("experts", over=self.tokens, tile=EXPERT_TILE) as rows:
-            source, h = self.normed(rows, norm, "ffn_in")
-            if arch.shared_ffn:
-                self.feed(h, matrices, source, "shared_")
-            scores, chosen = g.add_op(
-                "moe_route", h, router, bias, name="route", top_k=top_k, normalize=arch.normalize_experts,
-                **self.routing(),
-            )  # fmt: skip
-            order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
-            dispatched = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
-            gate = g.add_op("grouped_linear", dispatched, matrices["gate_proj"], offsets, name="gate")
-            up = g.add_op("grouped_linear", dispatched, matrices["up_proj"], offsets, name="up")
-            g.add_op("silu_mul", gate, up, name="act")
-            down = g.add_op("grouped_linear", gate, matrices["down_proj"], offsets, name="down")
-            g.add_op("moe_combine", down, order, scores, source, name="combine")
-            self.hidden.keep(source)
+        if arch.shared_ffn:
+            self.feed(h, matrices, target, "shared_")
+        scores, chosen = g.add_op(
+            "moe_route", h, router, bias, name="route", top_k=top_k, normalize=arch.normalize_experts, **self.routing(),
+        )  # fmt: skip
+        order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
+        dispatched = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
+        gate = g.add_op("grouped_linear", dispatched, matrices["gate_proj"], offsets, name="gate")
+        up = g.add_op("grouped_linear", dispatched, matrices["up_proj"], offsets, name="up")
+        g.add_op("silu_mul", gate, up, name="act")
+        down = g.add_op("grouped_linear", gate, matrices["down_proj"], offsets, name="down")
+        g.add_op("moe_combine", down, order, scores, target, name="combine")
 
     def ffn_norm(self, layer: int) -> Buffer:
         return self.norm_weight("ffn_norm", self.arch.names.ffn_norm.format(layer=layer))

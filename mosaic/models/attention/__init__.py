@@ -6,14 +6,23 @@ head size, D hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from mosaic.models.residency import Matrix
     from mosaic.models.transformer import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["Way"]
+__all__ = ["Chosen", "Way"]
+
+
+class Chosen(NamedTuple):
+    """Rows of the step's tokens: their numbers int64 [C], positions int32 [C], and where rotary frequencies are a sequence's
+    own, their sequences int32 [C]."""
+
+    rows: Buffer
+    positions: Buffer
+    sequences: Buffer | None
 
 
 class Way:
@@ -23,9 +32,12 @@ class Way:
     ----------
     name
         The option of the choice `attention`.
+    by_rows
+        Whether the way has `keep` and `add_rows`; otherwise the last layer is computed for all tokens.
     """
 
     name: ClassVar[str] = ""
+    by_rows: ClassVar[bool] = False
 
     def dims(self, step: StepGraph) -> None:
         """Declare the dims that the way needs beside the policy's; all ways of a policy do, whichever is taken."""
@@ -42,11 +54,18 @@ class Way:
 
         return matrices(step.arch, layer, step.arch.kv_heads)
 
-    def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
-        """Register what of a layer's keys and values outlives the step, from k_proj and v_proj alone: of the last layer, where
-        nothing reads its hidden states. Only ways of policies that keep a state are asked."""
-        raise NotImplementedError
-
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Register a layer's attention; `norm` [D] is the weight of its norm."""
+        raise NotImplementedError
+
+    # -- the last layer, where no part of the phase reads the hidden states of all tokens ---------------------------
+
+    def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Register the keys and values of all tokens, from k_proj and v_proj alone."""
+        raise NotImplementedError
+
+    def add_rows(
+        self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Buffer], x: Buffer
+    ) -> None:
+        """Register x += attention(h) @ o_proj.T for chosen rows, h and x [C, D]; `keep` came before."""
         raise NotImplementedError

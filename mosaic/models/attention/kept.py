@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mosaic.models.attention import Way
+from mosaic.models.attention import Chosen, Way
 from mosaic.models.attention.projections import PROJECTION_TILE, project, project_out
+from mosaic.models.parts.commit import ROW_BOUNDS
 
 if TYPE_CHECKING:
     from mosaic.models.transformer import StepGraph
@@ -15,9 +16,19 @@ __all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of", "store"]
 
 
 class _Kept(Way):
+    by_rows: ClassVar[bool] = True
+
     def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Store the window's keys and values."""
         store(step, layer, norm, matrices)
+
+    def add_rows(
+        self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Buffer], x: Buffer
+    ) -> None:
+        """Attend to the state; rows lie by sequence, so that bounds say whose they are."""
+        q = project(step, layer, "q", h, matrices["q_proj"], chosen=chosen)
+        y = attend(step, layer, q, chosen=chosen)
+        step.g.add_op("linear_add", y, matrices["o_proj"], x, name="o_linear")
 
 
 class KeptTogether(_Kept):
@@ -69,14 +80,17 @@ def store(
         )  # fmt: skip
 
 
-def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen") -> Buffer:
-    """softmax(q k^T) v with the keys and values of the state, over the queries' storage.
+def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: Chosen | None = None) -> Buffer:
+    """softmax(q k^T) v with the keys and values of the state, of all tokens or of the rows to decide, over the queries' storage.
 
     `seen` is the input that says how many keys each sequence sees: rows of one that sees none are left as they are.
     """
     g, arch = step.g, step.arch
+    bounds, positions = step.cu_seqlens, step.positions
+    if chosen is not None:
+        bounds, positions = step.inputs[ROW_BOUNDS.name], chosen.positions
     y: Buffer = g.add_op(
-        "kv_attention", q, step.kv, *extents_of(step), step.inputs[seen], step.cu_seqlens, step.positions,
+        "kv_attention", q, step.kv, *extents_of(step), step.inputs[seen], bounds, positions,
         name="attention", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
         block=arch.block, span=step.span, keys=g.dim("keys"),
     )  # fmt: skip

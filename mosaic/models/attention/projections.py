@@ -11,6 +11,7 @@ from mosaic.models.residency import Matrix, fetched
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
+    from mosaic.models.attention import Chosen
     from mosaic.models.transformer import StepGraph
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.operator import Dim
@@ -41,8 +42,12 @@ def matrices(arch: Architecture, layer: int, kv_heads: Dim) -> list[Matrix]:
     ]
 
 
-def project(step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None) -> Buffer:
-    """Project the rows h [C, D] to one of q, k and v, normed and rotated as the architecture says."""
+def project(
+    step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None,
+    chosen: Chosen | None = None,
+) -> Buffer:  # fmt: skip
+    """Project the rows h [C, D] to one of q, k and v, normed and rotated as the architecture says: those of the step's tokens,
+    or chosen ones."""
     g, arch = step.g, step.arch
     bias, scale = bias_and_scale(step, layer, name, matrix.shape[0])
     y: Buffer = g.add_op("linear", h, matrix, bias, out=out, name=f"{name}_linear")
@@ -51,7 +56,8 @@ def project(step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, o
     if name != "v":
         factor: dict[str, Any] = {"factor": arch.rotary_scale} if arch.rotary_scale != 1.0 else {}
         g.add_op(
-            "rotary", y, step.positions, step.inv_freq, step.sequences, name=f"{name}_rotary",
+            "rotary", y, step.positions if chosen is None else chosen.positions, step.inv_freq,
+            step.sequences if chosen is None else chosen.sequences, name=f"{name}_rotary",
             head_size=arch.head_size, **factor,
         )  # fmt: skip
     return y

@@ -21,6 +21,7 @@ class SelectedTogether(KeptTogether):
     """All queries at once. A step that selects attends for each sequence in the way that it is at."""
 
     name: ClassVar[str] = "together"
+    by_rows: ClassVar[bool] = False  # the last layer selects too
 
     def begin(self, step: StepGraph) -> None:
         """Nothing is being selected yet."""

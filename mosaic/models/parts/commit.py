@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName
 from mosaic.models.inputs import Input
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from mosaic.models.ending import Ending
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["Commit", "CommitRule", "Rule", "Score"]
+__all__ = ["ROW_BOUNDS", "Commit", "CommitRule", "Rule", "Score"]
 
+ROW_BOUNDS: Final = Input(
+    name="cu_rows", dtype="int32", per="bound", value=lambda window: 0 if window.copy else len(window.request.rows)
+)
+"""Where the rows to decide of each sequence begin."""
 Score: TypeAlias = Literal["confidence", "margin", "entropy", "random", "sequential"]
 Rule: TypeAlias = Literal["top", "threshold", "dynamic", "above", "factor", "edit"]
 
@@ -72,10 +76,7 @@ class Commit(CommitRule):
             *perturb,
             *edit,
             Input(name="current", dtype="int64", per="row"),
-            Input(
-                name="cu_rows", dtype="int32", per="bound",
-                value=lambda window: 0 if window.copy else len(window.request.rows),
-            ),
+            ROW_BOUNDS,
             Input(name="quota", dtype="int32", per="sequence"),
             Input(name="threshold", dtype="float32", per="sequence"),
         )  # fmt: skip

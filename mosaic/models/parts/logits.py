@@ -35,8 +35,7 @@ class ReturnedLogits(Part):
         g, arch = end.g, end.arch
         returned = g.dim("logit_rows", at_most="tokens")
         rows = end.inputs["logit_rows"]
-        with g.scope("returned"):
-            h = end.normed_rows(end.source(rows), norm)
+        h = end.normed_rows(end.source(rows), norm, "returned_")
         out = g.output("logits", (returned, arch.vocabulary), arch.dtype)
         g.add_op("linear", h, weight, out=out, name="returned_logits")
 

@@ -1,4 +1,4 @@
-"""y[C, D] = x[rows]: hidden states of the rows that will be unembedded."""
+"""y = x[rows]: hidden states [C, D] of the rows that will be unembedded, and their positions [C]."""
 
 from __future__ import annotations
 
