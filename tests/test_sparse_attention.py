@@ -23,6 +23,7 @@ from mosaic.models.parts import Commit
 from mosaic.models.parts.selected import Selected
 from mosaic.models.phase import Phase
 from mosaic.models.sparse import SparseAttention, sparse_attention
+from mosaic.models.step import StepSize
 from mosaic.planner import Planner, Request
 from mosaic.runtime.compiled import CompiledModel
 
@@ -249,6 +250,15 @@ def test_what_is_selected_is_planned_memory(model: CompiledModel) -> None:
             for kept in [b for b in step.plan.document["buffers"] if b["name"] == state and step.phase == "denoise"]:
                 assert kept["shape"] == [64, (LAYERS - chosen.exact_layers) * KV_HEADS * (1 + chosen.k)]
                 assert kept["dtype"] == "int32" and kept["pool"] == f"state/{state}"
+
+
+def test_one_plan_serves_the_same_step_of_every_block(model: CompiledModel) -> None:
+    """As what it is planned for, a request's rows, stays while its keys get more."""
+    for chosen in (SparseAttention(k=512), SparseAttention(ratio=0.3)):
+        phase = Phase(cache=Selected(attention=chosen, selects=False), commit=Commit(score="confidence", rule="top"))
+        sizes = [StepSize(phase=phase, windows=(4,), keys=(n,), owned=(600,), rows=4) for n in range(4, 600, 4)]
+        assert len({size.key for size in sizes}) == 1
+        assert len({tuple(size.rounded().dims(model.architecture).items()) for size in sizes}) == 1
 
 
 def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:

@@ -114,11 +114,14 @@ class Selected(Kept):
         step.g.dim("attended", at_most="keys")
 
     def sizes(self, size: StepSize) -> Mapping[str, int]:
-        """Return the keys that a query attends to: those selected, and its window's own, on average and rounded up."""
+        """Return the keys that a query attends to, those selected and its window's own: the mean over sequences, rounded up.
+
+        As for `span`, windows lie at the end of what is owned, so that the plan serves while they move on.
+        """
         chosen = self.attention
         counts = [
             min(keys, min(chosen.k, max(int(chosen.ratio * keys), 1) if chosen.ratio else chosen.k) + window)
-            for window, keys in zip(size.windows, size.keys, strict=True)
+            for window, keys in zip(size.windows, size.owned, strict=True)
         ]
         return {"attended": -(-sum(counts) // len(counts))}
 
