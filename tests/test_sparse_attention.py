@@ -247,7 +247,8 @@ def test_what_is_selected_is_planned_memory(model: CompiledModel) -> None:
         (state,) = (name for name in model.state_rows if name.startswith("selected"))
         while session.live:
             (step,) = session.advance()
-            for kept in [b for b in step.plan.document["buffers"] if b["name"] == state and step.phase == "denoise"]:
+            if step.phase == "denoise":
+                (kept,) = (buffer for buffer in step.plan.document["buffers"] if buffer["name"] == state)
                 assert kept["shape"] == [64, (LAYERS - chosen.exact_layers) * KV_HEADS * (1 + chosen.k)]
                 assert kept["dtype"] == "int32" and kept["pool"] == f"state/{state}"
 
@@ -277,6 +278,14 @@ def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:
             edges = {(edge["kind"], edge["from"]) for edge in plan.document["edges"]}
             assert ("wait", ops[f"layers.{layer}/select"]["index"]) in edges
             assert [ops[name]["index"] for name in names] == sorted(ops[name]["index"] for name in names)
+
+
+def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:
+    """0.28 * 25 is above 7 in floating point, 28 hundredths of 25 are not."""
+    for hundredths in range(1, 101):
+        for steps in (1, 7, 25, 32, 50):
+            attention = SparseAttention(exact_steps=hundredths / 100)
+            assert attention.selecting(steps) == max(-(-hundredths * steps // 100), 1)
 
 
 @pytest.mark.parametrize(

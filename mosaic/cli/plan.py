@@ -106,7 +106,7 @@ def plan(
         planner.verify_checkpoint()
         steps = {} if attention is None else _steps(planner, ctx, attention, k, page)
         others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
-        too_large = [name for name in ("later", "first") if steps and not others[name].fits]
+        too_large = [name for name in ("first", "later") if steps and not others[name].fits]
         request = (
             steps[too_large[0] if too_large else "later"]
             if steps

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName, UsageError
@@ -53,7 +54,8 @@ class SparseAttention:
     statistic
         By what keys are ranked: the "mean" or the "max" of the softmax over the prefix, of all voting rows and heads of a set.
     voters
-        Rows that vote: all of the "block", or those of the "answer", without the tokens of a prompt that ends in the block.
+        Rows that vote: all of the "block" that the step forwards, or those of the "answer", without the tokens of a prompt that
+        ends in the block.
 
     Raises
     ------
@@ -122,7 +124,8 @@ class SparseAttention:
         >>> [SparseAttention(exact_steps=share).selecting(32) for share in (0, 0.2)], SparseAttention(selects="every").selecting(32)
         ([1, 7], 32)
         """
-        return steps if self.selects == "every" else max(math.ceil(self.exact_steps * steps), 1)
+        share = Fraction(str(self.exact_steps))  # as written: 0.28 * 25 is above 7
+        return steps if self.selects == "every" else max(math.ceil(share * steps), 1)
 
     def check(self, arch: Architecture) -> None:
         """Check that a model can be attended to so.
