@@ -249,7 +249,7 @@ def test_what_is_selected_is_planned_memory(model: CompiledModel) -> None:
             (step,) = session.advance()
             if step.phase == "denoise":
                 (kept,) = (buffer for buffer in step.plan.document["buffers"] if buffer["name"] == state)
-                assert kept["shape"] == [64, (LAYERS - chosen.exact_layers) * KV_HEADS * (1 + chosen.k)]
+                assert kept["shape"] == [1, (LAYERS - chosen.exact_layers) * KV_HEADS * (1 + chosen.k)]
                 assert kept["dtype"] == "int32" and kept["pool"] == f"state/{state}"
 
 

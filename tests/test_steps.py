@@ -37,6 +37,7 @@ from mosaic.models.parts.cache import Whole
 from mosaic.models.parts.part import Part, ResultPer
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.rotary import Rotary
+from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
@@ -121,6 +122,14 @@ def test_a_rounded_size_holds_what_it_was_rounded_from_and_stays_as_it_is() -> N
     for group in by_key.values():
         first = group[0].rounded().dims() | {"span": 0}
         assert all(size.rounded().dims() | {"span": 0} == first and size.phase == group[0].phase for size in group)
+
+
+def test_states_of_few_large_rows_are_planned_for_few() -> None:
+    """And for powers of two of them, as requests come and go; those of tokens for 64 at least, and an eighth more at most."""
+    few, many = State(name="few", width=9, least_rows=1), State(name="many", width=9)
+    for rows, planned in ((1, 1), (2, 2), (3, 4), (9, 16), (33, 36), (67, 72), (100, 104)):
+        size = StepSize(windows=(8,), rows=4, states={few: rows, many: rows}).rounded()
+        assert size.states == {few: planned, many: max(planned, 64)}, rows
 
 
 def test_another_context_keeps_the_rows_and_what_others_hold() -> None:

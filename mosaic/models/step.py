@@ -212,7 +212,9 @@ def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
 
 def rounded_states(states: Mapping[State, int]) -> frozenset[tuple[State, int]]:
     """Return the rows of each state, rounded up as in a step that is planned."""
-    return frozenset([(state, bucket(count, least=FEWEST_KEYS)) for state, count in states.items()])
+    return frozenset(
+        [(state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS)) for state, count in states.items()]
+    )
 
 
 def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0) -> int:

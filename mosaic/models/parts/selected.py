@@ -30,6 +30,7 @@ __all__ = ["IndexSets", "Selected", "index_sets"]
 class IndexSets(State):
     """What requests have selected, a row each: of every sparse layer and set a count, then pages in ascending order."""
 
+    least_rows: int = 1
     pages: int
     exact_layers: int
     per: Per
