@@ -201,3 +201,15 @@ def test_a_replayed_order_that_does_not_hold_is_dropped_and_the_solver_asked(cap
     assert caplog.text.count("dropped a replayed order of the solver stackless") == len(placement.REFERENCES)
     problem = placement.problem_of(variant, list(point.root_sizes(config)))
     assert Guard(problem).fault(offsets) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offsets"), [((2**63 - 8, 16), (8, 0)), ((16, 16), (2**63 - 8, 2**63 - 16))], ids=["size", "offset"]
+)
+def test_sums_beyond_64_bits_do_not_wrap(sizes: tuple[int, int], offsets: tuple[int, int]) -> None:
+    """Bytes that end beyond 2^63 overlap as any others do."""
+    problem = Problem(ids=(0, 1), sizes=sizes, starts=(0, 0), ends=(1, 1))
+    assert problem.alignment(0) == 1
+    assert Guard(problem).fault(list(offsets)) is not None
+    apart = (offsets[0], offsets[0] + sizes[0]) if sizes[0] == 16 else (16, 0)
+    assert Guard(problem).fault(list(apart)) is None
