@@ -11,11 +11,9 @@ from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.registrar.operators.read_canvas import OPEN
 
-__all__ = ["OPEN", "bind", "launch", "reference"]
-
-OPEN = -1
-"""What a canvas has where nothing is decided."""
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(*, canvas: Tensor, rows: Tensor, y: Tensor, open_id: int, scratch: Tensor | None = None) -> Run:

@@ -15,11 +15,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
-from mosaic.kernels.cuda.kv_attention import SEQUENCES, find_tile, share_of, tile_of
+from mosaic.kernels.cuda.kv_attention import SEQUENCES, cut_of, find_tile, floats_of, share_of, tile_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, processors, tl, triton
 from mosaic.kernels.key_mass import check, reference
 from mosaic.registrar.operators.key_mass import SPLIT_KEYS, splits_of
@@ -234,13 +232,9 @@ def launch(
         q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, mass, layer, kv_heads, head_size, sets, statistic
     )  # fmt: skip
     rows, sequences, group = q.shape[0], cu_seqlens.shape[0] - 1, members * sets // kv_heads
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
-    part = min(group, tile.rows)
-    tokens = tile.rows // part
-    # as many as the sequences' rows can be cut into
-    tiles, heads = (rows + sequences * (tokens - 1)) // tokens, kv_heads * -(-group // part)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
     splits = splits_of(tiles * heads, rows * members * sets, mass.shape[1], processors(q.device) * PLACES)
-    sums = _sums(scratch, splits * rows * members * sets)
+    sums = floats_of("key_mass", scratch, splits * rows * members * sets)
     shared = {
         "HEADS": kv_heads,
         "SIZE": head_size,
@@ -305,14 +299,3 @@ def launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-def _sums(scratch: Tensor | None, count: int) -> Tensor:
-    """View the scratch buffer as float32 log-sum-exps."""
-    available = 0 if scratch is None else scratch.numel()
-    if scratch is None or available < 4 * count:
-        raise RuntimeMemoryError(
-            f"key_mass: scratch of {available:,} bytes, {4 * count:,} needed: give the plan's scratch buffer, sized by the "
-            f"operator's scratch on cuda."
-        )
-    return scratch[: 4 * count].view(torch.float32)

@@ -18,7 +18,8 @@ Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,11 +269,7 @@ def launch(
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
     group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
     rows, sequences = q.shape[0], cu_seqlens.shape[0] - 1
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
-    part = min(group, tile.rows)
-    tokens = tile.rows // part
-    # as many as the sequences' rows can be cut into
-    tiles, heads = (rows + sequences * (tokens - 1)) // tokens, kv_heads * -(-group // part)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
     places = processors(q.device) * PLACES[tile.rows > 64]
     splits = kv_splits(tiles * heads, tile.rows, kv.shape[0], places)
     partial_rows = tiles * heads * splits * tile.rows
@@ -315,22 +312,53 @@ def launch(
         num_stages=tile.stages,
     )
     if splits > 1:
-        join_kernel[(tile.rows, tiles, heads)](
-            seen,
-            cu_seqlens,
-            y,
-            partials,
-            y.stride(0),
-            rows,
-            row_start,
-            sequences,
-            splits,
-            partial_rows,
-            **shared,
-            BLOCK_S=JOINED,
-            EVERY=False,
-            num_warps=JOIN_WARPS,
-        )
+        join(seen, cu_seqlens, y, partials, (tiles, heads, splits), row_start, shared, every=False)
+
+
+class Cut(NamedTuple):
+    """How query rows are cut: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads."""
+
+    tile: Tile
+    part: int
+    tiles: int
+    heads: int
+
+
+def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int) -> Cut:
+    """Cut the rows of q into as many tiles as those of the sequences may need, whatever their lengths; `group` of its heads
+    share keys, and there are `heads` such groups."""
+    rows = q.shape[0]
+    tile = tile_of(q, head_size, -(-rows // sequences) * group)
+    part = min(group, tile.rows)
+    tokens = tile.rows // part
+    return Cut(tile, part, (rows + sequences * (tokens - 1)) // tokens, heads * -(-group // part))
+
+
+def join(
+    seen: Tensor, cu_seqlens: Tensor, y: Tensor, partials: Tensor, grid: tuple[int, int, int], row_start: int,
+    shared: Mapping[str, int], *, every: bool,
+) -> None:  # fmt: skip
+    """Join the partial results of the splits, those that a sequence's keys need or `every`, into y.
+
+    `grid` is that of the programs that left them: tiles, parts of heads, splits; `shared` the constants that they had.
+    """
+    tiles, heads, splits = grid
+    join_kernel[(shared["BLOCK_Q"], tiles, heads)](
+        seen,
+        cu_seqlens,
+        y,
+        partials,
+        y.stride(0),
+        y.shape[0],
+        row_start,
+        cu_seqlens.shape[0] - 1,
+        splits,
+        tiles * heads * splits * shared["BLOCK_Q"],
+        **shared,
+        BLOCK_S=JOINED,
+        EVERY=every,
+        num_warps=JOIN_WARPS,
+    )
 
 
 def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
@@ -342,7 +370,12 @@ def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
 
 def partials_of(kernel: str, scratch: Tensor | None, rows: int, head_size: int) -> Tensor:
     """View the scratch buffer as float32 rows, then their maxima, then their sums."""
-    needed, available = 4 * rows * (head_size + 2), 0 if scratch is None else scratch.numel()
+    return floats_of(kernel, scratch, rows * (head_size + 2))
+
+
+def floats_of(kernel: str, scratch: Tensor | None, count: int) -> Tensor:
+    """View the beginning of the scratch buffer as float32 [count]."""
+    needed, available = 4 * count, 0 if scratch is None else scratch.numel()
     if scratch is None or available < needed:
         raise RuntimeMemoryError(
             f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "

@@ -20,7 +20,7 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_attention import SEQUENCES, find_tile, join_kernel, partials_of, share_of, tile_of
+from mosaic.kernels.cuda.kv_attention import SEQUENCES, cut_of, find_tile, join, partials_of, share_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, processors, tl, triton
 from mosaic.kernels.selected_attention import check, reference
 from mosaic.registrar.operators.kv_attention import KV_SPLIT_KEYS, kv_splits
@@ -29,9 +29,6 @@ __all__ = ["launch", "reference"]
 
 PLACES: Final = 2
 """Programs that a multiprocessor runs at a time."""
-JOINED: Final = 16
-"""Splits that the second launch reads at a time."""
-JOIN_WARPS: Final = 4
 
 
 @triton.jit
@@ -203,11 +200,7 @@ def launch(
         kv_heads, head_size,
     )  # fmt: skip
     rows, sequences = q.shape[0], cu_seqlens.shape[0] - 1
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
-    part = min(group, tile.rows)
-    tokens = tile.rows // part
-    # as many as the sequences' rows can be cut into
-    tiles, heads = (rows + sequences * (tokens - 1)) // tokens, sets * -(-group // part)
+    tile, part, tiles, heads = cut_of(q, sequences, group, sets, head_size)
     splits = kv_splits(tiles * heads, tile.rows, k + -(-rows // sequences), processors(q.device) * PLACES)
     partial_rows = tiles * heads * splits * tile.rows
     partials = partials_of("selected_attention", scratch, partial_rows, head_size) if splits > 1 else y
@@ -257,19 +250,4 @@ def launch(
         num_stages=tile.stages,
     )
     if splits > 1:
-        join_kernel[(tile.rows, tiles, heads)](
-            seen,
-            cu_seqlens,
-            y,
-            partials,
-            y.stride(0),
-            rows,
-            row_start,
-            sequences,
-            splits,
-            partial_rows,
-            **shared,
-            BLOCK_S=JOINED,
-            EVERY=True,
-            num_warps=JOIN_WARPS,
-        )
+        join(seen, cu_seqlens, y, partials, (tiles, heads, splits), row_start, shared, every=True)

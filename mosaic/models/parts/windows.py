@@ -14,6 +14,7 @@ from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
 from mosaic.models.parts.part import Part
 from mosaic.models.state import State
+from mosaic.registrar.operators.read_canvas import OPEN
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -26,7 +27,6 @@ __all__ = ["CANVAS", "ENTERED", "OPEN", "STAYING", "WINDOWS", "OnDevice", "Windo
 
 CANVAS: Final = State(name="canvas", dtype="int64")
 """A token for each position of a request, `OPEN` where nothing is decided."""
-OPEN: Final = -1
 
 
 @dataclass(frozen=True, slots=True)

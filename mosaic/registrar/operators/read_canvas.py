@@ -6,7 +6,12 @@ outside the canvas is open.
 
 from __future__ import annotations
 
+from typing import Final
+
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+
+OPEN: Final = -1
+"""What a canvas has where nothing is decided."""
 
 
 def infer(canvas: Spec, rows: Spec, *, open_id: int) -> tuple[Spec]:
