@@ -77,7 +77,10 @@ class _Requests:
 
     def __init__(self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int]) -> None:
         self._canvas, self._sampling, self._quotas = canvas, sampling, quotas
-        self._phase = phase
+        self._phases = [
+            attending(replace(phase, tokens=STAYING if step else ENTERED), canvas.config, step)
+            for step in range(len(quotas))
+        ]
         self._block = canvas.config.block_length or 0
         self._made: dict[tuple[int, int, Phase, int], StepRequest] = {}
 
@@ -87,8 +90,7 @@ class _Requests:
 
     def request(self, number: int, start: int, step: int, *, later: int = 0) -> StepRequest:
         """Return the request for a step of a block, which is so many steps later than the one that comes next."""
-        canvas, tokens = self._canvas, STAYING if step else ENTERED
-        phase = attending(replace(self._phase, tokens=tokens), canvas.config, step)
+        canvas, phase = self._canvas, self._phases[step]
         now = canvas.step + later
         key = number, self._quotas[step] if step else 0, phase, now if phase.noisy or not step else 0
         if key not in self._made:

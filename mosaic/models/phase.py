@@ -128,7 +128,8 @@ class Phase:
     @property
     def covering(self) -> Phase:
         """A phase whose steps serve requests of this one as well; the phase itself, as a rule."""
-        return self if self.cache.covering is self.cache else replace(self, cache=self.cache.covering)
+        found = _covering(self)
+        return self if found == self else found
 
     def shifts(self, arch: Architecture) -> bool:
         """Return whether packing shifts the rows of a shifted model; where it does not, an op does.
@@ -168,6 +169,12 @@ def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
     if phase.cached and phase.head.decides and ROW_BOUNDS.name not in (entry.name for entry in own):
         own.append(ROW_BOUNDS)
     return (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
+
+
+@lru_cache(maxsize=256)
+def _covering(phase: Phase) -> Phase:
+    """What `Phase.covering` gives: every turn of a session asks for every request."""
+    return replace(phase, cache=phase.cache.covering)
 
 
 @lru_cache(maxsize=256)
