@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from test_decoding import CONFIGS
+from test_decoding import CONFIGS, prompt_of
 
+import mosaic
 from mosaic import models
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.config import resolve
+from mosaic.errors import DoesNotFit
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
-from mosaic.planner.planner import Planner
+from mosaic.planner.planner import Planner, Settings
 from mosaic.runtime.step_plans import StepPlans
 
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -36,30 +40,90 @@ def asked(family: str, rng: random.Random) -> list[tuple[StepSize, dict[State, i
 
 def planned(plans: StepPlans, size: StepSize) -> bool:
     """Whether there is a plan for a step, with the weights where they are or elsewhere, of its rounded size or its own."""
+    config = None if plans.config is None else plans.asked.space(size.kind).known(plans.config)
     return any(
-        planner.plan(one, limit=False).fits
+        planner.plan(one, config=config, limit=False).fits
         for one in (size.rounded(), size)
-        for planner in (plans.planner, plans.asked)
+        for planner in (plans.planner, *((plans.asked,) if config is None else ()))
     )
+
+
+@contextmanager
+def making_no_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the block nobody plans."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Planner, "plan", lambda *_, **__: pytest.fail("a plan was made"))
+        yield
+
+
+def refusal_of(plans: StepPlans, size: StepSize, states: Mapping[State, int]) -> DoesNotFit | None:
+    try:
+        plans.require([size], states)
+    except DoesNotFit as refused:
+        return refused
+    return None
+
+
+def planned_bytes(planner: Planner, size: StepSize, config: Settings) -> int:
+    known = planner.space(size.kind).known(config)
+    return planner.plan(size, config=known, limit=False).total_bytes
 
 
 SOAKED = [pytest.param(family, streams, 11, marks=pytest.mark.soak) for family in WAYS for streams in (False, True)]
 
 
 @pytest.mark.parametrize(("family", "streams", "rounds"), [("llada", False, 3), ("sdar", True, 3), *SOAKED])
-def test_what_fits_without_a_plan_is_what_fits_by_plan(family: str, streams: bool, rounds: int) -> None:
-    """Also where it was asked before, of smaller and larger steps, beside other rows."""
+def test_what_fits_without_a_plan_is_what_fits_by_plan(
+    family: str, streams: bool, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was asked before, of smaller and larger steps, beside other rows, in a configuration that is given.
+
+    What a refusal says is needed is more than there is, and no more than a plan needs.
+    """
     rng, answers = random.Random(f"{family} {streams}"), []
     roomy = Planner(models.load(CONFIGS[family]), device="cpu", host_budget="1GiB" if streams else 0)
     for _ in range(rounds):
         middle, states = rng.choice(asked(family, rng))
         needed = roomy.needed(middle.beside(states))
-        plans = StepPlans(roomy.with_budgets(budget=needed + rng.randrange(-2, 4) * PAGE), None)
+        config = rng.choice((None, None, {"ffn": 128, "logits": 64, "attention": "heads", "heads": 1}))
+        plans = StepPlans(roomy.with_budgets(budget=needed + rng.randrange(-2, 4) * PAGE), config)
         if rng.random() < 0.7:
             plans.settle_on(roomy.plan(StepSize(windows=(1,), rows=1), limit=False))
         beside_more = {state: rows + rng.randrange(1, 400) for state, rows in states.items()}
         near = [(middle, states), *asked(family, rng), (middle, beside_more), (middle, middle.states)]
         for size, beside in [*near, *rng.sample(near, 2)]:
             answers.append(planned(plans, size.beside(beside)))
-            assert plans.fits([size], beside) == answers[-1], size
+            with making_no_plans(monkeypatch):
+                assert plans.fits([size], beside) == answers[-1], size
+                refused = refusal_of(plans, size, beside)
+            assert (refused is None) == answers[-1]
+            if refused is not None:
+                least = (
+                    roomy.needed(size.beside(beside))
+                    if config is None
+                    else planned_bytes(roomy, size.beside(beside), config)
+                )
+                assert plans.asked.budget_bytes == refused.available_bytes < refused.needed_bytes <= least
     assert 0.1 < sum(answers) / len(answers) < 0.9
+
+
+def test_submitting_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where a request is admitted, first or beside others, nor where it is refused."""
+    options = GenerationConfig(gen_length=8, block_length=4, steps=4)
+    with mosaic.compile(CONFIGS["llada"], host_budget=0) as roomy:
+        three = shared_sizes([largest_steps(resolve(options, roomy.architecture), roomy.architecture, 9, 0)] * 3)
+        budget = roomy.check(three).total_bytes
+    with mosaic.compile(CONFIGS["llada"], budget=budget, host_budget=0) as model, model.session() as session:
+        with making_no_plans(monkeypatch):
+            requests = [session.submit(prompt_of(9), options) for _ in range(3)]
+            for prompt in (prompt_of(400), prompt_of(400), prompt_of(401)):
+                with pytest.raises(DoesNotFit, match="fewer or shorter sequences") as refused:
+                    session.submit(prompt, options)
+                assert refused.value.needed_bytes > refused.value.available_bytes == budget
+            for request in requests:
+                session.cancel(request)
+            with pytest.raises(DoesNotFit, match="the largest context that fits is"):
+                session.submit(prompt_of(400), options)
+        session.submit(prompt_of(9), options)
+        while session.live:
+            session.advance()

@@ -338,8 +338,11 @@ class FakeModel:
         self.calls.append({"model": model.name, **options})
         return self
 
+    def admits(self, steps: Any, *, more: Any = None) -> bool:
+        return max(step.tokens for step in steps) <= self.limit
+
     def check(self, steps: Any, *, more: Any = None) -> None:
-        if max(step.tokens for step in steps) > self.limit:
+        if not self.admits(steps):
             raise DoesNotFit("too long", needed_bytes=3 * MIB, available_bytes=2 * MIB)
 
     def generate(

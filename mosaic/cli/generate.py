@@ -237,11 +237,7 @@ def _too_long(runner: StepRunner, job: _Job, misfit: DoesNotFit) -> DoesNotFit:
     from mosaic.decoding.algorithms import shapes
 
     def fits(tokens: int) -> bool:
-        try:
-            runner.check(shapes(job.asked, [tokens], runner.architecture))
-        except DoesNotFit:
-            return False
-        return True
+        return runner.admits(shapes(job.asked, [tokens], runner.architecture))
 
     longest = bisect_left(range(1, len(job.prompt_ids)), True, key=lambda tokens: not fits(tokens))
     needed, available = misfit.needed_bytes, misfit.available_bytes

@@ -11,19 +11,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from mosaic.planner.placement import Placement, place, replayed
 from mosaic.planner.search import SearchResult, lowest, search, trace_step
 from mosaic.planner.space import Config, Point, Space
 
-__all__ = ["DimsAt", "holds", "is_feasible", "max_context", "search_and_place", "smallest_host", "smallest_total"]
+__all__ = [
+    "DimsAt",
+    "Memory",
+    "holds",
+    "is_feasible",
+    "least",
+    "max_context",
+    "search_and_place",
+    "smallest_host",
+    "smallest_total",
+]
 
 DimsAt = Callable[[int], Mapping[str, int]]
 _FAR: Final = 1 << 20
 """A context at which it shows which ways of running a step need least of the device."""
 QUICK: Final = "greedy_by_size"
 """Packs in milliseconds, never lower than the portfolio."""
+
+
+class Memory(NamedTuple):
+    """Bytes of the device, and of pinned host memory."""
+
+    device_bytes: int
+    host_bytes: int
 
 
 class _Packer:
@@ -106,13 +123,28 @@ def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, 
 
     Packs only where the lower bound fits, and searches where the configuration of the lowest bound misses it.
     """
-    least = lowest(point, host_budget_bytes)
-    if not point.fits(least, budget_bytes, host_budget_bytes):
+    if not point.fits(next(point.smallest(host_budget_bytes)), budget_bytes, host_budget_bytes):
         return False
+    least = lowest(point, host_budget_bytes)
     if solver == "auto" and _fits_quickly(point, least, budget_bytes):
         return True
     packer = _Packer(point, host_budget_bytes, solver)
     return packer.total_bytes(least) <= budget_bytes or packer.found(budget_bytes).fits
+
+
+def least(point: Point, budget: Memory, config: Config | None = None) -> Memory:
+    """Return what a step that does not fit needs at least, in a configuration or in the one that needs least.
+
+    That is its lower bound. Only where this is within the budgets the step is packed, which may take a second.
+    """
+    chosen = next(point.smallest(budget.host_bytes)) if config is None else config
+    if not point.fits(chosen, *budget):
+        return Memory(point.total_bytes(chosen), point.host_bytes(chosen.choices))
+    if config is None:
+        total, chosen = smallest_total(point, budget.host_bytes)
+    else:
+        total = point.total_bytes(chosen, place(point, chosen).peak_bytes)
+    return Memory(total, point.host_bytes(chosen.choices))
 
 
 def holds(point: Point, config: Config, budget_bytes: int, host_budget_bytes: int = 0) -> bool:

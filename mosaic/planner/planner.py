@@ -21,7 +21,7 @@ from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.planner.cache import template_of
 from mosaic.planner.check import prove_safe
 from mosaic.planner.document import Draft, assemble
-from mosaic.planner.limits import holds, is_feasible, max_context, search_and_place, smallest_total
+from mosaic.planner.limits import Memory, holds, is_feasible, least, max_context, search_and_place, smallest_total
 from mosaic.planner.placement import place
 from mosaic.planner.plan import Plan
 from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
@@ -31,10 +31,12 @@ from mosaic.planner.template import collector_paused
 from mosaic.units import Size, parse_bytes
 from mosaic.version import __version__
 
-__all__ = ["Planner", "Progress", "plan", "plan_point", "read_budgets"]
+__all__ = ["Planner", "Progress", "Settings", "plan", "plan_point", "read_budgets"]
 
 Progress: TypeAlias = Callable[[int, str], None]
 """Told (how many bodies have been compiled, the name of the next) before each."""
+Settings: TypeAlias = Mapping[str, int | str | None]
+"""A configuration: rows per chunk by knob (None: off), an option by choice."""
 KEPT_CONFIGS: Final = 4
 """Configurations of a kind of step that `Planner.fits` tries before it looks for one."""
 
@@ -143,7 +145,7 @@ class Planner:
         step: Request | StepSize,
         *,
         solver: str = "auto",
-        config: Mapping[str, int | str | None] | None = None,
+        config: Settings | None = None,
         limit: bool = True,
     ) -> Plan:
         """Plan one step. A plan that does not fit is no error: its `fits` is False.
@@ -184,15 +186,26 @@ class Planner:
         return self._longest[key]
 
     @collector_paused()
-    def fits(self, step: Request | StepSize) -> bool:
+    def fits(self, step: Request | StepSize, *, config: Settings | None = None) -> bool:
         """Return whether `plan` finds one that fits; in under a millisecond where the answer for such a step was yes before.
 
         Configurations that held earlier steps of the kind are evaluated first, with their known orders replayed: a packing
         within the budget is answer enough.
+
+        Parameters
+        ----------
+        config
+            As for `plan`.
         """
         point, kind = self.at(step), _size(step).kind
         known = self._fitting.get(kind, ())
-        budgets = self.budget_bytes, self.host_budget_bytes
+        budgets = self.budget
+        if config is not None:
+            chosen = point.config(config)
+            return (
+                point.fits(chosen, *budgets)
+                and point.total_bytes(chosen, place(point, chosen).peak_bytes) <= self.budget_bytes
+            )
         if any(holds(point, config, *budgets) for config in known):
             return True
         if not is_feasible(point, *budgets):
@@ -205,6 +218,23 @@ class Planner:
     def needed(self, step: Request | StepSize) -> int:
         """Return the bytes of the smallest budget that holds the step."""
         return smallest_total(self.at(step), self.host_budget_bytes)[0]
+
+    @property
+    def budget(self) -> Memory:
+        """What may be used of the device and of the host."""
+        return Memory(self.budget_bytes, self.host_budget_bytes)
+
+    @collector_paused()
+    def least(self, step: Request | StepSize, *, config: Settings | None = None) -> Memory:
+        """Return what a step that does not fit needs at least, without a plan: by the peak formula where that says no.
+
+        Parameters
+        ----------
+        config
+            As for `plan`.
+        """
+        point = self.at(step)
+        return least(point, self.budget, None if config is None else point.config(config))
 
 
 def _size(step: Request | StepSize) -> StepSize:

@@ -65,21 +65,14 @@ class Variant:
 
 
 class Space:
-    """All variants of a template on one device.
-
-    Parameters
-    ----------
-    template
-        The compiled model.
-    device
-        The profile to predict times with.
-    """
+    """All variants of a template on one device, whose profile predicts times."""
 
     def __init__(self, template: Template, device: Device) -> None:
         self.template, self.device = template, device
         self._variants: dict[tuple[tuple[str, ...], tuple[bool, ...]], Variant] = {}
         self._times: dict[tuple[str, ...], OpTimes] = {}
         self._pool_rows: dict[tuple[tuple[str, ...], str], Mapping[int, int]] = {}
+        self._state_pools: dict[tuple[str, ...], Sequence[str]] = {}
 
     def variant(self, config: Config) -> Variant:
         """Return the compiled variant of a configuration."""
@@ -114,7 +107,10 @@ class Space:
 
     def state_pools(self, choices: tuple[str, ...]) -> Sequence[str]:
         """Return the pools of the states and carries of a body, in order of registration."""
-        return [b.pool for b in self.template.bodies[choices].buffers if b.kind in ("state", "carry")]
+        if choices not in self._state_pools:
+            buffers = self.template.bodies[choices].buffers
+            self._state_pools[choices] = [b.pool for b in buffers if b.kind in ("state", "carry")]
+        return self._state_pools[choices]
 
     def known(self, settings: Mapping[str, int | str | None]) -> dict[str, int | str | None]:
         """Return those of some settings that this kind of step has."""

@@ -285,8 +285,9 @@ class CompiledModel(Face):
             If one of them does not fit.
         """
         with self._engine.turn():
-            states = self._states_of(sizes, more)
-            plans = [self._engine.plans.plan(size.beside(states)) for size in self._engine.scattered(sizes)]
+            states, scattered = self._states_of(sizes, more), self._engine.scattered(sizes)
+            self._engine.plans.require(scattered, states)
+            plans = [self._engine.plans.plan(size.beside(states)) for size in scattered]
             return max(plans, key=lambda plan: plan.total_bytes)
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:

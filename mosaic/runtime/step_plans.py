@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import DoesNotFit
 from mosaic.models.state import State
 from mosaic.models.step import StepSize, rounded_states
+from mosaic.planner.planner import Settings
 from mosaic.runtime.recent import Recent
 from mosaic.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
+    from mosaic.planner.limits import Memory
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
 
 __all__ = ["Settings", "StepPlans", "does_not_fit"]
 
-Settings: TypeAlias = Mapping[str, int | str | None]
-"""A configuration: rows per chunk by knob (None: off), an option by choice."""
 KEPT_PLANS: Final = 32
 """Plans that are kept for whoever asks for the same size again."""
 KEPT_ANSWERS: Final = 8192
@@ -77,19 +77,15 @@ class StepPlans:
             If this kind of step does not have the settings.
         """
         plan = self._made(step.rounded(), config) or self._made(step, config)
-        return self.exact(step, config, limit=False) if plan is None else plan  # which says what is missing
+        if plan is None:
+            raise self._refusal(step, self._settings(step, config))
+        return plan
 
     def _made(self, step: StepSize, config: Settings | None) -> Plan | None:
         """The plan of a step if one fits, made once while the weights stay where they are."""
         settings = None if config is None else frozenset((name, repr(value)) for name, value in config.items())
         key = self.planner, step.kind, settings, *step.dims(self.asked.model.architecture).items()
-        return self._plans.find(key, lambda: self._exact_or_none(step, config))
-
-    def _exact_or_none(self, step: StepSize, config: Settings | None) -> Plan | None:
-        try:
-            return self.exact(step, config, limit=False)
-        except DoesNotFit:
-            return None
+        return self._plans.find(key, lambda: self._fitting(step, self._settings(step, config), limit=False))
 
     def fits(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> bool:
         """Return whether `plan` finds one for every step, beside these rows of states, without making it.
@@ -112,19 +108,48 @@ class StepPlans:
     def _fits(self, step: StepSize) -> bool:
         """Whether `exact` finds a plan."""
         settings = self._settings(step, None)
-        if settings is not None:
-            return self.planner.plan(step, config=settings, limit=False).fits
-        return self.planner.fits(step) or (self.asked.pinned != self.planner.pinned and self.asked.fits(step))
+        return any(planner.fits(step, config=settings) for planner in self._planners(settings))
 
-    def exact(self, step: StepSize, config: Settings | None = None, *, limit: bool = True) -> Plan:
+    def require(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> None:
+        """Make sure that `plan` finds one for every step, beside these rows of states; no plan is made for the answer.
+
+        Raises
+        ------
+        DoesNotFit
+            With what the first step that does not fit needs at least, and the largest context that fits.
+        """
+        taken = rounded_states(states)
+        for size in sizes:
+            if not self._fits_beside(size, states, taken):
+                step = size.beside(states)
+                raise self._refusal(step, self._settings(step, None))
+
+    def exact(self, step: StepSize, config: Settings | None = None) -> Plan:
         """Plan with the weights where they are; where only that fits, with weights elsewhere."""
         settings = self._settings(step, config)
-        try:
-            return _plan(self.planner, step, settings, limit=limit)
-        except DoesNotFit:
-            if settings is not None or self.asked.pinned == self.planner.pinned:
-                raise
-            return _plan(self.asked, step, None, limit=limit)
+        plan = self._fitting(step, settings, limit=True)
+        if plan is None:
+            raise self._refusal(step, settings)
+        return plan
+
+    def _fitting(self, step: StepSize, settings: Settings | None, *, limit: bool) -> Plan | None:
+        """The first plan that fits."""
+        plans = (planner.plan(step, config=settings, limit=limit) for planner in self._planners(settings))
+        return next((plan for plan in plans if plan.fits), None)
+
+    def _planners(self, settings: Settings | None) -> tuple[Planner, ...]:
+        """Who may plan a step: weights stay where they are if they can, or if the step's settings are given."""
+        moves = settings is None and self.asked.pinned != self.planner.pinned
+        return (self.planner, self.asked) if moves else (self.planner,)
+
+    def _refusal(self, step: StepSize, settings: Settings | None) -> DoesNotFit:
+        """What to say of a step that does not fit."""
+        planner = self._planners(settings)[-1]
+        seen = f", {format_tokens(sum(step.owned))} keys" if step.phase.cached else ""
+        what = f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.rows)} masked{seen})"
+        how = "" if settings is None else " as configured"
+        way_out = f"; {_way_out(planner, step, settings)}"
+        return does_not_fit(planner.least(step, config=settings), planner.budget, what, way_out, how)
 
     def _settings(self, step: StepSize, config: Settings | None) -> Settings | None:
         if config is not None or self.config is None:
@@ -132,31 +157,21 @@ class StepPlans:
         return self.planner.space(step.kind).known(self.config)
 
 
-def _plan(planner: Planner, step: StepSize, settings: Settings | None, *, limit: bool) -> Plan:
-    """Plan one step, or say why it does not fit."""
-    plan = planner.plan(step, config=settings, limit=limit)
-    if plan.fits:
-        return plan
-    seen = f", {format_tokens(sum(step.owned))} keys" if step.phase.cached else ""
-    what = f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.rows)} masked{seen})"
-    how = "" if settings is None else " as configured"
-    raise does_not_fit(plan, what, f"; {_way_out(planner, step, settings)}", how)
-
-
-def does_not_fit(plan: Plan, what: str, way_out: str, how: str = "") -> DoesNotFit:
-    """Say what a plan needs, and which budget that is beyond: the host's where the device has room."""
-    on_host = plan.total_bytes <= plan.budget_bytes
-    needed = plan.host_bytes if on_host else plan.total_bytes
-    available = plan.host_budget_bytes if on_host else plan.budget_bytes
+def does_not_fit(needed: Memory, budget: Memory, what: str, way_out: str, how: str = "") -> DoesNotFit:
+    """Say what a step needs, and which budget that is beyond: the host's where the device has room."""
+    on_host = needed.device_bytes <= budget.device_bytes
+    asked, available = (needed.host_bytes, budget.host_bytes) if on_host else (needed.device_bytes, budget.device_bytes)
     return DoesNotFit(
-        f"{what} needs {format_bytes(needed)}{' of host memory' if on_host else ''}{how}, the "
+        f"{what} needs {format_bytes(asked)}{' of host memory' if on_host else ''}{how}, the "
         f"{'host budget' if on_host else 'budget'} is {format_bytes(available)}{way_out}",
-        needed_bytes=needed, available_bytes=available,
+        needed_bytes=asked, available_bytes=available,
     )  # fmt: skip
 
 
 def _way_out(planner: Planner, step: StepSize, settings: Settings | None) -> str:
     if settings is not None:
         return "leave `config` out, and the planner looks for one that fits; or raise the budget."
+    if len(step.windows) > 1:
+        return "raise the budget, or let fewer or shorter sequences share a step."
     longest = planner.max_context(step)
     return f"the largest context that fits is {format_tokens(longest)} tokens. Raise the budget, or call with fewer tokens."
