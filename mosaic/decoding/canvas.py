@@ -249,7 +249,7 @@ class Canvas:
             key_len=0 if kept is None else key_len or end,
             states=rows,
             rows=positions - start,
-            current=self.tokens[positions],
+            current=torch.from_numpy(self.tokens.numpy()[positions.numpy()]),
             keys=self.keys(positions) if phase.noisy else None,
             **rule,
         )

@@ -262,6 +262,8 @@ class Session(ClosesOnExit):
         following = [request.following for request in group if request.following is not None]
         if not len(following) == len(group) == len(self._live):
             return []
+        if len(following) == 1:
+            return following
         alike = len({group_of(asked, self._runner.architecture) for asked in following}) == 1
         return following if alike else []
 

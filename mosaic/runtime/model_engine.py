@@ -151,7 +151,7 @@ class ModelEngine(Engine):
         DoesNotFit
             If it needs more than the budget.
         """
-        executor = self._executor(step.size, config)
+        executor = self._executor(step, config)
         self._poison_fresh_rows()
         executor.write(step.inputs)
         with self._threads.in_force():
@@ -168,15 +168,16 @@ class ModelEngine(Engine):
                 self.workspace.view(table.pool, start * size, ((end - start) * size,), "uint8").fill_(POISON)
             spans.clear()
 
-    def _executor(self, step: StepSize, config: Settings | None) -> Executor:
+    def _executor(self, step: PackedStep, config: Settings | None) -> Executor:
         """Find or bind the executor of a step's size and configuration, with its memory committed."""
+        size = step.size
         key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
         bound = self.plan_of(key)
-        plan = bound or self.plans.plan(step, config)
+        plan = bound or self.plans.plan(size, config)
         if not self.weights.serves(plan):
             self._move(plan)
         # a plan for the exact numbers serves no other step
-        serves_again = bound is not None or step.rounded().dims(self.model.architecture).items() <= plan.dims.items()
+        serves_again = bound is not None or size.rounded().dims(self.model.architecture).items() <= plan.dims.items()
         return self.bind(plan, self.weights.places, self.weights.adopted, key=key if serves_again else None)
 
     def _move(self, plan: Plan) -> None:

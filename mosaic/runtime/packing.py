@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ from mosaic.runtime.steps import SETTINGS, StepRequest
 __all__ = ["PackedStep", "group_of", "pack_step"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedStep:
     """One step over several requests: its size, and its inputs by name.
 
@@ -36,6 +37,11 @@ class PackedStep:
 
     size: StepSize
     inputs: Mapping[str, Tensor | Numbers]
+
+    @cached_property
+    def key(self) -> Hashable:
+        """The key of its size: a step that is launched again and again asks for it each time."""
+        return self.size.key
 
 
 def group_of(request: StepRequest, arch: Architecture) -> Hashable:
@@ -79,6 +85,8 @@ def pack_step(
 
 
 def _require_shared(requests: Sequence[StepRequest], declared: Sequence[Input]) -> None:
+    if len(requests) == 1:
+        return
     first = _shared(requests[0], declared)
     for request in requests[1:]:
         for name, value in _shared(request, declared).items():
