@@ -30,14 +30,17 @@ from mosaic.decoding import (
     Submission,
     shapes,
 )
+from mosaic.decoding.algorithms import canvas_length
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.architecture import Architecture
-from mosaic.models.parts import KV
+from mosaic.models.parts import KEPT, KV, Commit
+from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.packing import group_of
 
 MASK, EOS, END = 95, 7, 30
+KEEPING = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
 TOKENS = {"vocab_size": 96, "mask_token_id": MASK, "eos_token_id": EOS, "torch_dtype": "float32"}
 SDAR = {"model_type": "sdar", "block_size": 4, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 64, **TOKENS}  # fmt: skip
@@ -395,3 +398,81 @@ def test_callbacks_may_cancel_any_request() -> None:
                         assert shown[number].ended == 1
         finishes |= {one.finish for one in ended.values()}
     assert finishes == {"length", "cancelled"}
+
+
+class Fault(Exception):
+    """Raised by what a user brings."""
+
+
+def test_what_steps_did_before_an_error_is_told_by_the_next_call() -> None:
+    """Callbacks that raise now and then: every outcome is returned once and in order, whoever raised, and streamers end."""
+    raised = 0
+    for seed in range(30):
+        draw, told, returned = random.Random(seed), list[Step](), list[Step]()
+
+        def tell(step: Step, draw: random.Random = draw, told: list[Step] = told) -> None:
+            told.append(step)
+            if draw.random() < 0.3:
+                raise Fault
+
+        shown = [Shown() for _ in range(3)]
+        with Session(Runner()) as session:  # type: ignore[arg-type]
+            requests = session.submit_all(
+                [
+                    Submission(prompt=torch.tensor([1]), config=GenerationConfig(**way), streamer=one, on_step=tell)
+                    for way, one in zip(WAYS[:3], shown, strict=True)
+                ]
+            )
+            while session.live:
+                try:
+                    returned += session.advance(draw.randrange(1, 6))
+                except Fault:
+                    raised += 1
+            returned += session.advance()
+            assert all(one is other for one, other in zip(returned, told, strict=True)) and session.advance() == []
+        assert [one.generation.finish for one in requests if one.generation is not None] == ["length"] * 3
+        assert [one.ended for one in shown] == [1] * 3
+    assert raised > 30
+
+
+@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt])
+def test_a_request_whose_algorithm_raises_has_failed(error: type[BaseException]) -> None:
+    """In any of its steps, the first one too: it ends with what was final, the others go on, and no row is kept."""
+    for fails_at in range(4):
+
+        def decode(canvas: Canvas, fails_at: int = fails_at) -> Iterator[Any]:
+            for number, at in enumerate(range(canvas.prompt_len, canvas.end)):
+                if number == fails_at:
+                    raise error
+                asked = canvas.ask(KEEPING, torch.tensor([at]), window=(0, canvas.length), quota=1)
+                canvas.take(asked.rows, (yield asked))
+
+        def sizes(config: Any, arch: Any, prompt_len: int, _: int) -> list[StepSize]:
+            length = canvas_length(config, arch, prompt_len)
+            return [StepSize(phase=KEEPING, windows=(length,), keys=(length,), rows=1)]
+
+        runner, shown, other = Runner(), Shown(), Shown()
+        broken: Any = Algorithm(name="broken", decode=decode, shapes=sizes)  # type: ignore[arg-type]
+        asked = Submission(
+            prompt=torch.tensor([1]), config=GenerationConfig(algorithm=broken, gen_length=6), streamer=shown
+        )
+        with Session(runner) as session:  # type: ignore[arg-type]
+            going = session.submit(torch.tensor([1]), streamer=other, **WAYS[3])
+            before = runner.held
+            if not fails_at:  # nothing of what was submitted with it stays
+                whole = Submission(prompt=torch.tensor([1]), config=GenerationConfig(**WAYS[3]))
+                with pytest.raises(error):
+                    session.submit_all([whole, asked])
+            else:
+                (request,) = session.submit_all([asked])
+                with pytest.raises(error):
+                    session.advance(30)
+                assert request.generation is not None and request.generation.finish == "failed"
+                assert request.generation.token_ids.tolist() == [token(1 + at) for at in range(fails_at)]
+                assert (request.steps, request.pending) == (fails_at, None)
+                assert [one for part in shown.put_[1:] for one in part] == request.generation.token_ids.tolist()
+            assert shown.ended == 1 and runner.held == before and session.live == (going,)
+            while session.advance():
+                pass
+        assert going.generation is not None and going.generation.finish == "length" and other.ended == 1
+        assert runner.held == 0

@@ -203,24 +203,29 @@ def test_an_error_in_one_thread_lets_the_others_go_on(model: CompiledModel) -> N
 
 
 def test_a_turn_comes_after_what_the_last_one_launched_though_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A callback may raise while a step is on its way, and the next turn belong to a thread with another stream."""
+    """A callback may raise while a step is on its way, and the next turn belong to a thread with another stream.
+
+    The streams are those of the model's device, also where another one is the thread's current device.
+    """
 
     class Stream:
-        device_index = 0
-
         def __init__(self) -> None:
             self.after: list[Stream] = []
 
         def wait_stream(self, other: Stream) -> None:
             self.after.append(other)
 
-    first, second, turns = Stream(), Stream(), Turns(on_cuda=True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: first)
+    first, second, elsewhere = Stream(), Stream(), Stream()
+    device, current = torch.device("cuda", 1), {0: elsewhere, 1: first}
+    turns = Turns(device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: current[0 if of is None else of.index])
     with pytest.raises(ValueError, match="a callback's"), turns:
         raise ValueError("a callback's")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: second)
+    current[1] = second
     with turns:
         assert second.after == [first]
+    with turns, turns:
+        assert second.after == [first] and first.after == elsewhere.after == []
 
 
 def test_rows_are_handed_out_once_to_many_threads(eager_switches: None) -> None:

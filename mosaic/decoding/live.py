@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "LiveRequest", "Submission"]
 
 
+Finish: TypeAlias = Literal["eos", "length", "cancelled", "failed"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """What one request generated.
@@ -34,7 +37,8 @@ class Generation:
     confidence
         float32 [n], the score that each token was committed by.
     finish
-        "eos", "length", or "cancelled": then the tokens are those that were final by then.
+        "eos", "length", "cancelled", or "failed" where the algorithm raised an error. Of a request that was cancelled or
+        failed, the tokens are those that were final by then.
     steps
         Steps that were run for it, prefill and commits included.
     text
@@ -44,7 +48,7 @@ class Generation:
     prompt_ids: Tensor
     token_ids: Tensor
     confidence: Tensor
-    finish: Literal["eos", "length", "cancelled"]
+    finish: Finish
     steps: int
     text: str | None = None
 
@@ -115,8 +119,13 @@ class LiveRequest:
         return self._canvas.following
 
     def begin(self) -> None:
-        """Ask for the first step."""
-        self.pending = next(self._algorithm, None)
+        """Take the rows of all states, and ask for the first step."""
+        try:
+            self._canvas.reserve()
+            self.pending = next(self._algorithm, None)
+        except BaseException:
+            self.end("failed")
+            raise
         if self._submission.streamer is not None:
             self._submission.streamer.put(self._canvas.prompt.clone())
         if self.pending is None:
@@ -124,27 +133,35 @@ class LiveRequest:
             self._show()
 
     def take(self, result: StepResult) -> Step:
-        """Go on with an outcome, to the next step or the end; tell the streamer and the callback."""
+        """Go on with an outcome, to the next step or the end. Where the algorithm raises, the request has failed."""
         assert self.pending is not None
         canvas, phase = self._canvas, self.pending.phase
         canvas.last = canvas.following = None
         block = canvas.block
+        self.steps += 1
         try:
             self.pending = self._algorithm.send(result)
         except StopIteration:
             self.pending = None
-        self.steps += 1
+        except BaseException:
+            self.end("failed")
+            raise
         step = self._report(phase.name, block, result)
         if self.pending is None:
             self.end()
-        going = self.pending is not None
-        if self._submission.on_step is not None:
-            self._submission.on_step(step)
-        if not (going and self.pending is None):  # the callback may have cancelled the request, which shows its end
-            self._show()
         return step
 
-    def end(self, *, cancelled: bool = False) -> None:
+    def tell(self, step: Step) -> None:
+        """Tell the callback and the streamer what a step did."""
+        going = self.pending is not None
+        try:
+            if self._submission.on_step is not None:
+                self._submission.on_step(step)
+        finally:
+            if not (going and self.pending is None):  # the callback may have cancelled the request, which shows its end
+                self._show()
+
+    def end(self, early: Literal["cancelled", "failed"] | None = None) -> None:
         """Give back what it holds, and say what came of it; a streamer is told where nothing else will tell it."""
         canvas = self._canvas
         self.pending = None
@@ -155,10 +172,10 @@ class LiveRequest:
             prompt_ids=canvas.prompt,
             token_ids=canvas.tokens[answer].clone(),
             confidence=canvas.confidence[answer].clone(),
-            finish="cancelled" if cancelled else "length" if canvas.eos is None else "eos",
+            finish=early or ("length" if canvas.eos is None else "eos"),
             steps=self.steps,
         )
-        if cancelled:
+        if early is not None:
             self._show()
 
     @property

@@ -88,6 +88,7 @@ class Session(ClosesOnExit):
         self._launched: list[_Asked] = []  # in order: those whose outcomes requests do not have yet
         self.launched_in_vain = 0
         """Steps that were launched ahead, and whose outcome nobody waited for."""
+        self._untold: list[Step] = []  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = False
 
@@ -135,7 +136,7 @@ class Session(ClosesOnExit):
         return self.submit_all([submission])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
-        """Add several requests, or none where one of them is refused; as for `submit`."""
+        """Add several requests, or none where one of them is refused or cannot begin; as for `submit`."""
         with self._runner.exclusive():
             if self._closed:
                 raise UsageError("the session is closed: open another one.")
@@ -143,7 +144,16 @@ class Session(ClosesOnExit):
             sizes, rows = self._asked(described)
             if not self._has_room(sizes, rows):
                 self._runner.check(sizes, more=rows)  # says what is missing
-            return [self._started(one) for one in described]
+            started: list[LiveRequest] = []
+            try:
+                for one in described:
+                    started.append(self._made(one))
+                    self._start(started[-1])
+            except BaseException:
+                for request in started:
+                    self.cancel(request)
+                raise
+            return started
 
     def _described(self, submissions: Sequence[Submission]) -> list[_Described]:
         """What requests will be: options whole, prompts checked, sizes known."""
@@ -168,7 +178,8 @@ class Session(ClosesOnExit):
         """Whether every one of these steps fits, with these rows taken."""
         return not sizes or self._runner.admits(sizes, more=rows)
 
-    def _started(self, described: _Described) -> LiveRequest:
+    def _made(self, described: _Described) -> LiveRequest:
+        """A live request that has asked for nothing so far."""
         canvas = Canvas(
             prompt=described.submission.prompt.to("cpu", torch.int64),
             config=described.config,
@@ -181,50 +192,59 @@ class Session(ClosesOnExit):
         request = LiveRequest(self._submitted, described.submission, canvas, described.largest)
         self._submitted += 1
         request.waiting_since = self._turns
-        canvas.reserve()  # the rows that were counted on are taken at once: nobody else gets them meanwhile
         self._live[request.number] = request
-        request.begin()
-        if request.pending is None:
-            del self._live[request.number]
         return request
+
+    def _start(self, request: LiveRequest) -> None:
+        """Take the rows that were counted on, so that nobody else gets them meanwhile, and have it ask for its first step."""
+        request.begin()
+        if request.generation is not None:
+            self._live.pop(request.number, None)
 
     def advance(self, steps: int = 1) -> list[Step]:
         """Run steps, each for the group of requests that has waited longest; fewer, where nothing is left to do.
+
+        Where a callback raises, its request goes on with the next call. Where an algorithm raises, its request has ended as
+        "failed". What steps did before an error is returned by the next call, and never lost.
 
         Returns
         -------
         list of Step
             What each step did for each of its requests, in order.
         """
-        done: list[Step] = []
-        for _ in range(steps):
-            with self._runner.exclusive():
-                group, results = self._next_results()
-                if not group:
-                    break
-                self._turns += 1
-                done += self._taken(group, results)
+        done, self._untold = self._untold, []
+        try:
+            for _ in range(steps):
+                with self._runner.exclusive():
+                    group, results = self._next_results()
+                    if not group:
+                        break
+                    self._turns += 1
+                    self._give(group, results, done)
+        except BaseException:
+            self._untold += done
+            raise
         return done
 
-    def _taken(self, group: Sequence[LiveRequest], results: Sequence[StepResult]) -> list[Step]:
-        """Give each request its outcome, but those that a callback has cancelled.
+    def _give(self, group: Sequence[LiveRequest], results: Sequence[StepResult], done: list[Step]) -> None:
+        """Give each request its outcome, but those that a callback has cancelled, and list what was done.
 
         Where a callback raises, the others still get theirs: a canvas on the device has it.
         """
-        done, raised = list[Step](), list[BaseException]()
+        raised = list[BaseException]()
         for request, result in zip(group, results, strict=True):
             if request.generation is not None:
                 continue
             request.waiting_since = self._turns
             try:
                 done.append(request.take(result))
+                request.tell(done[-1])
             except BaseException as error:
                 raised.append(error)
             if request.generation is not None:
                 self._live.pop(request.number, None)
         if raised:
             raise raised[0]
-        return done
 
     def _next_results(self) -> tuple[list[LiveRequest], list[StepResult]]:
         """The outcomes of the next step, and whose they are; the one after it is launched before they are waited for.
@@ -285,7 +305,7 @@ class Session(ClosesOnExit):
         """End a request now: what is final becomes its `generation`. A request that has ended stays as it is."""
         with self._runner.exclusive():
             if self._live.pop(request.number, None) is not None and request.generation is None:
-                request.end(cancelled=True)
+                request.end("cancelled")
 
     def close(self) -> None:
         """Cancel what is live. Closing twice is fine."""

@@ -78,10 +78,10 @@ class Engine:
         self.debug, self._capture = debug, capture and self._on_cuda
         self._what, self._open = what, True
         self._adopted_bytes = 0  # weights that the ledger counts and no range has
-        self.current, self.turns = first, Turns(on_cuda=self._on_cuda)
         self._handed_out = HandedOut()
         self._bound: Recent[Hashable, tuple[Plan, Executor]] = Recent(KEPT_EXECUTORS)
         self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
+        self.current, self.turns = first, Turns(self.device)
         self._streams = shared_streams(self.device.index) if self._on_cuda else None
         self.workspace = open_workspace(planner)
         self._memory = StepMemory(self.workspace, tables, self._handed_out.empty)

@@ -14,6 +14,11 @@ __all__ = ["Turns"]
 class Turns:
     """A re-entrant lock. On a CUDA device, each turn's stream waits for the work of the turn before, whatever its stream.
 
+    Parameters
+    ----------
+    device
+        Whose streams order the work of turns, whatever device is the current one; a CPU's needs no order.
+
     Examples
     --------
     >>> turns = Turns()
@@ -22,15 +27,16 @@ class Turns:
     True
     """
 
-    def __init__(self, *, on_cuda: bool = False) -> None:
-        self._lock, self._on_cuda, self._depth = threading.RLock(), on_cuda, 0
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._lock, self._depth = threading.RLock(), 0
+        self._device = device if device is not None and device.type == "cuda" else None
         self._last: torch.cuda.Stream | None = None
 
     def __enter__(self) -> Self:
         self._lock.acquire()
         self._depth += 1
         if self._last is not None:
-            current = torch.cuda.current_stream(self._last.device_index)
+            current = torch.cuda.current_stream(self._device)
             if current != self._last:
                 current.wait_stream(self._last)
         return self
@@ -39,8 +45,8 @@ class Turns:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._on_cuda:  # where it raised, too: a step may be on its way
-                self._last = torch.cuda.current_stream()
+            if self._device is not None:  # where it raised, too: a step may be on its way
+                self._last = torch.cuda.current_stream(self._device)
         finally:
             self._depth -= 1
             self._lock.release()
