@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby, permutations, product
+from functools import lru_cache
+from itertools import combinations, groupby, permutations, product
 from types import MappingProxyType
 from typing import Final
 
 from mosaic.errors import GraphError
 from mosaic.registrar.graph import MAIN, Buffer, Graph, Op, Region
-from mosaic.registrar.operator import Dim
+from mosaic.registrar.operator import Dim, Spec
 
 __all__ = ["validate"]
 
@@ -56,12 +57,18 @@ _Cuts = frozenset[_Cut]
 
 def _reads_follow_writes(graph: Graph) -> None:
     """No op may read what nothing has written yet, be it other slices of what a region around it is filling."""
-    written = {b.id: [_Cuts()] for b in graph.buffers if _is_defined(b) or b.name in graph.handed}
+    whole = {b.id for b in graph.buffers if _is_defined(b) or b.name in graph.handed}
+    written: dict[int, dict[_Cuts, set[str]]] = {}  # of the other buffers: slices, and the regions that cut them
     for op in graph.ops:
+        around = {region.name for region in op.region.chain} if op.region is not None else set[str]()
         for buffer in op.reads:
+            if buffer.id in whole:
+                continue
             if buffer.id not in written:
                 raise GraphError(f"{op.name} ({op.source}): reads {buffer} before anything writes it ({buffer.source})")
-            for seen in _cuts_by_operand(op, buffer) if op.region is not None else ():
+            if any(around.isdisjoint(by) for by in written[buffer.id].values()):
+                continue  # these regions have ended
+            for seen in _cuts_by_operand(op, buffer):
                 filling = min((_filling(op, seen, cuts) for cuts in written[buffer.id]), key=len)
                 if filling:
                     raise GraphError(
@@ -75,8 +82,11 @@ def _reads_follow_writes(graph: Graph) -> None:
                     "where only a slice of it ever exists; define it outside"
                 )
         for buffer in op.writes:
-            if buffer not in op.reads:
-                written.setdefault(buffer.id, []).append(_cuts(op, buffer))
+            if buffer.id not in whole and buffer not in op.reads:
+                if cuts := _cuts(op, buffer):
+                    written.setdefault(buffer.id, {})[cuts] = {region for _, region, _ in cuts}
+                else:
+                    whole.add(buffer.id)
 
 
 def _filling(op: Op, seen: _Cuts, written: _Cuts) -> list[str]:
@@ -121,9 +131,12 @@ def _aliases_are_legal(graph: Graph) -> None:
     order = _Order(graph)
     for root_id, members in by_root.items():
         ops = list(touching[root_id].values())
+        replayed = [(op, _pieces(op, members, iterations)) for op, iterations in _replayed(ops)]
+        extents = {member: _extent(graph, member) for member in members}
+        overlapping = {pair for pair in combinations(members, 2) if _overlap(*(extents[member] for member in pair))}
         for old, new in permutations(members, 2):
-            if _overlap(graph, old, new):
-                _Value(graph, old, new).follow(ops)
+            if (old, new) in overlapping or (new, old) in overlapping:
+                _Value(graph, old, new).follow(replayed)
                 _no_write_beside(graph, order, ops, old, new)
                 _no_write_while_kept(graph, old, new)
 
@@ -136,18 +149,18 @@ class _Value:
         self._alike = _views_alike(graph, old, new)
         self._lost: dict[_Piece, Op] = {}
 
-    def follow(self, ops: Sequence[Op]) -> None:
-        """Let ops read and write the two, loop bodies twice."""
+    def follow(self, replayed: Sequence[tuple[Op, Mapping[Buffer, _Piece]]]) -> None:
+        """Let ops read and write the two, in their order of execution, with what each sees of the group."""
         old, new = self._old, self._new
-        for op, iterations in _replayed(ops):
+        for op, pieces in replayed:
             if old in op.reads:
-                self._read(op, _piece(op, old, iterations))
+                self._read(op, pieces[old])
             if new in op.writes:
                 if old in op.writes:
                     raise GraphError(f"alias of {new.name} and {old.name}: {op.name} ({op.source}) writes both")
-                self._lost[_piece(op, new, iterations) if self._alike else _WHOLE] = op
+                self._lost[pieces[new] if self._alike else _WHOLE] = op
             if old in op.writes and old not in op.reads:
-                self._restore(_piece(op, old, iterations))
+                self._restore(pieces[old])
         if self._lost and old.kind in _HANDED_ON:
             by = next(iter(self._lost.values()))
             raise GraphError(
@@ -199,9 +212,10 @@ def _replayed(
                 yield from _replayed(body, depth + 1, {**iterations, region.name: k})
 
 
-def _piece(op: Op, buffer: Buffer, iterations: Mapping[str, int]) -> _Piece:
-    """What an op sees of a buffer in these iterations of the regions around it."""
-    return frozenset((cut, iterations[cut[1]]) for cut in _cuts(op, buffer))
+def _pieces(op: Op, members: Sequence[Buffer], iterations: Mapping[str, int]) -> dict[Buffer, _Piece]:
+    """What an op sees of each buffer in these iterations of the regions around it."""
+    touched = {*op.reads, *op.writes}.intersection(members)
+    return {buffer: frozenset((cut, iterations[cut[1]]) for cut in _cuts(op, buffer)) for buffer in touched}
 
 
 def _are_apart(a: _Piece, b: _Piece) -> bool:
@@ -226,10 +240,11 @@ def _no_write_beside(graph: Graph, order: _Order, ops: Sequence[Op], old: Buffer
 
 def _no_write_while_kept(graph: Graph, old: Buffer, new: Buffer) -> None:
     """What a barrier keeps holds its value until there, once it has one."""
+    keeping = [barrier for barrier in graph.barriers if old in barrier.buffers]
+    if not keeping:
+        return
     first = 0 if old.kind in _DEFINED else next((op.index for op in graph.ops if old in op.writes), len(graph.ops))
-    for barrier in graph.barriers:
-        if old not in barrier.buffers:
-            continue
+    for barrier in keeping:
         for op in graph.ops[max(first, barrier.start or 0) : barrier.end]:
             last = op.index == barrier.end - 1 and old in op.reads and _works_in_place(graph, op, new, old)
             if new in op.writes and not last:
@@ -284,6 +299,8 @@ def _cuts(op: Op, buffer: Buffer) -> _Cuts:
 
 
 def _cuts_by_operand(op: Op, buffer: Buffer) -> list[_Cuts]:
+    if not op.slices:
+        return [_Cuts() for operand in op.operands.values() if operand is buffer]
     inside = {region.name for region in buffer.home.chain} if buffer.home is not None else set()
     return [
         frozenset((s.axis, s.region, s.factor) for s in op.slices if s.operand == key and s.region not in inside)
@@ -307,21 +324,29 @@ def _views_alike(graph: Graph, a: Buffer, b: Buffer) -> bool:
     return _offset(graph, a) == _offset(graph, b) and a.spec == b.spec
 
 
-def _overlap(graph: Graph, a: Buffer, b: Buffer) -> bool:
-    (a_low, a_high), (b_low, b_high) = _extent(graph, a), _extent(graph, b)
+def _overlap(a: tuple[Dim, Dim], b: tuple[Dim, Dim]) -> bool:
+    """Whether two extents may have bytes in common."""
+    (a_low, a_high), (b_low, b_high) = a, b
     return not (_certainly_at_most(a_high, b_low) or _certainly_at_most(b_high, a_low))
 
 
 def _extent(graph: Graph, buffer: Buffer) -> tuple[Dim, Dim]:
     """The bytes of its root's storage that a buffer takes."""
-    at = _offset(graph, buffer)
-    return at, at + buffer.bytes
+    at, size = _offset(graph, buffer), _bytes(buffer.spec) * buffer.rotate
+    return at, at + size if at != 0 else size
+
+
+@lru_cache(maxsize=1024)
+def _bytes(spec: Spec) -> Dim:
+    """What layers repeat is multiplied out once."""
+    return spec.bytes
 
 
 def _offset(graph: Graph, buffer: Buffer) -> Dim:
     return graph.aliases[buffer.id][1] if buffer.id in graph.aliases else 0
 
 
+@lru_cache(maxsize=1024)
 def _certainly_at_most(low: Dim, high: Dim) -> bool:
     """Whether low <= high for all positive dims."""
     difference = high - low
