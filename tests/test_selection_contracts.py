@@ -15,6 +15,9 @@ from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
 from mosaic.registrar.operators.key_mass import splits_of
+from mosaic.registrar.operators.selected_attention import SPLIT_KEYS
+from mosaic.registrar.operators.selected_attention import splits_of as selected_splits
+from mosaic.registrar.operators.top_keys import BINS, LISTED, parts_of
 
 TOKENS, ROWS, SEQS, SPAN, EXTENTS, COLUMNS = (
     sympy.Symbol(name, positive=True, integer=True)
@@ -149,3 +152,20 @@ def test_splits_fit_into_the_scratch_buffer() -> None:
         assert 4 * splits * heads * rows <= available and splits * tiles <= max(264, tiles)
         assert splits == 1 or (splits - 1) * 256 < keys
     assert splits_of(8, 1024, 1 << 17, 264) == 33
+
+
+def test_parts_of_prefixes_fit_into_the_scratch_buffer() -> None:
+    for sequences, sets in ((1, 1), (1, 8), (3, 8), (9, 7), (64, 32)):
+        specs = {"owner": Spec((sequences,), "int64")}
+        available = int(scratch_bytes("cuda", "top_keys", specs, {"sets": sets}))
+        parts = parts_of(sequences * sets)
+        assert 4 * sequences * sets * (parts * BINS + 1 + LISTED) <= available
+        assert parts & (parts - 1) == 0 and (parts == 1 or parts * sequences * sets <= 256)
+
+
+def test_splits_of_selected_keys_fit_into_the_scratch_buffer() -> None:
+    available = int(scratch_bytes("cuda", "selected_attention", {"q": Spec((9, 128), "bfloat16")}, {"head_size": 128}))
+    for programs, rows, keys in ((8, 1024, 1056), (1, 8, 65), (32, 1024, 1056), (300, 8192, 1056), (40, 1280, 4096)):
+        splits = selected_splits(programs, rows, keys, 264)
+        assert splits == 1 or (4 * splits * rows * 130 <= available and splits * programs <= 264)
+        assert splits == 1 or (splits - 1) * SPLIT_KEYS < keys

@@ -140,7 +140,7 @@ def test_mass_of_more_keys_and_rows_than_a_tile_has() -> None:
 def top_case(seed: int, kind: str, ratio: float = 0.0, longest: int = 60) -> Case:
     """Masses with ties at every page; rows of a state in another order than the sequences, two slots of it."""
     rng = random.Random(seed)
-    page = 1 if kind == "floats" else [1, 2, 3, 4, 16][seed % 5]
+    page = [1, 2, 3, 4, 16][seed % 5] if kind == "ties" else 1
     k, sets = page * rng.choice([1, 2, 5, 8]), rng.randint(1, 3)
     prefixes = [rng.choice([0, 1, rng.randint(2, longest)]) for _ in range(3)] + [longest]
     cu_keys = starts([keys + rng.choice([0, 2]) for keys in prefixes])
@@ -149,6 +149,8 @@ def top_case(seed: int, kind: str, ratio: float = 0.0, longest: int = 60) -> Cas
     mass = torch.rand(sets, columns, generator=generator)
     if kind == "ties":
         mass = torch.randint(0, 6, (sets, columns), generator=generator) / 64  # sums are exact in any order
+    if kind == "steep":
+        mass = torch.exp2(-60 * mass)
     operands = {
         "mass": strided(mass), "captured": torch.tensor(prefixes, dtype=torch.int32), "cu_keys": cu_keys,
         "owner": torch.tensor(rng.sample(range(6), len(prefixes))),
@@ -177,7 +179,7 @@ def stated_selection(case: Case) -> Tensor:
     return after
 
 
-TOPS = [("floats", 0.0), ("ties", 0.0), ("ties", 0.25)]
+TOPS = [("floats", 0.0), ("steep", 0.0), ("ties", 0.0), ("ties", 0.25)]
 
 
 @pytest.mark.parametrize(("kind", "ratio"), TOPS)

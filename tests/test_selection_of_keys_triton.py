@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     from mosaic.kernels.cuda import key_mass, selected_attention
 
-    monkeypatch.setattr(selected_attention, "kv_splits", lambda *sizes: splits)
-    monkeypatch.setattr(selected_attention, "KV_SPLIT_KEYS", 1)
+    monkeypatch.setattr(selected_attention, "splits_of", lambda *sizes: splits)
+    monkeypatch.setattr(selected_attention, "SPLIT_KEYS", 1)
     monkeypatch.setattr(key_mass, "splits_of", lambda *sizes: splits)
     monkeypatch.setattr(key_mass, "SPLIT_KEYS", 1)
 
@@ -78,9 +79,34 @@ def test_pages_with_the_most_mass_in_triton(kind: str, ratio: float) -> None:
         assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
 
 
-@pytest.mark.parametrize("kind", ["floats", "ties"])
-def test_more_pages_than_a_tile_has_in_triton(kind: str) -> None:
-    case = top_case(1, kind, longest=9000)
+@pytest.mark.parametrize(("kind", "ratio", "seed"), [(*top, seed) for seed, top in enumerate(TOPS, start=8)])
+def test_prefixes_in_parts_in_triton(kind: str, ratio: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pages than a tile has; where many tie, more that may be chosen than are listed."""
+    tile = cut_as(monkeypatch)
+    case = top_case(seed, kind, ratio, longest=2100)
+    assert case.operands["mass"].shape[1] > 4 * case.attrs["page"] * tile
+    assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
+
+
+def cut_as(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Cut pages into small tiles; return how many a tile has."""
+    from mosaic.kernels.cuda import top_keys
+
+    monkeypatch.setattr(top_keys, "TILE", 256)
+    monkeypatch.setattr(top_keys, "LISTED", 256)
+    monkeypatch.setattr(top_keys, "PASSED", 256)
+    monkeypatch.setattr(top_keys, "parts_of", lambda pairs: 4)
+    return 256
+
+
+def test_a_longer_prefix_than_the_mean_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prefix has more pages than a tile has, the mean has fewer."""
+    cut_as(monkeypatch)
+    given = top_case(1, "floats", longest=700)
+    lengths = [min(keys, 9) if keys < 700 else keys for keys in given.operands["captured"].tolist()]
+    operands = given.operands | {"captured": torch.tensor(lengths, dtype=torch.int32), "cu_keys": starts(lengths)}
+    operands["mass"] = operands["mass"][:, : sum(lengths)]
+    case = replace(given, operands=operands)
     assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
 
 

@@ -275,8 +275,9 @@ def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:
         assert found == (beside | {"layers.3/mass": "main", "layers.3/select": "main"} if policy.selects else {})
         for layer in (1, 2) if policy.selects else ():
             names = [f"layers.{layer}/mass", f"layers.{layer}/down", f"layers.{layer + 1}/store"]
-            edges = {(edge["kind"], edge["from"]) for edge in plan.document["edges"]}
-            assert ("wait", ops[f"layers.{layer}/select"]["index"]) in edges
+            edges = {(edge["kind"], edge["from"], edge["to"]) for edge in plan.document["edges"]}
+            joined = [f"layers.{layer}/select", f"layers.{layer + 1}/store"]
+            assert ("wait", *(ops[name]["index"] for name in joined)) in edges
             assert [ops[name]["index"] for name in names] == sorted(ops[name]["index"] for name in names)
 
 

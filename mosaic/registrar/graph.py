@@ -136,7 +136,7 @@ class Graph(Declarations):
             rate="link" if any(b.pool == "host" for b in operands.values()) else rule.rate,
             rate_columns=work.rate_columns,
         )  # fmt: skip
-        self._streams.order(op.index)
+        self._streams.order(op.index, {buffer.id for buffer in op.writes})
         self.ops.append(op)
         found = tuple(created.values()) or tuple(updated)
         return found[0] if len(found) == 1 else found
@@ -306,9 +306,9 @@ class Graph(Declarations):
         """Register ops that run beside the main stream, forked after the last main op; join with `wait`."""
         return self._streams.fork(name)
 
-    def wait(self, name: str) -> None:
-        """Let the next main op wait for everything registered on a side stream so far."""
-        self._streams.wait(name)
+    def wait(self, name: str, updates: Buffer | None = None) -> None:
+        """Let the next main op wait for everything registered on a side stream so far; or the next that writes `updates`."""
+        self._streams.wait(name, None if updates is None else updates.id)
 
     @property
     def edges(self) -> list[Edge]:
@@ -317,7 +317,7 @@ class Graph(Declarations):
 
     @property
     def open_waits(self) -> Sequence[int]:
-        """Side ops that the next main op will wait for."""
+        """Side ops that a later main op will wait for."""
         return self._streams.open_waits
 
     def __repr__(self) -> str:

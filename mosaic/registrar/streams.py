@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,13 +30,11 @@ class Streams:
     ----------
     edges
         Forks and waits so far.
-    open_waits
-        Side ops that the next main op waits for.
     """
 
     def __init__(self) -> None:
         self.edges: list[Edge] = []
-        self.open_waits: list[int] = []
+        self._waits: list[tuple[int, int | None]] = []
         self._sides: dict[str, _Side] = {}
         self._current: _Side | None = None
         self._last_main = -1
@@ -62,20 +60,26 @@ class Streams:
         finally:
             self._current = None
 
-    def wait(self, name: str) -> None:
-        """Let the next main op wait for everything on a side stream so far."""
+    @property
+    def open_waits(self) -> list[int]:
+        """Side ops that a later main op waits for."""
+        return [last for last, _ in self._waits]
+
+    def wait(self, name: str, updates: int | None = None) -> None:
+        """Let the next main op, or the next that writes the buffer `updates`, wait for everything on a side stream so far."""
         side = self._sides.get(name)
         if side is None or side.last is None:
             raise GraphError(f"wait('{name}') ({caller()}): nothing was registered on that stream")
-        self.open_waits.append(side.last)
+        self._waits.append((side.last, updates))
 
-    def order(self, op: int) -> None:
-        """Note an op of the current stream."""
+    def order(self, op: int, writes: Collection[int]) -> None:
+        """Note an op of the current stream, and the ids of the buffers that it writes."""
         side = self._current
         if side is None:
             self._last_main = op
-            self.edges.extend(Edge("wait", last, op) for last in self.open_waits)
-            self.open_waits.clear()
+            due = [wait for wait in self._waits if wait[1] is None or wait[1] in writes]
+            self.edges.extend(Edge("wait", last, op) for last, _ in due)
+            self._waits = [wait for wait in self._waits if wait not in due]
             return
         if side.first is None:
             side.first = op

@@ -3,10 +3,10 @@
 Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
 votes[T] uint8, cu_seqlens[B+1] int32; layer, kv_heads, head_size, scale, sets, columns, span, statistic) -> mass[sets, S] float32,
 all whole, as `mosaic.registrar.operators.key_mass` says (MAGE, equation 3). First the log-sum-exp of every row and head over its
-prefix goes into scratch; where the tiles are few, it is split over keys and then joined. Then each program owns some keys of a
-sequence and one set of heads: it goes over all voting rows and writes the statistic of its keys. So no matrix is larger than a
-tile, and no sum depends on the order in which programs run. Lengths are read on the device alone: how many programs start
-depends on shapes, so a captured launch serves other lengths.
+prefix goes into scratch; where the tiles are few, it is split over keys and then joined. Then each program owns a run of keys of
+a sequence and one set of heads: for one tile of voting rows after another, which stays in place, it goes over its keys and adds to
+their statistics. So no matrix is larger than a tile, and no sum depends on the order in which programs run. Lengths are read on
+the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
 Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
@@ -17,8 +17,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_attention import SEQUENCES, cut_of, find_tile, floats_of, share_of, tile_of
-from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, processors, tl, triton
+from mosaic.kernels.cuda.kv_attention import SEQUENCES, WIDEST, cut_of, find_tile, floats_of, share_of
+from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.key_mass import check, reference
 from mosaic.registrar.operators.key_mass import SPLIT_KEYS, splits_of
 
@@ -29,22 +29,16 @@ PLACES: Final = 2
 JOINED: Final = 256
 """Log-sum-exps that a program joins the splits of."""
 JOIN_WARPS: Final = 4
-
-
-@triton.jit
-def places_of(
-    position, valid, extents, first, last, kv_stride, layer, kv_head, HEADS: tl.constexpr, SIZE: tl.constexpr
-):
-    """Where the keys of some positions begin, in elements of kv; 0 where not `valid`. Extents are `first` to `last`."""
-    place = tl.zeros_like(position).to(tl.int64)
-    for extent in range(first, last):
-        entry = extents + extent * 4
-        begin = tl.load(entry + 2)
-        # where the key of position 0 would lie, were the extent to reach there
-        origin = (2 * layer * HEADS + kv_head) * tl.load(entry + 1) + tl.load(entry + 3) - begin
-        mine = valid & (position >= begin)
-        place = tl.where(mine, tl.load(entry) * kv_stride + (origin + position) * SIZE, place)
-    return place
+RUNS: Final = 2
+"""Runs of keys for each multiprocessor: over 131,008 keys 77 us with 2, 132 with 1 and 80 with 4 (H200, see MASS_HOPPER)."""
+# By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. A launch takes the first that a
+# sequence's rows fit into, or else the last. On one H200, 32 queries of 32/8 heads of 128 over 131,008 keys take 77 us in tiles
+# of 64 keys with 4 warps and 4 stages, 82 with 3 stages, 91 with 8 warps, 98 in tiles of 128 keys; reading them takes 62.
+MASS_FULL: Final = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
+MASS_SMALL: Final = {2: (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3), Tile(64, 64, 0, 4, 3)), 4: MASS_FULL}
+MASS_HOPPER: Final = {2: (*MASS_SMALL[2], Tile(128, 64, 0, 4, 4)), 4: MASS_FULL}
+MASS_TILES: Final = {80: MASS_SMALL, 90: MASS_HOPPER, 120: MASS_SMALL}
+MASS_NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "splits", "layer"])
@@ -131,7 +125,24 @@ def join_sums_kernel(sums, count, splits, BLOCK: tl.constexpr):
     tl.store(sums + at, maximum + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=at < count)
 
 
-@triton.jit(do_not_specialize=["sequences", "columns", "layer"])
+@triton.jit
+def find_run(run, captured, sequences, programs, BLOCK_K: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Which keys are those of a run: the prefixes are cut into runs of equal lengths, at most `programs` and one a sequence more.
+
+    The sequence, its first key and the end of its keys; all 0 beyond the last run.
+    """
+    sequence = tl.arange(0, SEQUENCES)
+    keys = tl.load(captured + sequence, mask=sequence < sequences, other=0)
+    length = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(keys, 0), programs), BLOCK_K), 1) * BLOCK_K
+    runs = tl.cdiv(keys, length)
+    before = tl.cumsum(runs, 0) - runs
+    mine = (run >= before) & (run < before + runs)
+    low = tl.sum(tl.where(mine, (run - before) * length, 0), 0)
+    high = tl.minimum(tl.sum(tl.where(mine, keys, 0), 0), low + length)
+    return tl.sum(tl.where(mine, sequence, 0), 0), low, high
+
+
+@triton.jit(do_not_specialize=["sequences", "programs", "layer"])
 def key_mass_kernel(
     q,
     kv,
@@ -147,7 +158,7 @@ def key_mass_kernel(
     kv_stride,
     mass_stride,
     sequences,
-    columns,
+    programs,
     layer,
     scale_log2,
     HEADS: tl.constexpr,
@@ -161,49 +172,55 @@ def key_mass_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Mean or maximum, of some keys, of what all voting rows and all heads of one set give to each."""
+    """Mean or maximum, of a run of keys, of what all voting rows and all heads of one set give to each."""
     PARTS: tl.constexpr = (MEMBERS + PART - 1) // PART
     TOKENS: tl.constexpr = BLOCK_Q // PART
     own = tl.program_id(1)
-    first, last, sequence = find_tile(tl.program_id(0), cu_keys, sequences, 0, columns, BLOCK_K, SEQUENCES)
+    sequence, low, high = find_run(tl.program_id(0), captured, sequences, programs, BLOCK_K, SEQUENCES)
+    first = tl.load(cu_seqlens + sequence)
+    last = tl.load(cu_seqlens + sequence + 1)
     start = tl.load(cu_keys + sequence)
-    key = first + tl.arange(0, BLOCK_K)
-    there = key < tl.minimum(last, start + tl.load(captured + sequence))
-    any_there = tl.max(there.to(tl.int32), 0) > 0
-    extent = tl.load(cu_extents + sequence)
-    last_extent = tl.where(any_there, tl.load(cu_extents + sequence + 1), extent)
-    kv_head = own // (SETS // HEADS)
-    place = places_of(key - start, there, extents, extent, last_extent, kv_stride, layer, kv_head, HEADS, SIZE)
-    column = tl.arange(0, BLOCK_H)
-    k_mask = there[None, :] & (column < SIZE)[:, None]
-    k_tile = tl.load(kv + place[None, :] + column[:, None], mask=k_mask, other=0.0)
+    first_extent = tl.load(cu_extents + sequence)
+    last_extent = tl.load(cu_extents + sequence + 1)
     index = tl.arange(0, BLOCK_Q)
-    found = tl.zeros([BLOCK_K], tl.float32)
     voters = tl.zeros([BLOCK_Q], tl.int32)
-    first_row = tl.load(cu_seqlens + sequence)
-    last_row = tl.where(any_there, tl.load(cu_seqlens + sequence + 1), first_row)
-    for step in range(first_row, last_row, TOKENS):
-        for part in tl.static_range(PARTS):
-            row = step + index // PART
-            member = part * PART + index % PART
-            here = (index < TOKENS * PART) & (member < MEMBERS) & (row < last_row)
-            says = here & (tl.load(votes + row, mask=here, other=0) != 0)
-            head = own * MEMBERS + member
-            where = row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
-            queries = tl.load(q + where, mask=says[:, None] & (column < SIZE)[None, :], other=0.0)
-            # a row without a vote weighs nothing
-            logsum = tl.load(sums + row * (SETS * MEMBERS) + head, mask=says, other=float("inf"))
-            scores = tl.dot(queries, k_tile, input_precision="ieee") * scale_log2
-            weights = tl.exp2(scores - logsum[:, None])
-            if MEAN:
-                found += tl.sum(weights, 0)
-            else:
-                found = tl.maximum(found, tl.max(weights, 0))
-            voters += says.to(tl.int32)
-    number = tl.sum(voters, 0)
-    if MEAN:
-        found = found / tl.maximum(number, 1).to(tl.float32)
-    tl.store(mass + own.to(tl.int64) * mass_stride + key, found, mask=there & (number > 0))
+    for some in range(first, last, BLOCK_Q):
+        voters += (tl.load(votes + some + index, mask=some + index < last, other=0) != 0).to(tl.int32)
+    number = tl.sum(voters, 0) * MEMBERS
+    high = tl.where(number > 0, high, low)
+    share = 1.0 / tl.maximum(number, 1).to(tl.float32)
+    key = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK_H)
+    found_of = mass + own.to(tl.int64) * mass_stride + start
+    for tile in range(0, tl.cdiv(last - first, TOKENS) * PARTS):
+        row = first + tile // PARTS * TOKENS + index // PART
+        member = tile % PARTS * PART + index % PART
+        here = (index < TOKENS * PART) & (member < MEMBERS) & (row < last)
+        says = here & (tl.load(votes + row, mask=here, other=0) != 0)
+        head = own * MEMBERS + member
+        place = row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
+        queries = tl.trans(tl.load(q + place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0))
+        # a row without a vote weighs nothing
+        logsum = tl.load(sums + row * (SETS * MEMBERS) + head, mask=says, other=float("inf"))
+        tl.debug_barrier()  # what other rows have added to these keys is there
+        for extent in range(first_extent, last_extent):
+            entry = extents + extent * 4
+            begin = tl.load(entry + 2).to(tl.int32)
+            end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
+            # where the key of position 0 would lie, were the extent to reach there
+            origin = (2 * layer * HEADS + own // (SETS // HEADS)) * tl.load(entry + 1) + tl.load(entry + 3) - begin
+            k = kv + tl.load(entry) * kv_stride + origin * SIZE
+            stop = tl.minimum(end, high)
+            for step in range(tl.maximum(begin, low), stop, BLOCK_K):
+                there = step + key < stop
+                k_mask = there[:, None] & (column < SIZE)[None, :]
+                k_tile = tl.load(k + ((step + key) * SIZE)[:, None] + column[None, :], mask=k_mask, other=0.0)
+                # keys are the rows of the product: each of its sums lies in a few neighbouring threads
+                scores = tl.dot(k_tile, queries, input_precision="ieee")
+                weights = tl.exp2(scores * scale_log2 - logsum[None, :])
+                before = tl.load(found_of + step + key, mask=there & (tile > 0), other=0.0)
+                found = before + tl.sum(weights, 1) * share if MEAN else tl.maximum(before, tl.max(weights, 1))
+                tl.store(found_of + step + key, found, mask=there)
 
 
 def launch(
@@ -232,21 +249,21 @@ def launch(
         q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, mass, layer, kv_heads, head_size, sets, statistic
     )  # fmt: skip
     rows, sequences, group = q.shape[0], cu_seqlens.shape[0] - 1, members * sets // kv_heads
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
-    splits = splits_of(tiles * heads, rows * members * sets, mass.shape[1], processors(q.device) * PLACES)
-    sums = floats_of("key_mass", scratch, splits * rows * members * sets)
     shared = {
         "HEADS": kv_heads,
         "SIZE": head_size,
         "SEQUENCES": power_of_two(sequences, 1 << 16, least=SEQUENCES),
         "BLOCK_H": power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),
     }
+    tables = (extents, cu_extents, captured)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
+    count = rows * members * sets
+    splits = splits_of(tiles * heads, count, mass.shape[1], processors(q.device) * PLACES)
+    sums = floats_of("key_mass", scratch, splits * count)
     log_sum_kernel[(tiles, heads, splits)](
         q,
         kv,
-        extents,
-        cu_extents,
-        captured,
+        *tables,
         votes,
         cu_seqlens,
         sums,
@@ -267,16 +284,14 @@ def launch(
         num_stages=tile.stages,
     )
     if splits > 1:
-        count = rows * members * sets
         join_sums_kernel[(triton.cdiv(count, JOINED),)](sums, count, splits, BLOCK=JOINED, num_warps=JOIN_WARPS)
-    tile = tile_of(q, head_size, -(-rows // sequences) * members)
-    tiles = (mass.shape[1] + sequences * (tile.columns - 1)) // tile.columns
-    key_mass_kernel[(tiles, sets)](
+    tile = mass_tile_of(q, head_size, -(-rows // sequences) * members)
+    programs = max(1, processors(q.device) * RUNS // sets)
+    runs = min(programs, -(-mass.shape[1] // tile.columns)) + sequences
+    key_mass_kernel[(runs, sets)](
         q,
         kv,
-        extents,
-        cu_extents,
-        captured,
+        *tables,
         cu_keys,
         votes,
         cu_seqlens,
@@ -286,7 +301,7 @@ def launch(
         kv.stride(0),
         mass.stride(0),
         sequences,
-        mass.shape[1],
+        programs,
         layer,
         scale / math.log(2),
         **shared,
@@ -299,3 +314,10 @@ def launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def mass_tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
+    """Choose the smallest tile that `rows` rows fit into, or the largest."""
+    table = since(MASS_TILES, q) if head_size <= WIDEST else MASS_NARROW
+    tiles = table[max(2, min(q.element_size(), 4))]
+    return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])

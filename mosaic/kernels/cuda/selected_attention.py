@@ -7,9 +7,9 @@ positions[T] int32 sliced; layer, slot, sets, k, page, kv_heads, head_size, scal
 the packed window. A row in no sequence, or that sees no key, is left as it was.
 
 A tile's rows are tokens of one sequence times the query heads of one set. Its keys are one list in order of position: the selected
-ones, then those from the end of the prefix on. The keys of one extent lie side by side in the list, and are read one by one. As in
-`kv_attention`, few tiles are split over their keys, and a second launch joins the partial results from scratch. Lengths and counts
-are read on the device alone: how many programs start depends on shapes, so a captured launch serves others. Legend: T query rows,
+ones, then those from the end of the prefix on. The keys of one extent lie side by side in the list, and are read one by one. Few
+tiles are split over their keys, and a second launch joins the partial results from scratch. Lengths and counts are read on the
+device alone: how many programs start depends on shapes, so a captured launch serves others. Legend: T query rows,
 R rows of the state, L layers, B sequences, X extents, E rows of selections, N query heads, K KV heads, H head size.
 """
 
@@ -20,15 +20,20 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_attention import SEQUENCES, cut_of, find_tile, join, partials_of, share_of
-from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, processors, tl, triton
+from mosaic.kernels.cuda.kv_attention import NARROW, SEQUENCES, WIDEST, floats_of, share_of
+from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, tl, triton
 from mosaic.kernels.selected_attention import check, reference
-from mosaic.registrar.operators.kv_attention import KV_SPLIT_KEYS, kv_splits
+from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
 
 __all__ = ["launch", "reference"]
 
 PLACES: Final = 2
 """Programs that a multiprocessor runs at a time."""
+JOIN_WARPS: Final = 1
+# By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. A launch takes the first that a
+# sequence's rows fit into, or else the last.
+FULL: Final = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
+TILES: Final = {2: (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3)), 4: FULL}
 
 
 @triton.jit
@@ -46,7 +51,13 @@ def keys_before(end, listed, chosen, prefix, PAGE: tl.constexpr):
     return tl.where(end < prefix, low * PAGE - beyond, chosen + end - prefix)
 
 
-@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows", "layer", "slot"])
+@triton.jit
+def of(mine, values):
+    """The value of the sequence that is `mine`; 0 where none is."""
+    return tl.sum(tl.where(mine, values, 0), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "layer", "slot"])
 def selected_attention_kernel(
     q,
     kv,
@@ -68,7 +79,6 @@ def selected_attention_kernel(
     row_start,
     sequences,
     splits,
-    partial_rows,
     layer,
     slot,
     scale_log2,
@@ -91,19 +101,32 @@ def selected_attention_kernel(
     TOKENS: tl.constexpr = BLOCK_Q // PART
     tile = tl.program_id(0)
     own = tl.program_id(1) // PARTS
-    first, last, sequence = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES)
+    # a launch is a chain of loads, each as slow as memory is far: all that is known of sequences is loaded at once
+    every = tl.arange(0, SEQUENCES)
+    known = every < sequences
+    starts = tl.maximum(tl.load(cu_seqlens + every, mask=known, other=0) - row_start, 0)
+    ends = tl.minimum(tl.load(cu_seqlens + every + 1, mask=known, other=0) - row_start, rows)
+    all_seen = tl.load(seen + every, mask=known, other=0)
+    prefixes = tl.load(captured + every, mask=known, other=0)
+    owners = tl.load(owner + every, mask=known, other=0)
+    first_extents = tl.load(cu_extents + every, mask=known, other=0)
+    last_extents = tl.load(cu_extents + every + 1, mask=known, other=0)
+    tiles = tl.where(known & (ends > starts), (ends - starts + TOKENS - 1) // TOKENS, 0)
+    before = tl.cumsum(tiles, 0) - tiles
+    mine = (tile >= before) & (tile < before + tiles)
+    first = of(mine, starts + (tile - before) * TOKENS)
     index = tl.arange(0, BLOCK_Q)
     row = first + index // PART
     member = tl.program_id(1) % PARTS * PART + index % PART
-    here = (index < TOKENS * PART) & (member < GROUP) & (row < last)
+    here = (index < TOKENS * PART) & (member < GROUP) & (row < of(mine, ends))
     # each row sees, of the keys in the list, those at positions [0, limit)
-    limit = tl.where(here, tl.load(seen + sequence), 0)
+    limit = tl.where(here, of(mine, all_seen), 0)
     if SEEN:
         position = tl.load(positions + row, mask=here, other=0)
         limit = tl.minimum(limit, (position // SEEN + 1) * SEEN)
     most = tl.max(limit, 0)
-    prefix = tl.load(captured + sequence)
-    listed = selected + tl.load(owner + sequence) * selected_stride + (slot * SETS + own) * (PAGES + 1)
+    prefix = of(mine, prefixes)
+    listed = selected + of(mine, owners) * selected_stride + (slot * SETS + own) * (PAGES + 1)
     chosen = tl.load(listed, mask=(prefix > 0) & (most > 0), other=0) * PAGE
     high = chosen + tl.maximum(most - prefix, 0)
     low = 0
@@ -119,10 +142,10 @@ def selected_attention_kernel(
     maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     accumulator = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
-    last_extent = tl.load(cu_extents + sequence + 1)
+    last_extent = of(mine, last_extents)
     kv_head = own // (SETS // HEADS)
     done = low * 0  # keys of the list in the extents so far
-    for extent in range(tl.load(cu_extents + sequence), last_extent):
+    for extent in range(of(mine, first_extents), last_extent):
         entry = extents + extent * 4
         count = tl.load(entry + 1)
         # where the key of position 0 would lie, were the extent to reach there
@@ -141,6 +164,7 @@ def selected_attention_kernel(
             k_mask = there[None, :] & (column < SIZE)[:, None]
             v_mask = there[:, None] & (column < SIZE)[None, :]
             k_tile = tl.load(k + (at * SIZE)[None, :] + column[:, None], mask=k_mask, other=0.0)
+            v_tile = tl.load(v + (at * SIZE)[:, None] + column[None, :], mask=v_mask, other=0.0)
             scores = tl.dot(queries, k_tile, input_precision="ieee") * scale_log2
             scores = tl.where(there[None, :] & (at[None, :] < limit[:, None]), scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
@@ -149,23 +173,65 @@ def selected_attention_kernel(
             weights = tl.exp2(scores - base[:, None])
             correction = tl.exp2(maximum - base)
             total = total * correction + tl.sum(weights, 1)
-            v_tile = tl.load(v + (at * SIZE)[:, None] + column[None, :], mask=v_mask, other=0.0)
             accumulator = accumulator * correction[:, None]
             accumulator = tl.dot(weights.to(kv.dtype.element_ty), v_tile, accumulator, input_precision="ieee")
             maximum = new_maximum
         done = stop
     if SPLIT:
-        program = (tile * tl.num_programs(1) + tl.program_id(1)) * splits + tl.program_id(2)
-        partial = program * BLOCK_Q + index
-        tl.store(partials + partial[:, None] * SIZE + column[None, :], accumulator, mask=mask)
-        tl.store(partials + partial_rows * SIZE + partial, maximum, mask=here)
-        tl.store(partials + partial_rows * (SIZE + 1) + partial, total, mask=here)
+        items = rows * (SETS * GROUP)
+        partial = tl.program_id(2) * items + row * (SETS * GROUP) + own * GROUP + member
+        tl.store(partials + partial[:, None] * SIZE + column[None, :], accumulator, mask=mask & (total > 0.0)[:, None])
+        tl.store(partials + splits * items * SIZE + partial, maximum, mask=here)
+        tl.store(partials + splits * items * (SIZE + 1) + partial, total, mask=here)
     else:
         sees = total != 0.0
         result = accumulator / tl.where(sees, total, 1.0)[:, None]
         # y may be q: this program alone reads these rows of these heads, and has read them
         place = row.to(tl.int64)[:, None] * y_stride + ((own * GROUP + member) * SIZE)[:, None] + column[None, :]
         tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & sees[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences"])
+def join_kernel(
+    cu_seqlens,
+    y,
+    partials,
+    y_stride,
+    rows,
+    row_start,
+    sequences,
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One of the `COUNT` heads of one row: its partial results of all splits into y."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    # rows in no sequence have none
+    first = tl.load(cu_seqlens)
+    last = tl.load(cu_seqlens + sequences)
+    items = rows * COUNT
+    split = tl.arange(0, BLOCK_S)
+    partial = split * items + row * COUNT + head
+    some = split < SPLITS
+    maxima = tl.load(partials + SPLITS * items * SIZE + partial, mask=some, other=float("-inf"))
+    totals = tl.load(partials + SPLITS * items * (SIZE + 1) + partial, mask=some, other=0.0)
+    column = tl.arange(0, BLOCK_H)
+    place = partials + partial[:, None] * SIZE + column[None, :]
+    parts = tl.load(place, mask=some[:, None] & (column < SIZE)[None, :], other=0.0)
+    maximum = tl.max(tl.where(totals > 0.0, maxima, float("-inf")), 0)
+    weights = tl.where(totals > 0.0, tl.exp2(maxima - tl.where(maximum == float("-inf"), 0.0, maximum)), 0.0)
+    total = tl.sum(tl.where(totals > 0.0, totals, 0.0) * weights, 0)
+    accumulator = tl.sum(tl.where(totals[:, None] > 0.0, parts, 0.0) * weights[:, None], 0)
+    sees = (row + row_start >= first) & (row + row_start < last) & (total > 0.0)
+    result = accumulator / tl.where(total > 0.0, total, 1.0)
+    tl.store(
+        y + row.to(tl.int64) * y_stride + head * SIZE + column,
+        result.to(y.dtype.element_ty),
+        mask=(column < SIZE) & sees,
+    )
 
 
 def launch(
@@ -199,22 +265,15 @@ def launch(
         q, kv, extents, cu_extents, selected, owner, captured, seen, cu_seqlens, positions, y, layer, slot, sets, k, page,
         kv_heads, head_size,
     )  # fmt: skip
-    rows, sequences = q.shape[0], cu_seqlens.shape[0] - 1
-    tile, part, tiles, heads = cut_of(q, sequences, group, sets, head_size)
-    splits = kv_splits(tiles * heads, tile.rows, k + -(-rows // sequences), processors(q.device) * PLACES)
-    partial_rows = tiles * heads * splits * tile.rows
-    partials = partials_of("selected_attention", scratch, partial_rows, head_size) if splits > 1 else y
-    shared = {
-        "GROUP": group,
-        "PART": part,
-        "SIZE": head_size,
-        "SEQUENCES": power_of_two(sequences, 1 << 16, least=SEQUENCES),
-        "LEAST": KV_SPLIT_KEYS,
-        "BLOCK_Q": tile.rows,
-        "BLOCK_K": tile.columns,
-        "BLOCK_H": power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),
-    }
-    selected_attention_kernel[(tiles, heads, splits)](
+    rows, sequences, heads = q.shape[0], cu_seqlens.shape[0] - 1, group * sets
+    tile = tile_of(q, head_size, -(-rows // sequences) * group)
+    part = min(group, tile.rows)
+    tokens = tile.rows // part
+    tiles, parts = (rows + sequences * (tokens - 1)) // tokens, sets * -(-group // part)
+    splits = splits_of(tiles * parts, rows * heads, k + -(-rows // sequences), processors(q.device) * PLACES)
+    partials = floats_of("selected_attention", scratch, splits * rows * heads * (head_size + 2)) if splits > 1 else y
+    block_h = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
+    selected_attention_kernel[(tiles, parts, splits)](
         q,
         kv,
         extents,
@@ -235,19 +294,46 @@ def launch(
         row_start,
         sequences,
         splits,
-        partial_rows,
         layer,
         slot,
         scale / math.log(2),
-        **shared,
         HEADS=kv_heads,
         SETS=sets,
+        GROUP=group,
+        PART=part,
+        SIZE=head_size,
         PAGES=k // page,
         PAGE=page,
         SEEN=block,
         SPLIT=splits > 1,
+        SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
+        LEAST=SPLIT_KEYS,
+        BLOCK_Q=tile.rows,
+        BLOCK_K=tile.columns,
+        BLOCK_H=block_h,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if splits > 1:
-        join(seen, cu_seqlens, y, partials, (tiles, heads, splits), row_start, shared, every=True)
+        join_kernel[(rows, heads)](
+            cu_seqlens,
+            y,
+            partials,
+            y.stride(0),
+            rows,
+            row_start,
+            sequences,
+            COUNT=heads,
+            SIZE=head_size,
+            SPLITS=splits,
+            BLOCK_S=power_of_two(splits, 1 << 16),
+            BLOCK_H=block_h,
+            num_warps=JOIN_WARPS,
+        )
+
+
+def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
+    """Choose the smallest tile that `rows` rows fit into, or the largest."""
+    table = TILES if head_size <= WIDEST else NARROW
+    tiles = table[max(2, min(q.element_size(), 4))]
+    return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])

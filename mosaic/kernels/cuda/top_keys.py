@@ -1,31 +1,42 @@
-"""top_keys on CUDA: the pages of each prefix with the most attention mass, per set, without sorting and without scratch.
+"""top_keys on CUDA: the pages of each prefix with the most attention mass, per set, without sorting.
 
 Contract: top_keys(mass[sets, S] float32, captured[B] int32, cu_keys[B+1] int32, owner[B] int64, selected[E, W] int32; slot, sets,
-k, page, ratio); updates selected, as `mosaic.registrar.operators.top_keys` says. One program for each sequence and set; lengths are
-read on the device alone. The lowest sum that is chosen is found by radix selection: four histograms of eight bits, each of the
-pages whose higher bits are those found so far. Then the pages above it are written in ascending order, and of those that tie with
-it the lowest ones. Sums are added up again in each pass. Legend: S keys of all prefixes, B sequences, E rows, W numbers of a row.
+k, page, ratio); updates selected, as `mosaic.registrar.operators.top_keys` says. The lowest sum that is chosen is found by
+bisection over the bits of float32, which order as the sums do: of pages in registers, a count for each bit. Then the pages above
+it are written in ascending order, and of those that tie with it the lowest ones. Long prefixes are cut into parts: a first launch
+counts the pages of each part by bins of their sums; a second lists those at or above the bin in which the lowest chosen sum must
+be, and the last program of a prefix and set to have listed its part chooses among these. Where too many share that bin, it
+chooses among all pages. Lengths are read on the device alone, and sums are added up again in each pass. Legend: S keys of all
+prefixes, B sequences, E rows, W numbers of a row.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+import torch
 from torch import Tensor
 
+from mosaic.kernels.cuda.kv_attention import floats_of
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.top_keys import check, reference
-from mosaic.registrar.operators.top_keys import numbers_of
+from mosaic.registrar.operators.top_keys import BINS, LISTED, numbers_of, parts_of
 
 __all__ = ["launch", "reference"]
 
-# Untuned defaults.
+# On one H200, of 8 sets 1,024 keys each: of 256 keys 5.8 us, of 131,008 28; with tiles of 4,096 pages 32 (39 with 16 warps), with
+# tiles of 1,024 pages 40.
+TILE: Final = 2048
+"""Pages that a program has in registers when it chooses."""
 WARPS: Final = 8
-ELEMENTS: Final = 4096
-"""Masses in a tile of a pass."""
+LEAST: Final = 256
+"""Fewest sums in a tile."""
+PASSED: Final = 1024
+"""Masses in a tile of a pass over a part."""
+PASS_WARPS: Final = 8
 WIDEST: Final = 16
 """Most masses of a page that are added up at a time."""
-_BINS: Final = tl.constexpr(256)
+_BINS: Final = tl.constexpr(BINS)
 
 
 @triton.jit
@@ -42,8 +53,173 @@ def bits_of(mass, index, keys, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
     return sums.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+@triton.jit
+def bin_of(bits, keys):
+    """A bin that ascends with the sum: 16 for each factor of two, from 1/16 of the mean mass of a key on."""
+    relative = (bits.to(tl.float32, bitcast=True) * keys.to(tl.float32)).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum((relative >> 19) - (127 - 4) * 16, 0), _BINS - 1)
+
+
+@triton.jit
+def count_of(keys, ratio, PAGES: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr):
+    """How many pages of a prefix are chosen."""
+    count = tl.minimum(tl.cdiv(keys, PAGE), PAGES)
+    if RATIO:
+        count = tl.minimum(count, tl.cdiv(tl.ceil(ratio * keys.to(tl.float32)).to(tl.int32), PAGE))
+    return count
+
+
+@triton.jit
+def items_of(mass, listed, index, items, keys, LISTED: tl.constexpr, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Pages of some items, and the bits of their sums, -1 where there is none. Items are the `listed` pages if few, or all."""
+    page = index
+    if LISTED > 0:
+        page = tl.where(
+            items <= LISTED, tl.load(listed + index, mask=index < tl.minimum(items, LISTED), other=0), index
+        )
+    return page, tl.where(index < items, bits_of(mass, page, keys, PAGE, BLOCK_P), -1)
+
+
+@triton.jit
+def choose(
+    mass, listed, items, keys, count, row, LISTED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Write the `count` items with the largest sums, in their order; of equal ones the first."""
+    item = tl.arange(0, BLOCK)
+    page, bits = items_of(mass, listed, item, items, keys, LISTED, PAGE, BLOCK_P)
+    # the lowest sum that is chosen: at least `count` items reach `least`, and `above` of them, fewer, reach `beyond`
+    least = tl.min(tl.where(item < items, bits, 0x7FFFFFFF), 0)
+    beyond = tl.max(bits, 0) + 1
+    for start in range(BLOCK, items, BLOCK):
+        page, more = items_of(mass, listed, start + item, items, keys, LISTED, PAGE, BLOCK_P)
+        least = tl.minimum(least, tl.min(tl.where(start + item < items, more, 0x7FFFFFFF), 0))
+        beyond = tl.maximum(beyond, tl.max(more, 0) + 1)
+    above = items * 0
+    while beyond - least > 1:
+        middle = least + (beyond - least) // 2
+        reach = tl.sum((bits >= middle).to(tl.int32), 0)
+        for start in range(BLOCK, items, BLOCK):
+            page, more = items_of(mass, listed, start + item, items, keys, LISTED, PAGE, BLOCK_P)
+            reach += tl.sum((more >= middle).to(tl.int32), 0)
+        least = tl.where(reach >= count, middle, least)
+        beyond = tl.where(reach >= count, beyond, middle)
+        above = tl.where(reach >= count, above, reach)
+    tl.store(row, count)
+    ties = count - above
+    done = items * 0
+    tied = items * 0
+    for start in range(0, items, BLOCK):
+        page, bits = items_of(mass, listed, start + item, items, keys, LISTED, PAGE, BLOCK_P)
+        tie = (bits == least).to(tl.int32)
+        chosen = (bits > least) | ((bits == least) & (tied + tl.cumsum(tie, 0) <= ties))
+        number = chosen.to(tl.int32)
+        tl.store(row + done + tl.cumsum(number, 0), page, mask=chosen)
+        done += tl.sum(number, 0)
+        tied += tl.sum(tie, 0)
+
+
+@triton.jit
+def share_of(pages, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The pages of one part: whole tiles."""
+    return tl.cdiv(tl.cdiv(pages, PARTS), BLOCK) * BLOCK
+
+
+@triton.jit
+def histogram_kernel(
+    mass,
+    captured,
+    cu_keys,
+    counts,
+    arrived,
+    mass_stride,
+    SETS: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """How many pages of one part of a prefix are in each bin."""
+    part = tl.program_id(0)
+    own = tl.program_id(1)
+    sequence = tl.program_id(2)
+    keys = tl.load(captured + sequence)
+    mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
+    pages = tl.cdiv(keys, PAGE)
+    share = share_of(pages, PARTS, BLOCK)
+    bin = tl.arange(0, _BINS)
+    histogram = tl.zeros([_BINS], tl.int32)
+    for start in range(part * share, tl.minimum(pages, part * share + share), BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        histogram += tl.histogram(bin_of(bits_of(mine, index, keys, PAGE, BLOCK_P), keys), _BINS, mask=index < pages)
+    pair = sequence * SETS + own
+    tl.store(counts + (pair * PARTS + part) * _BINS + bin, histogram)
+    if part == 0:
+        tl.store(arrived + pair, 0)
+
+
 @triton.jit(do_not_specialize=["slot"])
-def top_keys_kernel(
+def parted_kernel(
+    mass,
+    captured,
+    cu_keys,
+    owner,
+    selected,
+    counts,
+    arrived,
+    lists,
+    mass_stride,
+    selected_stride,
+    slot,
+    ratio,
+    SETS: tl.constexpr,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    RATIO: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_P: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """Lists the pages of one part that may be chosen; the program that is the last of a prefix and set to do so chooses."""
+    part = tl.program_id(0)
+    own = tl.program_id(1)
+    sequence = tl.program_id(2)
+    pair = sequence * SETS + own
+    keys = tl.load(captured + sequence)
+    if keys > 0:
+        pages = tl.cdiv(keys, PAGE)
+        count = count_of(keys, ratio, PAGES, PAGE, RATIO)
+        mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
+        bin = tl.arange(0, _BINS)
+        every = tl.arange(0, PARTS)
+        histograms = tl.load(counts + (pair * PARTS + every[:, None]) * _BINS + bin[None, :])
+        at_least = tl.cumsum(tl.sum(histograms, 0), 0, reverse=True)
+        # the bin of the lowest sum that is chosen
+        lowest = tl.sum((at_least >= count).to(tl.int32), 0) - 1
+        kept = tl.sum(tl.where(bin[None, :] >= lowest, histograms, 0), 1)
+        items = tl.sum(kept, 0)
+        listed = lists + pair * LISTED
+        if items <= LISTED:
+            done = tl.sum(tl.where(every < part, kept, 0), 0)
+            share = share_of(pages, PARTS, BLOCK)
+            for start in range(part * share, tl.minimum(pages, part * share + share), BLOCK):
+                index = start + tl.arange(0, BLOCK)
+                bins = bin_of(bits_of(mine, index, keys, PAGE, BLOCK_P), keys)
+                number = ((index < pages) & (bins >= lowest)).to(tl.int32)
+                tl.store(listed + done + tl.cumsum(number, 0) - 1, index, mask=number > 0)
+                done += tl.sum(number, 0)
+            tl.debug_barrier()  # the whole program has written
+        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == PARTS - 1:
+            row = selected + tl.load(owner + sequence) * selected_stride + (slot * SETS + own) * (PAGES + 1)
+            items = tl.where(items <= LISTED, items, pages)
+            choose(mine, listed, items, keys, count, row, LISTED, PAGE, TILE, TILE_P)
+
+
+@triton.jit(do_not_specialize=["slot"])
+def whole_kernel(
     mass,
     captured,
     cu_keys,
@@ -57,49 +233,18 @@ def top_keys_kernel(
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     RATIO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_P: tl.constexpr,
 ):
-    sequence = tl.program_id(0)
-    own = tl.program_id(1)
+    """Chooses of all pages of a prefix at once."""
+    own = tl.program_id(0)
+    sequence = tl.program_id(1)
     keys = tl.load(captured + sequence)
+    mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
+    row = selected + tl.load(owner + sequence) * selected_stride + (slot * SETS + own) * (PAGES + 1)
     if keys > 0:
-        pages = tl.cdiv(keys, PAGE)
-        count = tl.minimum(pages, PAGES)
-        if RATIO:
-            count = tl.minimum(count, tl.cdiv(tl.ceil(ratio * keys.to(tl.float32)).to(tl.int32), PAGE))
-        mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
-        bin = tl.arange(0, _BINS)
-        least = keys * 0  # the bits of the lowest chosen sum, as far as they are known
-        ties = count  # how many are chosen of the pages with these bits
-        for level in tl.static_range(4):
-            histogram = tl.zeros([_BINS], tl.int32)
-            for start in range(0, pages, BLOCK):
-                index = start + tl.arange(0, BLOCK)
-                byte = bits_of(mine, index, keys, PAGE, BLOCK_P) >> (24 - 8 * level)
-                inside = index < pages
-                if level > 0:
-                    inside = inside & ((byte >> 8) == least)
-                histogram += tl.histogram(byte & 255, _BINS, mask=inside)
-            at_least = tl.cumsum(histogram, 0, reverse=True)
-            digit = tl.sum((at_least >= ties).to(tl.int32), 0) - 1
-            ties -= tl.sum(tl.where(bin == digit, at_least - histogram, 0), 0)
-            least = least * 256 + digit
-        row = selected + tl.load(owner + sequence) * selected_stride + (slot * SETS + own) * (PAGES + 1)
-        tl.store(row, count)
-        done = keys * 0
-        tied = keys * 0
-        for start in range(0, pages, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            bits = bits_of(mine, index, keys, PAGE, BLOCK_P)
-            inside = index < pages
-            tie = (inside & (bits == least)).to(tl.int32)
-            lower = tied + tl.cumsum(tie, 0)
-            chosen = inside & ((bits > least) | ((bits == least) & (lower <= ties)))
-            number = chosen.to(tl.int32)
-            tl.store(row + done + tl.cumsum(number, 0), index, mask=chosen)
-            done += tl.sum(number, 0)
-            tied += tl.sum(tie, 0)
+        count = count_of(keys, ratio, PAGES, PAGE, RATIO)
+        choose(mine, captured, tl.cdiv(keys, PAGE), keys, count, row, 0, PAGE, TILE, TILE_P)
 
 
 def launch(
@@ -118,22 +263,32 @@ def launch(
 ) -> None:
     """Write count and pages of each sequence and set into its row of selected [E, W]."""
     check(mass, captured, cu_keys, owner, selected, slot, sets, k, page)
+    sequences = owner.shape[0]
     together = power_of_two(page, WIDEST)
-    top_keys_kernel[(owner.shape[0], sets)](
-        mass,
-        captured,
-        cu_keys,
-        owner,
-        selected,
-        mass.stride(0),
-        selected.stride(0),
-        slot,
-        ratio,
-        SETS=sets,
-        PAGES=numbers_of(k, page) - 1,
-        PAGE=page,
-        RATIO=ratio > 0,
-        BLOCK=ELEMENTS // together,
-        BLOCK_P=together,
-        num_warps=WARPS,
-    )
+    chosen = {"SETS": sets, "PAGES": numbers_of(k, page) - 1, "PAGE": page, "RATIO": ratio > 0}
+    state = (owner, selected)
+    strides = (mass.stride(0), selected.stride(0), slot, ratio)
+    mean_pages = -(-mass.shape[1] // (sequences * page))
+    if mean_pages <= TILE:
+        tile = power_of_two(mean_pages, TILE // together, least=LEAST)
+        whole_kernel[(sets, sequences)](
+            mass, captured, cu_keys, *state, *strides, **chosen, TILE=tile, TILE_P=together, num_warps=warps_for(tile)
+        )
+        return
+    pairs, parts = sequences * sets, parts_of(sequences * sets)
+    bins = pairs * parts * BINS
+    integers = floats_of("top_keys", scratch, bins + pairs * (1 + LISTED)).view(torch.int32)
+    counts, arrived, lists = integers[:bins], integers[bins : bins + pairs], integers[bins + pairs :]
+    histogram_kernel[(parts, sets, sequences)](
+        mass, captured, cu_keys, counts, arrived, mass.stride(0), SETS=sets, PAGE=page, PARTS=parts,
+        BLOCK=PASSED // together, BLOCK_P=together, num_warps=PASS_WARPS,
+    )  # fmt: skip
+    parted_kernel[(parts, sets, sequences)](
+        mass, captured, cu_keys, *state, counts, arrived, lists, *strides, **chosen, PARTS=parts, BLOCK=PASSED // together,
+        BLOCK_P=together, TILE=TILE // together, TILE_P=together, LISTED=LISTED, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def warps_for(tile: int) -> int:
+    """Choose the warps of a program that has so many sums in registers: 8 a thread, or more."""
+    return max(1, min(WARPS, tile // 256))

@@ -28,9 +28,9 @@ class SelectedTogether(KeptTogether):
         self._selecting = False
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
-        """Wait for the selection of the layer before, which reads keys where this one stores its own; then as ever."""
+        """As ever; what stores keys waits for the selection of the layer before, which reads others where these will lie."""
         if self._selecting:
-            step.g.wait(SELECT)
+            step.g.wait(SELECT, updates=step.kv)
             self._selecting = False
         super().register(step, layer, norm, matrices)
 

@@ -12,10 +12,12 @@ by a region of tokens, the rest never. y may overwrite q.
 
 from __future__ import annotations
 
+from typing import Final
+
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
 from mosaic.registrar.operators.key_mass import require_sets
-from mosaic.registrar.operators.kv_attention import partials, tiles
+from mosaic.registrar.operators.kv_attention import tiles
 from mosaic.registrar.operators.kv_store import require_extents, require_layer
 from mosaic.registrar.operators.top_keys import numbers_of, require_selection
 from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiled, Tiles
@@ -54,6 +56,28 @@ def gathered(specs: Specs, attrs: Attrs) -> Tiles:
     """List positions of selected keys, their places, what is gathered there, and the tiles of `kv_attention` in blocks."""
     keys = Tile((2, KEY_ROWS, attrs["head_size"]), specs["q"].dtype)
     return Tile((attrs["k"],), "int64"), Tile((KEY_ROWS,), "int64"), keys, *tiles(specs, {**attrs, "block": 1})
+
+
+SPLIT_ROWS: Final = 160 * 128
+"""Most partial rows of all splits together."""
+SPLIT_KEYS: Final = 128
+"""Least keys that are worth a program of their own."""
+
+
+def partials(specs: Specs, attrs: Attrs) -> Dim:
+    """Reserve partial results of rows whose keys are split, whatever the batch: a float32 row, its maximum and its sum."""
+    return int(4 * SPLIT_ROWS * (attrs["head_size"] + 2))
+
+
+def splits_of(programs: int, rows: int, keys: int, places: int) -> int:
+    """Count the splits over keys for `programs` programs and `rows` rows of all heads, on a GPU with places for `places`.
+
+    A row attends to about `keys` keys. The count depends on shapes alone, so that a captured launch serves other lengths.
+
+    >>> [splits_of(programs, 1024, 1056, 264) for programs in (1, 32, 200)]
+    [9, 8, 1]
+    """
+    return max(1, min(places // programs, SPLIT_ROWS // rows, -(-keys // SPLIT_KEYS)))
 
 
 OPERATOR = Operator(

@@ -13,6 +13,8 @@ them is left as it was, and so are all numbers of a sequence whose P is 0, and t
 
 from __future__ import annotations
 
+from typing import Final
+
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
 from mosaic.registrar.tiles import Tile, Tiled, Tiles
 
@@ -70,6 +72,30 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     return Tile((keys,), "int64"), Tile((keys,), "float32"), Tile((keys,), "int32")
 
 
+BINS: Final = 256
+"""Bins of a histogram of sums."""
+LISTED: Final = 4096
+"""Most pages of a prefix and set that are listed as those that may be chosen."""
+PARTS: Final = 256
+"""Parts that prefixes are cut into, for all sequences and sets together."""
+MOST_PARTS: Final = 32
+
+
+def parts_of(pairs: int) -> int:
+    """Count the parts that each prefix is cut into, a power of two, for `pairs` sequences times sets.
+
+    >>> [parts_of(pairs) for pairs in (1, 8, 48, 1000)]
+    [32, 32, 4, 1]
+    """
+    return 1 << max(0, min(MOST_PARTS, PARTS // pairs).bit_length() - 1)
+
+
+def lists(specs: Specs, attrs: Attrs) -> Dim:
+    """Reserve histograms of all parts, a counter, and a list for each sequence and set."""
+    pairs = specs["owner"].shape[0] * attrs["sets"]
+    return 4 * (PARTS * BINS + pairs * (BINS + 1 + LISTED))
+
+
 OPERATOR = Operator(
     name="top_keys",
     reads=("mass", "captured", "cu_keys", "owner", "selected"),
@@ -79,7 +105,7 @@ OPERATOR = Operator(
     bytes_moved=bytes_moved,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.top_keys", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.top_keys"),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.top_keys", scratch=lists),
     ),
     roles={"mass": "statistics", "selected": "statistics"},
 )
