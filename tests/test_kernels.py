@@ -782,6 +782,7 @@ def test_memory_cases_cover_every_kernel() -> None:
     assert {case.kernel for case in memory_cases(F32)} == set(OPERATORS) - {
         "kv_attention",  # test_kv
         "kv_store",
+        "resume_rows",  # test_resume_rows
         "key_mass",  # test_selection_of_keys
         "selected_attention",
         "top_keys",

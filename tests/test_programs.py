@@ -111,6 +111,32 @@ def test_a_step_of_two_graphs_runs_at_three_buckets() -> None:
         assert program.workspace.changes() == changes  # sizes that alternate map nothing
 
 
+def looked_at(g: Any) -> None:
+    """The prefix, which reads what it hands on."""
+    prefix(g)
+    h = g.add_op(DOUBLE, g["kept"])
+    g.add_op(DOUBLE, h, out=g.output("fourfold", (g.dim("tokens"), WIDTH), "float32"))
+
+
+def test_a_carry_that_is_read_after_it_was_written_is_handed_on() -> None:
+    program = Program("pruned")
+    program.add_phase("prefix", looked_at)
+    program.add_phase("suffix", suffix)
+    program.add_bucketed_step("step", "prefix", "suffix", count="count", dim="rows", buckets=(4, 64))
+    with mosaic.compile(program, debug="poison") as compiled:
+        for seed in range(3):
+            x = rows_of(seed, 40)
+            weights = compiled.weights()
+            y = x @ weights["up"].T @ weights["down"].T
+            limit = limit_of(y, 30)
+            kept = y[y[:, 0] > limit]
+            found = compiled("prefix", x=x, limit=limit)
+            torch.testing.assert_close(found["fourfold"][:30], 4 * kept)
+            assert set(compiled.current.check()) == {"double", "keep_rows"}
+            found = compiled("step", x=x, limit=limit)
+            torch.testing.assert_close(found["y"][:30], 2 * (kept @ weights["up"].T @ weights["last"].T))
+
+
 def test_a_count_beyond_the_largest_bucket_is_an_error() -> None:
     with mosaic.compile(bucketed((4, 16))) as program:
         with pytest.raises(

@@ -104,6 +104,12 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "read_canvas", {"canvas": some, "rows": some, "y": some, "open_id": 3}
     for taken in ({}, {"taken": empty(rows, dtype=torch.uint8)}):
         yield "write_canvas", {"token": some, "rows": some, "canvas": some, **taken}
+    bounds = {name: empty(5, dtype=torch.int32) for name in ("bounds", "cu_rows", "cu_seqlens", "cu_decided")}
+    numbers = {name: empty(rows, dtype=torch.int32) for name in ("positions", "kept_positions", "place")}
+    of_kept = dict.fromkeys(("chosen", "kept", "rows", "decided", "asked"), some) | {
+        "count": empty(1, dtype=torch.int32)
+    }
+    yield "resume_rows", {**bounds, **numbers, **of_kept}
     yield "shift_rows", {"rows": some, "cu_seqlens": cu_seqlens, "y": some}
     router = {"x": empty(rows, width), "weight": empty(experts, width)}
     yield "moe_route", {**router, "scores": empty(rows, top_k), "experts": choice, "top_k": top_k, "normalize": True}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,7 @@ from mosaic.models.values import FLOATS, dtype_of
 
 if TYPE_CHECKING:
     from mosaic.registrar.graph import Graph
+    from mosaic.registrar.program import Program
 
 __all__ = ["FAMILIES", "PRESETS", "Model", "load"]
 
@@ -66,17 +68,33 @@ class Model:
     def graph(
         self, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, phase: Phase = FULL_STEP
     ) -> Graph:
-        """Register one kind of step; a full denoising step if none is named.
+        """Register one graph of the model's program: of a kind of step, a full denoising step if none is named.
 
         >>> load("llada-8b").graph().name
         'full_step'
         """
-        from mosaic.models.transformer import register_step  # symbolic, so only when a template has to be compiled
-        from mosaic.registrar.graph import Graph
+        return self.program(replace(phase, graph="whole"), backend=backend).register(phase.name, choices)
 
-        g = Graph(phase.name, backend=backend, choices=choices)
-        register_step(g, self.architecture, phase)
-        return g
+    def program(self, *phases: Phase, backend: str = "cuda") -> Program:
+        """Return kinds of steps as a program of graphs over the model's weights, states and carries; nothing is registered yet.
+
+        Each graph has the name of its phase. A phase that is cut is a bucketed step of two graphs.
+
+        >>> load("llada-8b").program(FULL_STEP).steps
+        ('full_step',)
+        """
+        from mosaic.models.transformer import register_step  # symbolic, so only when a template has to be compiled
+        from mosaic.registrar.program import Program
+
+        program = Program(self.name, backend=backend)
+        for phase in phases:
+            for graph in phase.graphs:
+                program.add_phase(graph.name, partial(register_step, arch=self.architecture, phase=graph))
+            if (step := phase.bucketed) is not None:
+                program.add_bucketed_step(
+                    phase.name, step.prefix, step.suffix, count=step.count, dim=step.dim, buckets=step.buckets
+                )
+        return program
 
 
 def load(source: str | Path | Mapping[str, Any]) -> Model:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+import sympy
+
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.inputs import StepInputs
@@ -36,15 +38,17 @@ class Ending:
         What registers the rows of it of this iteration, [C, D], from their numbers int64 [C] and a prefix of names.
     cu_seqlens
         int32 [B + 1].
+    masked
+        M.
     """
 
     def __init__(
         self, g: Graph, arch: Architecture, phase: Phase, residency: Residency, inputs: StepInputs, *,
-        hidden: Buffer | None, rows: Callable[[Buffer, str], Buffer], cu_seqlens: Buffer,
+        hidden: Buffer | None, rows: Callable[[Buffer, str], Buffer], cu_seqlens: Buffer, masked: sympy.Symbol,
     ) -> None:  # fmt: skip
         self.g, self.arch, self.phase, self.residency, self.inputs = g, arch, phase, residency, inputs
         self._hidden, self._rows, self.cu_seqlens = hidden, rows, cu_seqlens
-        self.masked = g.dim("masked", at_most="tokens")
+        self.masked = masked
 
     def register(self, weight: Buffer, way: str) -> None:
         """Register all of it; `weight` [V, D] is the head's, `way` the option of the choice `head`."""

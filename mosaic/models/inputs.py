@@ -153,39 +153,49 @@ class StepInputs:
         self._g = g
         self._declared = {entry.name: entry for entry in declared}
         self._known: dict[str, Buffer] = {}
+        self._given: dict[str, Buffer] = {}
         self.supplied: Mapping[str, Supply] = {}
         """Inputs that the step computes itself: what registers each, when it is first asked for."""
 
     def __getitem__(self, name: str) -> Buffer:
         """The input of this name."""
-        if name not in self._known and name in self.supplied:
-            self._known[name] = self.supplied[name]()
-        if name not in self._known and name not in self._declared:
+        if name not in self._known:
+            self._known[name] = self.supplied[name]() if name in self.supplied else self.given(name)
+        return self._known[name]
+
+    def given(self, name: str) -> Buffer:
+        """The input of this name as packing fills it, where the step computes another of that name."""
+        if name not in self._declared:
             raise GraphError(
                 f"no part of the phase declares the input '{name}'; there are {', '.join(self._declared)}. Add it to a "
                 "part's `inputs`."
             )
-        if name not in self._known:
-            self._known[name] = self._register(self._declared[name])
-        return self._known[name]
+        if name not in self._given:
+            self._given[name] = self._register(self._declared[name])
+        return self._given[name]
+
+    @property
+    def declared(self) -> Mapping[str, Input]:
+        """The records, by name."""
+        return self._declared
 
     def _register(self, entry: Input) -> Buffer:
         size = self._g.dim(DIMS[entry.per]) if entry.per in DIMS else 1
         rows = size + 1 if entry.per == "bound" else size
         return self._g.input(entry.name, (rows, entry.width) if entry.width else (rows,), entry.dtype)
 
-    def finish(self) -> None:
-        """Make sure that every declared input was asked for, and that there is no other.
+    def finish(self, *, all_asked: bool = True) -> None:
+        """Make sure that there is no other input, and that every declared one was asked for, if that is so of the graph.
 
         Raises
         ------
         GraphError
             Naming those that were not, or that packing could not fill.
         """
-        strange = [b.name for b in self._g.buffers if b.kind == "input" and b.name not in self._known]
+        strange = [b.name for b in self._g.buffers if b.kind == "input" and b.name not in self._given]
         if strange:
             raise GraphError(f"no part of the phase declares the inputs {', '.join(strange)}, so nothing fills them.")
-        unused = [name for name in self._declared if name not in self._known]
+        unused = [name for name in self._declared if all_asked and name not in self._known]
         if unused:
             raise GraphError(
                 f"the phase declares inputs that no op reads: {', '.join(unused)}. Drop them, or use them."

@@ -1,25 +1,31 @@
-"""What one kind of step does besides running the layers: a phase, composed of parts. A model has one graph per phase."""
+"""What one kind of step does besides running the layers: a phase, composed of parts. It is one graph of a model's program, or
+two where it is cut."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
-from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Guidance, Head, Part, ReturnedLogits
+from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Cut, Guidance, Head, Part, ReturnedLogits
 from mosaic.models.parts.commit import ROW_BOUNDS
+from mosaic.models.parts.cut import COUNT, KEPT_DIM
 from mosaic.models.parts.heads import NOISE
 from mosaic.models.parts.part import ResultPer
 from mosaic.models.parts.windows import WINDOWS, Windows
 from mosaic.models.state import State
+from mosaic.registrar.bucketed import BucketedStep
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["FULL_STEP", "Phase"]
+__all__ = ["FULL_STEP", "GraphOf", "Phase"]
+
+GraphOf: TypeAlias = Literal["whole", "prefix", "suffix"]
+"""Which graph of a phase: the one that it has, or the first or second where it is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +46,14 @@ class Phase:
         A second copy of the sequences is computed, without the prompt.
     logits
         The logits of chosen rows are returned as well.
+    cut
+        The step is two graphs, the second over fewer rows; None: it is one.
     others
         Parts of other kinds: of whoever reads or writes a state of its own.
     held
         States that others have rows of, which the step does not touch: its plan counts them.
+    graph
+        Of a phase that is cut, which of its graphs is meant; the whole step has none of its own.
 
     Attributes
     ----------
@@ -70,8 +80,10 @@ class Phase:
     commit: CommitRule | None = None
     guidance: Guidance | None = None
     logits: ReturnedLogits | None = None
+    cut: Cut | None = None
     others: tuple[Part, ...] = ()
     held: tuple[State, ...] = ()
+    graph: GraphOf = "whole"
     states: tuple[State, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,21 +96,37 @@ class Phase:
             raise UsageError(f"a phase that samples ('{self.head.name}') chooses among its rows; give a commit rule.")
         if self.cached and self.guidance is not None:
             raise UsageError("guidance computes whole sequences; it has no cached phases.")
+        if self.cut is not None and (not self.cached or self.commit is None or self.logits is not None):
+            raise UsageError("a phase that is cut has a cache and a commit rule, and returns no logits.")
+        if self.cut is None and self.graph != "whole":
+            raise UsageError(f"a phase that is not cut has no {self.graph}.")
         if self.tokens.computes and (self.commit is None or self.guidance is not None):
             raise UsageError("a canvas on the device is for phases that commit, without guidance.")
 
     @property
     def parts(self) -> Iterator[Part]:
         """The parts, in the order in which they are registered."""
-        found = (self.tokens, self.cache, *self.others, self.head, self.guidance, self.commit, self.logits)
+        found = (self.tokens, self.cache, self.cut, *self.others, self.head, self.guidance, self.commit, self.logits)
         return (part for part in found if part is not None)
 
     @property
     def name(self) -> str:
-        """The phase's label: `full_step`, `denoise` (over cached keys), or `commit` (no head; `prefill` is a long one)."""
+        """The phase's label: `full_step`, `denoise` (over cached keys), or `commit` (no head; `prefill` is a long one); of a phase
+        that is cut, `denoise_prefix` and `denoise_suffix` are its graphs."""
         if not self.head.decides:
             return "commit"
-        return "denoise" if self.cached else "full_step"
+        whole = "denoise" if self.cached else "full_step"
+        return whole if self.graph == "whole" else f"{whole}_{self.graph}"
+
+    @property
+    def graphs(self) -> tuple[Phase, ...]:
+        """The graphs that a step of the phase runs, in order: itself, or prefix and suffix where it is cut."""
+        return (self,) if self.cut is None or self.graph != "whole" else _graphs(self)
+
+    @property
+    def bucketed(self) -> BucketedStep | None:
+        """Of a phase that is cut, how its graphs make a step; None: it is one graph."""
+        return None if len(self.graphs) == 1 else _bucketed(self)
 
     @property
     def cached(self) -> bool:
@@ -169,6 +197,23 @@ def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
     if phase.cached and phase.head.decides and ROW_BOUNDS.name not in (entry.name for entry in own):
         own.append(ROW_BOUNDS)
     return (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
+
+
+@lru_cache(maxsize=256)
+def _graphs(phase: Phase) -> tuple[Phase, ...]:
+    """What `Phase.graphs` gives of a phase that is cut."""
+    return replace(phase, graph="prefix"), replace(phase, graph="suffix")
+
+
+@lru_cache(maxsize=256)
+def _bucketed(phase: Phase) -> BucketedStep:
+    """What `Phase.bucketed` gives of a phase that is cut."""
+    cut, (prefix, suffix) = phase.cut, phase.graphs
+    assert cut is not None
+    return BucketedStep(
+        prefix=prefix.name, suffix=suffix.name, count=COUNT, dim=KEPT_DIM,
+        buckets=lambda dims: cut.buckets(dims["tokens"]),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)

@@ -102,14 +102,19 @@ class Hidden:
 
     Parameters
     ----------
+    rows
+        T.
     on_host
         Whether it lives in host memory.
+    buffer
+        Where it lies, if not in a buffer of its own.
     """
 
-    def __init__(self, g: Graph, arch: Architecture, *, on_host: bool) -> None:
+    def __init__(self, g: Graph, arch: Architecture, rows: Dim, *, on_host: bool, buffer: Buffer | None = None) -> None:
         self._g, self._arch, self.on_host = g, arch, on_host
-        shape = (g.dim("tokens"), arch.hidden)
-        self.buffer = g.buffer("hidden", shape, arch.dtype, kind="host" if on_host else "transient")
+        self.buffer = buffer or g.buffer(
+            "hidden", (rows, arch.hidden), arch.dtype, kind="host" if on_host else "transient"
+        )
 
     def rows(self, size: Dim, name: str) -> Buffer:
         """Give the rows of this iteration of a token region to read or update, `size` of them."""

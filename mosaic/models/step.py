@@ -48,6 +48,8 @@ class StepSize:
         Rows to decide, of all sequences together; 0 where the phase has no head.
     logit_rows
         Rows whose logits are returned.
+    kept
+        Of the second graph of a phase that is cut: the rows that it computes.
     states
         Rows of each state, of all owners together. Of the phase's states that are not given, the one that keys are kept in
         has as many rows as are owned, any other has one.
@@ -70,6 +72,7 @@ class StepSize:
     extents: int = 0
     rows: int = 0
     logit_rows: int = 0
+    kept: int = 0
     states: Mapping[State, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +95,10 @@ class StepSize:
             raise UsageError(f"masked rows must be between 1 and the {self.tokens:,} tokens, got {self.rows:,}.")
         if not 0 <= self.logit_rows <= self.tokens:
             raise UsageError(f"logit rows must be between 0 and the {self.tokens:,} tokens, got {self.logit_rows:,}.")
+        if (self.phase.graph == "suffix") != (self.kept > 0) or self.kept > self.tokens:
+            raise UsageError(
+                f"the second graph of a step that is cut computes 1 to {self.tokens:,} rows, got {self.kept:,}."
+            )
         self._check_keys()
 
     def _check_keys(self) -> None:
@@ -127,6 +134,17 @@ class StepSize:
         return self.phase.registered(logits=LOGITS if self.logit_rows else None, open_states=self.states)
 
     @property
+    def graphs(self) -> tuple[StepSize, ...]:
+        """The sizes of the graphs that the step may run: its own, or of a phase that is cut the first graph's, and the second's
+        for each number of rows that it is planned for."""
+        step = self.phase.bucketed
+        if step is None:
+            return (self,)
+        (prefix, suffix), tokens = self.phase.graphs, self.tokens
+        buckets = step.sizes({"tokens": tokens}, tokens)
+        return replace(self, phase=prefix), *(replace(self, phase=suffix, kept=rows) for rows in buckets)
+
+    @property
     def others(self) -> dict[State, int]:
         """Rows of each state beside those that the keys of this step's sequences are kept in."""
         own = {self.phase.cache.kept: sum(self.owned)}
@@ -136,7 +154,7 @@ class StepSize:
         """Return the values of the symbolic dims.
 
         They are tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys and
-        extents where cached, and `NAME_rows` of each state.
+        extents where cached, kept and decided of a second graph, and `NAME_rows` of each state.
 
         Parameters
         ----------
@@ -152,6 +170,8 @@ class StepSize:
             dims["masked"] = self.rows
         if self.logit_rows:
             dims["logit_rows"] = self.logit_rows
+        if self.kept:
+            dims |= {"kept": self.kept, "decided": min(self.rows, self.kept)}
         if self.owned:
             dims |= {"keys": sum(self.owned), "extents": self.extents, **self.phase.cache.sizes(self)}
         return dims | {state.rows_dim: rows for state, rows in self.states.items()}
@@ -168,7 +188,7 @@ class StepSize:
             states[kept] += context
         return replace(
             self, windows=(window,), keys=(context,) if self.phase.cached else (), owned=(),
-            rows=min(self.rows, window), logit_rows=min(self.logit_rows, window), states=states,
+            rows=min(self.rows, window), logit_rows=min(self.logit_rows, window), kept=min(self.kept, window), states=states,
         )  # fmt: skip
 
     def beside(self, states: Mapping[State, int]) -> StepSize:
@@ -199,7 +219,7 @@ class StepSize:
     @property
     def key(self) -> Hashable:
         """Equal for steps that one plan, rounded, serves."""
-        return self.phase, len(self.windows), self.tokens, *self._rounded
+        return self.phase, len(self.windows), self.tokens, self.kept, *self._rounded
 
 
 def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:

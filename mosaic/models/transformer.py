@@ -1,8 +1,9 @@
 """One step of a denoising transformer, registered from an `Architecture` and a `Phase`.
 
 `tokens` is the packed total of all sequences or windows, `masked` the rows unembedded, `span` the keys that a query sees
-on average; in cached phases `keys` is the packed total of the keys seen, `NAME_rows` the rows of a state. Shape legend:
-T tokens, B sequences, R rows of the state, W width of a row, D hidden, F feed-forward, V vocabulary, E experts.
+on average; in cached phases `keys` is the packed total of the keys seen, `NAME_rows` the rows of a state. The second graph of
+a phase that is cut computes `kept` of the tokens and unembeds `decided` of them. Shape legend: T tokens, B sequences, R rows of
+the state, W width of a row, D hidden, F feed-forward, V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.attention import Chosen
 from mosaic.models.attention.projections import PROJECTION_TILE, bias_and_scale
+from mosaic.models.cutting import Prefix, Suffix
 from mosaic.models.ending import WITHOUT_HIDDEN, Ending
 from mosaic.models.inputs import StepInputs
 from mosaic.models.parts.commit import ROW_BOUNDS
+from mosaic.models.parts.cut import KEPT_DIM
 from mosaic.models.phase import Phase
 from mosaic.models.residency import Hidden, Matrix, Residency
 from mosaic.models.state import State
@@ -53,7 +56,7 @@ class StepGraph:
     inputs
         The inputs that the parts declare, by name.
     tokens, seqs, span
-        Dims.
+        Dims; of the second graph of a phase that is cut, `tokens` are the rows that are kept.
     residency, hidden
         Where weights and hidden states live; `on_host` says whether hidden states are in host memory.
     partial
@@ -72,16 +75,20 @@ class StepGraph:
         self.g, self.arch, self.phase = g, arch, phase
         self.inputs = StepInputs(g, phase.inputs(arch))
         self.tokens, self.seqs = g.dim("tokens"), g.dim("seqs", at_most="tokens")
-        ways = {way.name: way for way in phase.cache.ways()}
+        if phase.graph == "suffix":
+            self.tokens = g.dim(KEPT_DIM, at_most="tokens")
+        ways = {way.name: way for way in phase.cache.ways() if phase.cut is None or way.cuts}
         phase.cache.dims(self)
         self.span = g.dim("span")
         for way in ways.values():
             way.dims(self)
-        if phase.head.decides:
-            g.dim("masked", at_most="tokens")
+        self.decides = phase.head.decides and phase.graph != "prefix"
+        if self.decides:
+            self.masked = g.dim("masked", at_most="tokens")
             self.head_choice = g.choice("head", phase.head.ways)
         self.attention_way = ways[g.choice("attention", tuple(ways))]
-        self.on_host = g.choice("hidden", ("device", "host"), escalating=True) == "host"
+        places = ("device", "host") if phase.cut is None else ("device",)
+        self.on_host = g.choice("hidden", places, escalating=True) == "host"
         self.residency = Residency(g, arch)
         self.partial = self._partial()
         self._rest: dict[str, Buffer] | None = None
@@ -96,27 +103,58 @@ class StepGraph:
         return self.phase.cached if not self.phase.head.decides else not self.residency.streams_head
 
     def register(self) -> None:
-        """Register all of it."""
-        g, arch, phase = self.g, self.arch, self.phase
-        self.inputs.supplied = phase.tokens.supplied(self)
-        phase.tokens.begin(self)
-        ids = self.inputs["token_ids"]
+        """Register all of it; of a phase that is cut, one of its graphs."""
+        prefix = Prefix(self) if self.phase.graph == "prefix" else None
+        self.suffix = Suffix(self) if self.phase.graph == "suffix" else None
+        ids = self.begin()
+        self._hidden: Hidden | None = Hidden(
+            self.g, self.arch, self.tokens, on_host=self.on_host, buffer=None if prefix is None else prefix.hidden
+        )
+        self.attention_way.begin(self)
+        table = self.embedding()
+        if ids is not None:
+            self.embed(ids, table)
+        if self.suffix is not None:
+            self.suffix.begin()
+        if prefix is not None:
+            prefix.end(self.layers(0, prefix.cut.layer))
+        else:
+            self.end(self.layers(0 if self.suffix is None else self.suffix.cut.layer, self.arch.layers), table)
+        self.inputs.finish(all_asked=self.phase.cut is None)
+        self._check_states()
+
+    def begin(self) -> Buffer | None:
+        """Register what comes before the embedding; return the token ids, but of a second graph."""
+        g, phase = self.g, self.phase
+        computed = phase.tokens.supplied(self)
+        if phase.cut is not None:
+            computed = {**computed, **phase.cut.supplied(self)}
+        self.inputs.supplied = computed if self.suffix is None else self.suffix.supplied(computed)
+        ids = None
+        if self.suffix is None:
+            phase.tokens.begin(self)
+            ids = self.inputs["token_ids"]
         self.positions, self.cu_seqlens = self.inputs["positions"], self.inputs["cu_seqlens"]
-        rotary = arch.rotary
+        rotary = self.arch.rotary
         self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
         self.sequences: Buffer | None = None
         phase.cache.declare(self)
-        if phase.cached and phase.head.decides:
+        if phase.cached and self.decides:
             self.inputs[ROW_BOUNDS.name]
         for state in (*phase.states, *phase.held):
             self.state(state)
-        self._hidden: Hidden | None = Hidden(g, arch, on_host=self.on_host)
-        self.attention_way.begin(self)
-        table = self.embed(ids)
-        matrices = self.fetch_attention(0)
-        for layer in range(arch.layers):
+        return ids
+
+    def layers(self, first: int, end: int) -> dict[str, Buffer]:
+        """Register layers; return the matrices that were fetched for what follows."""
+        matrices = self.fetch_attention(first)
+        for layer in range(first, end):
             matrices = self.layer(layer, matrices)
-        stream = self.hidden.buffer
+        return matrices
+
+    def end(self, matrices: dict[str, Buffer], table: Buffer) -> None:
+        """Register what comes after the last layer."""
+        g, arch, phase, stream = self.g, self.arch, self.phase, self.hidden.buffer
         if not phase.reads_hidden:
             self._hidden = None
         for part in phase.parts:
@@ -125,12 +163,11 @@ class StepGraph:
             end = Ending(
                 g, arch, phase, self.residency, self.inputs, hidden=stream if phase.reads_hidden else None,
                 rows=lambda rows, prefix: self.last_rows(stream, rows, prefix), cu_seqlens=self.cu_seqlens,
+                masked=self.masked if self.suffix is None else self.suffix.decided,
             )  # fmt: skip
             end.register(matrices.get("head", table), self.head_choice)
         else:
             Ending.declare(g, arch)
-        self.inputs.finish()
-        self._check_states()
 
     @property
     def hidden(self) -> Hidden:
@@ -156,23 +193,24 @@ class StepGraph:
         if strange:
             raise GraphError(f"no part of the phase has the states {', '.join(strange)}: add them to its `states`.")
 
-    def embed(self, ids: Buffer) -> Buffer:
-        """hidden = table[ids]; the table stays in host memory where its rows are gathered from there."""
-        g, arch = self.g, self.arch
+    def embedding(self) -> Buffer:
+        """Return the table of embeddings, which stays in host memory where its rows are gathered from there."""
+        arch = self.arch
         matrix = Matrix(name="embedding", shape=(arch.vocabulary, arch.hidden), tensor=arch.names.embedding)
-        table = (
-            self.residency.on_host(matrix)
-            if self.residency.embedding_on_host
-            else g.weight(matrix.name, matrix.shape, arch.dtype, tensor=matrix.tensor)
-        )
+        if self.residency.embedding_on_host:
+            return self.residency.on_host(matrix)
+        return self.g.weight(matrix.name, matrix.shape, arch.dtype, tensor=matrix.tensor)
+
+    def embed(self, ids: Buffer, table: Buffer) -> None:
+        """hidden = table[ids]."""
+        g = self.g
         if not self.on_host:
             g.add_op("embedding", ids, table, out=self.hidden.buffer, name="embed")
-            return table
+            return
         with g.chunk("proj", over=self.tokens, tile=PROJECTION_TILE, name="embed") as rows:
             window = self.hidden.window(rows, "embedded")
             g.add_op("embedding", ids, table, out=window, name="embed")
             self.hidden.keep(window)
-        return table
 
     def layer(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
         """Register one layer, whose attention matrices are given; the next sublayer's matrices are fetched meanwhile."""
@@ -255,18 +293,30 @@ class StepGraph:
         return self.attention_way.matrices(self, layer)
 
     def fetch_attention(self, layer: int) -> dict[str, Buffer]:
-        """Fetch a layer's projections; of a last layer that ends there, those of keys and values alone."""
+        """Fetch a layer's projections; of a last layer that ends there, those of keys and values alone, and of one that is cut
+        those that the graph uses."""
         found, streamed = self.attention_matrices(layer), self.residency.streams(layer)
-        needed = found
+        used = {matrix.name for matrix in found}
         if self.partial and not self.phase.head.decides and layer + 1 == self.arch.layers:
-            needed = [matrix for matrix in found if matrix.name in ("k_proj", "v_proj")]
+            used = {"k_proj", "v_proj"}
+        if self.phase.cut is not None and layer == self.phase.cut.layer:
+            used = {"o_proj"} if self.suffix is not None else used - {"o_proj"}
+        needed = [matrix for matrix in found if matrix.name in used]
         with self.g.scope(f"layers.{layer}"):
             self.residency.declare([matrix for matrix in found if matrix not in needed], streamed=streamed)
             return self.residency.fetch(needed, streamed=streamed)
 
     def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
         """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""
-        self.attention_way.register(self, layer, self.attention_norm(layer), matrices)
+        if self.suffix is not None and layer == self.suffix.cut.layer:
+            self.suffix.attention(matrices)
+        else:
+            self.attention_way.register(self, layer, self.attention_norm(layer), matrices)
+
+    def observe(self, layer: int, q: Buffer) -> None:
+        """Show a layer's queries, whole, to the part that cuts the step, while they are there."""
+        if self.phase.cut is not None and self.suffix is None:
+            self.phase.cut.observe(self, layer, q)
 
     def attention_norm(self, layer: int) -> Buffer:
         return self.norm_weight("attention_norm", self.arch.names.attention_norm.format(layer=layer))

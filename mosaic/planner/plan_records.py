@@ -216,6 +216,16 @@ class PlanRecords:
             touched |= {*op.reads, *op.writes}
         return found
 
+    @cached_property
+    def held(self) -> Mapping[str, int]:
+        """Bytes of the values of states and carries, by pool."""
+        return {b.pool: b.value_bytes for b in self.buffers if b.kind in ("state", "carry")}
+
+    @cached_property
+    def held_states(self) -> Mapping[str, int]:
+        """Bytes of the values of states, by pool."""
+        return {b.pool: b.value_bytes for b in self.buffers if b.kind == "state"}
+
     def pool(self, name: str) -> PlanPool:
         """Return the pool of this name."""
         return next(pool for pool in self.pools if pool.name == name)

@@ -6,7 +6,7 @@ requests cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import count
 from pathlib import Path
@@ -150,6 +150,8 @@ class Planner:
     ) -> Plan:
         """Plan one step. A plan that does not fit is no error: its `fits` is False.
 
+        A step that is cut has a plan for each of its graphs: this is the one that takes the most memory, `plans` gives all.
+
         Parameters
         ----------
         config
@@ -158,13 +160,31 @@ class Planner:
         limit
             Solve the largest context as well; otherwise `max_ctx_tokens` is this one, where it fits.
         """
+        found = self.plans(step, solver=solver, config=config, limit=limit)
+        return max(found, key=lambda plan: plan.total_bytes)
+
+    def plans(
+        self,
+        step: Request | StepSize,
+        *,
+        solver: str = "auto",
+        config: Settings | None = None,
+        limit: bool = True,
+    ) -> list[Plan]:
+        """Plan the graphs of one step, as for `plan`: one, or of a step that is cut its first graph, and its second for each number
+        of rows. Of `config` each graph takes what it has."""
         identity = {"model": self.model.name, "dtype": self.model.architecture.dtype}
-        point = self.at(step)
-        return plan_point(
-            point, self.budget_bytes, self.host_budget_bytes, identity=identity,
-            longest=self.max_context(step, solver=solver) if limit else None, solver=solver,
-            config=None if config is None else point.config(config),
-        )  # fmt: skip
+        graphs, found = _graphs(step), list[Plan]()
+        longest = self.max_context(step, solver=solver) if limit else None
+        for graph in graphs:
+            point = self.at(graph)
+            settings = config if config is None or len(graphs) == 1 else point.space.known(config)
+            plan = plan_point(
+                point, self.budget_bytes, self.host_budget_bytes, identity=identity, longest=longest, solver=solver,
+                config=None if settings is None else point.config(settings),
+            )  # fmt: skip
+            found.append(plan)
+        return found
 
     @collector_paused()
     def max_context(self, step: Request | StepSize, *, solver: str = "auto") -> int:
@@ -172,11 +192,14 @@ class Planner:
 
         Solved once for all steps that differ in their context alone.
         """
+        graphs = _graphs(step)
+        if len(graphs) > 1:
+            return min(self.max_context(graph, solver=solver) for graph in graphs)
         size, arch = _size(step), self.model.architecture
         share = step.mask_ratio if isinstance(step, Request) and step.masked is None else None
         window = max(size.windows) if size.phase.cached else None
         rows = 0 if share is not None else size.rows
-        kind = (solver, size.kind, share, rows, size.logit_rows, window, frozenset(size.others.items()))
+        kind = (solver, size.kind, share, rows, size.logit_rows, size.kept, window, frozenset(size.others.items()))
         key = (*kind, self.budget_bytes, self.host_budget_bytes, *self.pinned.items())
         if key not in self._longest:
             self._longest[key] = max_context(
@@ -197,6 +220,9 @@ class Planner:
         config
             As for `plan`.
         """
+        graphs = _graphs(step)
+        if len(graphs) > 1:
+            return all(self.fits(graph, config=config) for graph in graphs)
         point, kind = self.at(step), _size(step).kind
         known = self._fitting.get(kind, ())
         budgets = self.budget
@@ -217,7 +243,7 @@ class Planner:
     @collector_paused()
     def needed(self, step: Request | StepSize) -> int:
         """Return the bytes of the smallest budget that holds the step."""
-        return smallest_total(self.at(step), self.host_budget_bytes)[0]
+        return max(smallest_total(self.at(graph), self.host_budget_bytes)[0] for graph in _graphs(step))
 
     @property
     def budget(self) -> Memory:
@@ -233,12 +259,19 @@ class Planner:
         config
             As for `plan`.
         """
-        point = self.at(step)
-        return least(point, self.budget, None if config is None else point.config(config))
+        points = [self.at(graph) for graph in _graphs(step)]
+        found = [least(point, self.budget, None if config is None else point.config(config)) for point in points]
+        return max(found, key=lambda memory: memory.device_bytes)
 
 
 def _size(step: Request | StepSize) -> StepSize:
     return step.size if isinstance(step, Request) else step
+
+
+def _graphs(step: Request | StepSize) -> Sequence[Request | StepSize]:
+    """The sizes of the graphs of a step."""
+    graphs = _size(step).graphs
+    return graphs if len(graphs) > 1 else (step,)
 
 
 def read_budgets(device: Device, budget: Size | None, host_budget: Size | None) -> tuple[int, int]:

@@ -147,12 +147,15 @@ class Declarations:
         shape
             Ints and dims.
         tensor
-            A weight's name in the checkpoint; `a.{0:64}.b` stacks 64 tensors along a new first axis.
+            A weight's name in the checkpoint; `a.{0:64}.b` stacks 64 tensors along a new first axis. A host buffer with one is a
+            weight in host memory: the same name gives the same buffer.
         rotate
             Slots of a double buffer in a body that is laid out once; iteration i uses slot i mod `rotate`.
         """
         source = caller()
         full = self._full(name, shared=kind in SHARED)
+        if kind == "host" and tensor is not None and full in self._names:
+            return self._same(self._names[full], Spec(tuple(shape), dtype), kind, tensor)
         if dtype not in ITEMSIZE:
             raise GraphError(f"{full} ({source}): unknown dtype '{dtype}', one of {', '.join(ITEMSIZE)}")
         for dim in shape:
@@ -205,9 +208,13 @@ class Declarations:
         found = self._names.get(self._full(name, shared=True))
         if found is None:
             return self.buffer(name, shape, dtype, kind=kind, tensor=tensor)
-        if found.kind != kind or found.spec != Spec(tuple(shape), dtype):
+        return self._same(found, Spec(tuple(shape), dtype), kind, tensor)
+
+    def _same(self, found: Buffer, spec: Spec, kind: Kind, tensor: str | None) -> Buffer:
+        """Give a buffer that is declared again, as it was."""
+        if found.kind != kind or found.spec != spec:
             raise GraphError(
-                f"{found.name} ({caller()}): asked for a {kind} {Spec(tuple(shape), dtype)}, "
+                f"{found.name} ({caller()}): asked for a {kind} {spec}, "
                 f"but it is a {found.kind} {found.spec} ({found.source})"
             )
         if tensor is not None and tensor != found.tensor:

@@ -9,58 +9,17 @@ several sizes; either way, carries are handed from one to the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
-from mosaic.errors import BucketOverflow, GraphError, UnknownName
+from mosaic.errors import GraphError, UnknownName
+from mosaic.registrar.bucketed import BucketedStep, Buckets
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.validate import validate
 
 __all__ = ["BucketedStep", "Build", "Program"]
 
 Build: TypeAlias = Callable[[Graph], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketedStep:
-    """Two phases, one after the other: the first computes how large the second has to be.
-
-    Parameters
-    ----------
-    prefix, suffix
-        The phases. Carries that the prefix writes are the suffix's to read.
-    count
-        The output of the prefix that says how much of `dim` there is: one integer.
-    dim
-        The dim of the suffix that takes the smallest bucket of at least `count`.
-    buckets
-        The sizes that the suffix is planned for, ascending.
-    """
-
-    prefix: str
-    suffix: str
-    count: str
-    dim: str
-    buckets: tuple[int, ...]
-
-    def bucket(self, count: int) -> int:
-        """Return the smallest bucket that holds a count.
-
-        Raises
-        ------
-        BucketOverflow
-            If none does.
-        """
-        for bucket in self.buckets:
-            if count <= bucket:
-                return bucket
-        raise BucketOverflow(
-            f"'{self.prefix}' computed {self.count} = {count:,}, the largest bucket of '{self.dim}' is {self.buckets[-1]:,}: "
-            f"'{self.suffix}' was not run. Declare a larger bucket.",
-            count=count, buckets=self.buckets,
-        )  # fmt: skip
 
 
 class Program:
@@ -111,9 +70,7 @@ class Program:
         self._require_new(name, phases)
         self._steps[name] = tuple(phases)
 
-    def add_bucketed_step(
-        self, name: str, prefix: str, suffix: str, *, count: str, dim: str, buckets: Sequence[int]
-    ) -> None:
+    def add_bucketed_step(self, name: str, prefix: str, suffix: str, *, count: str, dim: str, buckets: Buckets) -> None:
         """Let a phase follow another in the smallest of several sizes that holds what the first computed.
 
         Each has plans of its own, and carries lie at the same address in all of them. The suffix may declare a carry with
@@ -125,10 +82,10 @@ class Program:
             If the buckets are not ascending numbers from 1.
         """
         self._require_new(name, (prefix, suffix))
-        sizes = tuple(buckets)
-        if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
-            raise GraphError(f"step '{name}': buckets must be ascending numbers from 1, got {list(sizes)}")
-        self._bucketed[name] = BucketedStep(prefix=prefix, suffix=suffix, count=count, dim=dim, buckets=sizes)
+        step = BucketedStep(prefix=prefix, suffix=suffix, count=count, dim=dim, buckets=buckets)
+        if not callable(buckets):
+            step.sizes({})
+        self._bucketed[name] = step
 
     def _require_new(self, name: str, phases: Sequence[str] = ()) -> None:
         """Make sure that a name is free, and that phases are there."""
@@ -139,7 +96,13 @@ class Program:
                 raise UnknownName("phase", phase, self._phases)
 
     def graph(self, name: str, choices: Mapping[str, str] | None = None, *, backend: str | None = None) -> Graph:
-        """Register and validate one phase or joined step.
+        """Register and validate one phase or joined step; see `register`."""
+        g = self.register(name, choices, backend=backend)
+        validate(g)
+        return g
+
+    def register(self, name: str, choices: Mapping[str, str] | None = None, *, backend: str | None = None) -> Graph:
+        """Register one phase or joined step, with what it shares with the others; whoever compiles it validates it.
 
         Parameters
         ----------
@@ -155,29 +118,34 @@ class Program:
         if name not in self._phases and name not in self._steps:
             raise UnknownName("step", name, self.steps)
         g = Graph(name, backend=backend or self.backend, choices=choices)
-        for phase in self._phases:
-            self._declare_shared(g, self._registered(phase, g.backend, choices))
+        own = (
+            {phase: self._registered(phase, g.backend, choices) for phase in self._phases}
+            if len(self._phases) > 1
+            else {}
+        )
+        for graph in own.values():
+            self._declare_shared(g, graph)
         for phase in self._steps.get(name, (name,)):
             if name in self._steps:
                 with g.part(phase):
                     self._phases[phase](g)
             else:
                 self._phases[phase](g)
-        g.handed = self._handed(g, choices)
-        validate(g)
+        g.handed = self._handed(g, own)
         return g
 
     def _registered(self, phase: str, backend: str, choices: Mapping[str, str] | None) -> Graph:
+        """A phase by itself."""
         own = Graph(phase, backend=backend, choices=choices)
         self._phases[phase](own)
         return own
 
-    def _handed(self, g: Graph, choices: Mapping[str, str] | None) -> frozenset[str]:
+    def _handed(self, g: Graph, own: Mapping[str, Graph]) -> frozenset[str]:
         """Names of the carries that hold a value when a phase starts, as it is the suffix of bucketed steps."""
         found: set[str] = set()
         for name, step in self._bucketed.items():
             if g.name == step.suffix:
-                prefix = self._registered(step.prefix, g.backend, choices)
+                prefix = own[step.prefix]
                 _require_count(name, step, prefix, g)
                 written = {b.name: b for op in prefix.ops for b in op.writes if b.kind == "carry"}
                 for b in g.buffers:
@@ -187,8 +155,11 @@ class Program:
         return frozenset(found)
 
     def _declare_shared(self, g: Graph, own: Graph) -> None:
-        """Declare the weights and the state of one phase, in order of registration, and the dims of their shapes."""
-        shared = [b for b in own.buffers if b.kind in ("weight", "state")]
+        """Declare the weights, those in host memory too, and the state of one phase, in order of registration, and the dims of
+        their shapes."""
+        shared = [
+            b for b in own.buffers if b.kind in ("weight", "state") or (b.kind == "host" and b.tensor is not None)
+        ]
         needed = {str(symbol) for b in shared for dim in b.shape for symbol in getattr(dim, "free_symbols", ())}
         for bounded in reversed(own.dims.values()):  # a bound is declared before what it bounds
             if str(bounded.symbol) in needed and bounded.at_most is not None:
@@ -199,6 +170,8 @@ class Program:
         for b in shared:
             if b.kind == "weight":
                 g.weight(b.name, b.shape, b.dtype, tensor=b.tensor)
+            elif b.kind == "host":
+                g.buffer(b.name, b.shape, b.dtype, kind="host", tensor=b.tensor)
             else:
                 g.state(b.name, b.shape, b.dtype)
 

@@ -180,8 +180,8 @@ class CompiledModel(Face):
                 phase=FULL_STEP if not len(chosen) else Phase(logits=LOGITS), token_ids=packed, lengths=lengths, rows=rows,
                 current=rows[:0], logit_rows=chosen,
             )  # fmt: skip
-            outputs = self._engine.run(pack_step([request], self.architecture, states=self._engine.states), config)
-            output = output_of(outputs, rows, len(chosen), self._engine.current)
+            ran = self._engine.run(pack_step([request], self.architecture, states=self._engine.states), config)
+            output = output_of(ran.outputs, rows, len(chosen), ran.plan)
             return output if self._engine.lend(output.tensors()) else output.clone()
 
     def _warn_beyond(self, positions: int) -> None:
@@ -254,19 +254,19 @@ class CompiledModel(Face):
         they are asked for again, themselves: nobody writes to their tensors.
         """
         with self._engine.turn():
-            started, arriving = perf_counter(), None
+            started = perf_counter()
             asked = tuple(requests)
             if not self._packed.serves(asked, self._engine.changes):
                 packed = pack_step(asked, self.architecture, states=self._engine.states)
                 self._packed = _Packed(asked, self._engine.changes, packed)
                 self._warn_beyond(max(request.start + request.token_ids.numel() for request in asked))
-            found = self._engine.run(self._packed.step, config)
+            ran = self._engine.run(self._packed.step, config)
             side = self._sides[0]
             if side.last is not None:
-                side.last.results()  # before the next outcome arrives where it is
-            if declared := asked[0].phase.results:
-                arriving = side.copy.start([found[name] for name in declared])
-            side.last = Launched(asked, self._engine.current, arriving, started)
+                side.last.keep()  # before the next outcome arrives where it is
+            side.last = Launched(asked, ran, side.copy, started, self._engine.turns)
+            if ran.again is not None:
+                self._engine.unsettled = side.last.settle
             self._sides.reverse()
             return side.last
 
@@ -287,7 +287,8 @@ class CompiledModel(Face):
         with self._engine.turn():
             states, scattered = self._states_of(sizes, more), self._engine.scattered(sizes)
             self._engine.plans.require(scattered, states)
-            plans = [self._engine.plans.plan(size.beside(states)) for size in scattered]
+            graphs = [graph for size in scattered for graph in size.graphs]
+            plans = [self._engine.plans.plan(graph.beside(states)) for graph in graphs]
             return max(plans, key=lambda plan: plan.total_bytes)
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:

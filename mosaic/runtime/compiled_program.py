@@ -116,7 +116,6 @@ class CompiledProgram(Face):
             raise UsageError(f"the program '{self.program.name}' has no phase.")
         self._dims = {name: parse_tokens(value, what=f"the dim '{name}'") for name, value in dims.items()}
         self._plans: Recent[Hashable, Plan] = Recent(_KEPT_PLANS)
-        self._held: dict[str, int] = {}  # bytes that hold a value, by pool of a state or carry
         first = self.program.steps[0]
         plan = self._fitting(first, self._smallest(first))
         super().__init__(Engine(planner, plan, "program", capture=capture, debug=debug))
@@ -199,14 +198,13 @@ class CompiledProgram(Face):
 
     def _all_buckets(self, step: BucketedStep, dims: Mapping[str, int]) -> list[Plan]:
         """The plans of a bucketed step: the prefix's, and the suffix's of every bucket."""
-        sizes = dict.fromkeys(self._bounded(step, bucket, dims) for bucket in step.buckets)
-        suffixes = [self._fitting(step.suffix, {**dims, step.dim: size}) for size in sizes]
+        suffixes = [self._fitting(step.suffix, {**dims, step.dim: size}) for size in self._sizes_of(step, dims)]
         return [self._fitting(step.prefix, dims), *suffixes]
 
-    def _bounded(self, step: BucketedStep, bucket: int, dims: Mapping[str, int]) -> int:
-        """A bucket, or what bounds the dim where that is less."""
+    def _sizes_of(self, step: BucketedStep, dims: Mapping[str, int]) -> tuple[int, ...]:
+        """The buckets, none beyond what bounds the dim."""
         bound = self._planner.graph(step.suffix).dims[step.dim].at_most
-        return min(bucket, dims.get(bound, bucket)) if bound is not None else bucket
+        return step.sizes(dims, None if bound is None else dims.get(bound))
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -270,32 +268,25 @@ class CompiledProgram(Face):
         sizes = self._dims_of([step.prefix, step.suffix], inputs, dims)
         self._all_buckets(step, sizes)
         found = self._step(step.prefix, {key: inputs[key] for key in inputs.keys() & first}, sizes)
-        bucket = self._bounded(step, step.bucket(int(found[step.count].item())), sizes)
+        bucket = step.bucket(int(found[step.count].item()), self._sizes_of(step, sizes))
         given = {key: inputs[key] for key in inputs.keys() & second}
         return self._step(step.suffix, given, {**sizes, step.dim: bucket})
 
     def _step(self, step: str, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> Mapping[str, Tensor]:
         """Run one plan. What it lacks is found before anything changes."""
         plan = self._fitting(step, dims)
-        for name, size in plan.records.taken.items():
-            if (left := self._held.get(f"carry/{name}", 0)) < size:
-                raise UsageError(
-                    f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
-                    f"{left:,}: run the step that writes it first."
-                )
+        held = self._engine.held
+        held.require(step, plan)
         _require_inputs(step, {b.name: b for b in plan.records.buffers if b.kind == "input"}, inputs)
-        kept = {b.pool: b for b in plan.records.buffers if b.kind in ("state", "carry")}
-        states = {pool: record.value_bytes for pool, record in kept.items() if record.kind == "state"}
-        # should it fail, no carry holds anything, and states have the rows that were there and that it has
-        self._held = {pool: min(size, self._held.get(pool, 0)) for pool, size in states.items()}
+        held.begin(plan)
         executor = self._engine.bind(plan, self._places, key=self._key(step, dims))
-        for pool, size in states.items():
-            if new := size - self._held[pool]:
-                self.workspace.view(pool, self._held[pool], (new,), "uint8").zero_()
+        for pool, size in plan.records.held_states.items():
+            if new := size - held[pool]:
+                self.workspace.view(pool, held[pool], (new,), "uint8").zero_()
         for name, view in executor.inputs.items():
             view.copy_(inputs[name])
         executor.run()
-        self._held = {pool: record.value_bytes for pool, record in kept.items()}
+        held.done(plan)
         return executor.outputs
 
     # --- dims -----------------------------------------------------------------------------------------------------
@@ -361,9 +352,9 @@ class CompiledProgram(Face):
 
     def _kept(self, kind: str, name: str) -> Tensor:
         for record in self.current.records.buffers:
-            if record.kind == kind and record.name == name and self._held.get(record.pool):
+            if record.kind == kind and record.name == name and self._engine.held.get(record.pool):
                 return self.workspace.view(record.pool, 0, record.shape, record.dtype)
-        held = [pool.removeprefix(f"{kind}/") for pool in self._held if pool.startswith(f"{kind}/")]
+        held = [pool.removeprefix(f"{kind}/") for pool in self._engine.held if pool.startswith(f"{kind}/")]
         raise UsageError(f"no {kind} '{name}' holds anything; there are: {', '.join(held) or 'none yet'}.")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
+from mosaic.runtime.held_values import HeldValues
 from mosaic.runtime.opening import Plans, in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.recent import Recent
@@ -58,6 +59,8 @@ class Engine:
         One thread at a time has it.
     current
         The plan of the last step.
+    held
+        What states and carries hold.
     device
         That plans run on.
     debug
@@ -78,6 +81,7 @@ class Engine:
         self.debug, self._capture = debug, capture and self._on_cuda
         self._what, self._open = what, True
         self._adopted_bytes = 0  # weights that the ledger counts and no range has
+        self.held = HeldValues()
         self._handed_out = HandedOut()
         self._bound: Recent[Hashable, tuple[Plan, Executor]] = Recent(KEPT_EXECUTORS)
         self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from threading import Lock
 from time import perf_counter
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from mosaic.errors import BucketOverflow
+from mosaic.models.parts.cut import COUNT, PLACE
 from mosaic.models.parts.part import ResultPer
-from mosaic.runtime.host_copy import Arriving
+from mosaic.models.parts.windows import OPEN
 from mosaic.runtime.steps import StepRequest, StepResult
 
 if TYPE_CHECKING:
-    from mosaic.planner.plan import Plan
+    from mosaic.runtime.host_copy import HostCopy
+    from mosaic.runtime.model_engine import Ran
 
 __all__ = ["Launched"]
 
@@ -34,31 +38,79 @@ class Launched:
     ----------
     requests
         Whose step it is.
-    plan
-        That it runs.
-    arriving
-        The outputs that go back to requests, in the order in which their phase declares them; None: there are none.
+    ran
+        What was given to the device.
+    copy
+        Takes the outputs that go back to requests to the host.
     started
         When it was asked for, by `perf_counter`.
+    turns
+        Of the engine: where a part of the step runs again, it has its turn.
     """
 
-    def __init__(self, requests: Sequence[StepRequest], plan: Plan, arriving: Arriving | None, started: float) -> None:
+    def __init__(
+        self, requests: Sequence[StepRequest], ran: Ran, copy: HostCopy, started: float,
+        turns: AbstractContextManager[object],
+    ) -> None:  # fmt: skip
         self.requests = tuple(requests)
-        self._plan, self._arriving, self._started = plan, arriving, started
+        self._declared = self.requests[0].phase.results
+        self._copy, self._started, self._turns = copy, started, turns
         self._results: list[StepResult] | None = None
+        self._failed: BucketOverflow | None = None
         self._cutting = (
             Lock()
         )  # whoever launches a step waits for an earlier one too, whose outcome arrives in the same place
+        self._arrives(ran)
+
+    def _arrives(self, ran: Ran) -> None:
+        """Begin to copy the outputs."""
+        self._ran = ran
+        self._arriving = self._copy.start([ran.outputs[name] for name in self._declared]) if self._declared else None
+
+    def _outputs(self) -> dict[str, Tensor]:
+        outputs = [] if self._arriving is None else self._arriving.wait()
+        return dict(zip(self._declared, outputs, strict=True))
+
+    def settle(self) -> None:
+        """Wait until it is known that the step's second graph had room for all rows; where it had not, run it again."""
+        if self._ran.again is None:
+            return
+        with self._turns:
+            while (again := self._ran.again) is not None:
+                self._ran = self._ran._replace(again=None)
+                try:
+                    larger = again(int(self._outputs()[COUNT]))
+                except BucketOverflow as failed:
+                    self._failed = failed
+                else:
+                    if larger is not None:
+                        self._arrives(larger)
 
     def results(self) -> list[StepResult]:
-        """Wait for the outcome, and cut it up: one result per request, in order."""
+        """Wait for the outcome, and cut it up: one result per request, in order.
+
+        Raises
+        ------
+        BucketOverflow
+            If the step keeps more rows than its second graph has a size for.
+        """
+        self.keep()
+        if self._failed is not None:
+            raise self._failed
+        assert self._results is not None
+        return self._results
+
+    def keep(self) -> None:
+        """Wait for the outcome, if there is one, and cut it up: another may arrive in its place from now on."""
+        self.settle()
         with self._cutting:
-            if self._results is None:
-                declared = self.requests[0].phase.results
-                outputs = [] if self._arriving is None else self._arriving.wait()
-                self._results = self._cut(dict(zip(declared, outputs, strict=True)), declared)
+            if self._results is None and self._failed is None:
+                outputs = self._outputs()
+                if PLACE in outputs:
+                    outputs = _placed(outputs, self.requests)
+                own = {name: per for name, per in self._declared.items() if per != "step" and name in outputs}
+                self._results = self._cut(outputs, own)
                 self._arriving = None
-            return self._results
 
     def _cut(self, outputs: Mapping[str, Tensor], declared: Mapping[str, ResultPer]) -> list[StepResult]:
         seconds = perf_counter() - self._started
@@ -73,8 +125,26 @@ class Launched:
                 mine[name] = outputs[name][start:end].clone()
             decided = {name: mine.pop(name) for name in ("token", "score", "chosen")}
             committed = mine.pop("committed").bool()
-            found.append(StepResult(**decided, committed=committed, plan=self._plan, seconds=seconds, values=mine))
+            found.append(StepResult(**decided, committed=committed, plan=self._ran.plan, seconds=seconds, values=mine))
         return found
+
+
+def _placed(outputs: Mapping[str, Tensor], requests: Sequence[StepRequest]) -> dict[str, Tensor]:
+    """The outcomes of all rows to decide, from those of the rows that are kept: nothing is decided in the others."""
+    phase, rows = requests[0].phase, sum(request.rows.numel() for request in requests)
+    place = outputs[PLACE][:rows]
+    kept = place >= 0
+    found = {name: value for name, value in outputs.items() if name != PLACE}
+    for name, per in phase.results.items():
+        if per != "row" or name == PLACE:
+            continue
+        value = outputs[name][place.clamp(min=0)]
+        if name in ("token", "chosen"):
+            nothing = OPEN if phase.tokens.computes else torch.cat([request.current for request in requests])
+            found[name] = value.where(kept, nothing)
+        else:
+            found[name] = value.masked_fill(~kept, float("-inf") if value.is_floating_point() else 0)
+    return found
 
 
 def _count(request: StepRequest, per: ResultPer) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +15,11 @@ from mosaic.models.state import State
 from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug, Executor
+from mosaic.runtime.kept_counts import KeptCounts
+from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.poison import POISON
+from mosaic.runtime.recent import Recent
 from mosaic.runtime.spans import Span, joined, total, without
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.step_plans import Settings, StepPlans
@@ -26,9 +30,23 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
 
-__all__ = ["ModelEngine"]
+__all__ = ["ModelEngine", "Ran"]
 
+KEPT_SIZES: Final = 256
+"""Sizes of steps of two graphs of which it is known that all their graphs have plans."""
 _log = logging.getLogger(__name__)
+
+
+class Ran(NamedTuple):
+    """A step that was given to the device.
+
+    `outputs` by name are valid until the next step. Where the size of its second graph was guessed, `again` takes the count that
+    has come with the outputs: it gives None if the size was enough, and else the step with that graph run again, larger.
+    """
+
+    outputs: Mapping[str, Tensor]
+    plan: Plan
+    again: Callable[[int], Ran | None] | None = None
 
 
 class ModelEngine(Engine):
@@ -79,6 +97,9 @@ class ModelEngine(Engine):
         self._threads = StepThreads(self.model.architecture.parameters, threads)
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
+        self._counts, self._planned = KeptCounts(), Recent[Hashable, bool](KEPT_SIZES)
+        self.unsettled: Callable[[], None] | None = None
+        """Of the last step, if it may have to run again in part: what waits until that is known."""
         self.plans = StepPlans(planner, config)
         longest = self.plans.exact(StepSize(windows=(max_tokens or 1,), rows=max_tokens or 1))
         super().__init__(planner, longest, "model", tables=self._tables.values(), capture=capture, debug=debug)
@@ -143,20 +164,85 @@ class ModelEngine(Engine):
 
     # --- running --------------------------------------------------------------------------------------------------
 
-    def run(self, step: PackedStep, config: Settings | None = None) -> Mapping[str, Tensor]:
-        """Run a step; gives its outputs by name, which are valid until the next one.
+    def run(self, step: PackedStep, config: Settings | None = None) -> Ran:
+        """Run a step.
 
         Raises
         ------
         DoesNotFit
             If it needs more than the budget.
+        BucketOverflow
+            If its second graph has no size for the rows that its first one keeps.
         """
+        self.settle()
+        if step.size.phase.bucketed is not None:
+            return self._run_cut(step, config)
         executor = self._executor(step, config)
         self._poison_fresh_rows()
-        executor.write(step.inputs)
+        return self._ran(executor, step.inputs)
+
+    def _ran(self, executor: Executor, inputs: Mapping[str, Tensor | Numbers]) -> Ran:
+        self.held.begin(self.current)
+        executor.write(inputs)
         with self._threads.in_force():
             executor.run()
-        return executor.outputs
+        self.held.done(self.current)
+        return Ran(executor.outputs, self.current)
+
+    # --- steps of two graphs --------------------------------------------------------------------------------------
+
+    def _run_cut(self, step: PackedStep, config: Settings | None) -> Ran:
+        """Run the first graph, and the second at the size that the first asks for, or that steps before have needed."""
+        size, (prefix, *suffixes) = step.size, step.graphs
+        cut, how = size.phase.cut, size.phase.bucketed
+        assert cut is not None and how is not None
+        self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._plan_all, size, config))
+        executor = self._executor(prefix, config)
+        self._poison_fresh_rows()
+        found = self._ran(executor, prefix.taken(executor.inputs))
+        buckets = [graph.size.kept for graph in suffixes]
+        if cut.guesses:
+            expected = self._counts.expected(size.phase, size.tokens) or size.tokens
+            at = next((at for at, kept in enumerate(buckets) if kept >= expected), -1)
+            return self._run_suffix(suffixes[at], config)._replace(
+                again=partial(self._again, step, config, buckets[at])
+            )
+        kept = how.bucket(int(found.outputs[how.count].item()), buckets)
+        return self._run_suffix(suffixes[buckets.index(kept)], config)
+
+    def _plan_all(self, size: StepSize, config: Settings | None) -> bool:
+        """Plan all graphs of a step before anything of it runs: where one does not fit, nothing does."""
+        for graph in size.graphs:
+            self.plans.plan(graph, config)
+        return True
+
+    def _run_suffix(self, graph: PackedStep, config: Settings | None) -> Ran:
+        executor = self._executor(graph, config)
+        self.held.require(graph.size.phase.name, self.current)
+        return self._ran(executor, graph.taken(executor.inputs))
+
+    def _again(self, step: PackedStep, config: Settings | None, kept: int, count: int) -> Ran | None:
+        """Run the second graph again where there are more rows than it has run for: it has left everything as it was."""
+        how, suffixes = step.size.phase.bucketed, step.graphs[1:]
+        assert how is not None
+        self._counts.note(step.size.phase, count, step.size.tokens)
+        if count <= kept:
+            return None
+        buckets = [graph.size.kept for graph in suffixes]
+        enough = how.bucket(count, buckets)
+        _log.debug("%s rows are kept: the second graph, which has run for %s, runs again for %s", count, kept, enough)
+        return self._run_suffix(suffixes[buckets.index(enough)], config)
+
+    def settle(self) -> None:
+        """Wait for the last step where its second graph may have to run again: what it starts from is still there."""
+        waiting, self.unsettled = self.unsettled, None
+        if waiting is not None:
+            waiting()
+
+    def give_back(self) -> None:
+        """Give back what neither the last step nor owners of rows need; the workspace later if outputs are lent."""
+        self.settle()
+        super().give_back()
 
     def _poison_fresh_rows(self) -> None:
         """Fill rows that were handed out since the last step: whoever reads them before they are written gets NaN."""
@@ -198,5 +284,6 @@ class ModelEngine(Engine):
     def close(self) -> None:
         """Give all memory back. Closing twice is fine."""
         with self.turns:
+            self.unsettled = None
             self.weights.forget()
             super().close()

@@ -5,7 +5,7 @@ What there is to fill, the phase's parts declare (`mosaic.models.inputs`); nothi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -42,6 +42,21 @@ class PackedStep:
     def key(self) -> Hashable:
         """The key of its size: a step that is launched again and again asks for it each time."""
         return self.size.key
+
+    @cached_property
+    def graphs(self) -> tuple[PackedStep, ...]:
+        """The graphs that the step may run, each with all of its inputs."""
+        return tuple(PackedStep(size=size, inputs=self.inputs) for size in self.size.graphs)
+
+    def taken(self, names: Collection[str]) -> Mapping[str, Tensor | Numbers]:
+        """Return what one graph takes of the inputs; the same mapping whenever it is asked for."""
+        if self._taken.keys() != set(names):
+            self._taken.update({name: self.inputs[name] for name in names})
+        return self._taken
+
+    @cached_property
+    def _taken(self) -> dict[str, Tensor | Numbers]:
+        return {}
 
 
 def group_of(request: StepRequest, arch: Architecture) -> Hashable:

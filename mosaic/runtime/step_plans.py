@@ -93,7 +93,7 @@ class StepPlans:
         It is a lookup where steps of the same rounded sizes were asked for before.
         """
         taken = rounded_states(states)
-        return all(self._fits_beside(size, states, taken) for size in sizes)
+        return all(self._fits_beside(graph, states, taken) for size in sizes for graph in size.graphs)
 
     def _fits_beside(self, size: StepSize, states: Mapping[State, int], taken: Hashable) -> bool:
         if self._remembered((size.key, taken), lambda: size.beside(states).rounded()):
@@ -108,7 +108,7 @@ class StepPlans:
     def _fits(self, step: StepSize) -> bool:
         """Whether `exact` finds a plan."""
         settings = self._settings(step, None)
-        return any(planner.fits(step, config=settings) for planner in self._planners(settings))
+        return any(planner.fits(step, config=settings) for planner in self._planners(step, settings))
 
     def require(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> None:
         """Make sure that `plan` finds one for every step, beside these rows of states; no plan is made for the answer.
@@ -119,7 +119,7 @@ class StepPlans:
             With what the first step that does not fit needs at least, and the largest context that fits.
         """
         taken = rounded_states(states)
-        for size in sizes:
+        for size in (graph for whole in sizes for graph in whole.graphs):
             if not self._fits_beside(size, states, taken):
                 step = size.beside(states)
                 raise self._refusal(step, self._settings(step, None))
@@ -134,17 +134,18 @@ class StepPlans:
 
     def _fitting(self, step: StepSize, settings: Settings | None, *, limit: bool) -> Plan | None:
         """The first plan that fits."""
-        plans = (planner.plan(step, config=settings, limit=limit) for planner in self._planners(settings))
+        plans = (planner.plan(step, config=settings, limit=limit) for planner in self._planners(step, settings))
         return next((plan for plan in plans if plan.fits), None)
 
-    def _planners(self, settings: Settings | None) -> tuple[Planner, ...]:
-        """Who may plan a step: weights stay where they are if they can, or if the step's settings are given."""
-        moves = settings is None and self.asked.pinned != self.planner.pinned
+    def _planners(self, step: StepSize, settings: Settings | None) -> tuple[Planner, ...]:
+        """Who may plan a step: weights stay where they are if they can, or if the step's settings are given; between the graphs of
+        one step they cannot move."""
+        moves = settings is None and step.phase.cut is None and self.asked.pinned != self.planner.pinned
         return (self.planner, self.asked) if moves else (self.planner,)
 
     def _refusal(self, step: StepSize, settings: Settings | None) -> DoesNotFit:
         """What to say of a step that does not fit."""
-        planner = self._planners(settings)[-1]
+        planner = self._planners(step, settings)[-1]
         seen = f", {format_tokens(sum(step.owned))} keys" if step.phase.cached else ""
         what = f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.rows)} masked{seen})"
         how = "" if settings is None else " as configured"
@@ -152,9 +153,10 @@ class StepPlans:
         return does_not_fit(planner.least(step, config=settings), planner.budget, what, way_out, how)
 
     def _settings(self, step: StepSize, config: Settings | None) -> Settings | None:
-        if config is not None or self.config is None:
-            return config
-        return self.planner.space(step.kind).known(self.config)
+        given = self.config if config is None else config
+        if given is None or (config is not None and step.phase.graph == "whole"):
+            return given
+        return self.planner.space(step.kind).known(given)
 
 
 def does_not_fit(needed: Memory, budget: Memory, what: str, way_out: str, how: str = "") -> DoesNotFit:

@@ -34,10 +34,13 @@ class Way:
         The option of the choice `attention`.
     by_rows
         Whether the way has `keep` and `add_rows`; otherwise the last layer is computed for all tokens.
+    cuts
+        Whether the way has `project` and `resume`; a phase that is cut inside a layer runs in no other.
     """
 
     name: ClassVar[str] = ""
     by_rows: ClassVar[bool] = False
+    cuts: ClassVar[bool] = False
 
     def dims(self, step: StepGraph) -> None:
         """Declare the dims that the way needs beside the policy's; all ways of a policy do, whichever is taken."""
@@ -68,4 +71,14 @@ class Way:
         self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Buffer], x: Buffer
     ) -> None:
         """Register x += attention(h) @ o_proj.T for chosen rows, h and x [C, D]; `keep` came before."""
+        raise NotImplementedError
+
+    # -- a layer that a step is cut in -----------------------------------------------------------------------------
+
+    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
+        """Register queries [T, N H] of all tokens, and store their keys and values: what comes before the cut."""
+        raise NotImplementedError
+
+    def resume(self, step: StepGraph, layer: int, q: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Register hidden += attention(q) @ o_proj.T: what comes after it, of the rows that are kept."""
         raise NotImplementedError

@@ -35,13 +35,23 @@ class KeptTogether(_Kept):
     """All queries at once, projected with the keys and values under one norm."""
 
     name: ClassVar[str] = "together"
+    cuts: ClassVar[bool] = True
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Project, store, attend, add to the residual."""
         arch = step.arch
         whole = step.g.buffer("q", (step.tokens, arch.heads * arch.head_size), arch.dtype)
-        store(step, layer, norm, matrices, whole)
-        project_out(step, self.attended(step, layer, whole), matrices["o_proj"])
+        self.project(step, layer, norm, matrices, whole)
+        step.observe(layer, whole)
+        self.resume(step, layer, whole, matrices)
+
+    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
+        """Project, and store."""
+        store(step, layer, norm, matrices, queries)
+
+    def resume(self, step: StepGraph, layer: int, q: Buffer, matrices: dict[str, Buffer]) -> None:
+        """Attend, add to the residual."""
+        project_out(step, self.attended(step, layer, q), matrices["o_proj"])
 
     def attended(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
         """Register the attention of one layer over the queries' storage."""

@@ -27,12 +27,12 @@ class SelectedTogether(KeptTogether):
         """Nothing is being selected yet."""
         self._selecting = False
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
         """As ever; what stores keys waits for the selection of the layer before, which reads others where these will lie."""
         if self._selecting:
             step.g.wait(SELECT, updates=step.kv)
             self._selecting = False
-        super().register(step, layer, norm, matrices)
+        super().project(step, layer, norm, matrices, queries)
 
     def attended(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
         """Register the attention of one layer over the queries' storage."""

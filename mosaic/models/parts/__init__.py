@@ -2,6 +2,7 @@
 
 from mosaic.models.parts.cache import KEPT, KV, WHOLE, CachePolicy
 from mosaic.models.parts.commit import Commit, CommitRule, Rule, Score
+from mosaic.models.parts.cut import Cut, KeptRows
 from mosaic.models.parts.guidance import GUIDED, Guidance
 from mosaic.models.parts.heads import NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.parts.logits import LOGITS, ReturnedLogits
@@ -24,8 +25,10 @@ __all__ = [
     "CachePolicy",
     "Commit",
     "CommitRule",
+    "Cut",
     "Guidance",
     "Head",
+    "KeptRows",
     "OnDevice",
     "Part",
     "ReturnedLogits",

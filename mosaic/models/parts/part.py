@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "ResultPer"]
 
-ResultPer: TypeAlias = Literal["token", "row", "sequence"]
-"""What one value of an output belongs to. Values of one request are next to each other, in its own order."""
+ResultPer: TypeAlias = Literal["token", "row", "sequence", "step"]
+"""What one value of an output belongs to. Values of one request are next to each other, in its own order; what belongs to the
+step goes to no request."""
 
 
 class Part:

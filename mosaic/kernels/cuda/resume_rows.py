@@ -1,0 +1,209 @@
+"""resume_rows on CUDA: bounds and positions of the rows kept, and which rows to decide are among them, in two launches.
+
+Contract: resume_rows(chosen[S] int64, bounds[B+1] int32, positions[T] int32, rows[M] int64, cu_rows[B+1] int32; size, most) ->
+kept[C] int64, kept_positions[C] int32, cu_seqlens[B+1] int32, decided[D] int64, asked[D] int64, cu_decided[B+1] int32, place[M]
+int32, count[1] int32, as `mosaic.registrar.operators.resume_rows` says. The first launch looks each row of a sequence up among
+those that are kept, and counts what it finds; one program a sequence. In the second each adds up the counts before its own and
+writes its rows; one program more writes what nobody decides. Scratch: a count per sequence. Nothing is read on the host. Legend:
+S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import RuntimeMemoryError
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.resume_rows import check, reference
+
+__all__ = ["launch", "reference"]
+
+# Untuned defaults: rows asked for and rows kept of a tile, elements that are copied, sequences that are added up at once.
+ROWS: Final = 32
+KEPT: Final = 64
+COPIED: Final = 256
+SEQUENCES: Final = 256
+
+
+@triton.jit(do_not_specialize=["sequences", "size", "tokens"])
+def find_kernel(
+    chosen,
+    bounds,
+    positions,
+    rows,
+    cu_rows,
+    kept,
+    kept_positions,
+    place,
+    counts,
+    sequences,
+    size,
+    tokens,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    fits = tl.load(bounds + sequences) <= size
+    if sequence == sequences:  # all that is kept
+        for first in range(0, size, COPIED):
+            at = first + tl.arange(0, COPIED)
+            token = tl.load(chosen + at, mask=at < size, other=0)
+            tl.store(kept + at, token, mask=at < size)
+            inside = (at < size) & (token >= 0) & (token < tokens)
+            tl.store(kept_positions + at, tl.load(positions + token, mask=inside, other=0), mask=at < size)
+    else:
+        start = tl.load(bounds + sequence)
+        stop = tl.where(fits, tl.load(bounds + sequence + 1), start)
+        last = tl.load(cu_rows + sequence + 1)
+        total = start * 0
+        for first in range(tl.load(cu_rows + sequence), last, ROWS):
+            row = first + tl.arange(0, ROWS)
+            wanted = tl.load(rows + row, mask=row < last, other=-1)
+            where = tl.zeros([ROWS], tl.int32)
+            for begin in range(start, stop, KEPT):
+                at = begin + tl.arange(0, KEPT)
+                token = tl.load(chosen + at, mask=at < stop, other=-2)
+                same = wanted[:, None] == token[None, :]
+                where += tl.sum(tl.where(same, at[None, :] + 1, 0), 1)
+            tl.store(place + row, where - 1, mask=row < last)
+            total += tl.sum((where > 0).to(tl.int32), 0)
+        tl.store(counts + sequence, total)
+
+
+@triton.jit(do_not_specialize=["sequences", "size", "most", "asked_rows"])
+def write_kernel(
+    bounds,
+    cu_rows,
+    cu_seqlens,
+    decided,
+    asked,
+    cu_decided,
+    place,
+    count,
+    counts,
+    sequences,
+    size,
+    most,
+    asked_rows,
+    ROWS: tl.constexpr,
+    COPIED: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    all_rows = tl.load(bounds + sequences)
+    before = all_rows * 0
+    for first in range(0, sequence, SEQUENCES):
+        other = first + tl.arange(0, SEQUENCES)
+        before += tl.sum(tl.load(counts + other, mask=other < sequence, other=0), 0)
+    tl.store(cu_decided + sequence, before)
+    tl.store(cu_seqlens + sequence, tl.where(all_rows <= size, tl.load(bounds + sequence), 0))
+    if sequence == sequences:
+        tl.store(count, all_rows)
+        for first in range(before, most, COPIED):
+            at = first + tl.arange(0, COPIED)
+            tl.store(decided + at, tl.zeros([COPIED], tl.int64), mask=at < most)
+            tl.store(asked + at, tl.zeros([COPIED], tl.int64), mask=at < most)
+        for first in range(tl.load(cu_rows + sequences), asked_rows, COPIED):
+            row = first + tl.arange(0, COPIED)
+            tl.store(place + row, tl.full([COPIED], -1, tl.int32), mask=row < asked_rows)
+    else:
+        last = tl.load(cu_rows + sequence + 1)
+        for first in range(tl.load(cu_rows + sequence), last, ROWS):
+            row = first + tl.arange(0, ROWS)
+            where = tl.load(place + row, mask=row < last, other=-1)
+            found = (where >= 0).to(tl.int32)
+            at = before + tl.cumsum(found, 0) - found
+            mine = (found > 0) & (at < most)
+            tl.store(decided + at, where.to(tl.int64), mask=mine)
+            tl.store(asked + at, row.to(tl.int64), mask=mine)
+            tl.store(place + row, tl.where(mine, at, -1), mask=row < last)
+            before += tl.sum(found, 0)
+
+
+def launch(
+    *,
+    chosen: Tensor,
+    bounds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    cu_rows: Tensor,
+    kept: Tensor,
+    kept_positions: Tensor,
+    cu_seqlens: Tensor,
+    decided: Tensor,
+    asked: Tensor,
+    cu_decided: Tensor,
+    place: Tensor,
+    count: Tensor,
+    size: int = 0,
+    most: int = 0,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write all outputs."""
+    check(
+        chosen,
+        bounds,
+        positions,
+        rows,
+        cu_rows,
+        kept,
+        kept_positions,
+        cu_seqlens,
+        decided,
+        asked,
+        cu_decided,
+        place,
+        count,
+    )
+    sequences = bounds.shape[0] - 1
+    counts = _counts(scratch, bounds.shape[0])
+    find_kernel[(sequences + 1,)](
+        chosen,
+        bounds,
+        positions,
+        rows,
+        cu_rows,
+        kept,
+        kept_positions,
+        place,
+        counts,
+        sequences,
+        kept.shape[0],
+        positions.shape[0],
+        ROWS=ROWS,
+        KEPT=KEPT,
+        COPIED=COPIED,
+    )
+    write_kernel[(sequences + 1,)](
+        bounds,
+        cu_rows,
+        cu_seqlens,
+        decided,
+        asked,
+        cu_decided,
+        place,
+        count,
+        counts,
+        sequences,
+        kept.shape[0],
+        decided.shape[0],
+        rows.shape[0],
+        ROWS=ROWS,
+        COPIED=COPIED,
+        SEQUENCES=power_of_two(sequences, SEQUENCES),
+    )
+
+
+def _counts(scratch: Tensor | None, count: int) -> Tensor:
+    """View the scratch buffer as int32 counts."""
+    available = 0 if scratch is None else scratch.numel()
+    if scratch is None or available < 4 * count:
+        raise RuntimeMemoryError(
+            f"resume_rows: scratch of {available:,} bytes, {4 * count:,} needed: give the plan's scratch buffer, sized by "
+            "the operator's scratch on cuda."
+        )
+    return scratch[: 4 * count].view(torch.int32)

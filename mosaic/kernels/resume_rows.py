@@ -1,0 +1,124 @@
+"""resume_rows: bounds and positions of the rows kept, and which rows to decide are among them.
+
+Contract: resume_rows(chosen[S] int64, bounds[B+1] int32, positions[T] int32, rows[M] int64, cu_rows[B+1] int32; size, most) ->
+kept[C] int64, kept_positions[C] int32, cu_seqlens[B+1] int32, decided[D] int64, asked[D] int64, cu_decided[B+1] int32, place[M]
+int32, count[1] int32, as `mosaic.registrar.operators.resume_rows` says; all are read whole. Outputs overlap no operand. Legend: S
+numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels.shared.operands import INDEX, check_shapes
+
+__all__ = ["check", "launch", "reference"]
+
+
+def launch(
+    *,
+    chosen: Tensor,
+    bounds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    cu_rows: Tensor,
+    kept: Tensor,
+    kept_positions: Tensor,
+    cu_seqlens: Tensor,
+    decided: Tensor,
+    asked: Tensor,
+    cu_decided: Tensor,
+    place: Tensor,
+    count: Tensor,
+    size: int = 0,
+    most: int = 0,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write all outputs; bounds and rows are read on the host."""
+    check(
+        chosen,
+        bounds,
+        positions,
+        rows,
+        cu_rows,
+        kept,
+        kept_positions,
+        cu_seqlens,
+        decided,
+        asked,
+        cu_decided,
+        place,
+        count,
+    )
+    kept.copy_(chosen[: kept.numel()])
+    torch.index_select(positions, 0, kept, out=kept_positions)
+    for whole in (cu_seqlens, decided, asked, cu_decided, count):
+        whole.zero_()
+    place.fill_(-1)
+    total = int(bounds[-1])
+    count.fill_(total)
+    if total > kept.numel():
+        return
+    cu_seqlens.copy_(bounds)
+    places, wanted, found = {token: i for i, token in enumerate(kept[:total].tolist())}, rows.tolist(), 0
+    of_kept, of_asked, of_rows, ends = (out.numpy() for out in (decided, asked, place, cu_decided))
+    for sequence, (start, end) in enumerate(pairwise(cu_rows.tolist())):
+        for row in range(start, end):
+            if wanted[row] in places:
+                of_kept[found], of_asked[found], of_rows[row] = places[wanted[row]], row, found
+                found += 1
+        ends[sequence + 1] = found
+
+
+def check(
+    chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor, kept_positions: Tensor,
+    cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor, count: Tensor,
+) -> None:  # fmt: skip
+    """Check shapes and dtypes, and that there are enough numbers of tokens."""
+    ends, some = bounds.shape, decided.shape
+    check_shapes(
+        "resume_rows",
+        chosen=(chosen, (max(chosen.shape[0], kept.shape[0]),), INDEX[0]),
+        bounds=(bounds, ends, torch.int32),
+        positions=(positions, (positions.shape[0],), torch.int32),
+        rows=(rows, (rows.shape[0],), INDEX[0]),
+        cu_rows=(cu_rows, ends, torch.int32),
+        kept=(kept, (kept.shape[0],), INDEX[0]),
+        kept_positions=(kept_positions, kept.shape, torch.int32),
+        cu_seqlens=(cu_seqlens, ends, torch.int32),
+        decided=(decided, some, INDEX[0]),
+        asked=(asked, some, INDEX[0]),
+        cu_decided=(cu_decided, ends, torch.int32),
+        place=(place, rows.shape, torch.int32),
+        count=(count, (1,), torch.int32),
+    )
+
+
+def reference(
+    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, size: int, most: int
+) -> dict[str, Tensor]:
+    """Return all outputs in plain PyTorch, a row at a time."""
+    count, kept = bounds[-1:].clone(), chosen[:size]
+    fits = int(count) <= len(kept)
+    place = torch.full(rows.shape, -1, dtype=torch.int32)
+    decided, asked = (torch.zeros(most, dtype=torch.int64) for _ in range(2))
+    found = 0
+    for row in range(int(cu_rows[-1]) if fits else 0):
+        where = (kept[: int(count)] == rows[row]).nonzero().view(-1)
+        if len(where):
+            decided[found], asked[found], place[row] = where[0], row, found
+            found += 1
+    below = [int((place[: int(end)] >= 0).sum()) for end in cu_rows]
+    return {
+        "kept": kept,
+        "kept_positions": positions[kept],
+        "cu_seqlens": bounds if fits else torch.zeros_like(bounds),
+        "decided": decided,
+        "asked": asked,
+        "cu_decided": torch.tensor(below, dtype=torch.int32),
+        "place": place,
+        "count": count,
+    }

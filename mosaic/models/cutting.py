@@ -1,0 +1,149 @@
+"""The two graphs of a phase that is cut inside a layer: what the first hands to the second, and how that goes on with it.
+
+Carries: hidden states and queries of all tokens, the numbers of those that are kept, and their bounds. The second graph gathers the
+rows that it computes, so carries stay as they are, and it may run again with more rows. Inputs of tokens and rows that other
+parts ask for are those of rows that are kept. Legend: T tokens, K rows kept, M rows to decide, D hidden, N H queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from mosaic.errors import GraphError
+from mosaic.models.parts.commit import ROW_BOUNDS
+from mosaic.models.parts.cut import COUNT, DECIDED_DIM, KEPT_DIM, PLACE, KeptRows
+
+if TYPE_CHECKING:
+    from mosaic.models.inputs import Supply
+    from mosaic.models.parts.cut import Cut
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["Prefix", "Suffix"]
+
+
+def _cut_of(step: StepGraph) -> Cut:
+    """Return the cut of a step that is cut.
+
+    Raises
+    ------
+    GraphError
+        If the layer is not one that can be cut.
+    """
+    cut = step.phase.cut
+    assert cut is not None
+    if not 0 <= cut.layer < step.arch.layers - 1:
+        raise GraphError(
+            f"a step is cut in a layer before the last, which is layer {step.arch.layers - 1}; got layer {cut.layer}."
+        )
+    return cut
+
+
+def _hidden(step: StepGraph) -> Buffer:
+    return step.g.carry("cut_hidden", (step.g.dim("tokens"), step.arch.hidden), step.arch.dtype)
+
+
+def _queries(step: StepGraph) -> Buffer:
+    return step.g.carry("cut_queries", (step.g.dim("tokens"), step.arch.heads * step.arch.head_size), step.arch.dtype)
+
+
+def _rows(step: StepGraph) -> Buffer:
+    return step.g.carry("cut_rows", (step.g.dim("tokens"),), "int64")
+
+
+def _bounds(step: StepGraph) -> Buffer:
+    return step.g.carry("cut_bounds", (step.seqs + 1,), "int32")
+
+
+class Prefix:
+    """The first graph: hidden states and queries are computed where they are handed on."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.step, self.cut = step, _cut_of(step)
+        self.hidden = _hidden(step)
+
+    def end(self, matrices: dict[str, Buffer]) -> None:
+        """Register queries, keys and values of the layer that is cut, and the choice of rows."""
+        step, layer = self.step, self.cut.layer
+        queries = _queries(step)
+        into = KeptRows(_rows(step), _bounds(step), step.g.output(COUNT, (1,), "int64"))
+        with step.g.scope(f"layers.{layer}"):
+            step.residency.arrive(streamed=step.residency.streams(layer))
+            step.attention_way.project(step, layer, step.attention_norm(layer), matrices, queries)
+            self.cut.observe(step, layer, queries)
+        self.cut.select(step, into)
+
+
+class _Resumed(NamedTuple):
+    """What the ops of rows that are kept go by."""
+
+    rows: Buffer
+    positions: Buffer
+    cu_seqlens: Buffer
+    decided: Buffer
+    asked: Buffer
+    cu_decided: Buffer
+
+
+class Suffix:
+    """The second graph: it gathers the rows that are kept, and goes on from the attention of the layer that is cut."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.step, self.cut = step, _cut_of(step)
+        self._hidden, self._queries = _hidden(step), _queries(step)
+        self.decided = step.g.dim(DECIDED_DIM, at_most=KEPT_DIM)
+
+    @cached_property
+    def _resumed(self) -> _Resumed:
+        step, g = self.step, self.step.g
+        given, ends, kept, rows = step.inputs.given, (step.seqs + 1,), (step.tokens,), self.decided
+        found = _Resumed(
+            g.buffer("cut_kept", kept, "int64"), g.buffer("cut_positions", kept, "int32"),
+            g.buffer("cut_cu_seqlens", ends, "int32"), g.buffer("cut_decided", (rows,), "int64"),
+            g.buffer("cut_asked", (rows,), "int64"), g.buffer("cut_cu_decided", ends, "int32"),
+        )  # fmt: skip
+        g.add_op(
+            "resume_rows", _rows(step), _bounds(step), given("positions"), given("rows"), given(ROW_BOUNDS.name),
+            out=(*found, g.output(PLACE, (g.dim("masked"),), "int32"), g.output(COUNT, (1,), "int32")), size=step.tokens,
+            most=rows,
+        )  # fmt: skip
+        return found
+
+    def supplied(self, computed: Mapping[str, Supply]) -> Mapping[str, Supply]:
+        """Return what registers the inputs of tokens and rows: those of the rows that are kept.
+
+        `computed` are those that the step computes itself, of what it asks for here.
+        """
+        own: dict[str, Supply] = {
+            "positions": lambda: self._resumed.positions,
+            "cu_seqlens": lambda: self._resumed.cu_seqlens,
+            "rows": lambda: self._resumed.decided,
+            ROW_BOUNDS.name: lambda: self._resumed.cu_decided,
+        }
+        gathered = {
+            name: self._gathered(name, entry.per)
+            for name, entry in self.step.inputs.declared.items()
+            if entry.per in ("token", "row")
+        }
+        return {**gathered, **computed, **own}
+
+    def _gathered(self, name: str, per: str) -> Callable[[], Buffer]:
+        def register() -> Buffer:
+            rows = self._resumed.rows if per == "token" else self._resumed.asked
+            found: Buffer = self.step.g.add_op("gather_rows", self.step.inputs.given(name), rows, name=f"kept_{name}")
+            return found
+
+        return register
+
+    def begin(self) -> None:
+        """Gather the hidden states."""
+        self.step.g.add_op("gather_rows", self._hidden, self._resumed.rows, out=self.step.hidden.buffer, name="resume")
+
+    def attention(self, matrices: dict[str, Buffer]) -> None:
+        """Register hidden += attention(q) @ o_proj.T of the layer that is cut."""
+        step, carried = self.step, self._queries
+        q = step.g.buffer("q", (step.tokens, carried.shape[1]), carried.dtype)
+        step.g.add_op("gather_rows", carried, self._resumed.rows, out=q, name="queries")
+        step.attention_way.resume(step, self.cut.layer, q, matrices)

@@ -1,0 +1,88 @@
+"""Cuts: a step of two graphs, of which the second computes fewer rows. Legend: T tokens, N H queries, B sequences.
+
+The first graph, the prefix, ends inside a layer: queries of its tokens are computed, keys and values stored. There the part
+chooses which rows are kept. The second, the suffix, has plans for several numbers of rows; it begins with that layer's
+attention. Rows that are not kept have no keys in later layers, and nothing is decided there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mosaic.models.parts.part import Part, ResultPer
+
+if TYPE_CHECKING:
+    from mosaic.models.inputs import Supply
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["COUNT", "DECIDED_DIM", "KEPT_DIM", "PLACE", "Cut", "KeptRows"]
+
+COUNT: Final = "count"
+"""The output of both graphs that says how many rows are kept; the second's arrives with its results."""
+PLACE: Final = "place"
+"""The second graph's output that says which of its results a row to decide has; -1: the row is not kept."""
+
+
+KEPT_DIM: Final = "kept"
+"""The dim of the second graph: rows that it computes."""
+DECIDED_DIM: Final = "decided"
+"""Of these, the rows that it decides."""
+
+
+class KeptRows(NamedTuple):
+    """Where a cut says which rows are kept.
+
+    `rows` int64 [T] are numbers of the step's tokens: first those that are kept, sequence by sequence, each once, in any order
+    within a sequence; what follows is padding, and a token's number too. Sequence b has those from `bounds`[b], int32 [B + 1],
+    to `bounds`[b + 1]; `bounds`[0] is 0. `total` int64 [1] is how many there are.
+    """
+
+    rows: Buffer
+    bounds: Buffer
+    total: Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut(Part):
+    """Where a step is cut, and what is kept of it; a policy subclasses this.
+
+    Parameters
+    ----------
+    layer
+        The layer that is cut: all that comes before its attention is in the first graph. Not the last one.
+    """
+
+    layer: int = 1
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the second graph is launched at the size that steps before have needed, and the count is read with its results:
+        where there are more rows, it runs again. Otherwise the host waits for the count between the graphs."""
+        return True
+
+    def buckets(self, tokens: int) -> Sequence[int]:
+        """Return the numbers of rows that the second graph is planned for in a step of so many tokens, ascending.
+
+        A count beyond the last is an error; the last is all tokens, unless overridden.
+        """
+        return sorted({max(tokens // share, 1) for share in (8, 4, 2, 1)})
+
+    def observe(self, step: StepGraph, layer: int, q: Buffer) -> None:
+        """Register what the part computes of a layer's queries [T, N H]; its keys and values are stored. Called for each layer
+        up to the one that is cut."""
+
+    def select(self, step: StepGraph, into: KeptRows) -> None:
+        """Register the ops that choose, and that write `into`."""
+        raise NotImplementedError
+
+    def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
+        """Return what registers inputs of other parts that the step computes itself, such as `seen`, in either graph."""
+        return {}
+
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        """How many rows are kept, and what becomes of each row to decide."""
+        return {COUNT: "step", PLACE: "row"}

@@ -1,0 +1,57 @@
+"""What states and carries hold from one graph to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from mosaic.errors import UsageError
+
+if TYPE_CHECKING:
+    from mosaic.planner.plan import Plan
+
+__all__ = ["HeldValues"]
+
+
+class HeldValues(Mapping[str, int]):
+    """Bytes that hold a value, by pool of a state or carry.
+
+    A carry holds its value until a graph runs that does not declare it, or that sees less of it.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+
+    def __getitem__(self, pool: str) -> int:
+        return self._bytes[pool]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bytes)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def require(self, step: str, plan: Plan) -> None:
+        """Make sure that the carries that a graph reads hold a value.
+
+        Raises
+        ------
+        UsageError
+            Naming one that does not.
+        """
+        for name, size in plan.records.taken.items():
+            if (left := self._bytes.get(f"carry/{name}", 0)) < size:
+                raise UsageError(
+                    f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
+                    f"{left:,}: run the step that writes it first."
+                )
+
+    def begin(self, plan: Plan) -> None:
+        """Note that a graph runs: should it fail, no carry holds anything, and states have the rows that were there and that it
+        has."""
+        states = plan.records.held_states
+        self._bytes = {pool: min(size, self._bytes.get(pool, 0)) for pool, size in states.items()}
+
+    def done(self, plan: Plan) -> None:
+        """Note that it has run."""
+        self._bytes = dict(plan.records.held)

@@ -1,0 +1,162 @@
+"""A policy that drops rows inside a layer, as a newcomer would write it: a part, two operators, and their kernels.
+
+A row weighs what its queries add up to: in the layer that is cut, less the same in the first layer. Rows that weigh at least
+as much as their sequence's limit are kept, and the first of each window is. They come in reverse order, so that nothing can
+rely on an order. Nothing here is known to any file of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from reference_runner import KV, Network
+from torch import Tensor
+
+from mosaic import Implementation, Operator, Spec
+from mosaic.models.architecture import Architecture
+from mosaic.models.inputs import Input
+from mosaic.models.parts import KEPT, Commit, Cut, KeptRows
+from mosaic.models.phase import Phase
+from mosaic.registrar.operator import require
+
+__all__ = ["ALL", "CUT", "UNCUT", "Dropping", "DroppingNetwork", "limits", "selections"]
+
+
+selections: list[int] = []
+"""Tokens of each launch of `select`."""
+
+
+def weigh(*, q: Tensor, weight: Tensor, scratch: Tensor | None = None) -> None:
+    torch.sum(q, 1, dtype=torch.float32, out=weight)
+
+
+def select(
+    *, before: Tensor, after: Tensor, limit: Tensor, cu_seqlens: Tensor, rows: Tensor, bounds: Tensor, total: Tensor,
+    scratch: Tensor | None = None,
+) -> None:  # fmt: skip
+    """On the device alone: kept rows first, sequence by sequence, each sequence's in reverse; then the others."""
+    selections.append(rows.shape[0])
+    tokens = torch.arange(rows.shape[0], device=rows.device)
+    sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), tokens.to(torch.int32), right=True)
+    first = cu_seqlens[sequence] == tokens
+    kept = (after - before >= limit[sequence]) | first
+    key = torch.where(kept, sequence * 2, 2 * limit.shape[0]) * rows.shape[0] + rows.shape[0] - 1 - tokens
+    rows.copy_(key.argsort())
+    counts = torch.zeros_like(bounds).index_add_(0, sequence + 1, kept.to(bounds.dtype))
+    torch.cumsum(counts, 0, dtype=bounds.dtype, out=bounds)
+    total.copy_(bounds[-1:])
+
+
+def infer_select(before: Spec, after: Spec, limit: Spec, cu_seqlens: Spec) -> tuple[Spec, Spec, Spec]:
+    require(before == after and len(before.shape) == 1, "a weight for every token, twice")
+    return Spec(before.shape, "int64"), cu_seqlens, Spec((1,), "int64")
+
+
+BACKENDS: Final = ("cpu", "cuda")
+WEIGH: Final = Operator(
+    name="weigh_rows", reads=("q",), writes=("weight",), infer=lambda q: (Spec(q.shape[:1], "float32"),),
+    implementations=tuple(Implementation(backend=backend, kernel=weigh) for backend in BACKENDS),
+)  # fmt: skip
+SELECT: Final = Operator(
+    name="select_rows", reads=("before", "after", "limit", "cu_seqlens"), writes=("rows", "bounds", "total"),
+    whole=frozenset({"before", "after", "limit", "cu_seqlens"}), infer=infer_select,
+    implementations=tuple(Implementation(backend=backend, kernel=select) for backend in BACKENDS),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropping(Cut):
+    """Drops rows that weigh less than their sequence's limit, `StepRequest.values["limit"]`; none where there is no limit."""
+
+    sizes: tuple[int, ...] = ()
+    guess: bool = True
+
+    @property
+    def guesses(self) -> bool:
+        return self.guess
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        return (
+            Input(
+                name="limit", dtype="float32", per="sequence",
+                value=lambda window: window.request.values.get("limit", ALL),
+            ),
+        )  # fmt: skip
+
+    def buckets(self, tokens: int) -> Sequence[int]:
+        return self.sizes or Cut.buckets(self, tokens)
+
+    def observe(self, step: Any, layer: int, q: Any) -> None:
+        if layer in (0, self.layer):
+            step.g.add_op(WEIGH, q, out=step.g.buffer("weight", (step.tokens,), "float32"))
+
+    def select(self, step: Any, into: KeptRows) -> None:
+        weights = (step.g[f"layers.{layer}/weight"] for layer in (0, self.layer))
+        step.g.add_op(SELECT, *weights, step.inputs["limit"], step.cu_seqlens, out=tuple(into))
+
+
+ALL: Final = float("-inf")
+TOP: Final = Commit(score="confidence", rule="top")
+UNCUT: Final = Phase(cache=KEPT, commit=TOP)
+CUT: Final = Phase(cache=KEPT, commit=TOP, cut=Dropping())
+
+
+# --- an independent statement -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class DroppingNetwork(Network):
+    """The same transformer in plain PyTorch, of which later layers compute the rows that are kept."""
+
+    arch: Architecture
+    tensors: dict[str, Tensor]
+    layer: int = 1
+    limit: float = ALL
+    kept: list[int] = field(default_factory=list)  # of the last window
+    weights: list[float] = field(default_factory=list)
+
+    def hidden(self, tokens: Tensor, start: int, kv: KV, key_len: int) -> Tensor:
+        """Hidden rows of a window; those that were dropped are NaN."""
+        arch, names, count = self.arch, self.arch.names, len(tokens)
+        positions = torch.arange(start, start + count)
+        rows = torch.arange(count)
+        x = self.tensors[names.embedding][tokens]
+        first = torch.zeros(count)
+        for layer in range(arch.layers):
+            own = {name: getattr(names, name).format(layer=layer) for name in ("attention_norm", "ffn_norm", "query", "key",
+                   "value", "output", "gate", "up", "down", "query_norm", "key_norm")}  # fmt: skip
+            normed = self._norm(x, own["attention_norm"])
+            q, k, v = (
+                self._project(normed, own[name]).view(len(x), -1, arch.head_size) for name in ("query", "key", "value")
+            )
+            if arch.head_norms:
+                q, k = self._norm(q, own["query_norm"]), self._norm(k, own["key_norm"])
+            q, k = self._rotate(q, positions[rows]), self._rotate(k, positions[rows])
+            for row, place in enumerate((rows + start).tolist()):
+                kv[layer][0][place], kv[layer][1][place] = k[row].flatten(), v[row].flatten()
+            if layer == 0:
+                first = q.flatten(1).sum(1)
+            if layer == self.layer:
+                self.weights = (q.flatten(1).sum(1) - first).tolist()
+                self.kept = [row for row, weight in enumerate(self.weights) if row == 0 or weight >= self.limit]
+                rows = torch.tensor(self.kept)
+                x, q = x[rows], q[rows]
+            seen = (kv[layer][0][:key_len], kv[layer][1][:key_len])
+            x = x + self._attend(q, *seen, positions[rows]) @ self.tensors[own["output"]].T
+            normed = self._norm(x, own["ffn_norm"])
+            gate, up = (normed @ self.tensors[own[name]].T for name in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ self.tensors[own["down"]].T
+        found = torch.full((count, arch.hidden), torch.nan)
+        found[rows] = self._norm(x, names.final_norm)
+        return found
+
+
+def limits(weights: Sequence[float], count: int) -> float:
+    """A limit by which `count` rows of a window are kept, and which no row is near; the first row is one of them."""
+    ranked = sorted(weights[1:], reverse=True)
+    if count > len(ranked):
+        return ALL
+    return ranked[0] + 1.0 if count == 1 else (ranked[count - 2] + ranked[count - 1]) / 2

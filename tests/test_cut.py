@@ -1,0 +1,399 @@
+"""Steps cut inside a layer: a policy that drops rows (`dropping.py`), against the uncut phase and against plain code."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import pytest
+import torch
+from compiled_runner import CompiledRunner
+from dropping import ALL, CUT, UNCUT, Dropping, DroppingNetwork, limits, selections
+from reference_runner import PlainSequence, random_tensors, rule
+from test_decoding import CONFIGS, MASK
+from torch import Tensor
+
+from mosaic.decoding import Algorithm, Canvas, GenerationConfig, LiveRequest, Traits
+from mosaic.decoding.ahead import ahead_shapes, decode_ahead
+from mosaic.decoding.algorithms import canvas_length
+from mosaic.decoding.canvas import Sampling
+from mosaic.errors import BucketOverflow, DoesNotFit
+from mosaic.models import load
+from mosaic.models.parts import KEPT, NO_HEAD
+from mosaic.models.phase import Phase
+from mosaic.models.step import StepSize
+from mosaic.planner.check import weight_map
+from mosaic.planner.planner import Planner
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.state_rows import OwnedRows
+from mosaic.runtime.steps import StepRequest, StepResult
+
+LAYERS = 4
+CONFIG = {**CONFIGS["sdar"], "num_hidden_layers": LAYERS}
+ARCH = load(CONFIG).architecture
+TENSORS = random_tensors(ARCH, 3)
+NOTHING = torch.empty(0, dtype=torch.int64)
+FILL = Phase(cache=KEPT, head=NO_HEAD)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[CompiledRunner]:
+    found = CompiledRunner(CONFIG, TENSORS, debug="poison")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def model(runner: CompiledRunner) -> Iterator[CompiledModel]:
+    yield runner.model
+    assert not runner.model.state_rows
+
+
+def filled(model: CompiledModel, tokens: Tensor) -> OwnedRows:
+    """A sequence with the keys and values of these tokens."""
+    owned, length = model.open_sequence(), len(tokens)
+    owned.reserve(length)
+    model.step(
+        [
+            StepRequest(
+                phase=FILL, token_ids=tokens.clone(), sequence=owned, key_len=length, rows=NOTHING, current=NOTHING
+            )
+        ]
+    )
+    return owned
+
+
+@dataclass
+class Sequence:
+    """One sequence of the model, and the same in plain code."""
+
+    model: CompiledModel
+    network: DroppingNetwork
+    tokens: Tensor
+    owned: OwnedRows
+    plain: PlainSequence
+
+    @classmethod
+    def filled(cls, model: CompiledModel, length: int, rng: random.Random) -> Sequence:
+        """All positions have keys and values: those of some tokens."""
+        network = DroppingNetwork(ARCH, TENSORS, layer=LAYERS)  # never cut
+        tokens = torch.tensor([rng.choice((MASK, rng.randrange(8, MASK))) for _ in range(length)])
+        plain = PlainSequence(network)
+        plain.reserve(length)
+        network.hidden(tokens, 0, plain.kv, length)
+        network.layer = 1
+        return cls(model, network, tokens, filled(model, tokens), plain)
+
+    def window(self, rng: random.Random, phase: Phase, block: int = 8) -> StepRequest:
+        """A window of whole blocks at random, whose tokens have changed."""
+        blocks = len(self.tokens) // block
+        first = rng.randrange(blocks)
+        start, end = first * block, rng.randint(first + 1, min(blocks, first + 3)) * block
+        self.tokens[start:end] = torch.tensor([rng.choice((MASK, rng.randrange(8, MASK))) for _ in range(start, end)])
+        tokens = self.tokens[start:end].clone()
+        rows = torch.tensor(sorted(rng.sample(range(end - start), rng.randint(1, end - start))))
+        return StepRequest(
+            phase=phase, token_ids=tokens, start=start, sequence=self.owned, key_len=end, rows=rows,
+            current=tokens[rows], quota=rng.randint(0, 4), values={"limit": ALL},
+        )  # fmt: skip
+
+    def limited(self, request: StepRequest, count: int) -> StepRequest:
+        """The same request, of which `count` rows are kept."""
+        copy = [(keys.clone(), values.clone()) for keys, values in self.plain.kv]
+        self.network.limit = ALL
+        self.network.hidden(request.token_ids, request.start, copy, request.key_len)
+        return replace(request, values={"limit": limits(self.network.weights, count)})
+
+    def expect(self, request: StepRequest, result: StepResult) -> list[int]:
+        """Compare an outcome with plain code; gives the rows that are kept."""
+        self.network.limit = torch.tensor(request.values["limit"]).item()
+        hidden = self.network.hidden(request.token_ids, request.start, self.plain.kv, request.key_len)
+        kept = self.network.kept
+        logits = self.network.unembed(hidden[request.rows])
+        mine = torch.tensor([row in kept for row in request.rows.tolist()])
+        token, score = logits.argmax(1), logits.softmax(-1).max(-1).values
+        assert torch.equal(result.token[mine], token[mine])
+        torch.testing.assert_close(result.score[mine], score[mine], rtol=1e-4, atol=1e-6)
+        assert bool((result.score[~mine] == float("-inf")).all())
+        assert torch.equal(result.token[~mine], request.current[~mine])
+        few = replace(request, phase=UNCUT, rows=request.rows[mine], current=request.current[mine])
+        committed = torch.zeros(len(mine), dtype=torch.bool)
+        committed[mine] = rule(few, token[mine], score[mine], MASK)
+        assert torch.equal(result.committed, committed)
+        assert torch.equal(result.chosen, torch.where(committed, token, request.current))
+        return kept
+
+    def close(self) -> None:
+        self.owned.close()
+
+
+def opened(model: CompiledModel, rng: random.Random, count: int) -> list[Sequence]:
+    return [Sequence.filled(model, 8 * rng.randint(2, 9), rng) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cut_that_keeps_every_row_changes_nothing(model: CompiledModel, seed: int) -> None:
+    """Under poison, random windows packed at random: tokens, scores and decisions to the bit, and the keys that are left."""
+    rng = random.Random(seed)
+    live = opened(model, rng, 3)
+    twins = [filled(model, one.tokens) for one in live]
+    for _ in range(6):
+        chosen = rng.sample(range(3), rng.randint(1, 3))
+        asked = [live[n].window(rng, CUT) for n in chosen]
+        found = model.step(asked)
+        whole = model.step([replace(r, phase=UNCUT, sequence=twins[n]) for n, r in zip(chosen, asked, strict=True)])
+        assert found[0].plan.dims["kept"] == found[0].plan.dims["tokens"]
+        for mine, other in zip(found, whole, strict=True):
+            for name in ("token", "score", "committed", "chosen"):
+                assert torch.equal(getattr(mine, name), getattr(other, name))
+    for one in live:
+        one.close()
+    for twin in twins:
+        twin.close()
+
+
+@pytest.mark.parametrize("guess", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(
+    model: CompiledModel, seed: int, guess: bool
+) -> None:
+    """Under poison, packed at random, against plain code that keeps stale keys where rows were dropped."""
+    rng = random.Random(100 * seed + guess)
+    cut = Dropping(guess=guess, layer=1)
+    phase = replace(CUT, cut=cut)
+    live, sizes = opened(model, rng, 3), set()
+    for turn in range(12):
+        asked = []
+        for one in rng.sample(live, rng.randint(1, 3)):
+            request = one.window(rng, phase)
+            few = rng.randint(1, max(len(request.token_ids) // 4, 1))
+            asked.append(
+                (one, one.limited(request, rng.choice([few, few, len(request.token_ids)]) if turn > 3 else few))
+            )
+        found = model.step([request for _, request in asked])
+        kept = sum(len(one.expect(request, result)) for (one, request), result in zip(asked, found, strict=True))
+        size = found[0].plan.dims["kept"]
+        assert kept <= size
+        if not guess:
+            assert size == min(bucket for bucket in cut.buckets(found[0].plan.dims["tokens"]) if bucket >= kept)
+        sizes.add(size)
+    assert len(sizes) > 2
+    for one in live:
+        one.close()
+
+
+# --- more rows than the second graph was launched for -------------------------------------------------------------------
+
+
+def few_and_all(model: CompiledModel, rng: random.Random, phase: Phase) -> tuple[Sequence, StepRequest]:
+    """A sequence of which steps have kept few rows, and a window of it of which all are kept."""
+    one = Sequence.filled(model, 96, rng)
+    for _ in range(4):
+        request = one.window(rng, phase)
+        request = one.limited(request, 1)
+        one.expect(request, model.step([request])[0])
+    while (request := one.window(rng, phase)).token_ids.numel() < 16:
+        pass
+    return one, request
+
+
+def test_more_rows_than_were_guessed_run_again_without_the_first_graph(model: CompiledModel) -> None:
+    """The outcome, and all that outlives the step, is as if the larger size had been launched at once; whatever runs between."""
+    rng = random.Random(0)
+    phase = replace(CUT, cut=Dropping(sizes=(2, 8, 64)))
+    for between in ("nothing", "a step", "a trim", "a sequence that ends"):
+        one, request = few_and_all(model, rng, phase)
+        other = Sequence.filled(model, 16, rng)
+        prefixes = len(selections)
+        launched = model.launch([request])
+        assert model.memory().planned["workspace"] and len(selections) == prefixes + 1
+        if between == "a step":
+            model.step([replace(other.window(rng, UNCUT), quota=1)])
+        elif between == "a trim":
+            model.trim()
+        elif between == "a sequence that ends":
+            other.close()
+        (result,) = launched.results()
+        assert result.plan.dims["kept"] == len(request.token_ids) and len(selections) == prefixes + 1
+        one.expect(request, result)
+        again = one.window(rng, phase)  # which reads the keys that the step has left
+        one.expect(again, model.step([again])[0])
+        assert launched.results() == [result]
+        one.close()
+        other.close()
+
+
+@pytest.mark.parametrize("guess", [True, False])
+def test_more_rows_than_there_is_a_size_for_are_an_error(model: CompiledModel, guess: bool) -> None:
+    """Whoever asks for the outcome is told; nobody else is, and the next steps run."""
+    rng = random.Random(1)
+    phase = replace(CUT, cut=Dropping(sizes=(2, 8), guess=guess))
+    one, request = few_and_all(model, rng, phase)
+    count = len(request.token_ids)
+    with pytest.raises(
+        BucketOverflow, match=rf"'denoise_prefix' computed count = {count}, the largest bucket of 'kept' is 8"
+    ):
+        model.step([request])
+    launched = [model.launch([request])] if guess else []
+    small = one.limited(request, 3)
+    one.expect(small, model.step([small])[0])
+    for failed in 2 * launched:
+        with pytest.raises(BucketOverflow):
+            failed.results()
+    one.close()
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def packed(phase: Phase, requests: int = 40) -> StepSize:
+    return StepSize(phase=phase, windows=(32,) * requests, keys=(96,) * requests, rows=24 * requests)
+
+
+def test_plans_of_both_graphs_are_proved_and_need_no_more_than_the_uncut_one() -> None:
+    """Carries have one place and one size in all of them; what a step that is cut needs is what the largest of them needs."""
+    planner = Planner(load(CONFIG), device="h200")
+    whole, plans = planner.plan(packed(UNCUT)), planner.plans(packed(CUT))
+    assert [plan.document["phase"] for plan in plans] == ["denoise_prefix"] + ["denoise_suffix"] * 4
+    assert [plan.dims["kept"] for plan in plans[1:]] == [160, 320, 640, 1280]
+    for plan in plans:
+        assert plan.check() == (("weigh_rows", "select_rows") if plan is plans[0] else ())
+        assert weight_map(plan.document) == weight_map(whole.document)
+        carries = {b["name"]: (b["offset"], b["size"]) for b in plan.document["buffers"] if b["kind"] == "carry"}
+        assert carries.keys() == {"cut_hidden", "cut_queries", "cut_rows", "cut_bounds"}
+        assert all(offset == 0 for offset, _ in carries.values())
+        assert carries == {
+            b["name"]: (b["offset"], b["size"]) for b in plans[0].document["buffers"] if b["kind"] == "carry"
+        }
+        assert plan.pools["workspace"] <= whole.pools["workspace"]
+    for plan in plans[1:-1]:
+        assert plan.peak_bytes < whole.peak_bytes
+    assert planner.plan(packed(CUT)).total_bytes == max(plan.total_bytes for plan in plans)
+    needed = planner.needed(packed(CUT))
+    assert needed == max(planner.needed(graph) for graph in packed(CUT).graphs)
+    for budget, fits in ((needed, True), (needed - 1, False)):
+        assert planner.with_budgets(budget=budget).fits(packed(CUT)) is fits
+    assert planner.max_context(packed(CUT)) == min(planner.max_context(graph) for graph in packed(CUT).graphs)
+
+
+@pytest.mark.parametrize("guess", [True, False])
+def test_what_is_admitted_fits_and_what_is_not_runs_no_part(guess: bool) -> None:
+    """At the budget of its largest graph a step runs, within it at every moment; a byte below nothing of it does."""
+    phase = replace(CUT, cut=Dropping(guess=guess))
+    sizes = [StepSize(phase=phase, windows=(1024,), keys=(1024,), rows=512)]
+    with closing(CompiledRunner(CONFIG, TENSORS, host_budget=0)) as free:
+        most = free.model.check(sizes)
+    for budget in (most.total_bytes, most.total_bytes - 1):
+        with closing(CompiledRunner(CONFIG, TENSORS, host_budget=0, budget=budget)) as runner:
+            model, before = runner.model, len(selections)
+            admitted = budget == most.total_bytes
+            assert model.admits(sizes) is admitted
+            rng = random.Random(0)
+            owned = model.open_sequence()
+            owned.reserve(1024)
+            for count in (1024, 100, 300, 1024):
+                tokens = torch.tensor([rng.choice((MASK, rng.randrange(8, MASK))) for _ in range(1024)])
+                request = StepRequest(
+                    phase=phase, token_ids=tokens, sequence=owned, key_len=1024, rows=torch.arange(512), quota=3,
+                    current=tokens[:512], values={"limit": ALL if count == 1024 else 40.0 / count},
+                )  # fmt: skip
+                if not admitted:
+                    with pytest.raises(DoesNotFit):
+                        model.step([request])
+                    assert len(selections) == before
+                    break
+                plan = model.step([request])[0].plan
+                assert sum(model.memory().committed.values()) <= budget
+                assert all(model.memory().committed[name] >= size for name, size in plan.pools.items() if size)
+            owned.close()
+
+
+# --- decoding -----------------------------------------------------------------------------------------------------------
+
+BLOCK: Final = 8
+
+
+def algorithm(phase: Phase, limit: float = ALL) -> Algorithm:
+    """Block diffusion, whose steps but the first of each block are of this phase: rows below the limit are dropped."""
+
+    def decode(canvas: Canvas) -> Any:
+        prefix = canvas.prompt_len // BLOCK * BLOCK
+        if prefix:
+            yield canvas.fill(0, prefix)
+        for start in range(prefix, canvas.length, BLOCK):
+            decided = 0
+            while canvas.masked[start : start + BLOCK].any():
+                positions = canvas.open_rows(start, start + BLOCK)
+                result = yield canvas.ask(
+                    phase if decided else UNCUT, positions, window=(start, start + BLOCK), quota=2, values={"limit": limit}
+                )  # fmt: skip
+                canvas.take(positions, result)
+                decided = int(result.committed.sum())
+                if canvas.finished:
+                    return
+
+    def shapes(config: GenerationConfig, arch: Any, prompt_len: int, request: int) -> list[StepSize | None]:
+        length, prefix = canvas_length(config, arch, prompt_len), prompt_len // BLOCK * BLOCK
+        sizes = [StepSize(phase=one, windows=(BLOCK,), keys=(length,), rows=BLOCK) for one in (UNCUT, phase)]
+        return [StepSize(phase=FILL, windows=(prefix,), keys=(prefix,)) if prefix else None, *sizes]
+
+    return Algorithm(name="dropping", decode=decode, shapes=shapes, traits=Traits(blockwise=True))
+
+
+def test_sessions_run_steps_that_are_cut_for_many_requests(model: CompiledModel) -> None:
+    """Requests come and go; each gets the tokens that it gets alone, and where every row is kept those of the uncut phase."""
+    rng = random.Random(2)
+    ways = {limit: algorithm(CUT, limit) for limit in (ALL, 0.0, 3.0)}
+    asked = []
+    for _ in range(24):
+        prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(rng.randint(1, 20))])
+        limit = rng.choice([*ways])
+        config = GenerationConfig(algorithm=ways[limit], gen_length=rng.choice([8, 21]), stop_at_eos=False)
+        asked.append((prompt, limit, config))
+    alone = [model.generate([prompt], config)[0].token_ids for prompt, _, config in asked]
+    before, live = len(selections), dict[int, LiveRequest]()
+    with model.session() as session:
+        waiting = [*range(len(asked))]
+        while waiting or session.live:
+            coming, waiting = waiting[:2], waiting[2:]
+            for number in coming:
+                prompt, _, config = asked[number]
+                live[number] = session.submit(prompt, config)
+            if rng.random() < 0.15 and session.live:
+                session.cancel(rng.choice(session.live))
+            session.advance(rng.randint(1, 3))
+    assert max(selections[before:]) >= 4 * BLOCK
+    ended = {number: request.generation for number, request in live.items()}
+    assert {answer.finish for answer in ended.values() if answer is not None} == {"length", "cancelled"}
+    for number, answer in ended.items():
+        assert answer is not None
+        if answer.finish == "length":
+            assert torch.equal(answer.token_ids, alone[number]), number
+    for (prompt, limit, config), tokens in zip(asked, alone, strict=True):
+        if limit == ALL:
+            uncut = replace(config, algorithm=algorithm(UNCUT))
+            assert torch.equal(model.generate([prompt], uncut)[0].token_ids, tokens)
+
+
+def test_steps_that_are_cut_read_and_write_a_canvas_on_the_device(model: CompiledModel) -> None:
+    """Launched ahead, under poison: where every row is kept, the tokens are those of the uncut phase."""
+    found = []
+    prompts = [torch.arange(8, 8 + count) for count in (3, 16, 9)]
+    for phase in (UNCUT, CUT):
+
+        def decode(canvas: Canvas, phase: Phase = phase) -> Any:
+            yield from decode_ahead(canvas, phase, Sampling.of(canvas.config, scaled=False), [2] * 4, exactly=True)
+
+        def shapes(config: Any, arch: Any, prompt_len: int, request: int, phase: Phase = phase) -> Any:
+            return ahead_shapes(config, phase, prompt_len)
+
+        options = frozenset({"steps", "ahead", "block_length"})
+        traits = Traits(options=options, blockwise=True, defaults={"steps": 4})
+        own = Algorithm(name="ahead", decode=decode, shapes=shapes, traits=traits)
+        config = GenerationConfig(algorithm=own, gen_length=20, block_length=BLOCK, ahead=True, stop_at_eos=False)
+        found.append([answer.token_ids for answer in model.generate(prompts, config)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
