@@ -14,6 +14,7 @@ from mosaic.planner.limits import smallest_total
 from mosaic.planner.offsets import blocks_of
 from mosaic.planner.offsets.ilp import solve_ilp
 from mosaic.planner.placement import place, problem_of
+from mosaic.planner.rungs import whole_grid
 from mosaic.planner.search import brute_force, search
 from mosaic.planner.space import Config, Point, Space
 from mosaic.units import GIB
@@ -71,7 +72,7 @@ def compare_limits(model: str, device: str, budget: int) -> dict[str, Any]:
 
     def fits(tokens: int) -> bool:
         point = space.at(request.at(tokens).dims())
-        return any(point.total_bytes(config) <= budget for config in point.grid())
+        return any(point.total_bytes(config) <= budget for config in whole_grid(point))
 
     low, high = 0, 1 << 24
     while high - low > 1:

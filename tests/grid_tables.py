@@ -149,7 +149,7 @@ class Tabulated(Point):
         found = SimpleNamespace(template=template, variant=lambda config: cast(Variant, variant))
         found.has_counted = lambda choices, pool: choices in self.asked
         self.space = cast(Space, found)
-        self.dims = {"tokens": tables.tokens}
+        self.template, self.dims = found.template, {"tokens": tables.tokens}
 
     def options(self, choices: Choices, knob: int) -> list[int | None]:
         return self.tables.options(choices, knob)

@@ -22,6 +22,7 @@ import mosaic
 from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD, Commit
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Request
+from mosaic.planner.rungs import whole_grid
 from mosaic.runtime.compiled import CompiledModel, StepOutput
 from mosaic.runtime.steps import StepRequest
 
@@ -120,7 +121,7 @@ class Case:
                 space = planner.at(self.request(phase, batch))
                 template = space.space.template
                 names = [choice.name for choice in template.choices] + [knob.name for knob in template.knobs]
-                grid = list(space.grid(1 << 40))
+                grid = list(whole_grid(space, 1 << 40))
                 for settings in grid if few is None else random.Random(few).sample(grid, min(few, len(grid))):
                     # a loop that is never dissolved takes the rows there are, the grid's may be more
                     found = space.config(dict(zip(names, (*settings.choices, *settings.rows), strict=True)))

@@ -9,6 +9,7 @@ from mosaic.models import load
 from mosaic.models.phase import FULL_STEP
 from mosaic.planner import Planner, Request
 from mosaic.planner.cache import template_of
+from mosaic.planner.rungs import groups
 from mosaic.planner.search import search
 
 REQUEST = Request(seq_lens=(300,))
@@ -51,8 +52,8 @@ def test_where_nothing_fits_the_search_asks_for_the_two_ends_of_its_ladders(empt
     told: list[str] = []
     planner = Planner("small", device="cpu", progress=lambda _, name: told.append(name))
     point = planner.at(REQUEST)
-    groups = [(base, ladders) for base, ladders in point.groups()]
-    ends = {base for base, _ in groups} | {ladder[-1] for _, ladders in groups for ladder in ladders}
+    held = list(groups(point))
+    ends = {base for base, _ in held} | {ladder[-1] for _, ladders in held for ladder in ladders}
     found = search(point, budget_bytes=1, host_budget_bytes=1 << 30)
     assert not found.fits and set(told) == {f"full_step ({', '.join(choices)})" for choices in ends}
     assert len(ends) < len(point.choice_combinations) / 2

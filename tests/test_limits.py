@@ -15,6 +15,7 @@ from mosaic.planner import limits, placement
 from mosaic.planner.limits import holds, is_feasible, max_context, search_and_place, smallest_host, smallest_total
 from mosaic.planner.offsets import solve
 from mosaic.planner.placement import Placement, place
+from mosaic.planner.rungs import smallest, whole_grid
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import compile_template
 from mosaic.registrar.graph import Graph
@@ -37,7 +38,7 @@ def held(seed: int, tokens: int, budget: int, host: int) -> bool:
     """Whether any configuration of the whole grid fits, each at its smallest chunks or without them."""
     found = exact(seed, tokens)
     for choices in found.combinations():
-        for config in at(seed, tokens).grid(PLENTY):
+        for config in whole_grid(at(seed, tokens), PLENTY):
             if config.choices == choices and found.fits(config, budget, host):
                 return True
     return False
@@ -69,7 +70,7 @@ def test_a_pinned_choice_is_kept(seed: int) -> None:
         for tokens, fits in ((found, True), (found + 1, False)):
             if tokens:
                 grid = exact(seed, tokens)
-                ways = [c for c in at(seed, tokens).grid(PLENTY) if c.choices[1] == stream]
+                ways = [c for c in whole_grid(at(seed, tokens), PLENTY) if c.choices[1] == stream]
                 assert any(grid.fits(c, budget, PLENTY) for c in ways) == fits
 
 
@@ -94,9 +95,9 @@ def test_contexts_far_beyond_the_probes_are_solved_exactly() -> None:
     budget = smallest_total(at(0, 40_000_000), 0)[0]
     found = max_context(space(0), dims, budget, limit=2**31 - 1)
     assert found >= 40_000_000
-    grid = list(at(0, found).smallest(0))
+    grid = list(smallest(at(0, found), 0))
     assert any(at(0, found).total_bytes(config) <= budget for config in grid)
-    assert all(at(0, found + 1).total_bytes(config) > budget for config in at(0, found + 1).smallest(0))
+    assert all(at(0, found + 1).total_bytes(config) > budget for config in smallest(at(0, found + 1), 0))
 
 
 # -- packings above the lower bound -----------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def test_a_configuration_is_held_from_the_bytes_of_its_best_known_order_on() -> 
     whole, missed = broken(FRAGMENTED[1]), 0
     for tokens in (7, 77):
         point = whole.at(tokens_alone(tokens), pinned={"width": "narrow"})
-        for config in whole.at(tokens_alone(tokens)).grid():
+        for config in whole_grid(whole.at(tokens_alone(tokens))):
             if config.choices != ("narrow",):
                 assert not holds(point, config, PLENTY)
                 continue
@@ -157,7 +158,7 @@ def test_what_is_promised_holds_as_packed(seed: int, solver: str, monkeypatch: p
     for tokens in (rng.randrange(64, 256), rng.randrange(1000, 4000)):
         point = space.at(tokens_alone(tokens))
         needed, config = smallest_total(point, solver=solver)
-        missed += needed > min(map(point.total_bytes, point.smallest()))
+        missed += needed > min(map(point.total_bytes, smallest(point)))
         for budget in (needed, needed + rng.randrange(PAGE), needed + rng.randrange(100 * PAGE), 2 * needed):
             assert planned(point, budget, solver) and is_feasible(point, budget, solver=solver)
         for budget in (needed - 1, needed - PAGE):
@@ -215,7 +216,7 @@ def test_limits_of_tables_are_kept_as_packed(seed: int, monkeypatch: pytest.Monk
         allowed = [c for c in tables.configs() if tables.host_bytes(c.choices) <= host]
         packed = [packings.total(point, c, solver) for c in allowed]
         assert needed == packings.total(point, config, solver)
-        assert needed <= min(packings.total(point, c, solver) for c in point.smallest(host))
+        assert needed <= min(packings.total(point, c, solver) for c in smallest(point, host))
         assert not allowed or (config in allowed and needed >= min(packed))
         for budget in {needed - 1, needed, needed + 1, *rng.sample(totals, min(2, len(totals)))}:
             result, placement = search_and_place(point, budget, host, solver=solver)

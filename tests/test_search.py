@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 
+from mosaic.planner.rungs import smallest
 from mosaic.planner.search import TOLERANCE, SearchResult, TraceStep, brute_force, lowest, search
 from mosaic.planner.space import Config, Point
 from tests.grid_tables import Tables, Tabulated
@@ -159,7 +160,7 @@ def test_the_best_of_grids_full_of_ties(seed: int) -> None:
         if feasible:
             assert (exhaustive.config, found.config) == (judge.best(feasible), judge.best(judge.climbed(feasible)))
         else:
-            least = min(judge.point.smallest(host), key=lambda c: (judge.exact.bytes(c)[0], *judge.rank(c)))
+            least = min(smallest(judge.point, host), key=lambda c: (judge.exact.bytes(c)[0], *judge.rank(c)))
             assert lowest(judge.point, host) == found.config == exhaustive.config == least
             assert judge.exact.bytes(least)[0] == judge.floor(host)
 

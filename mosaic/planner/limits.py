@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from mosaic.planner.placement import Placement, place, replayed
+from mosaic.planner.rungs import affordable, groups, smallest
 from mosaic.planner.search import SearchResult, lowest, search, trace_step
 from mosaic.planner.space import Config, Point, Space
 
@@ -68,7 +69,7 @@ class _Packer:
         """Return the configuration that packs lowest of those with the smallest chunks, one per combination of choices."""
         best = lowest(self.point, self.host_budget_bytes)
         missed = self.total_bytes(best) - self.point.total_bytes(best)
-        for config in self.point.smallest(self.host_budget_bytes, slack=missed):
+        for config in smallest(self.point, self.host_budget_bytes, slack=missed):
             if self.point.total_bytes(config) >= self.total_bytes(best):
                 break
             best = min(best, config, key=self.total_bytes)
@@ -123,7 +124,7 @@ def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, 
 
     Packs only where the lower bound fits, and searches where the configuration of the lowest bound misses it.
     """
-    if not point.fits(next(point.smallest(host_budget_bytes)), budget_bytes, host_budget_bytes):
+    if not point.fits(next(smallest(point, host_budget_bytes)), budget_bytes, host_budget_bytes):
         return False
     least = lowest(point, host_budget_bytes)
     if solver == "auto" and _fits_quickly(point, least, budget_bytes):
@@ -137,7 +138,7 @@ def least(point: Point, budget: Memory, config: Config | None = None) -> Memory:
 
     That is its lower bound. Only where this is within the budgets the step is packed, which may take a second.
     """
-    chosen = next(point.smallest(budget.host_bytes)) if config is None else config
+    chosen = next(smallest(point, budget.host_bytes)) if config is None else config
     if not point.fits(chosen, *budget):
         return Memory(point.total_bytes(chosen), point.host_bytes(chosen.choices))
     if config is None:
@@ -183,9 +184,9 @@ def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> in
         return point.total_bytes(config, place(point, config).peak_bytes) <= budget_bytes
 
     least: int | None = None
-    for _, ladders in point.groups():
+    for _, ladders in groups(point):
         for ladder in ladders:
-            rungs = point.affordable(ladder, host_budget_bytes if least is None else least)
+            rungs = affordable(point, ladder, host_budget_bytes if least is None else least)
             if rungs and fitting(rungs[-1]):
                 above = rungs[bisect_left(rungs, True, key=fitting) :]
                 least = next((point.host_bytes(rung) for rung in above if packed(rung)), least)
@@ -249,9 +250,9 @@ def _by_bounds(at: Callable[[int], Point], budget_bytes: int, host_budget_bytes:
     rules out half of them, so that few bodies are compiled.
     """
     far = at(_FAR)
-    groups = list(far.groups())
-    ladders = [[base] for base, _ in groups]
-    ladders += [ladder for _, found in groups for ladder in found if ladder and host_budget_bytes]
+    found = list(groups(far))
+    ladders = [[base] for base, _ in found]
+    ladders += [ladder for _, several in found for ladder in several if ladder and host_budget_bytes]
     ladders.sort(key=lambda rungs: far.total_bytes(far.lowest(rungs[-1])))
 
     def largest(config: Config, least: int) -> int:

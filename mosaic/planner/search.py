@@ -16,6 +16,7 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
+from mosaic.planner.rungs import affordable, groups, smallest, whole_grid
 from mosaic.planner.space import Config, Point
 
 __all__ = ["TOLERANCE", "SearchResult", "TraceStep", "brute_force", "lowest", "search", "trace_step"]
@@ -52,8 +53,8 @@ def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> Searc
     before = point.evaluations
     runs: list[_Run] = []
     limit = inf
-    groups = [(_fastest(point, base), ladders) for base, ladders in point.groups()]
-    for start, ladders in sorted(groups, key=lambda group: point.seconds(group[0])):
+    starts = [(_fastest(point, base), ladders) for base, ladders in groups(point)]
+    for start, ladders in sorted(starts, key=lambda group: point.seconds(group[0])):
         if point.seconds(start) > limit:
             break  # even its fastest setting is slower than what has been found
         for run in _climb(point, start, ladders, budget_bytes, host_budget_bytes, limit):
@@ -80,7 +81,7 @@ def brute_force(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> 
     """Evaluate the whole grid and apply the objective exactly: the baseline of Mosaic, figures 15 to 17."""
     before = point.evaluations
     feasible = [
-        config for config in point.grid(host_budget_bytes) if point.fits(config, budget_bytes, host_budget_bytes)
+        config for config in whole_grid(point, host_budget_bytes) if point.fits(config, budget_bytes, host_budget_bytes)
     ]
     if feasible:
         limit = min(map(point.seconds, feasible)) * (1 + TOLERANCE)
@@ -98,7 +99,7 @@ def brute_force(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> 
 
 def lowest(point: Point, host_budget_bytes: int = 0) -> Config:
     """Return the configuration with the lowest total: the floor of the model at these dims."""
-    equals = point.smallest(host_budget_bytes, slack=0)
+    equals = smallest(point, host_budget_bytes, slack=0)
     return min(equals, key=lambda c: (point.total_bytes(c), *_preference(point, c)))
 
 
@@ -131,7 +132,7 @@ def _climb(
     if run.fits or not host_budget_bytes:
         return
     for ladder in ladders:
-        for run in _fitting_rungs(point, point.affordable(ladder, host_budget_bytes), budget_bytes, limit):
+        for run in _fitting_rungs(point, affordable(point, ladder, host_budget_bytes), budget_bytes, limit):
             yield run
             limit = min(limit, point.seconds(run.config) * (1 + TOLERANCE))
 
