@@ -46,6 +46,8 @@ class Device:
         Device memory, bytes per second.
     gemm_rates
         FLOP/s of a dense bf16 GEMM by output columns, then by rows; {rows: rate} alone means any columns.
+    few_rows_rates
+        FLOP/s of products that are made for few rows, by rows; none: those of GEMMs of up to 64 rows, whatever the rows.
     unembed_rates
         FLOP/s of the fused unembedding with statistics by rows; none: those of GEMMs.
     sampled_unembed_rates
@@ -78,6 +80,7 @@ class Device:
     bandwidth: float
     gemm_rates: Mapping[int, Rates]
     attention_rates: Mapping[str, Rates]
+    few_rows_rates: Rates = field(default_factory=dict)
     unembed_rates: Rates = field(default_factory=dict)
     sampled_unembed_rates: Rates = field(default_factory=dict)
     backend: str = "cuda"
@@ -108,7 +111,7 @@ class Device:
             )
         object.__setattr__(self, "gemm_rates", self._gemm_rates())
         object.__setattr__(self, "attention_rates", self._attention_rates())
-        for name in ("unembed_rates", "sampled_unembed_rates"):
+        for name in ("few_rows_rates", "unembed_rates", "sampled_unembed_rates"):
             object.__setattr__(self, name, self._rates(name, getattr(self, name), "rows"))
 
     def _require(self, name: str, expected: str, holds: bool) -> None:
@@ -232,6 +235,7 @@ CPU: Final = Device(
     memory_bytes=16 * GIB,
     bandwidth=2.0e10,
     gemm_rates={ANY_COLUMNS: {1: 2.0e10, 64: 1.0e11}},
+    few_rows_rates={1: 1.0e10},  # the same products as apart, and made for no speed
     unembed_rates={1: 1.0e10, 64: 5.0e10},
     attention_rates={"cpu": {1: 5.0e10}},
     host_link=2.0e10,

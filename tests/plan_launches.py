@@ -70,6 +70,13 @@ LAUNCHES = [
            {"top_k": 2, "normalize": True, "scoring": "softmax", "groups": 4, "top_groups": 2, "scale": 1.0},
            free="weight", optional="bias scoring groups top_groups scale", sliced="x scores experts"),
     Launch("moe_sort", "experts:l6,2", "order:l12 offsets:l9", attrs={"num_experts": 8}, free="experts"),
+    Launch("norm_gate_up", "x:f6,4 norm:f4 gate:f3,4 up:f3,4", "y:f6,3", 4 * 6 * 4 * 3, {"eps": 1e-6}, free="norm gate up",
+           sliced="x y"),
+    Launch("norm_qkv", "x:f6,4 norm:f4 q_weight:f6,4 k_weight:f3,4 v_weight:f3,4 arrivals:i5 q_bias:f6 k_bias:f3 v_bias:f3",
+           "arrivals q:f6,6 k:f6,3 v:f6,3", 2 * 6 * 4 * (6 + 3 + 3), {"eps": 1e-6},
+           moved="x norm q_weight k_weight v_weight q_bias k_bias v_bias q k v",
+           free="norm q_weight k_weight v_weight q_bias k_bias v_bias", loose="arrivals", optional="q_bias k_bias v_bias",
+           sliced="x q k v"),
     Launch("perturb_score", "score:f6 keys:l6 temperature:f1", "score", 4 * 6, sliced="score keys"),
     Launch("read_canvas", "canvas:l9 rows:l6", "y:l6", attrs={"open_id": 3}, moved="rows y y", loose="canvas", sliced="rows y"),
     Launch("resume_rows", "chosen:l6 bounds:i3 positions:i6 rows:l5 cu_rows:i3",
@@ -78,6 +85,10 @@ LAUNCHES = [
     Launch("rms_norm", "x:f6,4 weight:f4", "y:f6,4", 4 * 6 * 4, {"eps": 1e-6}, free="weight", inplace="y/x", sliced="x y"),
     Launch("rotary", "x:f6,8 positions:i6 inv_freq:f3,2 sequences:i6", "x", 6 * 6 * 8, {"head_size": 4, "factor": 1.0},
            free="x positions inv_freq", any_rank="inv_freq", optional="sequences factor", sliced="x positions sequences"),
+    Launch("rotary_store", "q:f6,8 k:f6,4 v:f6,4 kv:f9,16 extents:l5,4 cu_extents:i3 cu_seqlens:i3 positions:i6 inv_freq:f1 "
+           "q_norm:f2 k_norm:f2", "q kv", 10 * 6 * 8, {"layer": 1, "head_size": 2, "eps": 1e-6, "factor": 1.0},
+           moved="positions inv_freq q_norm k_norm q k v q k v", free="inv_freq q_norm k_norm", loose="kv extents",
+           optional="q_norm k_norm eps factor", sliced="q k v positions"),
     Launch("row_nucleus", "logits:f6,9 keys:l6 temperature:f1 top_p:f1 top_k:i1",
            "sample:l6 probability:f6 margin:f6 entropy:f6", 10 * 6 * 9, free="logits",
            sliced="logits keys sample probability margin entropy"),
@@ -96,6 +107,8 @@ LAUNCHES = [
            loose="kv selected", optional="attended block", inplace="y/q", sliced="q positions y"),
     Launch("shift_rows", "rows:l6 cu_seqlens:i3", "y:l6", free="k v cu_seqlens", any_rank="cu_seqlens", sliced="rows y"),
     Launch("silu_mul", "gate:f6,4 up:f6,4", "gate", 5 * 6 * 4, sliced="gate up"),
+    Launch("split_linear_add", "x:f6,4 weight:f3,4 y:f6,3 arrivals:i5", "y arrivals", 2 * 6 * 4 * 3,
+           moved="x weight y y", free="x weight y", loose="arrivals", sliced="x y"),
     Launch("top_keys", "mass:f4,7 captured:i2 cu_keys:i3 owner:l2 selected:i6,24", "selected",
            attrs={"slot": 1, "sets": 4, "k": 4, "page": 2, "ratio": 0.5}, moved="mass captured cu_keys owner selected=24",
            loose="selected", optional="ratio"),
@@ -108,6 +121,7 @@ LAUNCHES = [
            sliced="x token maximum second logsumexp entropy"),
     Launch("write_canvas", "token:l6 rows:l6 canvas:l9 taken:u6", "canvas", moved="token rows token taken", loose="canvas",
            optional="taken", sliced="token rows taken"),
+    Launch("zeros", "", "y:i7", attrs={"count": 7}),
 ]  # fmt: skip
 
 

@@ -160,7 +160,8 @@ SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "top_keys": "slot, k, page, ratio",
     "kv_store": "layer, head_size",
     "read_canvas": "open_id", "moe_route": "normalize, scoring, groups, top_groups, scale",
-    "rms_norm": "eps", "rotary": "head_size, factor",
+    "rms_norm": "eps", "rotary": "head_size, factor", "rotary_store": "layer, head_size, eps, factor",
+    "norm_gate_up": "eps", "norm_qkv": "eps",
     "row_score": "kind", "transfer": "rule, mask_id",
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ import pytest
 
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}  # most that one program may ask for
 # Libdevice's cosine and sine keep the digits of 2/pi on the stack for angles beyond 105,615: no spill.
-STACK_BYTES = {"rotary_kernel": 32}
+STACK_BYTES = {"rotary_kernel": 32, "rotary_store_kernel": 32}
 
 
 # --- in the process of its own --------------------------------------------------------------------------------------
@@ -67,6 +67,24 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     kv, narrow = empty(40_000, 36 * 2 * 1024), {"k": empty(rows, 1024), "v": empty(rows, 1024)}
     where = {"kv": kv, "extents": empty(5, 4, dtype=index), "cu_extents": cu_seqlens, "cu_seqlens": cu_seqlens}
     yield "kv_store", {**narrow, **where, "positions": empty(rows, dtype=torch.int32), "layer": 3, "head_size": size}
+    freq = {"positions": empty(32, dtype=torch.int32), "inv_freq": empty(size // 2, dtype=wide)}
+    few = {"k": empty(32, 1024), "v": empty(32, 1024), **where, **freq, "layer": 3, "head_size": size}
+    yield "rotary_store", {"q": x[:32], **few}
+    yield "rotary_store", {"q": x[:32], **few, **dict.fromkeys(("q_norm", "k_norm"), empty(size)), "eps": 1e-6}
+    arrivals = empty(512, dtype=torch.int32)
+    for tokens, kv_width, inner in ((64, 1024, hidden), (2, 512, 3584), (32, hidden, hidden)):
+        dtype = wide if tokens == 2 else torch.bfloat16
+        sizes = {"q": inner, "k": kv_width, "v": kv_width}
+        outputs = {name: empty(tokens, columns, dtype=dtype) for name, columns in sizes.items()}
+        weights = {f"{name}_weight": empty(columns, inner, dtype=dtype) for name, columns in sizes.items()}
+        biases = {f"{name}_bias": empty(columns, dtype=dtype) for name, columns in sizes.items() if tokens == 2}
+        normed = {"x": empty(tokens, inner, dtype=dtype), "norm": empty(inner, dtype=dtype), "eps": 1e-6}
+        yield "norm_qkv", {**normed, **weights, **biases, **outputs, "arrivals": arrivals}
+        halves = dict.fromkeys(("gate", "up"), empty(18944 if tokens == 32 else feed, inner, dtype=dtype))
+        active = empty(tokens, halves["up"].shape[0], dtype=dtype)
+        yield "norm_gate_up", {**normed, **halves, "y": active}
+        down = {"x": active, "weight": empty(inner, active.shape[1], dtype=dtype), "y": normed["x"]}
+        yield "split_linear_add", {**down, "arrivals": arrivals}
     attrs |= {"layer": 3, "kv_heads": 8, "seen": empty(1, dtype=torch.int32), **where}
     for tokens, block in ((2, 0), (8, 4), (32, 0), (32, 32), (2048, 0), (2048, 32)):  # every tile; split, and not
         window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
@@ -295,7 +313,7 @@ def run_alone(folder: Path, *, every: bool) -> str:
 def test_every_triton_operator_is_compiled(compiled: list[dict[str, Any]]) -> None:
     from mosaic.registrar.operators import OPERATORS
 
-    elsewhere = {"linear", "linear_add", "copy"}  # cuBLAS carries out two, the driver copies
+    elsewhere = {"linear", "linear_add", "copy", "zeros"}  # cuBLAS carries out two, the driver copies and fills
     for cards in ((80, 86, 89), (90,)):
         assert {line["operator"] for line in compiled if line["capability"] in cards} == set(OPERATORS) - elsewhere
 
@@ -315,6 +333,14 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
 def test_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
     products = {"attention_kernel", "kv_attention_kernel", "partial_kernel", "grouped_linear_kernel"}
     assert products == {line["kernel"] for line in compiled if line["wgmma"] and line["kernel"] in products}
+
+
+def test_products_of_few_rows_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
+    """However few rows, as weights are the operand that has 64; float32 is beyond them."""
+    names = ("norm_qkv", "norm_gate_up", "split_linear_add")
+    products = [line for line in compiled if line["operator"] in names and line["capability"] == 90]
+    assert {line["operator"] for line in products if line["halves"]} == set(names)
+    assert all(line["wgmma"] == line["halves"] for line in products), products
 
 
 def test_fused_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:

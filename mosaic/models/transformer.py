@@ -13,7 +13,7 @@ from typing import Any
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.attention import Chosen
-from mosaic.models.attention.projections import PROJECTION_TILE, bias_and_scale
+from mosaic.models.attention.projections import PROJECTION_TILE, add_product, bias_and_scale
 from mosaic.models.cutting import Prefix, Suffix
 from mosaic.models.ending import WITHOUT_HIDDEN, Ending
 from mosaic.models.inputs import StepInputs
@@ -22,6 +22,7 @@ from mosaic.models.parts.cut import KEPT_DIM
 from mosaic.models.phase import Phase
 from mosaic.models.residency import Hidden, Matrix, Residency
 from mosaic.models.state import State
+from mosaic.registrar.few_rows import tile_count
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Dim
 
@@ -67,6 +68,10 @@ class StepGraph:
         Rotary frequencies; where each sequence has its own, the number of each token's sequence, else None.
     kv
         The state [R, W], where the cache policy has one.
+    fused
+        Whether what lies between products is done in them, for steps of few rows: a choice of those over kept keys.
+    arrivals
+        There, the counts by which splits of products know each other, else None.
     """
 
     kv: Buffer
@@ -87,6 +92,8 @@ class StepGraph:
             self.masked = g.dim("masked", at_most="tokens")
             self.head_choice = g.choice("head", phase.head.ways)
         self.attention_way = ways[g.choice("attention", tuple(ways))]
+        few = phase.cached and phase.head.decides
+        self.fused = few and g.choice("products", ("apart", "fused")) == "fused"
         places = ("device", "host") if phase.cut is None else ("device",)
         self.on_host = g.choice("hidden", places, escalating=True) == "host"
         self.residency = Residency(g, arch)
@@ -143,6 +150,11 @@ class StepGraph:
             self.inputs[ROW_BOUNDS.name]
         for state in (*phase.states, *phase.held):
             self.state(state)
+        self.arrivals: Buffer | None = None
+        if self.fused:
+            width = self.arch.kv_heads * self.arch.head_size
+            count = max(tile_count(self.arch.hidden), tile_count(self.arch.heads * self.arch.head_size, width, width))
+            self.arrivals = g.add_op("zeros", name="arrivals", count=count)
         return ids
 
     def layers(self, first: int, end: int) -> dict[str, Buffer]:
@@ -372,7 +384,13 @@ class StepGraph:
 
     def add_feed_forward(self, layer: int, matrices: dict[str, Buffer], x: Buffer) -> None:
         """x += feed_forward(rms_norm(x))."""
-        h = self.g.add_op("rms_norm", x, self.ffn_norm(layer), name="ffn_in", eps=self.arch.norm_eps)
+        norm = self.ffn_norm(layer)
+        if self.fused and self.arch.is_dense(layer):
+            gate, up, down = (matrices[f"{part}_proj"] for part in ("gate", "up", "down"))
+            y = self.g.add_op("norm_gate_up", x, norm, gate, up, name="act", eps=self.arch.norm_eps)
+            add_product(self, y, down, x, "down")
+            return
+        h = self.g.add_op("rms_norm", x, norm, name="ffn_in", eps=self.arch.norm_eps)
         if self.arch.is_dense(layer):
             self.feed(h, matrices, x)
         else:
@@ -384,7 +402,7 @@ class StepGraph:
         gate = g.add_op("linear", h, matrices[f"{prefix}gate_proj"], name=f"{prefix}gate")
         up = g.add_op("linear", h, matrices[f"{prefix}up_proj"], name=f"{prefix}up")
         g.add_op("silu_mul", gate, up, name=f"{prefix}act")
-        g.add_op("linear_add", gate, matrices[f"{prefix}down_proj"], target, name=f"{prefix}down")
+        add_product(self, gate, matrices[f"{prefix}down_proj"], target, f"{prefix}down")
 
     def experts(self, layer: int, h: Buffer, matrices: dict[str, Buffer], target: Buffer) -> None:
         """target += shared(h) + sum over a token's top experts of score * expert(h)."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from mosaic.devices import ANY_COLUMNS, Device, Rates
 from mosaic.planner.template import Body, BufferRecord, OpRecord
 from mosaic.planner.timeline import Timeline, overlapping_loops
+from mosaic.registrar.few_rows import FEW_ROWS
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import find
 
@@ -69,12 +70,15 @@ class _Slot(NamedTuple):
 
 
 class Grid:
-    """FLOP/s over the logarithms of rows and columns: bilinear inside the measured range, constant outside."""
+    """FLOP/s over the logarithms of rows and columns: bilinear inside the measured range, constant outside.
 
-    def __init__(self, table: Mapping[int, Rates]) -> None:
+    With `most`, also constant from that many rows on.
+    """
+
+    def __init__(self, table: Mapping[int, Rates], most: int | None = None) -> None:
         sizes = sorted({size for by_rows in table.values() for size in by_rows})
         rows, self._columns = np.log2(sizes), np.log2(list(table))
-        self._least, self._most = sizes[0], sizes[-1]
+        self._least, self._most = sizes[0], max(sizes[0], min(sizes[-1], most or sizes[-1]))
         # one curve per number of columns, side by side on one axis, so that a lookup is one interpolation
         self._width = rows[-1] - rows[0] + 1
         self._axis = np.concatenate([rows + self._width * i for i in range(len(table))])
@@ -101,8 +105,10 @@ class RateGrids:
 
     def __init__(self, device: Device) -> None:
         fused = device.unembed_rates or device.gemm_rates[max(device.gemm_rates)]
+        few = {ANY_COLUMNS: device.few_rows_rates} if device.few_rows_rates else device.gemm_rates
         self._products = {
             "gemm": Grid(device.gemm_rates),
+            "few_rows": Grid(few, most=FEW_ROWS),  # more are taken that many at a time
             "unembed": Grid({ANY_COLUMNS: fused}),
             "sampled_unembed": Grid({ANY_COLUMNS: device.sampled_unembed_rates or fused}),
         }

@@ -38,7 +38,7 @@ __all__ = [
 
 Dim: TypeAlias = "int | sympy.Expr"
 Backend: TypeAlias = Literal["cuda", "cpu"]
-Rate: TypeAlias = Literal["memory", "gemm", "attention", "unembed", "sampled_unembed", "link"]
+Rate: TypeAlias = Literal["memory", "gemm", "few_rows", "attention", "unembed", "sampled_unembed", "link"]
 Role: TypeAlias = Literal["hidden", "attention", "ffn", "logits and head", "statistics"]
 """What an operand is for, as pictures show it."""
 

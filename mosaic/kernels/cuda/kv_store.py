@@ -16,13 +16,39 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.kv_store import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["SEQUENCES", "launch", "place_of", "reference"]
 
 # Untuned defaults: 8 elements of k and of v a thread.
 COLUMNS: Final = 1024
 WARPS: Final = 4
 SEQUENCES: Final = 16
 """Least sequences that a kernel is compiled for, beyond them powers of two."""
+
+
+@triton.jit
+def place_of(row, extents, cu_extents, cu_seqlens, positions, sequences, row_start, SEQUENCES: tl.constexpr):
+    """Where a row's key lies: the first row of its extent, the rows of that, and its token there, below 0 where it has none."""
+    sequence = tl.arange(0, SEQUENCES)
+    known = sequence < sequences
+    first = tl.load(cu_seqlens + sequence, mask=known, other=0)
+    end = tl.load(cu_seqlens + sequence + 1, mask=known, other=0)
+    mine = known & (first <= row_start + row) & (row_start + row < end)
+    low = tl.sum(tl.where(mine, tl.load(cu_extents + sequence, mask=known, other=0), 0), 0)
+    high = tl.sum(tl.where(mine, tl.load(cu_extents + sequence + 1, mask=known, other=0), 0), 0)
+    # of the extents that begin before the position the last; where that has no place for it, nobody has
+    position = tl.load(positions + row).to(tl.int64)
+    base = position * 0
+    count = base
+    token = base - 1
+    for extent in range(low, high):
+        entry = extents + extent * 4
+        rows = tl.load(entry + 1)
+        at = position - tl.load(entry + 2) + tl.load(entry + 3)
+        begun = position >= tl.load(entry + 2)
+        base = tl.where(begun, tl.load(entry), base)
+        count = tl.where(begun, rows, count)
+        token = tl.where(begun, tl.where(at < rows, at, -1), token)
+    return base, count, token
 
 
 @triton.jit(do_not_specialize=["sequences", "row_start", "layer"])
@@ -46,26 +72,7 @@ def kv_store_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    sequence = tl.arange(0, SEQUENCES)
-    known = sequence < sequences
-    first = tl.load(cu_seqlens + sequence, mask=known, other=0)
-    end = tl.load(cu_seqlens + sequence + 1, mask=known, other=0)
-    mine = known & (first <= row_start + row) & (row_start + row < end)
-    low = tl.sum(tl.where(mine, tl.load(cu_extents + sequence, mask=known, other=0), 0), 0)
-    high = tl.sum(tl.where(mine, tl.load(cu_extents + sequence + 1, mask=known, other=0), 0), 0)
-    # of the extents that begin before the position the last; where that has no place for it, nobody has
-    position = tl.load(positions + row).to(tl.int64)
-    base = position * 0
-    count = base
-    token = base - 1
-    for extent in range(low, high):
-        entry = extents + extent * 4
-        rows = tl.load(entry + 1)
-        at = position - tl.load(entry + 2) + tl.load(entry + 3)
-        begun = position >= tl.load(entry + 2)
-        base = tl.where(begun, tl.load(entry), base)
-        count = tl.where(begun, rows, count)
-        token = tl.where(begun, tl.where(at < rows, at, -1), token)
+    base, count, token = place_of(row, extents, cu_extents, cu_seqlens, positions, sequences, row_start, SEQUENCES)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (column < width) & (token >= 0)
     keys = tl.load(k + row.to(tl.int64) * k_stride + column, mask=mask)

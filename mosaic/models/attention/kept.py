@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mosaic.models.attention import Chosen, Way
-from mosaic.models.attention.projections import PROJECTION_TILE, project, project_out
+from mosaic.models.attention.projections import PROJECTION_TILE, add_product, bias_and_scale, project, project_out
 from mosaic.models.parts.commit import ROW_BOUNDS
 
 if TYPE_CHECKING:
     from mosaic.models.transformer import StepGraph
     from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.operator import Dim
 
 __all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of", "store"]
 
@@ -27,8 +28,7 @@ class _Kept(Way):
     ) -> None:
         """Attend to the state; rows lie by sequence, so that bounds say whose they are."""
         q = project(step, layer, "q", h, matrices["q_proj"], chosen=chosen)
-        y = attend(step, layer, q, chosen=chosen)
-        step.g.add_op("linear_add", y, matrices["o_proj"], x, name="o_linear")
+        add_product(step, attend(step, layer, q, chosen=chosen), matrices["o_proj"], x, "o_linear")
 
 
 class KeptTogether(_Kept):
@@ -70,7 +70,7 @@ class KeptQueries(_Kept):
         with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="queries") as rows:
             source, h = step.normed(rows, norm, "queries_in")
             y = attend(step, layer, project(step, layer, "q", h, matrices["q_proj"]))
-            g.add_op("linear_add", y, matrices["o_proj"], source, name="o_linear")
+            add_product(step, y, matrices["o_proj"], source, "o_linear")
             step.hidden.keep(source)
 
 
@@ -80,6 +80,9 @@ def store(
     """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
     g = step.g
     with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="keys") as rows:
+        if queries is not None and step.fused:
+            _store_at_once(step, layer, rows, norm, matrices, queries)
+            return
         _, h = step.normed(rows, norm, "keys_in")
         if queries is not None:
             project(step, layer, "q", h, matrices["q_proj"], queries)
@@ -88,6 +91,35 @@ def store(
             "kv_store", k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, name="store", layer=layer,
             head_size=step.arch.head_size,
         )  # fmt: skip
+
+
+def _store_at_once(
+    step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer
+) -> None:
+    """The same in two launches, for this iteration's rows of the hidden state."""
+    g, arch = step.g, step.arch
+    x = step.hidden.rows(rows, "keys_in_rows")
+    projections = [matrices[f"{name}_proj"] for name in "qkv"]
+    found = [
+        bias_and_scale(step, layer, name, matrix.shape[0]) for name, matrix in zip("qkv", projections, strict=True)
+    ]
+    k, v = (g.buffer(name, (rows, projections[1].shape[0]), arch.dtype) for name in "kv")
+    biases, scales = zip(*found, strict=True)
+    g.add_op(
+        "norm_qkv",
+        x,
+        norm,
+        *projections,
+        step.arrivals,
+        *biases,
+        out=(queries, k, v),
+        name="qkv_linear",
+        eps=arch.norm_eps,
+    )
+    g.add_op(
+        "rotary_store", queries, k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, step.inv_freq, *scales[:2],
+        name="store", layer=layer, head_size=arch.head_size, eps=arch.norm_eps, factor=arch.rotary_scale,
+    )  # fmt: skip
 
 
 def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: Chosen | None = None) -> Buffer:

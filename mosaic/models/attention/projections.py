@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PROJECTION_TILE",
+    "add_product",
     "attend",
     "bias_and_scale",
     "keys_and_values",
@@ -117,11 +118,19 @@ def project_out(step: StepGraph, y: Buffer, matrix: Buffer) -> None:
     """hidden += y @ o_proj.T for all heads, by windows where hidden states or results are in host memory."""
     g = step.g
     if not step.on_host:
-        g.add_op("linear_add", y, matrix, step.hidden.buffer, name="o_linear")
+        add_product(step, y, matrix, step.hidden.buffer, "o_linear")
         return
     with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="output") as rows:
         window = step.hidden.rows(rows, "output_rows")
         if y.kind == "host":
             y = fetched(g, y, (rows, y.shape[1]), step.arch.dtype, "attended_rows")
-        g.add_op("linear_add", y, matrix, window, name="o_linear")
+        add_product(step, y, matrix, window, "o_linear")
         step.hidden.keep(window)
+
+
+def add_product(step: StepGraph, x: Buffer, matrix: Buffer, y: Buffer, name: str) -> None:
+    """y += x @ matrix.T."""
+    if step.arrivals is None:
+        step.g.add_op("linear_add", x, matrix, y, name=name)
+    else:
+        step.g.add_op("split_linear_add", x, matrix, y, step.arrivals, name=name)

@@ -242,12 +242,18 @@ def _divides(low: _Axis, high: _Axis) -> bool:
 
 def _check_flops(plan: Columns, i: int, known: Known, letters: _Letters, claimed: int) -> None:
     """Check the FLOPs of all iterations together."""
-    factors = [(_Axis(int(name)),) if name.isdecimal() else letters.get(name) for name in known.flops]
-    if None in factors:  # attention without a dim or attribute of its span: the graph's own word
-        return
-    flops = _over_iterations(plan, i, chain.from_iterable(filter(None, factors)))
-    if flops is not None and flops != claimed:
-        plan.fail("flops", f"{plan.say_op(i)}: {claimed} FLOPs, {'*'.join(known.flops)} is {flops}", (), (i,))
+    flops = 0
+    for term in known.flops:
+        factors = [(_Axis(int(name)),) if name.isdecimal() else letters.get(name) for name in term]
+        if None in factors:  # attention without a dim or attribute of its span: the graph's own word
+            return
+        product = _over_iterations(plan, i, chain.from_iterable(filter(None, factors)))
+        if product is None:
+            return
+        flops += product
+    if flops != claimed:
+        formula = "+".join(map("*".join, known.flops))
+        plan.fail("flops", f"{plan.say_op(i)}: {claimed} FLOPs, {formula} is {flops}", (), (i,))
 
 
 def _check_bytes(

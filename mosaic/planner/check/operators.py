@@ -38,7 +38,7 @@ class _Operator(NamedTuple):
     reads: str
     writes: str
     attrs: str = ""  # `name:type`; `?` as above
-    flops: str = "0"
+    flops: str = "0"  # a product, or a sum of products
     whole: str = ""  # letters that a loop never slices
     # operands whose bytes count, repeated where they count twice; by default all, and updates twice; `name=axes` counts
     # only the elements of these axes
@@ -132,6 +132,14 @@ _NOTATION: Final = {
     "moe_sort": _Operator(
         "experts=C,K order:int64=C*K offsets:int64=num_experts+1", "experts", "order offsets", "num_experts:n"
     ),
+    "norm_gate_up": _Operator("x:a=T,D norm=D gate=F,D up=F,D y:a=T,F", "x norm gate up", "y", "eps:x", "4*T*D*F"),
+    "norm_qkv": _Operator(
+        "x:a=T,D norm=D q_weight=Q,D k_weight=W,D v_weight=W,D "
+        "arrivals:int32=A q_bias?=Q k_bias?=W v_bias?=W q:a=T,Q k:a=T,W v:a=T,W",
+        "x norm q_weight k_weight v_weight arrivals q_bias? k_bias? v_bias?", "q k v arrivals", "eps:x", "2*T*D*Q+4*T*D*W", "Q W A",
+        "x norm q_weight k_weight v_weight q_bias k_bias v_bias q k v",
+        rules=(("at most", "Q", "64*A"), ("at most", "W", "64*A")),
+    ),
     "perturb_score": _Operator(
         "score:float32=M keys:int64=M temperature:float32=1", "score keys temperature", "score", flops="4*M"
     ),
@@ -150,6 +158,17 @@ _NOTATION: Final = {
         "x=T,W positions=T inv_freq=*S,R sequences?:int32=T", "x positions inv_freq sequences?", "x", "head_size:n factor?:x",
         "6*T*W",
         rules=(("divides", "head_size", "W"), ("at most", "2*R", "head_size")),
+    ),
+    "rotary_store": _Operator(
+        "q:a=T,Q k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T "
+        "inv_freq=F q_norm?=H k_norm?=H",
+        "q k v kv extents cu_extents cu_seqlens positions inv_freq q_norm? k_norm?", "q kv",
+        "layer:n head_size:n eps?:x factor?:x", "10*T*Q", "R X E B W",
+        "positions inv_freq q_norm k_norm q k v q k v",
+        rules=(
+            ("divides", "head_size", "W"), ("divides", "W", "Q"), ("at most", "2*F", "head_size"), ("at most", "H", "head_size"),
+            ("divides", "head_size", "H"), *_kv_row("W"),
+        ),
     ),
     "row_nucleus": _Operator(
         "logits=C,*V keys:int64=C temperature:float32=1 top_p:float32=1 top_k:int32=1 sample:int64=C "
@@ -179,6 +198,10 @@ _NOTATION: Final = {
     ),
     "shift_rows": _Operator("rows:a=M cu_seqlens=*B y:a=M", "rows cu_seqlens", "y"),
     "silu_mul": _Operator("gate:a=*F up:a=*F", "gate up", "gate", flops="5*F"),
+    "split_linear_add": _Operator(
+        "x=T,I weight=O,I y=T,O arrivals:int32=A", "x weight y arrivals", "y arrivals", flops="2*T*I*O", whole="O A",
+        moved="x weight y y", rules=(("at most", "O", "64*A"),),
+    ),
     "top_keys": _Operator(
         "mass:float32=sets,S captured:int32=B cu_keys:int32=B+1 owner:int64=B selected:int32=E,W",
         "mass captured cu_keys owner selected", "selected", "slot:n sets:n k:n page:n ratio?:x", whole="S B E W",
@@ -198,6 +221,7 @@ _NOTATION: Final = {
         "token:int64=C rows:int64=C canvas:int64=R taken?:uint8=C", "token rows canvas taken?", "canvas", whole="R",
         moved="token rows token taken",
     ),
+    "zeros": _Operator("y:int32=count", "", "y", "count:n"),
 }  # fmt: skip
 _ATTRIBUTE: Final[Mapping[str, Types]] = {"n": INTEGER, "x": NUMBER, "b": BOOLEAN, "s": TEXT}
 
@@ -221,7 +245,7 @@ class Known(NamedTuple):
     writes: tuple[str, ...]
     attrs: Mapping[str, Types]
     optional: frozenset[str]
-    flops: tuple[str, ...]
+    flops: tuple[tuple[str, ...], ...]  # the factors of each term
     whole: tuple[str, ...]
     moved: tuple[tuple[str, tuple[Product, ...]], ...]  # the axes that count; none: all
     host: frozenset[str]
@@ -258,7 +282,8 @@ def _parse(operator: _Operator) -> Known:
     said = re.split(r"[^A-Za-z_]+", " ".join((operator.shapes, operator.flops, operator.moved)))
     return Known(
         operands=tuple(map(_parse_operand, operator.shapes.split())), reads=reads, writes=writes, attrs=attrs,
-        optional=frozenset(optional), flops=tuple(operator.flops.split("*")), whole=tuple(operator.whole.split()),
+        optional=frozenset(optional), flops=tuple(tuple(term.split("*")) for term in operator.flops.split("+")),
+        whole=tuple(operator.whole.split()),
         moved=tuple(map(_parse_moved, operator.moved.split() or (*reads, *writes))), host=frozenset(operator.host.split()),
         rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
         silent=tuple(name for name in attrs if name not in said), fills=(*writes, SCRATCH),

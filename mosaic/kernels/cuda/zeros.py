@@ -1,0 +1,7 @@
+"""zeros on CUDA: y = 0, a fill of the driver's. Contract: zeros(; count) -> y[count] int32, contiguous."""
+
+from __future__ import annotations
+
+from mosaic.kernels.zeros import launch, reference
+
+__all__ = ["launch", "reference"]

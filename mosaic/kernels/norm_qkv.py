@@ -1,0 +1,109 @@
+"""norm_qkv: q, k and v = rms_norm(x) @ weight.T (+ bias), for few rows.
+
+Contract: norm_qkv(x[T, D], norm[D], q_weight[Q, D], k_weight[K, D], v_weight[K, D], updates arrivals[A] int32, q_bias[Q], k_bias[K]
+and v_bias[K] or none; eps) -> q[T, Q], k[T, K], v[T, K], which overlap no operand. Norm and products as in `rms_norm` and `linear`;
+arrivals stay as they are. Legend: T rows, D hidden, Q and K columns of queries and of keys, A counts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.norm import bind_norm, normalise_reference
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.product import product
+from mosaic.kernels.shared.scratch import carve, dtype_name, tiles_of
+from mosaic.registrar.few_rows import tile_count
+from mosaic.registrar.tiles import norm_tiles
+
+__all__ = ["bind", "bind_rows", "check", "launch", "reference"]
+
+
+def bind(
+    *,
+    x: Tensor,
+    norm: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    v_weight: Tensor,
+    arrivals: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    eps: float,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Run:
+    """Write q [T, Q], k and v [T, K]."""
+    check(x, norm, (q_weight, k_weight, v_weight), arrivals, (q_bias, k_bias, v_bias), (q, k, v))
+    h, norms, products = tiles_of("norm_qkv", scratch, {"x": x})
+    parts = [
+        bind_rows(x, norm, h, eps, norms),
+        product(h, q_weight, q, products, kernel="norm_qkv", bias_O=q_bias),
+        product(h, k_weight, k, products, kernel="norm_qkv", bias_O=k_bias),
+        product(h, v_weight, v, products, kernel="norm_qkv", bias_O=v_bias),
+    ]
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
+
+
+launch = launcher(bind)
+
+
+def bind_rows(x: Tensor, norm: Tensor, h: Tensor, eps: float, scratch: Tensor) -> Run:
+    """Bind h = rms_norm(x) [T, D], with scratch for its tiles."""
+    rows, width = x.shape
+    return bind_norm(x, norm, h, eps, carve(scratch, norm_tiles(rows, 1, width, dtype_name(x.dtype)), "rms_norm"))
+
+
+def check(
+    x: Tensor,
+    norm: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    arrivals: Tensor,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    outputs: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Check the operands; weights, biases and outputs are of q, k and v."""
+    (rows, width), dtype = x.shape, x.dtype
+    columns = weights[0].shape[0], weights[1].shape[0], weights[1].shape[0]
+    counts = max(arrivals.shape[0], tile_count(*columns))
+    check_shapes(
+        "norm_qkv",
+        x=(x, (rows, width), None),
+        norm=(norm, (width,), dtype),
+        arrivals=(arrivals, (counts,), torch.int32),
+    )
+    for name, outer, weight, bias, y in zip("qkv", columns, weights, biases, outputs, strict=True):
+        factors = {f"{name}_weight": (weight, (outer, width), dtype), f"{name}_bias": (bias, (outer,), dtype)}
+        check_shapes("norm_qkv", **factors, **{name: (y, (rows, outer), dtype)})
+
+
+def reference(
+    *,
+    x: Tensor,
+    norm: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    v_weight: Tensor,
+    arrivals: Tensor,
+    eps: float,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return q, k, v and the arrivals, by name, in plain PyTorch."""
+    h = normalise_reference(x, norm, eps)
+    found = {"q": h @ q_weight.T, "k": h @ k_weight.T, "v": h @ v_weight.T, "arrivals": arrivals}
+    for name, bias in (("q", q_bias), ("k", k_bias), ("v", v_bias)):
+        if bias is not None:
+            found[name] = found[name] + bias
+    return found
