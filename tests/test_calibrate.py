@@ -43,8 +43,8 @@ from mosaic.units import MIB
 LAUNCH_S, BANDWIDTH, UP, DOWN = 1e-14, 4e11, 5e10, 6e10
 ATTENTION = {"cudnn": 6e14, "triton": 3e14}
 SIZES = Sizes(
-    rows=(2, 8), columns=(16, 64), inner=32, vocabulary=96, unembed_rows=(2, 4), attention=(8, 64), heads=2, head_size=8,
-    least_keys=16, copy_bytes=1 << 12, link_bytes=1 << 12,
+    rows=(2, 8), columns=(16, 64), inner=32, few_rows=(2, 3), feed=24, vocabulary=96, unembed_rows=(2, 4), attention=(8, 64),
+    heads=2, head_size=8, least_keys=16, copy_bytes=1 << 12, link_bytes=1 << 12,
 )  # fmt: skip
 
 
@@ -99,6 +99,12 @@ class Card:
 
     def _linear(self, _: str | None, x: Tensor, weight: Tensor, y: Tensor) -> float:
         return 2 * x.numel() * len(weight) / gemm_rate(len(x), len(weight))
+
+    def _norm_gate_up(
+        self, _: str | None, x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, y: Tensor, eps: float
+    ) -> float:
+        assert gate.shape == up.shape == (y.shape[1], x.shape[1]) and len(norm) == x.shape[1] and eps > 0
+        return 4 * x.numel() * len(gate) / (3e11 * len(x))
 
     def _unembed_stats(self, _: str | None, x: Tensor, weight: Tensor, **outputs: Tensor) -> float:
         assert outputs.keys() == {"token", "maximum", "second", "logsumexp", "entropy"}
@@ -163,6 +169,7 @@ def test_the_profile_holds_the_rates_of_the_card() -> None:
     assert device.host_link == pytest.approx(UP), "the slower way"
     for columns in SIZES.columns:
         assert device.gemm_rates[columns] == pytest.approx({rows: gemm_rate(rows, columns) for rows in SIZES.rows})
+    assert device.few_rows_rates == pytest.approx({rows: 3e11 * rows for rows in SIZES.few_rows})
     assert device.unembed_rates == pytest.approx({rows: 1e12 * rows for rows in SIZES.unembed_rows})
     assert device.sampled_unembed_rates == pytest.approx({rows: 5e11 * rows for rows in SIZES.unembed_rows})
     for implementation, rate in ATTENTION.items():
@@ -433,7 +440,7 @@ def test_the_helper_loads_every_kernel_that_is_measured(monkeypatch: pytest.Monk
     card = Card()
     cuda_card.load_kernels(card.bench())
     assert {operator for operator, _, _ in card.launches} == {
-        "rms_norm", "linear", "unembed_stats", "unembed_sample", "attention",
+        "rms_norm", "linear", "norm_gate_up", "unembed_stats", "unembed_sample", "attention",
     }  # fmt: skip
     assert {name for operator, name, _ in card.launches if operator == "attention"} == set(ATTENTION)
 

@@ -92,6 +92,21 @@ def test_an_unembedding_that_samples_has_rates_of_its_own_too() -> None:
     assert times(compile_body(g), replace(card, sampled_unembed_rates={})) == pytest.approx([2 * 64 * 8 * 1000 / 1e12])
 
 
+def test_products_of_few_rows_have_rates_of_their_own_and_take_64_at_a_time() -> None:
+    def body(rows: int) -> Body:
+        g = Graph("few")
+        x, norm = g.input("x", (rows, 8), "bfloat16"), g.weight("norm", (8,), "bfloat16")
+        g.add_op("norm_gate_up", x, norm, *(g.weight(name, (500, 8), "bfloat16") for name in ("gate", "up")), eps=1e-6)
+        return compile_body(g)
+
+    card = replace(CARD, bandwidth=FAST, gemm_rates={1000: {32: 1e12, 64: 4e12, 128: 9e12}})
+    for rows, rate in ((8, 1e12), (32, 1e12), (64, 4e12), (128, 4e12), (4096, 4e12)):  # without, those of GEMMs
+        assert times(body(rows), card) == pytest.approx([4 * rows * 8 * 500 / rate])
+    for rows, rate in ((8, 2e12), (64, 6e12), (128, 6e12), (4096, 6e12)):
+        own = replace(card, few_rows_rates={16: 2e12, 64: 6e12, 128: 8e12})
+        assert times(body(rows), own) == pytest.approx([4 * rows * 8 * 500 / rate])
+
+
 def test_a_transfer_takes_half_of_its_bytes_over_the_link() -> None:
     g = Graph("fetch")
     host = g.buffer("w@host", (1000, 10), "float32", kind="host", tensor="w")

@@ -31,6 +31,10 @@ from torch import Tensor
 
 from mosaic.errors import GraphError, RuntimeMemoryError
 from mosaic.kernels import load
+from mosaic.models import load as load_model
+from mosaic.models.parts import KEPT, KV, NO_HEAD, Commit
+from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.planner import Plan, Planner, Request
 from mosaic.registrar.few_rows import split_count, tile_count
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -263,6 +267,56 @@ def test_a_slice_of_what_is_rotated_knows_where_it_starts(backend: str) -> None:
         found = case.operands
     for name, (expected, bound) in bounds.items():
         assert_within(found[name], expected, bound)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+DENOISE = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
+AT_ONCE = {"norm_qkv", "rotary_store", "norm_gate_up", "split_linear_add", "zeros"}
+
+
+def planned(model: str, device: str, rows: int, products: str | None = None) -> Plan:
+    """A step of so many rows, all decided, over 1,024 keys."""
+    pinned: dict[str, str] = {} if products is None else {"products": products}
+    asked = Request(seq_lens=(rows,), masked=rows, phase=DENOISE, key_lens=(1024,), states={KV: 1024})
+    return Planner(model, device=device, budget="200GiB", pinned=pinned).plan(asked, limit=False)
+
+
+@pytest.mark.parametrize("device", ["h200", "rtx-4090", "a100-80g", "cpu"])
+def test_the_planner_chooses_by_rows(device: str) -> None:
+    """On GPUs small steps at once and large ones apart, as ever; on the CPU all apart."""
+    for rows in (1, 32, 64, 128, 512):
+        plan = planned("sdar-8b", device, rows)
+        few = rows <= 64 and device != "cpu"
+        assert plan.config["products"] == ("fused" if few else "apart")
+        kernels = {op["kernel"] for op in plan.document["ops"]}
+        assert (kernels >= AT_ONCE) if few else not kernels & AT_ONCE
+        other = planned("sdar-8b", device, rows, "apart" if few else "fused")
+        assert plan.predicted_step_ms <= other.predicted_step_ms
+
+
+def test_a_small_step_at_once_has_seven_launches_a_layer() -> None:
+    """Less those of attention: norm and projections, rotation and store, and three products; experts stay apart."""
+    layers = [
+        op["kernel"] for op in planned("sdar-8b", "h200", 32).document["ops"] if op["name"].startswith("layers.3/")
+    ]
+    assert layers == [
+        "norm_qkv",
+        "rotary_store",
+        "kv_attention",
+        "split_linear_add",
+        "norm_gate_up",
+        "split_linear_add",
+    ]
+    experts = {
+        op["kernel"] for op in planned("llada2-mini", "h200", 32, "fused").document["ops"] if "layers.3/" in op["name"]
+    }
+    assert {"norm_qkv", "rotary_store", "moe_route", "grouped_linear"} <= experts and "norm_gate_up" not in experts
+
+
+@pytest.mark.parametrize("phase", [Phase(cache=KEPT, head=NO_HEAD), FULL_STEP], ids=["prefill", "whole"])
+def test_large_steps_have_no_such_choice(phase: Phase) -> None:
+    assert "products" not in load_model("sdar-8b").graph(phase=phase).choices
 
 
 # --- contracts --------------------------------------------------------------------------------------------------------

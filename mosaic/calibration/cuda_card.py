@@ -28,6 +28,7 @@ from mosaic.calibration.measure import (
     Call,
     FixedPart,
     attention_rates,
+    few_rows_rates,
     gemm_rates,
     launch_times,
     unembed_rates,
@@ -287,11 +288,12 @@ def run_model(
 
 
 def load_kernels(bench: Bench) -> None:
-    """Load what takes most, whether the models use it or not: cuBLAS, every attention, the fused unembedding."""
+    """Load what takes most, whether models use it or not: cuBLAS, every attention, products of few rows, the fused unembedding."""
     once = replace(bench, timer=_Once())
     sizes = replace(QUICK, rows=(128,), columns=(4096,), vocabulary=4096, attention=QUICK.attention[:1])
     launch_times(once, sizes)
     gemm_rates(once, sizes, 0.0, notes=[], progress=lambda what: None)
+    few_rows_rates(once, sizes, 0.0)
     unembed_rates(once, sizes, 0.0)
     unembed_rates(once, sizes, 0.0, sampled=True)
     attention_rates(once, sizes, 0.0, notes=[], progress=lambda what: None)

@@ -33,6 +33,7 @@ __all__ = [
     "WrongResult",
     "attention_rates",
     "calibrate",
+    "few_rows_rates",
     "gemm_rates",
     "launch_times",
     "link_rates",
@@ -129,7 +130,8 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured: GEMMs of `rows` x `columns` over `inner`, attention of `heads` heads, copies of `copy_bytes`.
+    """What is measured: GEMMs of `rows` x `columns` over `inner`, of few rows twice `feed` columns, attention of `heads` heads,
+    copies of `copy_bytes`.
 
     `attention` are query rows times heads of a launch; every query sees at least `least_keys` keys.
     """
@@ -137,6 +139,8 @@ class Sizes:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     inner: int
+    few_rows: tuple[int, ...]
+    feed: int
     vocabulary: int
     unembed_rows: tuple[int, ...]
     attention: tuple[int, ...]
@@ -151,6 +155,8 @@ FULL: Final = Sizes(
     rows=tuple(1 << n for n in range(5, 15)),
     columns=(256, 1024, 4096, 12288, 126464),
     inner=4096,
+    few_rows=(16, 32, 64),
+    feed=12288,
     vocabulary=126464,
     unembed_rows=tuple(1 << n for n in range(5, 15)),
     attention=tuple(1 << n for n in range(13, 21)),
@@ -242,6 +248,8 @@ def calibrate(
         bandwidth = memory_bandwidth(bench, sizes, captured)
         to_device, to_host = link_rates(bench, sizes, captured)
         gemms = gemm_rates(bench, sizes, captured, notes=notes, progress=progress)
+        progress("products of few rows")
+        few = few_rows_rates(bench, sizes, captured)
         progress("fused unembedding")
         unembeddings = unembed_rates(bench, sizes, captured)
         sampled = unembed_rates(bench, sizes, captured, sampled=True)
@@ -254,8 +262,8 @@ def calibrate(
     versions = ", ".join(f"{package} {version}" for package, version in bench.versions.items())
     device = Device(
         name=name, backend=bench.backend, memory_bytes=bench.memory_bytes, bandwidth=_rounded(bandwidth),
-        gemm_rates={columns: _rates(rates) for columns, rates in gemms.items()}, unembed_rates=_rates(unembeddings),
-        sampled_unembed_rates=_rates(sampled),
+        gemm_rates={columns: _rates(rates) for columns, rates in gemms.items()}, few_rows_rates=_rates(few),
+        unembed_rates=_rates(unembeddings), sampled_unembed_rates=_rates(sampled),
         attention_rates={name: _rates(rates) for name, rates in attention.items()},
         host_link=_rounded(min(to_device, to_host)), launch_s=_rounded(captured),
         estimated=False, source=f"mosaic calibrate on {bench.title}, {versions}, {date}",
@@ -353,6 +361,23 @@ def _gemm_rate(bench: Bench, rows: int, weights: Sequence[Tensor], launch_s: flo
     x, y = bench.random(rows, inner), bench.empty(rows, columns)
     calls = [bench.call("linear", {"x": x, "weight": weight, "y": y}, {}) for weight in weights]
     return 2 * rows * columns * inner / _work(bench.timer.captured(calls), launch_s)
+
+
+def few_rows_rates(bench: Bench, sizes: Sizes, launch_s: float) -> dict[int, float]:
+    """Measure FLOP/s of a feed-forward's norm, gate, up and activation in one launch, by rows; none where they do not fit.
+
+    Weights take turns as those of GEMMs.
+    """
+    copies = _copies(bench, 2 * sizes.feed * sizes.inner)
+    if not bench.holds(4 * copies * sizes.feed * sizes.inner + (1 << 26)):
+        return {}
+    weights = [bench.random(2, sizes.feed, sizes.inner) for _ in range(copies)]
+    norm, rates = bench.random(sizes.inner), {}
+    for rows in sizes.few_rows:
+        given = {"x": bench.random(rows, sizes.inner), "norm": norm, "y": bench.empty(rows, sizes.feed)}
+        calls = [bench.call("norm_gate_up", {**given, "gate": gate, "up": up}, {"eps": 1e-6}) for gate, up in weights]
+        rates[rows] = 4 * rows * sizes.feed * sizes.inner / _work(bench.timer.captured(calls), launch_s)
+    return rates
 
 
 def unembed_rates(bench: Bench, sizes: Sizes, launch_s: float, *, sampled: bool = False) -> dict[int, float]:

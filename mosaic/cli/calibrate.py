@@ -83,10 +83,12 @@ def _plain(made: Calibration) -> dict[str, Any]:
 def _tables(made: Calibration) -> list[Table]:
     """GEMM rates by rows and columns with the fused unembedding, attention by size, and single figures."""
     device = made.device
-    gemms = new_table("GEMM, TFLOP/s at rows", *[f"{columns:,} columns" for columns in device.gemm_rates], "fused head")
-    for rows in sorted({*device.unembed_rates, *(r for rates in device.gemm_rates.values() for r in rates)}):
-        rates = [rates.get(rows) for rates in (*device.gemm_rates.values(), device.unembed_rates)]
-        gemms.add_row(f"{rows:,}", *map(_tera, rates))
+    gemms = new_table(
+        "GEMM, TFLOP/s at rows", *[f"{columns:,} columns" for columns in device.gemm_rates], "few rows", "fused head"
+    )
+    measured = (*device.gemm_rates.values(), device.few_rows_rates, device.unembed_rates)
+    for rows in sorted({rows for rates in measured for rows in rates}):
+        gemms.add_row(f"{rows:,}", *(_tera(rates.get(rows)) for rates in measured))
     attention = new_table("attention, TFLOP/s at rows x heads", *device.attention_rates)
     for size in sorted({size for rates in device.attention_rates.values() for size in rates}):
         attention.add_row(f"{size:,}", *(_tera(rates.get(size)) for rates in device.attention_rates.values()))

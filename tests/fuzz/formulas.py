@@ -31,6 +31,7 @@ READS: Final[Mapping[str, tuple[str, ...]]] = {
     "moe_gather": ("x", "order"), "grouped_linear": ("x", "weight", "offsets"),
     "moe_combine": ("y", "order", "scores", "x"), "kv_store": ("k", "v", "kv", "extents", "cu_extents", "cu_seqlens", "positions"),
     "kv_attention": ("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions"),
+    "norm_gate_up": ("x", "norm", "gate", "up"),
 }  # fmt: skip
 """Names of the operands, in call order."""
 
@@ -46,6 +47,11 @@ def linear_add(x: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor]:
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor]:
     return (x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight,)
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, *, eps: float) -> tuple[Tensor]:
+    (h,) = rms_norm(x, norm, eps=eps)
+    return silu_mul(h @ gate.T, h @ up.T)
 
 
 def head_norm(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor]:

@@ -96,6 +96,17 @@ def rms_norm(scope: Scope) -> bool:
     return True
 
 
+def norm_gate_up(scope: Scope) -> bool:
+    """A feed-forward at once; no loop cuts the weights."""
+    x = scope.matrix(lambda v: isinstance(v.width, int))
+    if x is None:
+        return False
+    width = scope.rng.choice([2, 3, 5])
+    weights = scope.weight((x.width,), "around one"), scope.weight((width, x.width)), scope.weight((width, x.width))
+    make(scope, "norm_gate_up", x, *weights, shape=(x.rows, width), eps=EPS)
+    return True
+
+
 def _in_place(scope: Scope, accept: Callable[[Value], bool] = lambda _: True) -> Value | None:
     return scope.matrix(lambda v: scope.writable(v) and accept(v))
 
@@ -334,7 +345,8 @@ def state(scope: Scope) -> bool:
 
 
 OPERATORS: Final[Mapping[str, tuple[float, Callable[[Scope], object]]]] = {
-    "linear": (5, linear), "linear_add": (4, linear_add), "rms_norm": (2, rms_norm), "head_norm": (1, head_norm),
+    "linear": (5, linear), "linear_add": (4, linear_add), "rms_norm": (2, rms_norm), "norm_gate_up": (1, norm_gate_up),
+    "head_norm": (1, head_norm),
     "rotary": (1, rotary), "silu_mul": (2, silu_mul), "guide": (1, guide), "copy": (2, copy), "gather_rows": (1.5, gather),
     "embedding": (0.7, embedding), "attention": (0.7, attention), "statistics": (0.5, statistics),
     "experts": (0.6, experts), "kv_attention": (0.4, cached_attention), "state": (0.6, state),
