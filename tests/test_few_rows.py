@@ -85,7 +85,7 @@ def norm_qkv(rows: int, inner: int, q: int, k: int, dtype: torch.dtype, *, bias:
         operands[f"{name}_weight"] = strided(randn(width, inner, dtype=dtype, seed=seed), 8, 8)
     operands["arrivals"] = torch.zeros(tile_count(q, k, k) + 1, dtype=torch.int32)
     if bias:
-        operands |= {f"{name}_bias": randn(width, dtype=dtype, seed=7) for name, width in columns.items()}
+        operands |= {f"{name}_bias": randn(width, dtype=dtype, seed=ord(name)) for name, width in columns.items()}
     outputs = {name: strided(torch.empty(rows, width, dtype=dtype)) for name, width in columns.items()}
     h, bounds = normed(x, operands["norm"], 0.5), {}
     for name in columns:

@@ -78,14 +78,13 @@ def launch(
     tiles = tile_count(columns)
     shape = FLOATS if x.element_size() > 2 else FEW if tiles <= FEW_TILES else MANY
     for start in range(0, rows, FEW_ROWS):
-        part = slice(start, start + FEW_ROWS)
         count = min(rows - start, FEW_ROWS)
         norm_gate_up_kernel[(tiles,)](
-            x[part],
+            x[start:],
             norm,
             gate,
             up,
-            y[part],
+            y[start:],
             x.stride(0),
             gate.stride(0),
             up.stride(0),

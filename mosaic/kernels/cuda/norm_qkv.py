@@ -133,10 +133,9 @@ def launch(
     partials = partials_of("norm_qkv", scratch, x, tiles, planned)
     split = split_of(planned, inner, shape.inner)
     for start in range(0, rows, FEW_ROWS):
-        part = slice(start, start + FEW_ROWS)
         count = min(rows - start, FEW_ROWS)
         norm_qkv_kernel[(tiles, split.shares)](
-            x[part],
+            x[start:],
             norm,
             q_weight,
             k_weight,
@@ -144,9 +143,9 @@ def launch(
             q if q_bias is None else q_bias,
             k if k_bias is None else k_bias,
             v if v_bias is None else v_bias,
-            q[part],
-            k[part],
-            v[part],
+            q[start:],
+            k[start:],
+            v[start:],
             partials,
             arrivals,
             x.stride(0),

@@ -79,12 +79,11 @@ def launch(*, x: Tensor, weight: Tensor, y: Tensor, arrivals: Tensor, scratch: T
     partials = partials_of("split_linear_add", scratch, x, tiles, planned)
     split = split_of(planned, inner, shape.inner)
     for start in range(0, rows, FEW_ROWS):
-        part = slice(start, start + FEW_ROWS)
         count = min(rows - start, FEW_ROWS)
         split_linear_add_kernel[(tiles, split.shares)](
-            x[part],
+            x[start:],
             weight,
-            y[part],
+            y[start:],
             partials,
             arrivals,
             x.stride(0),
