@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mosaic import models
-from mosaic.decoding.canvas import COMMIT, Canvas, Commit, Sampling, cached_shape, whole_blocks
+from mosaic.decoding.canvas import COMMIT, Canvas, Decision, Sampling, cached_shape, whole_blocks
 from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.decoding.noise import row_keys
 from mosaic.errors import UsageError
@@ -233,7 +233,7 @@ def test_shapes_of_cached_steps() -> None:
 def test_records_are_named_and_stay_as_they_are() -> None:
     canvas = canvas_of([1], gen_length=1)
     one = torch.tensor([1])
-    sampling, commit = Sampling(head=SAMPLE), Commit(positions=one, token_ids=one, confidence=one)
+    sampling, commit = Sampling(head=SAMPLE), Decision(positions=one, token_ids=one, confidence=one)
     for record in (canvas, sampling, commit):
         assert not hasattr(record, "__dict__")
         with pytest.raises(TypeError, match="positional"):

@@ -37,7 +37,7 @@ from mosaic.errors import CheckpointError, DoesNotFit, UsageError
 from mosaic.models import load
 from mosaic.models.shipped import shipped
 from mosaic.runtime.steps import StepResult
-from mosaic.viz.canvas import STATES, Canvas, CanvasTracker, Cell, Memory, Progress, bar, printable
+from mosaic.viz.canvas_picture import STATES, CanvasPicture, CanvasTracker, Cell, Memory, Progress, bar, printable
 
 MIB = 1 << 20
 MASK = 258
@@ -81,7 +81,7 @@ def written_checkpoint(tmp_path: Path) -> Path:
 
 # --- the canvas -------------------------------------------------------------------------------------------------------
 
-CANVAS = Canvas(
+CANVAS = CanvasPicture(
     cells=[
         Cell(state="earlier", text="Once upon a time\n"), Cell(state="low", text=" she", confidence=0.2),
         Cell(state="medium", text=" saw", confidence=0.6), Cell(state="high", text=" 東京\n", confidence=0.97), *[Cell()] * 70,
@@ -91,7 +91,7 @@ CANVAS = Canvas(
 )  # fmt: skip
 
 
-def rendered(canvas: Canvas, width: int = 80, **options: Any) -> str:
+def rendered(canvas: CanvasPicture, width: int = 80, **options: Any) -> str:
     console = Console(
         record=True, force_terminal=True, width=width, file=io.StringIO(), color_system="truecolor", **options
     )
@@ -144,22 +144,22 @@ def test_an_ascii_terminal_gets_ascii() -> None:
 def test_a_long_canvas_shows_the_lines_around_the_first_mask() -> None:
     cells = [Cell(state="earlier", text=f"line {n}\n") for n in range(50)] + [Cell()] * 3
     cells[30:31] = [Cell()]
-    text = "\n".join(plain(rendered(Canvas(cells=cells, max_lines=8))))
+    text = "\n".join(plain(rendered(CanvasPicture(cells=cells, max_lines=8))))
     assert "line 29" in text and "line 33" in text and "line 20" not in text and "line 40" not in text
     assert "lines 27 to 34 of" in text
-    full = "\n".join(plain(rendered(Canvas(cells=cells))))
+    full = "\n".join(plain(rendered(CanvasPicture(cells=cells))))
     assert "line 0" in full and "line 49" in full and " of " not in full
 
 
 def test_tokens_cannot_drive_the_terminal() -> None:
-    canvas = Canvas(cells=[Cell(state="high", text="a\x1b[2J\x07\x9b[bold]")])
+    canvas = CanvasPicture(cells=[Cell(state="high", text="a\x1b[2J\x07\x9b[bold]")])
     shown = "\n".join(plain(rendered(canvas)))
     assert "\x1b" not in shown and "\x07" not in shown and "\x9b" not in shown and "a␛[2J␇�[bold]" in shown
     assert printable("tab\tline\n") == "tab\tline\n" and "\x1b" not in canvas._repr_html_()
 
 
 def test_html_is_self_contained_escaped_and_cued() -> None:
-    canvas = Canvas(cells=[Cell(state="low", text="<b>&", confidence=0.25), Cell(), Cell(state="earlier", text="x")],
+    canvas = CanvasPicture(cells=[Cell(state="low", text="<b>&", confidence=0.25), Cell(), Cell(state="earlier", text="x")],
                     title="<m>", memory=CANVAS.memory, progress=CANVAS.progress)  # fmt: skip
     html = canvas._repr_html_()
     assert "&lt;b&gt;&amp;" in html and "<b>&amp;" not in html and "&lt;m&gt;" in html and "confidence 0.250" in html

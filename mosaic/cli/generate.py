@@ -254,7 +254,7 @@ def _too_long(runner: StepRunner, job: _Job, misfit: DoesNotFit) -> DoesNotFit:
 def _live_view(job: _Job, record: Record) -> View:
     from mosaic.cli.live import LiveView
     from mosaic.cli.output import results
-    from mosaic.viz.canvas import CanvasTracker
+    from mosaic.viz.canvas_picture import CanvasTracker
 
     config, prompt_tokens = job.config, len(job.prompt_ids)
     title = f"{job.model.name}, {config.algorithm}"
@@ -308,14 +308,14 @@ class _Shown:
         """Return text that is safe to print; numbers where there is no tokenizer."""
         if self._tokenizer is None:
             return "".join(f"{token} " for token in token_ids)
-        from mosaic.viz.canvas import printable
+        from mosaic.viz.canvas_picture import printable
 
         return printable(self._tokenizer.decode(token_ids))
 
 
 def _text(job: _Job, found: Generation, *, terminal: bool) -> str:
     """The final text. An answer in a chat loses the space that templates put before it."""
-    from mosaic.viz.canvas import printable
+    from mosaic.viz.canvas_picture import printable
 
     ids = _ids(found)
     if job.tokenizer is None:

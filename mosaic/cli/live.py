@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from mosaic.decoding.streaming import Step
-    from mosaic.viz.canvas import CanvasTracker
+    from mosaic.viz.canvas_picture import CanvasTracker
 
 __all__ = ["Lines", "LiveView", "Record"]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.state import State
 
-__all__ = ["COMMIT", "Canvas", "Commit", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
+__all__ = ["COMMIT", "Canvas", "Decision", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
 
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
 Shapes: TypeAlias = Sequence[StepSize | None]
@@ -62,7 +62,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class Decision:
     """What a step decided: positions int64 [n], tokens int64 [n], and float32 [n], the scores they were chosen by."""
 
     positions: Tensor
@@ -125,7 +125,7 @@ class Canvas:
     step: int = 0
     block: int = 0
     settled: int | None = None
-    last: Commit | None = None
+    last: Decision | None = None
     following: StepRequest | None = None
     _held: dict[State, StateRows] = field(default_factory=dict)
     _decided: tuple[tuple[object, ...], int, int | None] = field(default=((), 0, None), init=False)
@@ -267,7 +267,7 @@ class Canvas:
         tokens[taken] = result.chosen.numpy()[committed]
         self.masked.numpy()[taken] = False
         self.confidence.numpy()[taken] = scores
-        self.last = Commit(
+        self.last = Decision(
             positions=torch.from_numpy(taken),
             token_ids=torch.from_numpy(tokens[taken]),
             confidence=torch.from_numpy(scores),

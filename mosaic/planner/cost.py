@@ -23,7 +23,7 @@ from mosaic.registrar.few_rows import FEW_ROWS
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import find
 
-__all__ = ["Grid", "OpTimes", "RateGrids", "op_totals"]
+__all__ = ["OpTimes", "RateGrid", "RateGrids", "op_totals"]
 
 _Vector: TypeAlias = npt.NDArray[np.float64]
 _Key = TypeVar("_Key")
@@ -69,7 +69,7 @@ class _Slot(NamedTuple):
     counts: _Vector
 
 
-class Grid:
+class RateGrid:
     """FLOP/s over the logarithms of rows and columns: bilinear inside the measured range, constant outside.
 
     With `most`, also constant from that many rows on.
@@ -107,18 +107,18 @@ class RateGrids:
         fused = device.unembed_rates or device.gemm_rates[max(device.gemm_rates)]
         few = {ANY_COLUMNS: device.few_rows_rates} if device.few_rows_rates else device.gemm_rates
         self._products = {
-            "gemm": Grid(device.gemm_rates),
-            "few_rows": Grid(few, most=FEW_ROWS),  # more are taken that many at a time
-            "unembed": Grid({ANY_COLUMNS: fused}),
-            "sampled_unembed": Grid({ANY_COLUMNS: device.sampled_unembed_rates or fused}),
+            "gemm": RateGrid(device.gemm_rates),
+            "few_rows": RateGrid(few, most=FEW_ROWS),  # more are taken that many at a time
+            "unembed": RateGrid({ANY_COLUMNS: fused}),
+            "sampled_unembed": RateGrid({ANY_COLUMNS: device.sampled_unembed_rates or fused}),
         }
-        self._attention = {name: Grid({ANY_COLUMNS: rates}) for name, rates in device.attention_rates.items()}
+        self._attention = {name: RateGrid({ANY_COLUMNS: rates}) for name, rates in device.attention_rates.items()}
 
     def known(self, rate: str, implementation: str) -> bool:
         """Return whether the profile has this rate of this implementation: only rates of attention are by implementation."""
         return rate != "attention" or implementation in self._attention
 
-    def grid(self, rate: str, implementation: str = "") -> Grid | None:
+    def grid(self, rate: str, implementation: str = "") -> RateGrid | None:
         """Return the rates by rows and columns; None where memory or the link bounds.
 
         For an implementation that the profile does not have, another one's rates stand in.

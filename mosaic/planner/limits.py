@@ -20,7 +20,7 @@ from mosaic.planner.space import Config, Point, Space
 
 __all__ = [
     "DimsAt",
-    "Memory",
+    "MemoryBytes",
     "holds",
     "is_feasible",
     "least",
@@ -37,7 +37,7 @@ QUICK: Final = "greedy_by_size"
 """Packs in milliseconds, never lower than the portfolio."""
 
 
-class Memory(NamedTuple):
+class MemoryBytes(NamedTuple):
     """Bytes of the device, and of pinned host memory."""
 
     device_bytes: int
@@ -133,19 +133,19 @@ def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, 
     return packer.total_bytes(least) <= budget_bytes or packer.found(budget_bytes).fits
 
 
-def least(point: Point, budget: Memory, config: Config | None = None) -> Memory:
+def least(point: Point, budget: MemoryBytes, config: Config | None = None) -> MemoryBytes:
     """Return what a step that does not fit needs at least, in a configuration or in the one that needs least.
 
     That is its lower bound. Only where this is within the budgets the step is packed, which may take a second.
     """
     chosen = next(smallest(point, budget.host_bytes)) if config is None else config
     if not point.fits(chosen, *budget):
-        return Memory(point.total_bytes(chosen), point.host_bytes(chosen.choices))
+        return MemoryBytes(point.total_bytes(chosen), point.host_bytes(chosen.choices))
     if config is None:
         total, chosen = smallest_total(point, budget.host_bytes)
     else:
         total = point.total_bytes(chosen, place(point, chosen).peak_bytes)
-    return Memory(total, point.host_bytes(chosen.choices))
+    return MemoryBytes(total, point.host_bytes(chosen.choices))
 
 
 def holds(point: Point, config: Config, budget_bytes: int, host_budget_bytes: int = 0) -> bool:

@@ -21,7 +21,7 @@ from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.planner.cache import template_of
 from mosaic.planner.check import prove_safe
 from mosaic.planner.document import Draft, assemble
-from mosaic.planner.limits import Memory, holds, is_feasible, least, max_context, search_and_place, smallest_total
+from mosaic.planner.limits import MemoryBytes, holds, is_feasible, least, max_context, search_and_place, smallest_total
 from mosaic.planner.placement import place
 from mosaic.planner.plan import Plan
 from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
@@ -246,12 +246,12 @@ class Planner:
         return max(smallest_total(self.at(graph), self.host_budget_bytes)[0] for graph in _graphs(step))
 
     @property
-    def budget(self) -> Memory:
+    def budget(self) -> MemoryBytes:
         """What may be used of the device and of the host."""
-        return Memory(self.budget_bytes, self.host_budget_bytes)
+        return MemoryBytes(self.budget_bytes, self.host_budget_bytes)
 
     @collector_paused()
-    def least(self, step: Request | StepSize, *, config: Settings | None = None) -> Memory:
+    def least(self, step: Request | StepSize, *, config: Settings | None = None) -> MemoryBytes:
         """Return what a step that does not fit needs at least, without a plan: by the peak formula where that says no.
 
         Parameters

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mosaic.errors import UnknownName, UsageError
 from mosaic.planner.custom import ProgramPlanner, Settings
-from mosaic.planner.limits import Memory
+from mosaic.planner.limits import MemoryBytes
 from mosaic.registrar.program import Build, Program
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug
@@ -180,7 +180,10 @@ class CompiledProgram(Face):
         if plan.fits:
             return plan
         sizes = ", ".join(f"{name} = {size:,}" for name, size in plan.dims.items())
-        needed, budget = Memory(plan.total_bytes, plan.host_bytes), Memory(plan.budget_bytes, plan.host_budget_bytes)
+        needed, budget = (
+            MemoryBytes(plan.total_bytes, plan.host_bytes),
+            MemoryBytes(plan.budget_bytes, plan.host_budget_bytes),
+        )
         raise does_not_fit(needed, budget, f"the step '{step}' ({sizes})", ". Raise it, or run smaller steps.")
 
     def _require_dims(self, step: str, dims: Mapping[str, int]) -> None:

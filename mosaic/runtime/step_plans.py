@@ -13,7 +13,7 @@ from mosaic.runtime.recent import Recent
 from mosaic.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from mosaic.planner.limits import Memory
+    from mosaic.planner.limits import MemoryBytes
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
 
@@ -159,7 +159,7 @@ class StepPlans:
         return self.planner.space(step.kind).known(given)
 
 
-def does_not_fit(needed: Memory, budget: Memory, what: str, way_out: str, how: str = "") -> DoesNotFit:
+def does_not_fit(needed: MemoryBytes, budget: MemoryBytes, what: str, way_out: str, how: str = "") -> DoesNotFit:
     """Say what a step needs, and which budget that is beyond: the host's where the device has room."""
     on_host = needed.device_bytes <= budget.device_bytes
     asked, available = (needed.host_bytes, budget.host_bytes) if on_host else (needed.device_bytes, budget.device_bytes)

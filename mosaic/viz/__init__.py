@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from mosaic.viz.canvas import Canvas, CanvasTracker
+from mosaic.viz.canvas_picture import CanvasPicture, CanvasTracker
 from mosaic.viz.charts import (
     before_after_figure,
     context_figure,
@@ -27,7 +27,7 @@ from mosaic.viz.text import sparkline, text_timeline
 __all__ = [
     "CATEGORIES",
     "FORMATS",
-    "Canvas",
+    "CanvasPicture",
     "CanvasTracker",
     "Document",
     "LiveBuffer",

@@ -23,9 +23,20 @@ if TYPE_CHECKING:
 
     from mosaic.planner.plan import Plan
 
-__all__ = ["HIGH", "LOW", "STATES", "Canvas", "CanvasTracker", "Cell", "Memory", "Progress", "State", "printable"]
+__all__ = [
+    "HIGH",
+    "LOW",
+    "STATES",
+    "CanvasPicture",
+    "CanvasTracker",
+    "Cell",
+    "CellState",
+    "Memory",
+    "Progress",
+    "printable",
+]
 
-State: TypeAlias = Literal["mask", "low", "medium", "high", "earlier"]
+CellState: TypeAlias = Literal["mask", "low", "medium", "high", "earlier"]
 LOW: Final = 0.5
 """Confidence below which a token is `low`."""
 HIGH: Final = 0.9
@@ -49,7 +60,7 @@ class _Look:
     css: str
 
 
-STATES: Final[Mapping[State, _Look]] = {
+STATES: Final[Mapping[CellState, _Look]] = {
     "mask": _Look(label="mask", color=COLORS["scratch"], style="dim", css=""),
     "low": _Look(
         label=f"low, below {LOW:g}", color=COLORS["logits and head"], style="italic underline",
@@ -59,7 +70,7 @@ STATES: Final[Mapping[State, _Look]] = {
     "high": _Look(label=f"high, from {HIGH:g}", color=COLORS["ffn"], style="bold", css="font-weight:bold"),
     "earlier": _Look(label="earlier", color="", style="", css=""),
 }  # fmt: skip
-"""State -> look: `mask` not yet decided; `low`, `medium`, `high` decided just now; `earlier` in an earlier step."""
+"""Look of each state: `mask` not yet decided; `low`, `medium`, `high` decided just now; `earlier` in an earlier step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +85,7 @@ class Cell:
         Of the token when it was committed, or None.
     """
 
-    state: State = "mask"
+    state: CellState = "mask"
     text: str = ""
     confidence: float | None = None
 
@@ -120,7 +131,7 @@ def _of(number: int, total: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canvas:
+class CanvasPicture:
     """One moment of a generation. Prints itself in a terminal (rich) and in a notebook; `str()` is its plain text.
 
     Parameters
@@ -136,7 +147,7 @@ class Canvas:
 
     Examples
     --------
-    >>> str(Canvas(cells=[Cell(state="earlier", text="Once"), Cell(state="low", text=" upon"), Cell()]))
+    >>> str(CanvasPicture(cells=[Cell(state="earlier", text="Once"), Cell(state="low", text=" upon"), Cell()]))
     'Once upon░'
     """
 
@@ -267,7 +278,7 @@ class Canvas:
         return "".join(f"<div>{html.escape(label)}: {html.escape(value)}</div>" for label, value in rows) + gauge
 
 
-def _style(state: State) -> str:
+def _style(state: CellState) -> str:
     look = STATES[state]
     return " ".join(part for part in (look.style, look.color) if part)
 
@@ -282,7 +293,7 @@ def _html_cell(cell: Cell) -> str:
     return _span(cell.state, text.replace("\n", f"{_NEWLINE}\n"), note)
 
 
-def _span(state: State, text: str, note: str = "") -> str:
+def _span(state: CellState, text: str, note: str = "") -> str:
     look = STATES[state]
     colors = f"background:{look.color};color:{ink_on(look.color)}" if look.color and state != "mask" else ""
     style = ";".join(part for part in (colors, look.css) if part)
@@ -423,7 +434,7 @@ class CanvasTracker:
 
     def canvas(
         self, *, steps: int = 0, blocks: int = 0, tokens_per_second: float = 0.0, max_lines: int | None = None
-    ) -> Canvas:
+    ) -> CanvasPicture:
         """Return the canvas now; what it shows as just committed is earlier for the next one.
 
         Parameters
@@ -437,7 +448,7 @@ class CanvasTracker:
         self._fresh.clear()
         if progress is not None:
             progress = replace(progress, steps=steps, blocks=blocks, tokens_per_second=tokens_per_second)
-        return Canvas(cells=cells, title=self.title, progress=progress, memory=self._memory, max_lines=max_lines)
+        return CanvasPicture(cells=cells, title=self.title, progress=progress, memory=self._memory, max_lines=max_lines)
 
     def _cells(self) -> list[Cell]:
         cells = [Cell()] * len(self._ids)
@@ -464,7 +475,7 @@ class CanvasTracker:
                 run = []
         return runs
 
-    def _state(self, position: int) -> State:
+    def _state(self, position: int) -> CellState:
         if position not in self._fresh:
             return "earlier"
         confidence = self._confidences[position]
