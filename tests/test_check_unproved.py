@@ -157,7 +157,7 @@ def test_the_list_word_for_word() -> None:
 SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "attention": "head_size, scale, block", "head_norm": "eps", "kv_attention": "layer, scale, block",
     "key_mass": "layer, scale, statistic", "selected_attention": "layer, slot, page, kv_heads, scale, block",
-    "top_keys": "slot, k, page, ratio",
+    "top_keys": "slot, k, page, ratio", "prefix_logsumexp": "layer, scale",
     "kv_store": "layer, head_size",
     "read_canvas": "open_id", "moe_route": "normalize, scoring, groups, top_groups, scale",
     "rms_norm": "eps", "rotary": "head_size, factor", "rotary_store": "layer, head_size, eps, factor",

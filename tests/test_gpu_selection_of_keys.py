@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 
 from test_kernels import BF16, Case
 from test_kv import kv_case, starts
-from test_selection_of_keys import assert_attended, assert_mass, stated_selection
+from test_selection_of_keys import assert_attended, assert_mass, assert_sums, stated_selection
 from test_triton_kernels import INTERPRETED, scratch_for
 from torch import Tensor
 
@@ -32,7 +32,8 @@ pytestmark = [
 
 KEPT = ("q", "kv", "extents", "cu_extents", "captured", "cu_seqlens")
 READS = {
-    "key_mass": (*KEPT, "cu_keys", "votes"),
+    "prefix_logsumexp": (*KEPT, "votes"),
+    "key_mass": (*KEPT, "cu_keys", "votes", "logsumexp"),
     "top_keys": ("mass", "captured", "cu_keys", "owner", "selected"),
     "selected_attention": (*KEPT, "selected", "owner", "seen", "positions"),
 }
@@ -40,14 +41,19 @@ READS = {
 
 @dataclass
 class Chain:
-    """The three operators over one batch: all operands by name, and the attributes of each."""
+    """The operators over one batch: all operands by name, and the attributes of each."""
 
     operands: dict[str, Tensor]
     attrs: dict[str, dict[str, Any]]
 
     def case(self, kernel: str) -> Case:
         """One of the launches, as the operands are now."""
-        outputs = {"key_mass": ("mass",), "top_keys": (), "selected_attention": ("y",)}[kernel]
+        outputs = {
+            "prefix_logsumexp": ("logsumexp",),
+            "key_mass": ("mass",),
+            "top_keys": (),
+            "selected_attention": ("y",),
+        }[kernel]
         operands = {name: self.operands[name] for name in READS[kernel]}
         return Case(kernel, operands, {name: self.operands[name] for name in outputs}, self.attrs[kernel])
 
@@ -62,13 +68,15 @@ def chain(windows: Sequence[tuple[int, int, int]], prefixes: Sequence[int], rows
         "captured": torch.tensor(prefixes, dtype=torch.int32), "cu_keys": starts(prefixes),
         "votes": torch.ones(given.operands["q"].shape[0], dtype=torch.uint8),
         "owner": torch.tensor([2, 0]), "selected": torch.zeros(3, 2 * sets * (1 + k // page), dtype=torch.int32),
+        "logsumexp": torch.full((given.operands["q"].shape[0], 8), float("nan")),
         "mass": torch.full((sets, columns), float("nan")), "y": torch.full_like(given.outputs["y"], float("nan")),
     }  # fmt: skip
-    heads = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")} | {"sets": sets}
+    of_rows = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
+    heads = of_rows | {"sets": sets}
     pages = {"slot": 1, "sets": sets, "k": k, "page": page}
     attrs = {
-        "key_mass": heads | {"columns": columns, "statistic": "mean"}, "top_keys": pages | {"ratio": 0.0},
-        "selected_attention": heads | pages | {"block": 4},
+        "prefix_logsumexp": of_rows, "key_mass": heads | {"columns": columns, "statistic": "mean"},
+        "top_keys": pages | {"ratio": 0.0}, "selected_attention": heads | pages | {"block": 4},
     }  # fmt: skip
     return Chain(operands, attrs)
 
@@ -82,6 +90,7 @@ def run_chain(one: Chain, scratch: dict[str, Tensor | None]) -> None:
 def check_chain(one: Chain, before: Chain) -> None:
     """Each launch against float64, given what the one before it left."""
     done = Chain({name: tensor.cpu() for name, tensor in one.operands.items()}, one.attrs)
+    assert_sums(done.case("prefix_logsumexp"), done.operands["logsumexp"], slack=2)
     assert_mass(done.case("key_mass"), done.operands["mass"], slack=2)
     selection = done.case("top_keys")
     selection.operands["selected"] = before.operands["selected"]

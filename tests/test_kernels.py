@@ -784,6 +784,7 @@ def test_memory_cases_cover_every_kernel() -> None:
         "kv_store",
         "resume_rows",  # test_resume_rows
         "key_mass",  # test_selection_of_keys
+        "prefix_logsumexp",  # test_selection_of_keys
         "selected_attention",
         "top_keys",
         "row_sample",  # test_sampling

@@ -14,7 +14,7 @@ from mosaic.planner.check import check_plan
 from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
-from mosaic.registrar.operators.key_mass import splits_of
+from mosaic.registrar.operators.prefix_logsumexp import splits_of
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS
 from mosaic.registrar.operators.selected_attention import splits_of as selected_splits
 from mosaic.registrar.operators.top_keys import BINS, LISTED, parts_of
@@ -28,8 +28,10 @@ KEPT = {
     "q": Spec((TOKENS, 64), "bfloat16"), "kv": Spec((ROWS, 96), "bfloat16"), "extents": Spec((EXTENTS, 4), "int64"),
     "cu_extents": BOUNDS, "captured": LENGTHS, "cu_seqlens": BOUNDS,
 }  # fmt: skip
-MASS = KEPT | {"cu_keys": BOUNDS, "votes": Spec((TOKENS,), "uint8")}
-HEADS: dict[str, Any] = {"layer": 2, "kv_heads": 2, "head_size": 8, "scale": 1.0, "sets": 4}
+SUMS = KEPT | {"votes": Spec((TOKENS,), "uint8")}
+MASS = SUMS | {"cu_keys": BOUNDS, "logsumexp": Spec((TOKENS, 8), "float32")}
+OF_ROWS: dict[str, Any] = {"layer": 2, "kv_heads": 2, "head_size": 8, "scale": 1.0}
+HEADS: dict[str, Any] = OF_ROWS | {"sets": 4}
 OWNED = {"owner": Spec((SEQS,), "int64"), "captured": LENGTHS, "selected": Spec((9, 3 * 4 * 5), "int32")}
 TOP = OWNED | {"mass": Spec((4, COLUMNS), "float32"), "cu_keys": BOUNDS}
 PAGES: dict[str, Any] = {"slot": 2, "sets": 4, "k": 8, "page": 2}
@@ -37,13 +39,19 @@ ATTENDED = KEPT | OWNED | {"seen": LENGTHS, "positions": Spec((TOKENS,), "int32"
 
 
 def test_contracts_count_this_layers_work() -> None:
-    mass, top, attend = (contract(name) for name in ("key_mass", "top_keys", "selected_attention"))
+    names = ("prefix_logsumexp", "key_mass", "top_keys", "selected_attention")
+    sums, mass, top, attend = (contract(name) for name in names)
+    attrs = OF_ROWS | {"keys": COLUMNS, "span": SPAN}
+    assert sums.infer(**SUMS, **attrs) == (MASS["logsumexp"],)
+    assert sympy.expand(sums.flops(**SUMS, **attrs)) == 2 * SPAN * TOKENS * 64
+    where = 8 * (SEQS + 1) + 32 * EXTENTS + 4 * SEQS
+    moved = where + TOKENS * (128 + 1 + 32) + COLUMNS * 16 * 2
+    assert sympy.expand(sums.moved(SUMS | {"logsumexp": MASS["logsumexp"]}, attrs) - moved) == 0
     attrs = HEADS | {"columns": COLUMNS, "span": SPAN}
     result = Spec((4, COLUMNS), "float32")
     assert mass.infer(**MASS, **attrs) == (result,)
-    assert sympy.expand(mass.flops(**MASS, **attrs)) == 4 * SPAN * TOKENS * 64
-    where = 8 * (SEQS + 1) + 32 * EXTENTS + 4 * SEQS
-    moved = where + 4 * (SEQS + 1) + TOKENS * (128 + 1) + 16 * COLUMNS + 2 * COLUMNS * 16 * 2
+    assert sympy.expand(mass.flops(**MASS, **attrs)) == 2 * SPAN * TOKENS * 64
+    moved = where + 4 * (SEQS + 1) + TOKENS * (128 + 1 + 32) + 16 * COLUMNS + COLUMNS * 16 * 2
     assert sympy.expand(mass.moved(MASS | {"mass": result}, attrs) - moved) == 0
     assert top.infer(**TOP, **PAGES) == ()
     moved = 16 * COLUMNS + 4 * SEQS + 4 * (SEQS + 1) + 8 * SEQS + 4 * SEQS * 4 * 5
@@ -53,7 +61,7 @@ def test_contracts_count_this_layers_work() -> None:
     assert sympy.expand(attend.flops(**ATTENDED, **attrs)) == 4 * SPAN * TOKENS * 64
     moved = where + 4 * SEQS + 8 * SEQS + TOKENS * (2 * 128 + 4) + SEQS * 8 * 2 * 4 * 8 * 2 + 4 * SEQS * 4 * 5
     assert sympy.expand(attend.moved(ATTENDED | {"y": ATTENDED["q"]}, attrs) - moved) == 0
-    for rule, specs in ((mass, MASS), (attend, ATTENDED)):
+    for rule, specs in ((sums, SUMS), (mass, MASS), (attend, ATTENDED)):
         assert rule.rate == "attention" and sympy.expand(rule.rate_rows(**specs, **attrs)) == 8 * TOKENS
 
 
@@ -69,6 +77,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("key_mass", {"votes": Spec((TOKENS,), "bool")}, r"votes must be uint8\[tokens\]"),
     ("key_mass", {"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
     ("key_mass", {"statistic": "median"}, "statistic must be one of mean, max, not 'median'"),
+    ("key_mass", {"logsumexp": Spec((TOKENS, 4), "float32")}, r"logsumexp must be float32\[tokens, 8\]"),
+    ("prefix_logsumexp", {"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),
+    ("prefix_logsumexp", {"layer": 3}, "not layer 3"),
+    ("prefix_logsumexp", {"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16 as q is, not float32"),
+    ("prefix_logsumexp", {"captured": BOUNDS}, r"captured must be int32\[seqs\]"),
+    ("prefix_logsumexp", {"votes": Spec((TOKENS,), "bool")}, r"votes must be uint8\[tokens\]"),
+    ("prefix_logsumexp", {"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
     ("top_keys", {"k": 7}, "k must be whole pages of 2 keys, not 7"),
     ("top_keys", {"k": 0}, "k must be"),
     ("top_keys", {"page": 0}, "k must be whole pages of 0 keys"),
@@ -97,6 +112,7 @@ def test_contracts_refuse(name: str, change: dict[str, Any], message: str) -> No
     whole = {
         "key_mass": MASS | HEADS | {"columns": COLUMNS, "span": SPAN}, "top_keys": TOP | PAGES,
         "selected_attention": ATTENDED | HEADS | PAGES | {"attended": SPAN},
+        "prefix_logsumexp": SUMS | OF_ROWS | {"keys": COLUMNS, "span": SPAN},
     }[name]  # fmt: skip
     with pytest.raises(GraphError, match=message):
         contract(name).infer(**{**whole, **change})
@@ -106,7 +122,7 @@ def test_contracts_refuse(name: str, change: dict[str, Any], message: str) -> No
 
 
 def sparse(g: Graph) -> None:
-    """One layer: the mass of a prefix, its selection, and attention to it."""
+    """One layer: the log-sum-exps and the mass of a prefix, its selection, and attention to it."""
     tokens, rows, seqs, extents, columns = (g.dim(n) for n in ("tokens", "kv_rows", "seqs", "extents", "captured_keys"))
     kv, selected = g.state("kv", (rows, 2 * 2 * 16), "bfloat16"), g.state("selected", (5, 4 * 3), "int32")
     q = g.input("q", (tokens, 4 * 8), "bfloat16")
@@ -115,10 +131,13 @@ def sparse(g: Graph) -> None:
     captured, seen = (g.input(name, (seqs,), "int32") for name in ("captured", "seen"))
     votes, positions = g.input("votes", (tokens,), "uint8"), g.input("positions", (tokens,), "int32")
     owner = g.input("owner", (seqs,), "int64")
-    heads: dict[str, Any] = {"layer": 1, "kv_heads": 2, "head_size": 8, "scale": 0.3, "sets": 4}
+    rows_of: dict[str, Any] = {"layer": 1, "kv_heads": 2, "head_size": 8, "scale": 0.3}
+    heads = rows_of | {"sets": 4}
     pages: dict[str, Any] = {"slot": 0, "k": 4, "page": 2}
+    span = g.dim("span")
+    sums = g.add_op("prefix_logsumexp", q, kv, *where, captured, votes, cu_seqlens, **rows_of, span=span, keys=columns)
     mass = g.add_op(
-        "key_mass", q, kv, *where, captured, cu_keys, votes, cu_seqlens, **heads, columns=columns, span=g.dim("span")
+        "key_mass", q, kv, *where, captured, cu_keys, votes, cu_seqlens, sums, **heads, columns=columns, span=span
     )
     g.add_op("top_keys", mass, captured, cu_keys, owner, selected, sets=4, **pages)
     y = g.output("y", (tokens, 4 * 8), "bfloat16")
@@ -134,8 +153,8 @@ def test_plans_are_proved(device: str) -> None:
     }  # fmt: skip
     plan = plan_graph(sparse, dims=dims, device=device, config={"rows": 4})
     assert check_plan(plan.document) == []
-    mass, top, attend = plan.document["ops"]
-    assert mass["flops"] == 4 * 20 * 10 * 32 and attend["flops"] == 4 * 9 * 10 * 32
+    sums, mass, top, attend = plan.document["ops"]
+    assert sums["flops"] == mass["flops"] == 2 * 20 * 10 * 32 and attend["flops"] == 4 * 9 * 10 * 32
     assert top["bytes"] == 4 * (4 * 40 + 2 + 3 + 2 * 2) + 4 * 2 * 4 * 3
 
 
@@ -147,7 +166,7 @@ def test_splits_fit_into_the_scratch_buffer() -> None:
         (64, 256, 1, 1 << 17),
     ):
         specs = {"q": Spec((rows, heads * 128), "bfloat16")}
-        available = int(scratch_bytes("cuda", "key_mass", specs, {"head_size": 128}))
+        available = int(scratch_bytes("cuda", "prefix_logsumexp", specs, {"head_size": 128}))
         splits = splits_of(tiles, heads * rows, keys, 264)
         assert 4 * splits * heads * rows <= available and splits * tiles <= max(264, tiles)
         assert splits == 1 or (splits - 1) * 256 < keys

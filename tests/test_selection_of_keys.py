@@ -1,4 +1,6 @@
-"""key_mass, top_keys and selected_attention: random batches against float64 on the CPU. Written apart from the kernels."""
+"""prefix_logsumexp, key_mass, top_keys and selected_attention: random batches against float64 on the CPU.
+
+Written apart from the kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +33,7 @@ from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels import load
 
 GROUPS = [(1, 2), (4, 2), (7, 1), (8, 1), (3, 3)]  # query heads of a key-value head, and how many of these
+SUMMED = ("q", "kv", "extents", "cu_extents", "captured", "votes", "cu_seqlens")
 UNREAD = 1 << 30  # no page has this number
 
 
@@ -57,7 +61,51 @@ def key_mass_case(seed: int, dtype: torch.dtype, statistic: str = "mean", longes
     columns = int(operands["cu_keys"][-1]) + 3
     attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
     attrs |= {"sets": sets, "columns": columns, "statistic": statistic}
-    return Case("key_mass", operands, {"mass": strided(torch.empty(sets, columns))}, attrs)
+    return mass_case(operands, attrs, strided(torch.empty(sets, columns)))
+
+
+def mass_case(operands: dict[str, Tensor], attrs: dict[str, Any], mass: Tensor) -> Case:
+    """The case with the log-sum-exps of voting rows, and NaN for the others."""
+    case = Case("key_mass", operands, {"mass": mass}, attrs)
+    sums = strided(sums_of_prefixes(case).float())
+    return replace(case, operands=operands | {"logsumexp": sums})
+
+
+def sums_case(seed: int, dtype: torch.dtype, longest: int = 90) -> Case:
+    """The same batches, and their log-sum-exps."""
+    given = key_mass_case(seed, dtype, longest=longest)
+    operands = {name: given.operands[name] for name in SUMMED}
+    attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
+    return Case(
+        "prefix_logsumexp", operands, {"logsumexp": strided(torch.empty_like(given.operands["logsumexp"]))}, attrs
+    )
+
+
+def sums_of_prefixes(case: Case) -> Tensor:
+    """In float64, one voting row and query head at a time; NaN for the others. Written apart from kernels."""
+    given, attrs = case.operands, case.attrs
+    size, kv_heads = attrs["head_size"], attrs["kv_heads"]
+    q, heads = given["q"].double(), given["q"].shape[1] // attrs["head_size"]
+    sums = torch.full((q.shape[0], heads), float("nan"), dtype=F64)
+    entries, bounds = given["extents"].tolist(), given["cu_extents"].tolist()
+    for b, (first, last) in enumerate(pairwise(given["cu_seqlens"].tolist())):
+        prefix = int(given["captured"][b])
+        pieces = entries[bounds[b] : bounds[b + 1]]
+        kept = [x[0].double() for x in rows_of(given["kv"], pieces, attrs["layer"], kv_heads, size, prefix)]
+        for row in [row for row in range(first, last) if prefix and given["votes"][row]]:
+            for head in range(heads):
+                scores = [float(k[head * kv_heads // heads] @ q[row, head * size : (head + 1) * size]) for k in kept]
+                sums[row, head] = torch.logsumexp(torch.tensor(scores, dtype=F64) * attrs["scale"], 0)
+    return sums
+
+
+def assert_sums(case: Case, found: Tensor, slack: float = 1.0) -> None:
+    """Scores off by delta, the roundings of a sum, and of the result."""
+    expected, attrs = sums_of_prefixes(case), case.attrs
+    given, sure = ~expected.isnan(), case.operands["captured"].max()
+    delta = 2.1 * gamma(attrs["head_size"] + 8, case.operands["q"].dtype) * largest_score(case)
+    bound = delta + gamma(2 * int(sure) + 200, case.operands["q"].dtype) + rounding(expected, F32) + unit(F32)
+    assert_within(found[given], expected[given], slack * bound[given])
 
 
 def equation_3(case: Case) -> Tensor:
@@ -94,10 +142,17 @@ def equation_3(case: Case) -> Tensor:
 def mass_bound(case: Case, expected: Tensor) -> Tensor:
     """As `kv_bound`: scores off by delta, roundings of two sums and of the log-sum-exp, which is at most as large as they."""
     dtype, attrs = case.operands["q"].dtype, case.attrs
-    q, kv = (case.operands[n].double().nan_to_num(0.0).unflatten(1, (-1, attrs["head_size"])) for n in ("q", "kv"))
-    largest = float(q.norm(dim=2).max() * kv.norm(dim=2).max()) * attrs["scale"]
-    relative = 2.1 * gamma(attrs["head_size"] + 8, dtype) * largest + gamma(2 * expected.shape[1] + 200, dtype)
-    return relative * expected + rounding(expected, F32)
+    relative = 2.1 * gamma(attrs["head_size"] + 8, dtype) * largest_score(case) + gamma(
+        2 * expected.shape[1] + 200, dtype
+    )
+    sums = float(case.operands["logsumexp"].nan_to_num(0.0).abs().max()) * unit(F32)  # it is given in float32
+    return (relative + 2 * sums) * expected + rounding(expected, F32)
+
+
+def largest_score(case: Case) -> float:
+    """A bound of all scores."""
+    q, kv = (case.operands[n].double().nan_to_num(0.0).unflatten(1, (-1, case.attrs["head_size"])) for n in ("q", "kv"))
+    return float(q.norm(dim=2).max() * kv.norm(dim=2).max()) * float(case.attrs["scale"])
 
 
 def assert_mass(case: Case, found: Tensor, slack: float = 1.0) -> None:
@@ -115,7 +170,17 @@ def test_mass_of_keys(statistic: str, dtype: torch.dtype) -> None:
         case.launch()
         assert_mass(case, case.outputs["mass"])
         expected = equation_3(case)
-        torch.testing.assert_close(case.reference(), expected, equal_nan=True)
+        exactly = replace(case, operands=case.operands | {"logsumexp": sums_of_prefixes(case)})
+        torch.testing.assert_close(exactly.reference(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_sums_of_prefixes(dtype: torch.dtype) -> None:
+    for seed in range(10):
+        case = sums_case(seed, dtype)
+        case.launch()
+        assert_sums(case, case.outputs["logsumexp"])
+        torch.testing.assert_close(case.reference(), sums_of_prefixes(case), equal_nan=True)
 
 
 def test_mass_of_more_keys_and_rows_than_a_tile_has() -> None:
@@ -128,7 +193,7 @@ def test_mass_of_more_keys_and_rows_than_a_tile_has() -> None:
     operands |= {"votes": (torch.arange(604) % 3 != 0).to(torch.uint8)}
     attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
     attrs |= {"sets": 7, "columns": 1102, "statistic": "mean"}
-    for one in (case, Case("key_mass", operands, {"mass": torch.empty(7, 1102)}, attrs)):
+    for one in (case, mass_case(operands, attrs, torch.empty(7, 1102))):
         one.launch()
         assert_mass(one, one.outputs["mass"])
     check_allocates_nothing(one)
@@ -372,6 +437,7 @@ def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
     for seed in range(3):
         check_allocates_nothing(key_mass_case(seed, dtype))
         check_allocates_nothing(key_mass_case(seed, dtype, "max"))
+        check_allocates_nothing(sums_case(seed, dtype))
         check_allocates_nothing(selected_case(seed, dtype, block=4))
     check_allocates_nothing(long_case(dtype))
 

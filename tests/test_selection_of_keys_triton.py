@@ -1,4 +1,4 @@
-"""key_mass, top_keys and selected_attention in Triton's interpreter, or on a GPU: random batches against float64."""
+"""What selects keys, and attends to them, in Triton's interpreter, or on a GPU: random batches against float64."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from test_kernels import BF16, F32, Case
+from test_kernels import BF16, F32
 from test_kv import kv_case, starts
 from test_selection_of_keys import (
     TOPS,
     assert_attended,
     assert_mass,
     assert_selection_of_equation_3,
+    assert_sums,
     key_mass_case,
+    mass_case,
     selected_case,
     slices_of,
     stated_selection,
+    sums_case,
     top_case,
 )
 from test_triton_kernels import INTERPRETED, run
@@ -35,29 +38,40 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
 def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
-    from mosaic.kernels.cuda import key_mass, selected_attention
+    from mosaic.kernels.cuda import prefix_logsumexp, selected_attention
 
     monkeypatch.setattr(selected_attention, "splits_of", lambda *sizes: splits)
     monkeypatch.setattr(selected_attention, "SPLIT_KEYS", 1)
-    monkeypatch.setattr(key_mass, "splits_of", lambda *sizes: splits)
-    monkeypatch.setattr(key_mass, "SPLIT_KEYS", 1)
+    monkeypatch.setattr(prefix_logsumexp, "splits_of", lambda *sizes: splits)
+    monkeypatch.setattr(prefix_logsumexp, "SPLIT_KEYS", 1)
 
 
 @pytest.mark.parametrize(
-    ("splits", "statistic", "dtype", "seeds"),
+    ("statistic", "dtype", "seeds"),
     [
-        (1, "max", F32, (0, 1, 4)), (3, "mean", BF16, (7, 10, 15)),
-        *(pytest.param(3, statistic, F32, range(5, 15), marks=pytest.mark.soak) for statistic in ("mean", "max")),
+        ("max", F32, (0, 1, 4)), ("mean", BF16, (7, 10, 15)),
+        *(pytest.param(statistic, F32, range(5, 15), marks=pytest.mark.soak) for statistic in ("mean", "max")),
     ],
     ids=str,
 )  # fmt: skip
-def test_mass_of_keys_in_triton(
-    splits: int, statistic: str, dtype: torch.dtype, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+def test_mass_of_keys_in_triton(statistic: str, dtype: torch.dtype, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        case = key_mass_case(seed, dtype, statistic, longest=50 if statistic == "max" else 200)
+        assert_mass(case, run(case, DEVICE)["mass"], slack=2)
+
+
+@pytest.mark.parametrize(
+    ("splits", "dtype", "seeds"),
+    [(1, F32, (0, 1)), (3, BF16, (7, 10)), pytest.param(3, F32, range(5, 15), marks=pytest.mark.soak)],
+    ids=str,
+)
+def test_sums_of_prefixes_in_triton(
+    splits: int, dtype: torch.dtype, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split_as(monkeypatch, splits)
     for seed in seeds:
-        case = key_mass_case(seed, dtype, statistic, longest=50 if splits == 1 else 200)
-        assert_mass(case, run(case, DEVICE)["mass"], slack=2)
+        case = sums_case(seed, dtype, longest=50 if splits == 1 else 200)
+        assert_sums(case, run(case, DEVICE)["logsumexp"], slack=2)
 
 
 def test_mass_of_a_wide_group_in_triton() -> None:
@@ -68,7 +82,7 @@ def test_mass_of_a_wide_group_in_triton() -> None:
     operands |= {"votes": torch.ones(2, dtype=torch.uint8)}
     attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
     attrs |= {"sets": 1, "columns": 38, "statistic": "mean"}
-    case = Case("key_mass", operands, {"mass": torch.empty(1, 38)}, attrs)
+    case = mass_case(operands, attrs, torch.empty(1, 38))
     assert_mass(case, run(case, DEVICE)["mass"], slack=2)
 
 
@@ -156,6 +170,6 @@ def test_a_slice_of_a_window_in_triton(splits: int, monkeypatch: pytest.MonkeyPa
 
 def test_missing_scratch_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     split_as(monkeypatch, 2)
-    for case in (key_mass_case(0, F32), selected_case(0, F32)):
+    for case in (sums_case(0, F32), selected_case(0, F32)):
         with pytest.raises(RuntimeMemoryError, match=rf"{case.kernel}: scratch of 0 bytes, \d[\d,]* needed"):
             load(case.kernel, "cuda").launch(**case.operands, **case.outputs, **case.attrs)

@@ -262,6 +262,9 @@ def test_one_plan_serves_the_same_step_of_every_block(model: CompiledModel) -> N
         assert len({tuple(size.rounded().dims(model.architecture).items()) for size in sizes}) == 1
 
 
+SELECTING = {"prefix_logsumexp": "logsumexp", "key_mass": "mass", "top_keys": "select"}
+
+
 def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:
     """On a stream of its own, from a layer's attention to the next layer's keys; in a loop of its own nowhere."""
     ways = [Selected(attention=WAYS["one layer exact"], selects=selects) for selects in (True, False)]
@@ -270,9 +273,9 @@ def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:
         plan = Planner(CONFIG, device="h200").plan(Request(seq_lens=(8,), key_lens=(400,), phase=phase, masked=4))
         assert plan.fits and plan.check() == ()
         ops = {op["name"]: op for op in plan.document["ops"]}
-        found = {name: op["stream"] for name, op in ops.items() if op["kernel"] in ("key_mass", "top_keys")}
-        beside = {f"layers.{layer}/{name}": "select" for layer in (1, 2) for name in ("mass", "select")}
-        assert found == (beside | {"layers.3/mass": "main", "layers.3/select": "main"} if policy.selects else {})
+        found = {name: op["stream"] for name, op in ops.items() if op["kernel"] in SELECTING}
+        streams = {1: "select", 2: "select", 3: "main"} if policy.selects else {}
+        assert found == {f"layers.{layer}/{name}": streams[layer] for layer in streams for name in SELECTING.values()}
         for layer in (1, 2) if policy.selects else ():
             names = [f"layers.{layer}/mass", f"layers.{layer}/down", f"layers.{layer + 1}/store"]
             edges = {(edge["kind"], edge["from"], edge["to"]) for edge in plan.document["edges"]}

@@ -97,7 +97,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         chosen = {"k": 512, "page": page, "sets": sets, "captured": prefix["captured"]}
         mass, votes = empty(sets, 1 << 17, dtype=wide), empty(tokens, dtype=torch.uint8)
         of_layer = {name: value for name, value in attrs.items() if name != "seen"}
-        yield "key_mass", {**of_layer, **prefix, **window, "votes": votes, "mass": mass, "statistic": statistic}
+        sums = {"votes": votes, "logsumexp": empty(tokens, 32, dtype=wide)}
+        yield "prefix_logsumexp", {**of_layer, "captured": prefix["captured"], "q": window["q"], **sums}
+        yield "key_mass", {**of_layer, **prefix, **window, **sums, "mass": mass, "statistic": statistic}
         yield "top_keys", {**prefix, **pages, **chosen, "mass": mass, "ratio": 0.1 * (page - 1)}
         window |= {"y": x[:tokens], "positions": empty(tokens, dtype=torch.int32)}
         yield "selected_attention", {**attrs, **window, **pages, **chosen, "block": 32}

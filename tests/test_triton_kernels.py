@@ -466,6 +466,7 @@ def test_cases_cover_every_kernel() -> None:
         "kv_store",
         "resume_rows",  # test_resume_rows
         "key_mass",  # test_selection_of_keys_triton
+        "prefix_logsumexp",
         "selected_attention",
         "top_keys",
         "row_sample",  # test_sampling

@@ -1,12 +1,11 @@
 """key_mass: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
 
 Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
-votes[T] uint8, cu_seqlens[B+1] int32; layer, kv_heads, head_size, scale, sets, columns, span, statistic) -> mass[sets, S] float32,
-all whole; `columns` is S, and `span` is for the cost model alone. The formula is that of the contract
-(`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows has two passes over the prefix: the log-sum-exp of each
-row, then the statistic of each key. A row without a vote has an infinite log-sum-exp, so that it weighs nothing. Float32 inside
-(float64 for float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query
-heads, K KV heads, H size, A rows times heads of a tile.
+votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32; layer, kv_heads, head_size, scale, sets, columns, span, statistic)
+-> mass[sets, S] float32, all whole; `columns` is S, and `span` is for the cost model alone. The formula is that of the contract
+(`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows passes over the prefix. A row without a vote has an
+infinite log-sum-exp, so that it weighs nothing. Float32 inside (float64 for float64). Legend: T rows, R rows of the state, L
+layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.operators.key_mass import STATISTICS
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["Keys", "bind", "check", "launch", "reference", "scores_of", "tiles_of_keys"]
 
 Keys = Sequence[tuple[int, Tensor]]
 """Keys [S, H] that lie side by side, and the position of the first."""
@@ -41,6 +40,7 @@ def bind(
     cu_keys: Tensor,
     votes: Tensor,
     cu_seqlens: Tensor,
+    logsumexp: Tensor,
     mass: Tensor,
     layer: int,
     kv_heads: int,
@@ -54,11 +54,12 @@ def bind(
 ) -> Run:
     """Write the mass of the keys of each prefix into mass [sets, S]; lengths, extents and votes are read on the host."""
     members = check(
-        q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, mass, layer, kv_heads, head_size, sets, statistic
+        q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, logsumexp, mass, layer, kv_heads, head_size, sets,
+        statistic,
     )  # fmt: skip
-    query, scores, *tiles = tiles_of("key_mass", scratch, {"q": q}, head_size=head_size)
-    vectors, column, wide_column, wide = tiles[:5], tiles[5], tiles[6], tiles[7:]
+    query, scores, vector, column, wide_column, *wide = tiles_of("key_mass", scratch, {"q": q}, head_size=head_size)
     q_STMH = q.view(q.shape[0], sets, members, head_size).transpose(0, 1)
+    sums_STM = logsumexp.view(q.shape[0], sets, members).transpose(0, 1)
 
     def run() -> None:
         owned, counts, first = pieces(extents, cu_extents), captured.tolist(), cu_keys.tolist()
@@ -79,16 +80,16 @@ def bind(
                 mine.zero_()
                 for member in range(0, members, most):
                     for at in range(0, end - start, tokens):
-                        part = q_STMH[own, start + at : min(start + at + tokens, end), member : member + most]
-                        packed = beginning(query, part.shape).copy_(part).flatten(0, 1)
-                        said = voters[at : at + tokens]
+                        tile = slice(start + at, min(start + at + tokens, end)), slice(member, member + most)
+                        part, said = q_STMH[own][tile], voters[at : at + tokens]
                         if any(said):
-                            logsum = _log_sums(packed, _tiles(kept, keys, width, wide), scale, scores, vectors)
+                            packed = beginning(query, part.shape).copy_(part).flatten(0, 1)
+                            logsum = beginning(vector, part.shape[:2]).copy_(sums_STM[own][tile]).flatten()
                             _silence(logsum, said, part.shape[1])
                             if statistic == "mean":
-                                logsum.add_(vectors[-1][:1].fill_(math.log(sum(voters) * members)))
-                            again = _tiles(kept, keys, width, wide)
-                            _add(packed, again, scale, scores, logsum, statistic, mine, column, wide_column)
+                                logsum.add_(column[:1].fill_(math.log(sum(voters) * members)))
+                            part_of = tiles_of_keys(kept, keys, width, wide)
+                            _add(packed, part_of, scale, scores, logsum, statistic, mine, column, wide_column)
 
     return run
 
@@ -96,7 +97,7 @@ def bind(
 launch = launcher(bind)
 
 
-def _tiles(kept: Keys, count: int, width: int, wide: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+def tiles_of_keys(kept: Keys, count: int, width: int, wide: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """The first `count` keys in parts of at most `width`, in the compute dtype: views where they lie, or a converted tile."""
     for first, keys in kept:
         for start in range(0, min(keys.shape[0], count - first), width):
@@ -104,28 +105,8 @@ def _tiles(kept: Keys, count: int, width: int, wide: Sequence[Tensor]) -> Iterat
             yield first + start, beginning(wide[0], part.shape).copy_(part) if wide else part
 
 
-def _log_sums(
-    q_AH: Tensor, key_tiles: Iterator[tuple[int, Tensor]], scale: float, scores: Tensor, vectors: Sequence[Tensor]
-) -> Tensor:
-    """The log-sum-exp of each row's scores, online, in one of the vectors."""
-    rows = q_AH.shape[0]
-    maximum, new_maximum, total, tile_total, correction = (vector[:rows] for vector in vectors)
-    maximum.fill_(float("-inf"))
-    total.zero_()
-    for _, keys in key_tiles:
-        s = _scores(q_AH, keys, scale, scores)
-        torch.amax(s, dim=1, out=new_maximum)
-        torch.maximum(new_maximum, maximum, out=new_maximum)
-        torch.sub(maximum, new_maximum, out=correction)
-        correction.exp_()
-        s.sub_(new_maximum.unsqueeze(1)).exp_()
-        torch.sum(s, dim=1, out=tile_total)
-        total.mul_(correction).add_(tile_total)
-        maximum.copy_(new_maximum)
-    return total.log_().add_(maximum)
-
-
-def _scores(q_AH: Tensor, keys: Tensor, scale: float, scores: Tensor) -> Tensor:
+def scores_of(q_AH: Tensor, keys: Tensor, scale: float, scores: Tensor) -> Tensor:
+    """The scores of a tile of rows and one of keys, in a tile."""
     s = beginning(scores, (q_AH.shape[0], keys.shape[0]))
     return torch.addmm(s, q_AH, keys.T, beta=0, alpha=scale, out=s)
 
@@ -143,7 +124,7 @@ def _add(
 ) -> None:  # fmt: skip
     """Add up exp(score - logsum) of the rows into the mass of each key, or keep the largest."""
     for start, keys in key_tiles:
-        s, count = _scores(q_AH, keys, scale, scores), keys.shape[0]
+        s, count = scores_of(q_AH, keys, scale, scores), keys.shape[0]
         s.sub_(logsum.unsqueeze(1)).exp_()
         mine = mass[start : start + count]
         found, rounded = column[:count], wide_column[:count]
@@ -157,7 +138,7 @@ def _add(
 
 def check(
     q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
-    cu_seqlens: Tensor, mass: Tensor, layer: int, kv_heads: int, head_size: int, sets: int, statistic: str,
+    cu_seqlens: Tensor, logsumexp: Tensor, mass: Tensor, layer: int, kv_heads: int, head_size: int, sets: int, statistic: str,
 ) -> int:  # fmt: skip
     """Check the operands; return the query heads of a set."""
     if statistic not in STATISTICS:
@@ -170,6 +151,7 @@ def check(
         captured=(captured, (cu_seqlens.shape[0] - 1,), torch.int32),
         cu_keys=(cu_keys, cu_seqlens.shape, torch.int32),
         votes=(votes, q.shape[:1], torch.uint8),
+        logsumexp=(logsumexp, (q.shape[0], members * sets), torch.float32),
         mass=(mass, (sets, mass.shape[-1]), torch.float32),
     )
     check_extents("key_mass", extents, cu_extents, cu_seqlens)
@@ -179,8 +161,8 @@ def check(
 
 def reference(
     *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
-    cu_seqlens: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, sets: int, columns: int = 0, span: int = 0,
-    statistic: str = "mean",
+    cu_seqlens: Tensor, logsumexp: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, sets: int, columns: int = 0,
+    span: int = 0, statistic: str = "mean",
 ) -> Tensor:  # fmt: skip
     """Return the mass in plain PyTorch, with whole score matrices; `columns` is needed; what is not written is NaN."""
     mass = torch.full((sets, columns), float("nan"), dtype=q.dtype)
@@ -193,7 +175,8 @@ def reference(
         kept = [kept_tokens(kv, piece, layer, kv_heads, head_size)[0] for piece in owned[sequence]]
         k_SPH = torch.cat(kept, dim=1)[:, :keys].repeat_interleave(sets // kv_heads, dim=0)
         q_SAH = q[start:end][voters].view(-1, sets, members, head_size).permute(1, 0, 2, 3).flatten(1, 2)
-        p_SAP = torch.softmax(q_SAH @ k_SPH.transpose(1, 2) * scale, dim=2)
+        sums_SA = logsumexp[start:end][voters].view(-1, sets, members).transpose(0, 1).flatten(1)
+        p_SAP = torch.exp(q_SAH @ k_SPH.transpose(1, 2) * scale - sums_SA[:, :, None])
         found = p_SAP.mean(1) if statistic == "mean" else p_SAP.amax(1)
         mass[:, int(cu_keys[sequence]) : int(cu_keys[sequence]) + keys] = found
     return mass

@@ -1,12 +1,11 @@
 """key_mass on CUDA: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
 
 Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
-votes[T] uint8, cu_seqlens[B+1] int32; layer, kv_heads, head_size, scale, sets, columns, span, statistic) -> mass[sets, S] float32,
-all whole, as `mosaic.registrar.operators.key_mass` says (MAGE, equation 3). First the log-sum-exp of every row and head over its
-prefix goes into scratch; where the tiles are few, it is split over keys and then joined. Then each program owns a run of keys of
-a sequence and one set of heads: for one tile of voting rows after another, which stays in place, it goes over its keys and adds to
-their statistics. So no matrix is larger than a tile, and no sum depends on the order in which programs run. Lengths are read on
-the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
+votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32; layer, kv_heads, head_size, scale, sets, columns, span, statistic)
+-> mass[sets, S] float32, all whole, as `mosaic.registrar.operators.key_mass` says (MAGE, equation 3). Each program owns a run of
+keys of a sequence and one set of heads: for one tile of voting rows after another, which stays in place, it goes over its keys
+and adds to their statistics. So no matrix is larger than a tile, and no sum depends on the order in which programs run. Lengths
+are read on the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
 Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
@@ -17,112 +16,22 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_attention import SEQUENCES, WIDEST, cut_of, find_tile, floats_of, share_of
+from mosaic.kernels.cuda.kv_attention import SEQUENCES, WIDEST
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.key_mass import check, reference
-from mosaic.registrar.operators.key_mass import SPLIT_KEYS, splits_of
 
 __all__ = ["launch", "reference"]
 
-PLACES: Final = 2
-"""Programs that a multiprocessor runs at a time."""
-JOINED: Final = 256
-"""Log-sum-exps that a program joins the splits of."""
-JOIN_WARPS: Final = 4
 RUNS: Final = 2
-"""Runs of keys for each multiprocessor: over 131,008 keys 77 us with 2, 132 with 1 and 80 with 4 (H200, see MASS_HOPPER)."""
+"""Runs of keys for each multiprocessor: over 131,008 keys 77 us with 2, 132 with 1 and 80 with 4 (H200, see HOPPER)."""
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. A launch takes the first that a
 # sequence's rows fit into, or else the last. On one H200, 32 queries of 32/8 heads of 128 over 131,008 keys take 77 us in tiles
 # of 64 keys with 4 warps and 4 stages, 82 with 3 stages, 91 with 8 warps, 98 in tiles of 128 keys; reading them takes 62.
-MASS_FULL: Final = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
-MASS_SMALL: Final = {2: (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3), Tile(64, 64, 0, 4, 3)), 4: MASS_FULL}
-MASS_HOPPER: Final = {2: (*MASS_SMALL[2], Tile(128, 64, 0, 4, 4)), 4: MASS_FULL}
-MASS_TILES: Final = {80: MASS_SMALL, 90: MASS_HOPPER, 120: MASS_SMALL}
-MASS_NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
-
-
-@triton.jit(do_not_specialize=["rows", "sequences", "splits", "layer"])
-def log_sum_kernel(
-    q,
-    kv,
-    extents,
-    cu_extents,
-    captured,
-    votes,
-    cu_seqlens,
-    sums,
-    q_stride,
-    kv_stride,
-    rows,
-    sequences,
-    splits,
-    layer,
-    scale_log2,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-    SIZE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    LEAST: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """Log2-sum-exp2 of the scores of a tile's voting rows with one split of their prefix; -inf where that has no key."""
-    PARTS: tl.constexpr = (GROUP + PART - 1) // PART
-    TOKENS: tl.constexpr = BLOCK_Q // PART
-    kv_head = tl.program_id(1) // PARTS
-    first, last, sequence = find_tile(tl.program_id(0), cu_seqlens, sequences, 0, rows, TOKENS, SEQUENCES)
-    index = tl.arange(0, BLOCK_Q)
-    row = first + index // PART
-    member = tl.program_id(1) % PARTS * PART + index % PART
-    here = (index < TOKENS * PART) & (member < GROUP) & (row < last)
-    says = tl.load(votes + row, mask=here, other=0) != 0
-    keys = tl.where(tl.max(says.to(tl.int32), 0) > 0, tl.load(captured + sequence), 0)
-    low = tl.program_id(2) * share_of(keys, splits, BLOCK_K, LEAST)
-    high = tl.minimum(keys, low + share_of(keys, splits, BLOCK_K, LEAST))
-    column = tl.arange(0, BLOCK_H)
-    head = kv_head * GROUP + member
-    place = row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
-    queries = tl.load(q + place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0)
-    key = tl.arange(0, BLOCK_K)
-    maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    last_extent = tl.load(cu_extents + sequence + 1)
-    for extent in range(tl.load(cu_extents + sequence), last_extent):
-        entry = extents + extent * 4
-        begin = tl.load(entry + 2).to(tl.int32)
-        end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-        # where the key of position 0 would lie, were the extent to reach there
-        origin = (2 * layer * HEADS + kv_head) * tl.load(entry + 1) + tl.load(entry + 3) - begin
-        k = kv + tl.load(entry) * kv_stride + origin * SIZE
-        stop = tl.minimum(end, high)
-        for step in range(tl.maximum(begin, low), stop, BLOCK_K):
-            there = step + key < stop
-            k_mask = there[None, :] & (column < SIZE)[:, None]
-            k_tile = tl.load(k + ((step + key) * SIZE)[None, :] + column[:, None], mask=k_mask, other=0.0)
-            scores = tl.dot(queries, k_tile, input_precision="ieee") * scale_log2
-            scores = tl.where(there[None, :], scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))  # a key is there, so it is finite
-            total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(scores - new_maximum[:, None]), 1)
-            maximum = new_maximum
-    place = (tl.program_id(2) * rows + row) * (HEADS * GROUP) + head
-    tl.store(sums + place, maximum + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=here)
-
-
-@triton.jit(do_not_specialize=["count", "splits"])
-def join_sums_kernel(sums, count, splits, BLOCK: tl.constexpr):
-    """Log2-sum-exp2 of all splits, in place of that of the first."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    maximum = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in range(0, splits):
-        some = tl.load(sums + split * count + at, mask=at < count, other=float("-inf"))
-        new_maximum = tl.maximum(maximum, some)
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        total = total * tl.exp2(maximum - base) + tl.exp2(some - base)
-        maximum = new_maximum
-    tl.store(sums + at, maximum + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=at < count)
+FULL: Final = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
+SMALL: Final = {2: (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3), Tile(64, 64, 0, 4, 3)), 4: FULL}
+HOPPER: Final = {2: (*SMALL[2], Tile(128, 64, 0, 4, 4)), 4: FULL}
+TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
+NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
 
 
 @triton.jit
@@ -152,10 +61,11 @@ def key_mass_kernel(
     cu_keys,
     votes,
     cu_seqlens,
-    sums,
+    logsumexp,
     mass,
     q_stride,
     kv_stride,
+    sums_stride,
     mass_stride,
     sequences,
     programs,
@@ -201,7 +111,7 @@ def key_mass_kernel(
         place = row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
         queries = tl.trans(tl.load(q + place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0))
         # a row without a vote weighs nothing
-        logsum = tl.load(sums + row * (SETS * MEMBERS) + head, mask=says, other=float("inf"))
+        logsum = tl.load(logsumexp + row * sums_stride + head, mask=says, other=float("inf")) * 1.4426950408889634
         tl.debug_barrier()  # what other rows have added to these keys is there
         for extent in range(first_extent, last_extent):
             entry = extents + extent * 4
@@ -233,6 +143,7 @@ def launch(
     cu_keys: Tensor,
     votes: Tensor,
     cu_seqlens: Tensor,
+    logsumexp: Tensor,
     mass: Tensor,
     layer: int,
     kv_heads: int,
@@ -246,65 +157,36 @@ def launch(
 ) -> None:
     """Write the mass of the keys of each prefix into mass [sets, S]."""
     members = check(
-        q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, mass, layer, kv_heads, head_size, sets, statistic
+        q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, logsumexp, mass, layer, kv_heads, head_size, sets,
+        statistic,
     )  # fmt: skip
-    rows, sequences, group = q.shape[0], cu_seqlens.shape[0] - 1, members * sets // kv_heads
-    shared = {
-        "HEADS": kv_heads,
-        "SIZE": head_size,
-        "SEQUENCES": power_of_two(sequences, 1 << 16, least=SEQUENCES),
-        "BLOCK_H": power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),
-    }
-    tables = (extents, cu_extents, captured)
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
-    count = rows * members * sets
-    splits = splits_of(tiles * heads, count, mass.shape[1], processors(q.device) * PLACES)
-    sums = floats_of("key_mass", scratch, splits * count)
-    log_sum_kernel[(tiles, heads, splits)](
-        q,
-        kv,
-        *tables,
-        votes,
-        cu_seqlens,
-        sums,
-        q.stride(0),
-        kv.stride(0),
-        rows,
-        sequences,
-        splits,
-        layer,
-        scale / math.log(2),
-        **shared,
-        GROUP=group,
-        PART=part,
-        LEAST=SPLIT_KEYS,
-        BLOCK_Q=tile.rows,
-        BLOCK_K=tile.columns,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    if splits > 1:
-        join_sums_kernel[(triton.cdiv(count, JOINED),)](sums, count, splits, BLOCK=JOINED, num_warps=JOIN_WARPS)
-    tile = mass_tile_of(q, head_size, -(-rows // sequences) * members)
+    sequences = cu_seqlens.shape[0] - 1
+    tile = tile_of(q, head_size, -(-q.shape[0] // sequences) * members)
     programs = max(1, processors(q.device) * RUNS // sets)
     runs = min(programs, -(-mass.shape[1] // tile.columns)) + sequences
     key_mass_kernel[(runs, sets)](
         q,
         kv,
-        *tables,
+        extents,
+        cu_extents,
+        captured,
         cu_keys,
         votes,
         cu_seqlens,
-        sums,
+        logsumexp,
         mass,
         q.stride(0),
         kv.stride(0),
+        logsumexp.stride(0),
         mass.stride(0),
         sequences,
         programs,
         layer,
         scale / math.log(2),
-        **shared,
+        HEADS=kv_heads,
+        SIZE=head_size,
+        SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
+        BLOCK_H=power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),
         SETS=sets,
         MEMBERS=members,
         PART=min(members, tile.rows),
@@ -316,8 +198,8 @@ def launch(
     )
 
 
-def mass_tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
+def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     """Choose the smallest tile that `rows` rows fit into, or the largest."""
-    table = since(MASS_TILES, q) if head_size <= WIDEST else MASS_NARROW
+    table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])

@@ -38,7 +38,7 @@ TILES: Final = {2: (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3)), 4: FULL}
 
 @triton.jit
 def keys_before(end, listed, chosen, prefix, PAGE: tl.constexpr):
-    """Count the keys of a list that lie before position `end`: it is ascending."""
+    """Count the selected keys that lie before position `end`: they are ascending."""
     low = end * 0
     high = chosen // PAGE
     while low < high:
@@ -48,7 +48,7 @@ def keys_before(end, listed, chosen, prefix, PAGE: tl.constexpr):
         high = tl.where(before, high, middle)
     # so many pages begin before it; the last of them may go beyond
     beyond = tl.maximum((tl.load(listed + low, mask=low > 0, other=-1) + 1) * PAGE - end, 0)
-    return tl.where(end < prefix, low * PAGE - beyond, chosen + end - prefix)
+    return tl.where(end < prefix, low * PAGE - beyond, chosen)
 
 
 @triton.jit
@@ -91,6 +91,7 @@ def selected_attention_kernel(
     PAGE: tl.constexpr,
     SEEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
     SEQUENCES: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -128,12 +129,14 @@ def selected_attention_kernel(
     prefix = of(mine, prefixes)
     listed = selected + of(mine, owners) * selected_stride + (slot * SETS + own) * (PAGES + 1)
     chosen = tl.load(listed, mask=(prefix > 0) & (most > 0), other=0) * PAGE
-    high = chosen + tl.maximum(most - prefix, 0)
+    # the list: keys behind the prefix, then those selected. Where they lie is known before it is known how many these are
+    behind = tl.maximum(most - prefix, 0)
+    bound = tl.where(most > 0, behind + tl.minimum(tl.cdiv(prefix, PAGE), PAGES) * PAGE, 0)
     low = 0
     if SPLIT:
-        share = share_of(high, splits, BLOCK_K, LEAST)
+        share = share_of(bound, splits, BLOCK_K, LEAST)
         low = tl.program_id(2) * share
-        high = tl.minimum(high, low + share)
+        bound = tl.minimum(bound, low + share)
 
     column = tl.arange(0, BLOCK_H)
     place = row.to(tl.int64)[:, None] * q_stride + ((own * GROUP + member) * SIZE)[:, None] + column[None, :]
@@ -142,25 +145,43 @@ def selected_attention_kernel(
     maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     accumulator = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
+    first_extent = of(mine, first_extents)
     last_extent = of(mine, last_extents)
+    extents_of_it = last_extent - first_extent
     kv_head = own // (SETS // HEADS)
-    done = low * 0  # keys of the list in the extents so far
-    for extent in range(of(mine, first_extents), last_extent):
+    for extent in range(first_extent, last_extent):
         entry = extents + extent * 4
         count = tl.load(entry + 1)
+        begin = tl.load(entry + 2).to(tl.int32)
+        end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
         # where the key of position 0 would lie, were the extent to reach there
-        origin = tl.load(entry + 3) - tl.load(entry + 2)
+        origin = tl.load(entry + 3) - begin
         k = kv + tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
         v = k + HEADS * count * SIZE
-        stop = high
-        if extent + 1 < last_extent:
-            stop = tl.minimum(high, keys_before(tl.load(entry + 6).to(tl.int32), listed, chosen, prefix, PAGE))
-        for step in range(tl.maximum(done, low), stop, BLOCK_K):
+        start = low
+        stop = bound
+        if extents_of_it > 1:  # one that ends before the prefix does has selected keys alone
+            if end <= prefix:
+                start = tl.maximum(low, behind + keys_before(begin, listed, chosen, prefix, PAGE))
+                stop = tl.minimum(bound, behind + keys_before(end, listed, chosen, prefix, PAGE))
+            elif begin >= prefix:
+                stop = tl.minimum(bound, behind)
+        key = start + tl.arange(0, BLOCK_K)
+        page = tl.load(listed + 1 + (key - behind) // PAGE, mask=AHEAD & (key >= behind) & (key < stop), other=0)
+        for step in range(start, tl.minimum(stop, behind + chosen), BLOCK_K):
             key = step + tl.arange(0, BLOCK_K)
-            of_list = key < tl.minimum(chosen, stop)
-            start = tl.load(listed + 1 + key // PAGE, mask=of_list, other=0) * PAGE
-            at = tl.where(of_list, start + key % PAGE, key - chosen + prefix)
-            there = (key < stop) & ((at < prefix) == of_list)  # the prefix may cut its last page
+            of_list = key >= behind
+            if AHEAD:
+                following = key + BLOCK_K
+                inside = (following >= behind) & (following < stop)
+                next_page = tl.load(listed + 1 + (following - behind) // PAGE, mask=inside, other=0)
+            else:
+                page = tl.load(listed + 1 + (key - behind) // PAGE, mask=of_list & (key < stop), other=0)
+            at = tl.where(of_list, page * PAGE + (key - behind) % PAGE, prefix + key)
+            # the prefix may cut its last page
+            there = (key < tl.minimum(stop, behind + chosen)) & (at >= begin) & (at < end) & ((at < prefix) == of_list)
+            if AHEAD:
+                page = next_page
             k_mask = there[None, :] & (column < SIZE)[:, None]
             v_mask = there[:, None] & (column < SIZE)[None, :]
             k_tile = tl.load(k + (at * SIZE)[None, :] + column[:, None], mask=k_mask, other=0.0)
@@ -176,7 +197,6 @@ def selected_attention_kernel(
             accumulator = accumulator * correction[:, None]
             accumulator = tl.dot(weights.to(kv.dtype.element_ty), v_tile, accumulator, input_precision="ieee")
             maximum = new_maximum
-        done = stop
     if SPLIT:
         items = rows * (SETS * GROUP)
         partial = tl.program_id(2) * items + row * (SETS * GROUP) + own * GROUP + member
@@ -306,6 +326,7 @@ def launch(
         PAGE=page,
         SEEN=block,
         SPLIT=splits > 1,
+        AHEAD=tile.stages == 1,
         SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
         LEAST=SPLIT_KEYS,
         BLOCK_Q=tile.rows,

@@ -59,9 +59,14 @@ class SelectedTogether(KeptTogether):
 def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
     """Rank the keys of each prefix that is selected from, and keep the best of every set."""
     g, arch, inputs, chosen = step.g, step.arch, step.inputs, policy.attention
+    sums = g.add_op(
+        "prefix_logsumexp", q, step.kv, *extents_of(step), inputs["candidates"], inputs["votes"], step.cu_seqlens,
+        name="logsumexp", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
+        span=step.span, keys=g.dim("keys"),
+    )  # fmt: skip
     mass = g.add_op(
         "key_mass", q, step.kv, *extents_of(step), inputs["candidates"], inputs["cu_keys"], inputs["votes"], step.cu_seqlens,
-        name="mass", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
+        sums, name="mass", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
         sets=sets_of(chosen.per, arch), columns=g.dim("keys"), span=step.span, statistic=chosen.statistic,
     )  # fmt: skip
     g.add_op(

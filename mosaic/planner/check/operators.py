@@ -70,6 +70,10 @@ _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp
 _STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
 _SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
 _SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
+_SUMS: Final[tuple[Rule, ...]] = (
+    ("divides", "head_size*N", "Q"),
+    ("divides", "Q", "head_size*N"),
+)  # one for each query head
 _NUMBERS: Final = (("numbers", "k", "page"),)
 _CUDNN: Final = Way(
     "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent="block",
@@ -100,11 +104,13 @@ _NOTATION: Final = {
     ),
     "key_mass": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B cu_keys:int32=B+1 votes:uint8=T "
-        "cu_seqlens:int32=B+1 mass:float32=sets,columns", "q kv extents cu_extents captured cu_keys votes cu_seqlens", "mass",
-        "layer:n kv_heads:n head_size:n scale:x sets:n columns?:n span?:n statistic?:s", "4*span*T*Q", "T Q R X E B columns",
-        "q extents cu_extents captured cu_keys votes cu_seqlens mass kv=2*columns,kv_heads*head_size",
+        "cu_seqlens:int32=B+1 logsumexp:float32=T,N mass:float32=sets,columns",
+        "q kv extents cu_extents captured cu_keys votes cu_seqlens logsumexp", "mass",
+        "layer:n kv_heads:n head_size:n scale:x sets:n columns?:n span?:n statistic?:s", "2*span*T*Q", "T Q R X E B N columns",
+        "q extents cu_extents captured cu_keys votes cu_seqlens logsumexp mass kv=columns,kv_heads*head_size",
         rules=(
-            ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_kv_row("kv_heads*head_size"),
+            ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_SUMS,
+            *_kv_row("kv_heads*head_size"),
         ),
     ),
     "kv_attention": _Operator(
@@ -142,6 +148,13 @@ _NOTATION: Final = {
     ),
     "perturb_score": _Operator(
         "score:float32=M keys:int64=M temperature:float32=1", "score keys temperature", "score", flops="4*M"
+    ),
+    "prefix_logsumexp": _Operator(
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B votes:uint8=T cu_seqlens:int32=B+1 "
+        "logsumexp:float32=T,N", "q kv extents cu_extents captured votes cu_seqlens", "logsumexp",
+        "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n", "2*span*T*Q", "T Q R X E B N",
+        "q extents cu_extents captured votes cu_seqlens logsumexp kv=keys,kv_heads*head_size",
+        rules=(("divides", "kv_heads*head_size", "Q"), *_SUMS, *_kv_row("kv_heads*head_size")),
     ),
     "read_canvas": _Operator(
         "canvas:int64=R rows:int64=C y:int64=C", "canvas rows", "y", "open_id:n", whole="R", moved="rows y y"

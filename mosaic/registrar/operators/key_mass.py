@@ -4,11 +4,12 @@ MAGE (arXiv 2602.14209, section 4, equation 3). Sequence b has captured[b] = P k
 where P is at most cu_keys[b + 1] - cu_keys[b]. Its rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1 vote.
 With p = softmax over the prefix alone of q_r,g · k_j * scale, for voting row r and query head g, mass[s, cu_keys[b] + j] is,
 over the voting rows and the heads of set s, the mean of p (`statistic` "mean", equation 3) or the largest p ("max").
-The query heads are divided evenly and in order among `sets`; sets = kv_heads is the published choice, and with as many sets
-as query heads each head has its own. Where P is 0, or no row votes, nothing is written, nor beyond P.
+logsumexp[T, N] is the logarithm of what the exponentials of a row and head add up to over its prefix (`prefix_logsumexp`); it is
+read of voting rows alone. The query heads are divided evenly and in order among `sets`; sets = kv_heads is the published choice,
+and with as many sets as query heads each head has its own. Where P is 0, or no row votes, nothing is written, nor beyond P.
 
-q and votes are never sliced. `columns` is S. `span`, the mean number of keys that a row's softmax is over, is for the cost
-model alone. Where a key lies, `mosaic.registrar.operators.kv_store` says.
+q, logsumexp and votes are never sliced. `columns` is S. `span`, the mean number of keys that a row's softmax is over, is for the
+cost model alone. Where a key lies, `mosaic.registrar.operators.kv_store` says.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ STATISTICS: Final = ("mean", "max")
 
 def infer(
     q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, captured: Spec, cu_keys: Spec, votes: Spec, cu_seqlens: Spec,
+    logsumexp: Spec,
     *, layer: int, kv_heads: int, head_size: int, scale: float, sets: int, columns: Dim, span: Dim, statistic: str = "mean",
 ) -> tuple[Spec]:  # fmt: skip
     require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
@@ -34,6 +36,8 @@ def infer(
     require_prefixes(captured, cu_seqlens)
     require(cu_keys == cu_seqlens, f"cu_keys must be {cu_seqlens} as cu_seqlens is, not {cu_keys}")
     require(votes == Spec(q.shape[:1], "uint8"), f"votes must be uint8[{q.shape[0]}], not {votes}")
+    rows = Spec((q.shape[0], exact(q.shape[1]) / head_size), "float32")
+    require(logsumexp == rows, f"logsumexp must be {rows}, not {logsumexp}")
     require(statistic in STATISTICS, f"statistic must be one of {', '.join(STATISTICS)}, not '{statistic}'")
     return (Spec((sets, columns), "float32"),)
 
@@ -58,55 +62,37 @@ def require_prefixes(captured: Spec, cu_seqlens: Spec) -> None:
 
 
 def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
-    """Count the scores twice: for each row's log-sum-exp, and for the statistics of each key."""
-    return 4 * span * q.elements
+    """Count the scores."""
+    return 2 * span * q.elements
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count every key of a prefix twice, and no values."""
+    """Count every key of a prefix once, and no values."""
     width = attrs["kv_heads"] * attrs["head_size"]
-    keys = 2 * specs["mass"].shape[1] * width * ITEMSIZE[specs["kv"].dtype]
+    keys = specs["mass"].shape[1] * width * ITEMSIZE[specs["kv"].dtype]
     return keys + sum(spec.bytes for name, spec in specs.items() if name != "kv")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the tiles: queries, keys if they are converted, scores, vectors of rows, and two of keys."""
+    """List the tiles: queries, keys if they are converted, scores, a vector of rows, and two of keys."""
     size, dtype = attrs["head_size"], specs["q"].dtype
     compute = compute_dtype(dtype)
     converted = (Tile((KEY_ROWS, size), compute),) if compute != dtype else ()
-    rows = (Tile((QUERY_ROWS,), compute),) * 5
     columns = Tile((KEY_ROWS,), compute), Tile((KEY_ROWS,), "float32")
-    return Tile((QUERY_ROWS, size), compute), Tile((SCORES,), compute), *rows, *columns, *converted
-
-
-SPLIT_SUMS: Final = 1 << 16
-"""Most log-sum-exps, of rows and heads in all splits together, where the first pass is split over keys."""
-SPLIT_KEYS: Final = 256
-"""Least keys that are worth a program of their own."""
-
-
-def sums(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve a float32 log-sum-exp for every row and head, and for splits over keys."""
-    rows, columns = specs["q"].shape
-    return 4 * (rows * int(exact(columns) / attrs["head_size"]) + SPLIT_SUMS)
-
-
-def splits_of(tiles: int, rows: int, keys: int, places: int) -> int:
-    """Count the splits over keys for `tiles` tiles with `rows` rows times heads in all, on a GPU with places for `places` programs.
-
-    No prefix has more than `keys` keys. The count depends on shapes alone, so that a captured launch serves other lengths.
-
-    >>> [splits_of(tiles, 256, 8192, 264) for tiles in (1, 16, 264)]
-    [32, 16, 1]
-    """
-    return max(1, min(places // tiles, SPLIT_SUMS // rows, -(-keys // SPLIT_KEYS)))
+    return (
+        Tile((QUERY_ROWS, size), compute),
+        Tile((SCORES,), compute),
+        Tile((QUERY_ROWS,), compute),
+        *columns,
+        *converted,
+    )
 
 
 OPERATOR = Operator(
     name="key_mass",
-    reads=("q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens"),
+    reads=("q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens", "logsumexp"),
     writes=("mass",),
-    whole=frozenset({"q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens"}),
+    whole=frozenset({"q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens", "logsumexp"}),
     infer=infer,
     flops=flops,
     bytes_moved=bytes_moved,
@@ -114,7 +100,7 @@ OPERATOR = Operator(
     rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.key_mass", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.key_mass", scratch=sums),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.key_mass"),
     ),
-    roles={"q": "attention", "votes": "statistics", "mass": "statistics"},
+    roles={"q": "attention", "votes": "statistics", "logsumexp": "statistics", "mass": "statistics"},
 )
