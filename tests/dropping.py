@@ -7,8 +7,10 @@ rely on an order. Nothing here is known to any file of the library.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -26,28 +28,43 @@ __all__ = ["ALL", "CUT", "UNCUT", "Dropping", "DroppingNetwork", "limits", "sele
 
 
 selections: list[int] = []
-"""Tokens of each launch of `select`."""
+"""Tokens of each launch of `select`; replays of a captured one are none."""
 
 
 def weigh(*, q: Tensor, weight: Tensor, scratch: Tensor | None = None) -> None:
-    torch.sum(q, 1, dtype=torch.float32, out=weight)
+    torch.sum(q, 1, out=weight)
 
 
 def select(
     *, before: Tensor, after: Tensor, limit: Tensor, cu_seqlens: Tensor, rows: Tensor, bounds: Tensor, total: Tensor,
     scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """On the device alone: kept rows first, sequence by sequence, each sequence's in reverse; then the others."""
+    """Kept rows first, sequence by sequence, each sequence's from its last to its first; then anything."""
     selections.append(rows.shape[0])
-    tokens = torch.arange(rows.shape[0], device=rows.device)
-    sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), tokens.to(torch.int32), right=True)
-    first = cu_seqlens[sequence] == tokens
-    kept = (after - before >= limit[sequence]) | first
-    key = torch.where(kept, sequence * 2, 2 * limit.shape[0]) * rows.shape[0] + rows.shape[0] - 1 - tokens
-    rows.copy_(key.argsort())
-    counts = torch.zeros_like(bounds).index_add_(0, sequence + 1, kept.to(bounds.dtype))
-    torch.cumsum(counts, 0, dtype=bounds.dtype, out=bounds)
-    total.copy_(bounds[-1:])
+    found, ends = list[int](), [0]
+    for (start, end), least in zip(pairwise(cu_seqlens.tolist()), limit.tolist(), strict=True):
+        weights = (after[start:end] - before[start:end]).tolist()
+        found += [row for row in range(end - 1, start - 1, -1) if row == start or weights[row - start] >= least]
+        ends.append(len(found))
+    rows.copy_(torch.tensor(found + [0] * (rows.shape[0] - len(found))))
+    bounds.copy_(torch.tensor(ends))
+    total.fill_(len(found))
+
+
+def weigh_on_card(*, q: Tensor, weight: Tensor, scratch: Tensor | None = None) -> None:
+    kernels = importlib.import_module("dropping_triton")
+    kernels.weigh_rows[(q.shape[0],)](q, weight, q.stride(0), q.shape[1], B=64)
+
+
+def select_on_card(
+    *, before: Tensor, after: Tensor, limit: Tensor, cu_seqlens: Tensor, rows: Tensor, bounds: Tensor, total: Tensor,
+    scratch: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The same, on the device alone."""
+    selections.append(rows.shape[0])
+    kernels = importlib.import_module("dropping_triton")
+    sizes = limit.shape[0], rows.shape[0]
+    kernels.select_rows[(1,)](before, after, limit, cu_seqlens, rows, bounds, total, *sizes, B=32)
 
 
 def infer_select(before: Spec, after: Spec, limit: Spec, cu_seqlens: Spec) -> tuple[Spec, Spec, Spec]:
@@ -55,15 +72,14 @@ def infer_select(before: Spec, after: Spec, limit: Spec, cu_seqlens: Spec) -> tu
     return Spec(before.shape, "int64"), cu_seqlens, Spec((1,), "int64")
 
 
-BACKENDS: Final = ("cpu", "cuda")
 WEIGH: Final = Operator(
     name="weigh_rows", reads=("q",), writes=("weight",), infer=lambda q: (Spec(q.shape[:1], "float32"),),
-    implementations=tuple(Implementation(backend=backend, kernel=weigh) for backend in BACKENDS),
+    implementations=(Implementation(backend="cpu", kernel=weigh), Implementation(backend="cuda", kernel=weigh_on_card)),
 )  # fmt: skip
 SELECT: Final = Operator(
     name="select_rows", reads=("before", "after", "limit", "cu_seqlens"), writes=("rows", "bounds", "total"),
     whole=frozenset({"before", "after", "limit", "cu_seqlens"}), infer=infer_select,
-    implementations=tuple(Implementation(backend=backend, kernel=select) for backend in BACKENDS),
+    implementations=(Implementation(backend="cpu", kernel=select), Implementation(backend="cuda", kernel=select_on_card)),
 )  # fmt: skip
 
 

@@ -75,6 +75,7 @@ class Sequence:
     tokens: Tensor
     owned: OwnedRows
     plain: PlainSequence
+    rtol: float = 1e-4
 
     @classmethod
     def filled(cls, model: CompiledModel, length: int, rng: random.Random) -> Sequence:
@@ -116,7 +117,7 @@ class Sequence:
         mine = torch.tensor([row in kept for row in request.rows.tolist()])
         token, score = logits.argmax(1), logits.softmax(-1).max(-1).values
         assert torch.equal(result.token[mine], token[mine])
-        torch.testing.assert_close(result.score[mine], score[mine], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result.score[mine], score[mine], rtol=self.rtol, atol=1e-6)
         assert bool((result.score[~mine] == float("-inf")).all())
         assert torch.equal(result.token[~mine], request.current[~mine])
         few = replace(request, phase=UNCUT, rows=request.rows[mine], current=request.current[mine])
@@ -183,6 +184,22 @@ def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(
     assert len(sizes) > 2
     for one in live:
         one.close()
+
+
+def test_graphs_are_bound_once_for_each_size(model: CompiledModel) -> None:
+    rng = random.Random(4)
+    one = Sequence.filled(model, 64, rng)
+    request = one.window(rng, CUT)
+    for _ in range(3):
+        model.step([request])
+    bound = {id(executor) for executor in model.executors}
+    changes = model.workspace.changes()
+    for _ in range(3):
+        model.step([request])
+    assert {id(executor) for executor in model.executors} == bound and model.workspace.changes() == changes
+    latest = [executor.document["phase"] for executor in model.executors[-2:]]
+    assert latest == ["denoise_prefix", "denoise_suffix"]
+    one.close()
 
 
 # --- more rows than the second graph was launched for -------------------------------------------------------------------

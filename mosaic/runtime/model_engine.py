@@ -263,7 +263,8 @@ class ModelEngine(Engine):
         if not self.weights.serves(plan):
             self._move(plan)
         # a plan for the exact numbers serves no other step
-        serves_again = bound is not None or size.rounded().dims(self.model.architecture).items() <= plan.dims.items()
+        asked = size.rounded().dims(self.model.architecture).items()
+        serves_again = bound is not None or all(plan.dims.get(name, value) == value for name, value in asked)
         return self.bind(plan, self.weights.places, self.weights.adopted, key=key if serves_again else None)
 
     def _move(self, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["StepMemory"]
 
 WORKSPACE: Final = "workspace"
+ALTERNATING: Final = 8
+"""Plans that may take turns, such as the graphs of one step, with nothing to be committed."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +44,7 @@ class StepMemory:
         """By pool, the bytes of a row of each state that plans have had; the same in all plans of a model."""
         self.exact = True
         """Whether the next commit gives back all that its plan does not need."""
-        self._last: tuple[object, ...] = ()  # what the last commit was for, and what it left
+        self._served: deque[tuple[object, ...]] = deque(maxlen=ALTERNATING)  # what commits were for, and what they left
 
     def commit(self, plan: Plan) -> None:
         """Commit a plan's memory beside what earlier plans needed; where there is no room for both, the plan's alone.
@@ -53,14 +56,14 @@ class StepMemory:
         RuntimeMemoryError
             If the device, or the machine, refuses.
         """
-        if not self.exact and self._last == self._now(plan):
+        if not self.exact and self._now(plan) in self._served:
             return
         sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
         self._learn(plan, sizes)
         if not self.exact:
             try:
                 self._workspace.commit_all(sizes, holes=self._holes())
-                self._last = self._now(plan)
+                self._served.append(self._now(plan))
                 return
             except (DoesNotFit, RuntimeMemoryError) as refused:
                 _log.debug("memory of earlier steps is given back: %s", refused)
@@ -69,7 +72,8 @@ class StepMemory:
             self._before_shrinking()
         unused = {name: 0 for name in committed if name == HOST or name.startswith("carry/")}
         self._workspace.resize_all({**unused, **sizes}, holes=self._holes())
-        self.exact, self._last = False, self._now(plan)
+        self.exact = False
+        self._served.append(self._now(plan))
 
     def trim(self, plan: Plan, *, states_alone: bool = False) -> None:
         """Give back what a plan and the owners of rows do not need.
