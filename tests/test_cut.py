@@ -16,18 +16,21 @@ from reference_runner import PlainSequence, random_tensors, rule
 from test_decoding import CONFIGS, MASK
 from torch import Tensor
 
+import mosaic
 from mosaic.decoding import Algorithm, Canvas, GenerationConfig, LiveRequest, Traits
 from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.algorithms import canvas_length
 from mosaic.decoding.canvas import Sampling
-from mosaic.errors import BucketOverflow, DoesNotFit
+from mosaic.errors import BucketOverflow, DoesNotFit, GraphError, UnknownName, UsageError
 from mosaic.models import load
-from mosaic.models.parts import KEPT, NO_HEAD
+from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 from mosaic.planner.check import weight_map
 from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.packing import pack_step
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.steps import StepRequest, StepResult
 
@@ -199,6 +202,60 @@ def test_graphs_are_bound_once_for_each_size(model: CompiledModel) -> None:
     assert {id(executor) for executor in model.executors} == bound and model.workspace.changes() == changes
     latest = [executor.document["phase"] for executor in model.executors[-2:]]
     assert latest == ["denoise_prefix", "denoise_suffix"]
+    one.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seeing(Dropping):
+    """Has an op say how many keys each sequence sees."""
+
+    def supplied(self, step: Any) -> Any:
+        return {"seen": lambda: step.g.add_op("copy", step.inputs.given("seen"), name="seen_now")}
+
+
+def test_a_cut_may_compute_an_input_of_another_part(model: CompiledModel) -> None:
+    rng = random.Random(6)
+    phase = replace(CUT, cut=Seeing())
+    for graph in phase.graphs:
+        ops = {op.name: op for op in load(CONFIG).graph(phase=graph).ops}
+        attention = [op for name, op in ops.items() if name.endswith("/attention")]
+        assert attention and all(op.operands["seen"].name == "seen_now" for op in attention)
+    one = Sequence.filled(model, 64, rng)
+    for _ in range(4):
+        request = one.window(rng, phase)
+        request = one.limited(request, 3)
+        one.expect(request, model.step([request])[0])
+    one.close()
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Phase(commit=UNCUT.commit, cut=Dropping()), "a phase that is cut has a cache and a commit rule"),
+    (lambda: Phase(cache=KEPT, cut=Dropping()), "a phase that is cut has a cache and a commit rule"),
+    (lambda: replace(CUT, logits=LOGITS), "and returns no logits"),
+    (lambda: Phase(graph="suffix"), "a phase that is not cut has no suffix"),
+    (lambda: load(CONFIG).graph(phase=CUT), "unknown step 'denoise'"),
+    (lambda: load(CONFIG).graph(phase=replace(CUT, cut=Dropping(layer=3)).graphs[0]), "before the last, which is layer 3; got"),
+    (lambda: packed(replace(CUT, cut=Dropping(sizes=(8, 8)))).graphs, "buckets must be ascending numbers from 1"),
+    (lambda: replace(packed(UNCUT), kept=4), "the second graph of a step that is cut computes 1 to 1,280 rows, got 4"),
+    (lambda: replace(packed(CUT), phase=CUT.graphs[1]), "computes 1 to 1,280 rows, got 0"),
+    (lambda: replace(packed(CUT), phase=CUT.graphs[1], kept=1281), "computes 1 to 1,280 rows, got 1,281"),
+])  # fmt: skip
+def test_cuts_that_cannot_be_are_refused(make: Any, message: str) -> None:
+    with pytest.raises((UsageError, GraphError, UnknownName), match=message):
+        make()
+
+
+def test_settings_of_a_step_are_those_of_its_graphs(model: CompiledModel) -> None:
+    """Each graph takes what it has; a name that none of them has is refused before anything runs."""
+    rng = random.Random(7)
+    one = Sequence.filled(model, 96, rng)
+    request, before = one.window(rng, CUT), len(selections)
+    with pytest.raises(UnknownName, match="unknown knob 'logit'"):
+        model.step([request], config={"proj": 128, "logit": 64})
+    assert len(selections) == before
+    result = model.step([request], config={"proj": 128, "head": "fused", "ffn": 128})[0]
+    assert result.plan.config["head"] == "fused"
+    one.expect(request, result)
     one.close()
 
 
@@ -414,3 +471,37 @@ def test_steps_that_are_cut_read_and_write_a_canvas_on_the_device(model: Compile
         found.append([answer.token_ids for answer in model.generate(prompts, config)])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+# --- one mechanism ------------------------------------------------------------------------------------------------------
+
+
+def test_a_models_steps_run_as_a_program_of_ones_own_would(model: CompiledModel) -> None:
+    """Prefill and a step that is cut, as graphs of a compiled program: what the model itself gives."""
+    rng = random.Random(5)
+    one = Sequence.filled(model, 32, rng)
+    fill = StepRequest(
+        phase=FILL, token_ids=one.tokens.clone(), sequence=one.owned, key_len=32, rows=NOTHING, current=NOTHING
+    )  # fmt: skip
+    request = one.limited(one.window(rng, CUT), 6)
+    request = replace(request, rows=torch.tensor([0]), current=request.token_ids[:1])  # which is always kept
+    program = load(CONFIG).program(FILL, CUT)
+    assert program.steps == ("commit", "denoise_prefix", "denoise_suffix") and [*program.bucketed] == ["denoise"]
+    with mosaic.compile(program, weights=TENSORS, debug="poison") as compiled:
+        for name, asked in (("commit", fill), ("denoise", request)):
+            packed = pack_step([asked], ARCH, states={KV: 64})
+            inputs = {
+                name: value.tensor() if isinstance(value, Numbers) else value for name, value in packed.inputs.items()
+            }
+            dims = packed.size.dims(ARCH) | {"decided": 1, "kv_rows": 64}
+            used = {
+                b.name for graph in compiled.program.steps for b in program.graph(graph).buffers if b.kind == "input"
+            }
+            given = {name: value for name, value in inputs.items() if name in used}
+            expected = model.step([asked])[0]
+            found = compiled.run(name, given, dims={dim: dims[dim] for dim in ("span", "keys", "kv_rows", "decided")})
+        assert int(found["count"]) == len(one.expect(request, expected))
+        assert compiled.current.dims["kept"] >= int(found["count"]) and found["place"].tolist() == [0]
+        torch.testing.assert_close(found["score"], expected.score)
+        assert torch.equal(found["token"], expected.token) and torch.equal(found["chosen"], expected.chosen)
+    one.close()

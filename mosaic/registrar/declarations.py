@@ -23,8 +23,8 @@ SHARED: Final = frozenset({"weight", "state", "carry"})
 class Declarations:
     """The dims, knobs, choices and buffers of a graph by name; see `Graph`."""
 
-    def __init__(self, name: str, *, choices: Mapping[str, str] | None = None) -> None:
-        self.name = name
+    def __init__(self, name: str, *, choices: Mapping[str, str] | None = None, lenient: bool = False) -> None:
+        self.name, self.lenient = name, lenient
         self.dims: dict[str, DimInfo] = {}
         self.buffers: list[Buffer] = []
         self.choices: dict[str, Choice] = {}
@@ -68,6 +68,8 @@ class Declarations:
     def choice(self, name: str, options: Sequence[str], *, escalating: bool = False) -> str:
         """Declare a knob that selects what is registered, and return the value of this registration."""
         value = self._given.get(name, options[0])
+        if self.lenient and value not in options:
+            value = options[0]
         require(value in options, f"choice '{name}' ({caller()}) is one of {', '.join(options)}, got '{value}'")
         self.choices[name] = Choice(name, tuple(options), value, escalating)
         return value

@@ -37,6 +37,8 @@ class Graph(Declarations):
         Whose implementations declare scratch bytes: `cuda` or `cpu`.
     choices
         Values of the choices to register with; the first option where absent.
+    lenient
+        Take the first option too where a value is none of the graph's: choices are those of another graph of a program.
 
     Examples
     --------
@@ -50,8 +52,10 @@ class Graph(Declarations):
     (ffn_rows, 256)
     """
 
-    def __init__(self, name: str, *, backend: str = "cuda", choices: Mapping[str, str] | None = None) -> None:
-        super().__init__(name, choices=choices)
+    def __init__(
+        self, name: str, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, lenient: bool = False
+    ) -> None:
+        super().__init__(name, choices=choices, lenient=lenient)
         self.backend = backend
         self.ops: list[Op] = []
         self.operators: dict[str, Operator] = {}

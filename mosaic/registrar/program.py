@@ -135,8 +135,8 @@ class Program:
         return g
 
     def _registered(self, phase: str, backend: str, choices: Mapping[str, str] | None) -> Graph:
-        """A phase by itself."""
-        own = Graph(phase, backend=backend, choices=choices)
+        """A phase by itself, with what it has of these choices."""
+        own = Graph(phase, backend=backend, choices=choices, lenient=True)
         self._phases[phase](own)
         return own
 

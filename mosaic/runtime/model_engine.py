@@ -211,9 +211,14 @@ class ModelEngine(Engine):
         return self._run_suffix(suffixes[buckets.index(kept)], config)
 
     def _plan_all(self, size: StepSize, config: Settings | None) -> bool:
-        """Plan all graphs of a step before anything of it runs: where one does not fit, nothing does."""
+        """Plan all graphs of a step before anything of it runs: where one does not fit, nothing does. Each takes the settings that
+        it has, so one of them has each."""
+        known: set[str] = set()
         for graph in size.graphs:
             self.plans.plan(graph, config)
+            known.update(self.plans.planner.space(graph.kind).known(config or {}))
+        for name in (config or {}).keys() - known:
+            self.plans.planner.at(size.graphs[-1]).config({name: (config or {})[name]})  # which says what there is
         return True
 
     def _run_suffix(self, graph: PackedStep, config: Settings | None) -> Ran:

@@ -113,7 +113,7 @@ class StepResult:
     chosen
         int64 [M], what stands there from now on: `token` where committed, else what stood there.
     plan
-        The plan that was in force.
+        The plan that was in force; of a step that is cut, its second graph's.
     seconds
         The step's wall-clock time, from its launch until its outcome was there. Those of a step that was launched ahead and
         of the step before it overlap.
