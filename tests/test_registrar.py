@@ -786,6 +786,26 @@ def test_streams_fork_from_the_last_main_op_and_join_at_the_next() -> None:
     validate(g)
 
 
+def test_a_wait_can_be_put_off_until_a_buffer_is_updated() -> None:
+    """Ops that read it, write others or are on the stream itself do not wait."""
+    g, _, x = start()
+    y, z = (g.add_op(COPY, x, name=name) for name in "yz")
+    with g.stream("s"):
+        g.add_op(COPY, y, name="side")
+    g.wait("s", updates=y)
+    g.add_op(UPDATE, z, name="other")
+    g.add_op(COPY, y, name="reads")
+    with g.stream("s"):
+        g.add_op(LOOK, x, name="beside")
+    with pytest.raises(GraphError, match=r"wait\(\) with no op after it"):
+        validate(g)
+    g.add_op(UPDATE, y, name="join")
+    g.wait("s")
+    g.add_op(UPDATE, y, name="later")
+    assert g.edges == [Edge("fork", 1, 2), Edge("fork", 4, 5), Edge("wait", 2, 6), Edge("wait", 5, 7)]
+    validate(g)
+
+
 def test_a_stream_before_any_main_op_needs_no_fork() -> None:
     g, _, x = start()
     with g.stream("s"):
