@@ -12,7 +12,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from test_kernels import BF16, F32, Case, assert_within, name_of, randn
-from test_kv import FEW, check_in_triton, kv_case, softmax_rows, tables, triton_bound
+from test_kv import FEW, check_bits, check_in_triton, kv_case, softmax_rows, tables, triton_bound
 from test_triton_kernels import INTERPRETED, moved, scratch_for
 
 from mosaic.kernels import load
@@ -57,6 +57,22 @@ def test_results_do_not_depend_on_the_batch_around_a_sequence() -> None:
         scratch = scratch_for(together, "cuda")
         load("kv_attention", "cuda").launch(**(given | alone | bounds), **together.attrs, y=y, scratch=scratch)
         assert_within(y.cpu(), expected[rows], triton_bound(together, expected)[rows])
+
+
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_segments_are_the_same_bits_in_one_program_and_in_many(size: int) -> None:
+    """On Hopper heads of 64 and 128 have a kernel of their own."""
+    check_bits([(32, 5_000, 4_968), (64, 9_001, 8_937), (30, 700, 670), (41, 3_003, 2_960)], 16, 4, size)
+
+
+def test_whole_lines_in_bfloat16_have_the_kernel_for_hopper() -> None:
+    from mosaic.kernels.cuda.kv_attention import has_ring
+    from mosaic.kernels.cuda.kv_attention_hopper import GLUON
+
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    kv = torch.zeros(64, 4 * 128, dtype=BF16, device="cuda")
+    assert [has_ring(kv, size) for size in (64, 128, 32)] == [hopper and GLUON, hopper and GLUON, False]
+    assert not has_ring(kv.float(), 128) and not has_ring(kv[:, ::2], 64)
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -8,13 +8,13 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import sympy
 import torch
-from operator_tables import attention_options, scratch_bytes
+from operator_tables import attention_options
 from test_kernels import (
     BF16,
     DTYPES,
@@ -40,8 +40,9 @@ from mosaic.planner.check import check_plan
 from mosaic.planner.plan import Plan
 from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import kv_attention as kv_operator
 from mosaic.registrar.operators import operator as contract
-from mosaic.registrar.operators.kv_attention import kv_splits
+from mosaic.registrar.operators.kv_attention import kv_parts, kv_segments
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.workspace import Workspace
 
@@ -115,7 +116,8 @@ def kv_case(
         "positions": torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]).to(torch.int32),
     }
     attrs = {
-        "layer": layer, "kv_heads": kv_heads, "head_size": size, "scale": size**-0.5, "keys": keys, "block": block
+        "layer": layer, "kv_heads": kv_heads, "head_size": size, "scale": size**-0.5, "keys": keys, "block": block,
+        "parts": kv_parts([w[0] for w in windows], [w[1] for w in windows]),
     }  # fmt: skip
     return Case("kv_attention", operands, {"y": torch.empty(tokens + padding, heads * size, dtype=dtype)}, attrs)
 
@@ -400,50 +402,48 @@ def check_in_triton(case: Case, alias: dict[str, str] | None = None, *, row_star
     torch.testing.assert_close(y[~sees], before[~sees], rtol=0, atol=0, equal_nan=True)
 
 
-def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+def cut_into(monkeypatch: pytest.MonkeyPatch, segments: int, keys: int = 1, aligned: int = 1) -> None:
+    """Let few keys be worth a segment, of which there are so many at most."""
     from mosaic.kernels.cuda import kv_attention
 
-    monkeypatch.setattr(kv_attention, "kv_splits", lambda tiles, tile_rows, keys, places: splits)
-    monkeypatch.setattr(kv_attention, "KV_SPLIT_KEYS", 1)
+    for module in (kv_operator, kv_attention):
+        for name, value in (("SEGMENTS", segments), ("SEGMENT_KEYS", keys), ("SEGMENT_ALIGNED", aligned)):
+            monkeypatch.setattr(module, f"KV_{name}", value)
 
 
 @pytest.mark.grid(together=1)
 @triton_test
-@pytest.mark.parametrize(("splits", "dtype"), [(1, F32), (3, BF16)], ids=["one pass", "split"])
+@pytest.mark.parametrize(("segments", "dtype"), [(1, F32), (3, BF16)], ids=["one pass", "split"])
 @pytest.mark.parametrize("name", FEW)
-def test_kv_attention_in_triton(name: str, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pass, and split over keys: into more splits than some sequence has tiles of keys."""
+def test_kv_attention_in_triton(name: str, segments: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one segment, and in several."""
     windows, heads, kv_heads, size, block = FEW[name]
-    split_as(monkeypatch, splits)
-    check_in_triton(kv_case(windows, heads, kv_heads, size, dtype, block=block, padding=3))
+    cut_into(monkeypatch, segments)
+    case = kv_case(windows, heads, kv_heads, size, dtype, block=block, padding=3)
+    assert case.attrs["parts"] > 1 or segments == 1
+    check_in_triton(case)
 
 
 @triton_test
-def test_more_splits_than_are_joined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, 19)
-    check_in_triton(kv_case([(2, 1300, 600)], 4, 1, 8, BF16))
-
-
-@triton_test
-@pytest.mark.parametrize(("splits", "shape"), [(1, (8, 2, 128)), (2, (2, 1, 192)), (1, (1, 1, 128))], ids=str)
-def test_wide_heads_in_triton(shape: tuple[int, int, int], splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, splits)
+@pytest.mark.parametrize(("segments", "shape"), [(1, (8, 2, 128)), (2, (2, 1, 192)), (1, (1, 1, 128))], ids=str)
+def test_wide_heads_in_triton(shape: tuple[int, int, int], segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(monkeypatch, segments)
     check_in_triton(kv_case([(17, 90, 20), (3, 70, 67)], *shape, BF16, block=32))
 
 
 @triton_test
-@pytest.mark.parametrize("splits", [1, 3])
-def test_kv_attention_in_triton_may_overwrite_its_queries(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, splits)
+@pytest.mark.parametrize("segments", [1, 3])
+def test_kv_attention_in_triton_may_overwrite_its_queries(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(monkeypatch, segments)
     check_in_triton(kv_case([(3, 60, 57), (10, 100, 90)], 4, 2, 8, BF16, block=4, padding=2), {"y": "q"})
 
 
 @pytest.mark.grid(together=1)
 @triton_test
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("block", [0, 4])
-def test_a_slice_of_a_window_in_triton(block: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, splits)
+def test_a_slice_of_a_window_in_triton(block: int, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(monkeypatch, segments)
     case = kv_case([(20, 50, 30), (3, 7, 0), (10, 10, 0)], 2, 1, 8, BF16, block=block)
     for start, end in ((0, 9), (9, 22), (22, 33)):
         part = {name: case.operands[name][start:end] for name in ("q", "positions")}
@@ -451,15 +451,61 @@ def test_a_slice_of_a_window_in_triton(block: int, splits: int, monkeypatch: pyt
         check_in_triton(Case("kv_attention", case.operands | part, outputs, case.attrs), row_start=start)
 
 
-@pytest.mark.soak
 @triton_test
-def test_kv_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_the_same_bits_in_one_program_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(monkeypatch, 5, keys=16, aligned=16)
+    check_bits([(5, 40, 35), (9, 60, 50), (7, 33, 30)], 2, 1, 4)
+
+
+def check_bits(windows: Sequence[tuple[int, int, int]], heads: int, kv_heads: int, size: int) -> None:
+    """With room for all parts, for some, and for none; and a request alone as in a batch."""
+    case = kv_case(windows, heads, kv_heads, size, BF16, block=4)
+    parts = [window * kv_segments(window, keys) for window, keys, _ in windows]
+    assert case.attrs["parts"] > 1 and sum(kv_segments(window, keys) > 1 for window, keys, _ in windows) > 2
+    roomy = run(case, DEVICE)["y"]
+    for room in (1, parts[0], sum(parts[:2])):
+        tight = Case(case.kernel, case.operands, case.outputs, case.attrs | {"parts": room})
+        assert torch.equal(run(tight, DEVICE)["y"], roomy), room
+    bounds, alike = case.operands["cu_seqlens"].tolist(), 0
+    for number, (window, keys, _) in enumerate(windows):
+        rows = slice(bounds[number], bounds[number + 1])
+        mine = {name: case.operands[name][rows] for name in ("q", "positions")}
+        mine |= {
+            "seen": case.operands["seen"][number : number + 1], "cu_seqlens": starts([window]),
+            "cu_extents": case.operands["cu_extents"][number : number + 2],
+        }  # fmt: skip
+        outputs = {"y": torch.empty(window, case.operands["q"].shape[1], dtype=BF16)}
+        alone = Case(case.kernel, case.operands | mine, outputs, case.attrs | {"parts": kv_parts([window], [keys])})
+        if kernel_tile(alone) == kernel_tile(case):
+            alike += 1
+            assert torch.equal(run(alone, DEVICE)["y"], roomy[rows]), number
+    assert alike
+
+
+def kernel_tile(case: Case) -> object:
+    """The tile that a launch takes, which goes by the mean length of the windows."""
+    from mosaic.kernels.cuda.kv_attention import tile_of
+
+    q, sequences = case.operands["q"], case.operands["seen"].shape[0]
+    size = case.attrs["head_size"]
+    group = q.shape[1] // (size * case.attrs["kv_heads"])
+    return tile_of(q, size, -(-q.shape[0] // sequences) * group)
+
+
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     from mosaic.kernels.cuda.shared import launching
 
     if INTERPRETED:
         monkeypatch.setattr(launching, "capability", lambda operand: 90)
-    split_as(monkeypatch, 2)
-    check_in_triton(kv_case([(20, 90, 50), (17, 35, 0)], 8, 1, 16, BF16))
+
+
+@pytest.mark.soak
+@triton_test
+def test_kv_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tiles of keys, then those that not every row sees, in several extents."""
+    as_on_hopper(monkeypatch)
+    cut_into(monkeypatch, 2, keys=100, aligned=64)
+    check_in_triton(kv_case([(33, 333, 290), (31, 35, 0)], 8, 2, 16, BF16, block=4))
 
 
 @pytest.mark.grid(together=1)
@@ -505,23 +551,31 @@ def test_a_slice_of_what_is_stored_in_triton() -> None:
 
 @triton_test
 def test_a_missing_scratch_buffer_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    split_as(monkeypatch, 2)
+    cut_into(monkeypatch, 2)
     case = kv_case([(2, 3, 1)], 4, 2, 4, F32)
     with pytest.raises(RuntimeMemoryError, match=r"kv_attention: scratch of 0 bytes, \d[\d,]* needed"):
         load("kv_attention", "cuda").launch(**case.operands, **case.outputs, **case.attrs)
 
 
-def test_splits_fill_a_gpu_and_fit_into_the_scratch_buffer() -> None:
-    for head_size, places, tile_rows in product((64, 128), (1, 82, 132, 264, 400), (16, 32, 64, 128)):
-        attrs = {"head_size": head_size}
-        available = int(scratch_bytes("cuda", "kv_attention", {}, attrs))
-        for tiles, keys in product((1, 7, 32, 100, 132, 264, 5000), (1, 300, 4096, 1 << 20)):
-            splits = kv_splits(tiles, tile_rows, keys, places)
-            assert splits >= 1
-            if splits > 1:
-                assert 4 * tiles * splits * tile_rows * (head_size + 2) <= available
-                assert tiles * splits <= places and (splits - 1) * 256 < keys
-    assert kv_splits(8, 64, 1 << 17, 264) * 8 == 264 and kv_splits(8, 128, 1 << 17, 132) * 8 == 128
+def test_parts_have_room_for_the_segments_of_any_step() -> None:
+    """However many keys of those that are owned a window sees, and however few of its rows attend."""
+    rng = random.Random(5)
+    for _ in range(3000):
+        windows = [rng.choice([1, 4, 31, 32, 33, 64, 200, 300]) for _ in range(rng.choice([1, 1, 2, 5, 20]))]
+        owned = [rng.choice([1, 1024, 1025, 4096, 8192, 8193, 1 << 17, rng.randrange(1, 1 << 18)]) for _ in windows]
+        parts = kv_parts(windows, owned)
+        if sum(windows) > 512:
+            assert parts == 1
+            continue
+        rows = [rng.randrange(1, window + 1) for window in windows]
+        cut = [(count, kv_segments(count, rng.randrange(1, keys + 1))) for count, keys in zip(rows, owned, strict=True)]
+        assert sum(count * segments for count, segments in cut if segments > 1) <= parts
+        assert parts <= max(512 * sum(keys > 1024 for keys in owned), 1)
+
+
+def test_segments_go_by_the_request_alone_and_fill_a_gpu() -> None:
+    assert [kv_segments(32, keys) for keys in (1, 1024, 1025, 1 << 15, 1 << 17)] == [1, 1, 2, 16, 16]
+    assert [kv_segments(window, 1 << 17) for window in (4, 64, 128, 256, 257, 4096)] == [16, 8, 4, 2, 1, 1]
 
 
 # --- contracts --------------------------------------------------------------------------------------------------------

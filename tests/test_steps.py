@@ -5,6 +5,7 @@ The last tests are a newcomer's: a commit rule and a cache policy of one's own, 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,6 +86,12 @@ def seen_by(position: int, keys: int, block: int) -> int:
     return min((position // block + 1) * block, keys) if block else keys
 
 
+def parts_of(windows: Sequence[int], owned: Sequence[int]) -> int:
+    """The rows of partial results: at most 512 a window, at most 16 for each of its tokens and one for each 1,024 keys."""
+    each = [min(512, n * 16, n * math.ceil(k / 1024)) if k > 1024 else 0 for n, k in zip(windows, owned, strict=True)]
+    return max(sum(each), 1) if sum(windows) <= 512 else 1
+
+
 @pytest.mark.parametrize("block", [0, 1, 8])
 def test_dims_are_those_counted_one_query_at_a_time(block: int) -> None:
     arch = replace(LLADA, block=block)
@@ -100,7 +107,7 @@ def test_dims_are_those_counted_one_query_at_a_time(block: int) -> None:
         if size.logit_rows:
             expected["logit_rows"] = size.logit_rows
         if size.phase.cached:
-            expected |= {"keys": sum(owned), "extents": size.extents}
+            expected |= {"keys": sum(owned), "extents": size.extents, "parts": parts_of(size.windows, owned)}
         if size.states:
             expected["kv_rows"] = size.states[KV]
         assert dims == expected

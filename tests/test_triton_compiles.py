@@ -28,6 +28,8 @@ import pytest
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}  # most that one program may ask for
 # Libdevice's cosine and sine keep the digits of 2/pi on the stack for angles beyond 105,615: no spill.
 STACK_BYTES = {"rotary_kernel": 32, "rotary_store_kernel": 32}
+# The results of earlier segments are put aside while one is worked on.
+STACK_BYTES |= {"kv_attention_kernel": 8, "kv_attention_tiles_kernel": 112}
 
 
 # --- in the process of its own --------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     attrs |= {"layer": 3, "kv_heads": 8, "seen": empty(1, dtype=torch.int32), **where}
     for tokens, block in ((2, 0), (8, 4), (32, 0), (32, 32), (2048, 0), (2048, 32)):  # every tile; split, and not
         window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
-        yield "kv_attention", {**window, **attrs, "block": block}
+        yield "kv_attention", {**window, **attrs, "block": block, "parts": 512 if tokens < 512 else 1}
     prefix = {"captured": empty(1, dtype=torch.int32), "cu_keys": cu_seqlens}
     pages = {"owner": empty(1, dtype=index), "selected": empty(64, 36 * 32 * 513, dtype=torch.int32), "slot": 2}
     sizes = ((32, 8, "mean", 1), (2048, 32, "max", 16), (2, 8, "mean", 4))
@@ -191,7 +193,7 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
     from triton.runtime.jit import JITFunction
 
     from mosaic.kernels import load
-    from mosaic.kernels.cuda import unembed_stats
+    from mosaic.kernels.cuda import kv_attention, unembed_stats
     from mosaic.kernels.cuda.shared import launching
 
     found: list[tuple[str, Any, dict[str, Any]]] = []
@@ -205,6 +207,7 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
     unembed_stats.has_descriptors = lambda x, weight: (
         capability == 90 and x.element_size() == 2 and x.stride(0) % 8 == 0
     )
+    kv_attention.has_ring = lambda kv, head_size: capability == 90 and kv.element_size() == 2
     turns: Counter[str] = Counter()
     for operator, given, cards in [*((*launch, tuple(SHARED_BYTES)) for launch in launches()), *samples()]:
         turn, turns[operator] = turns[operator], turns[operator] + 1
@@ -226,8 +229,6 @@ def specialised(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str],
     """Signature, constants and divisibilities, as the just-in-time compiler would choose them."""
     import torch
 
-    from mosaic.kernels.cuda import unembed_stats
-
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
     signature, constants, attributes = {}, {}, {}
     for parameter in kernel.params:
@@ -236,8 +237,9 @@ def specialised(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str],
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name], attributes[place] = f"*{names[value.dtype]}", [["tt.divisibility", 16]]
-        elif isinstance(value, unembed_stats.TensorDescriptor):
-            signature[parameter.name] = f"tensordesc<{names[value.base.dtype]}{list(value.block_shape)}>"
+        elif hasattr(value, "block_shape"):
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            signature[parameter.name] = f"tensordesc<{names[value.base.dtype]}{list(value.block_shape)}{layout}>"
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
@@ -263,12 +265,14 @@ def compile_all() -> None:
     """Print a line of JSON for every kernel and capability."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+    sources = {GluonJITFunction: GluonASTSource}
     for capability in SHARED_BYTES:
         for operator, kernel, arguments in recorded(capability):
             options = arguments.pop("")
             signature, constants, attributes = specialised(kernel, arguments)
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+            source = sources.get(type(kernel), ASTSource)(kernel, signature, constants, attributes)
             binary = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             line = {"operator": operator, "kernel": kernel.__name__, "capability": capability}
             line |= {"shared": binary.metadata.shared, "global_scratch": binary.metadata.global_scratch_size}
@@ -333,7 +337,7 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
 
 
 def test_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
-    products = {"attention_kernel", "kv_attention_kernel", "partial_kernel", "grouped_linear_kernel"}
+    products = {"attention_kernel", "kv_attention_tiles_kernel", "partial_kernel", "grouped_linear_kernel"}
     assert products == {line["kernel"] for line in compiled if line["wgmma"] and line["kernel"] in products}
 
 

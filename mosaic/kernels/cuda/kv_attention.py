@@ -25,9 +25,15 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
+from mosaic.kernels.cuda.kv_attention_hopper import GLUON, launch_tiles
+from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tl, triton
 from mosaic.kernels.kv_attention import check, reference
-from mosaic.registrar.operators.kv_attention import KV_SPLIT_KEYS, kv_splits
+from mosaic.registrar.operators.kv_attention import (
+    KV_SEGMENT_ALIGNED,
+    KV_SEGMENT_KEYS,
+    KV_SEGMENT_TOKENS,
+    KV_SEGMENTS,
+)
 
 __all__ = ["find_tile", "join_kernel", "launch", "partials_of", "reference", "share_of", "tile_of"]
 
@@ -42,8 +48,11 @@ HOPPER: Final = {2: (*FEW, Tile(64, 64, 0, 4, 3), Tile(128, 64, 0, 8, 4)), 4: FU
 TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
 NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
 WIDEST: Final = 128
-PLACES: Final = {True: 1, False: 2}
-"""Programs that a multiprocessor runs at a time, of tiles of more than 64 rows and of others."""
+RING: Final = {80: False, 90: True, 100: False}
+"""From which architecture on tiles of `RING_ROWS` rows have a kernel of their own."""
+RING_ROWS, RING_KEYS, RING_SIZES = 128, 64, (64, 128)
+JOINED_HEADS: Final = 8
+"""Heads of a row that a program joins the segments of."""
 JOINED: Final = 16
 """Splits that the second launch reads at a time."""
 SEQUENCES: Final = 16
@@ -74,7 +83,69 @@ def share_of(keys, splits, BLOCK_K: tl.constexpr, LEAST: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), BLOCK_K) * BLOCK_K, LEAST)
 
 
-@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows", "layer"])
+@triton.jit
+def segments_of(
+    cu_seqlens, seen, sequences, capacity,
+    SEQUENCES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT_KEYS: tl.constexpr, SEGMENT_TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Of every sequence: the keys of one segment, how many segments there are, and where its partial results begin.
+
+    As `mosaic.registrar.operators.kv_attention.kv_segments` says. They begin at -1 where the sequence has one segment alone, or
+    where there is no room for those of all: there the segments go to one program.
+    """
+    sequence = tl.arange(0, SEQUENCES)
+    known = sequence < sequences
+    start = tl.load(cu_seqlens + sequence, mask=known, other=0)
+    window = tl.load(cu_seqlens + sequence + 1, mask=known, other=0) - start
+    keys = tl.load(seen + sequence, mask=known, other=0)
+    wanted = tl.minimum(tl.maximum(SEGMENT_TOKENS // tl.maximum(window, 1), 1), SEGMENTS)
+    wanted = tl.minimum(wanted, tl.maximum(tl.cdiv(keys, SEGMENT_KEYS), 1))
+    share = tl.maximum(tl.cdiv(tl.cdiv(keys, wanted), ALIGNED) * ALIGNED, ALIGNED)
+    count = tl.maximum(tl.cdiv(keys, share), 1)
+    parts = tl.where(count > 1, window * count, 0)
+    end = tl.cumsum(parts, 0)
+    begin = tl.where((parts > 0) & (end <= capacity), end - parts, -1)
+    return sequence, start, window, share, count, begin
+
+
+@triton.jit
+def of_one(values, sequence, number):
+    """The value of one sequence."""
+    return tl.sum(tl.where(sequence == number, values, 0), 0)
+
+
+@triton.jit
+def attend_tile(queries, k_tile, v_tile, keep, scale_log2, maximum, total, accumulator, MASKED: tl.constexpr):
+    """Online softmax over one tile of keys; rows that have seen none keep the maximum -inf."""
+    scores = tl.dot(queries, tl.trans(k_tile), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(keep, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
+    base = new_maximum
+    if MASKED:
+        # a row that has seen no key yet: any finite base will do, as all its exponentials are 0
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores * scale_log2 - base[:, None])
+    correction = tl.exp2(maximum - base)
+    total = total * correction + tl.sum(weights, 1)
+    accumulator = tl.dot(weights.to(v_tile.dtype), v_tile, accumulator * correction[:, None], input_precision="ieee")
+    return new_maximum, total, accumulator
+
+
+@triton.jit
+def joined(maximum, total, accumulator, part_maximum, part_total, part):
+    """The results of some segments, and those of the next one: the same bits in whichever program."""
+    new_maximum = tl.maximum(maximum, part_maximum)
+    base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    kept = tl.exp2(maximum - base)
+    added = tl.exp2(part_maximum - base)
+    total = tl.fma(total, kept, part_total * added)
+    accumulator = tl.fma(accumulator, tl.broadcast_to(kept[:, None], accumulator.shape), part * added[:, None])
+    return new_maximum, total, accumulator
+
+
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "capacity", "layer"])
 def kv_attention_kernel(
     q,
     kv,
@@ -91,8 +162,7 @@ def kv_attention_kernel(
     rows,
     row_start,
     sequences,
-    splits,
-    partial_rows,
+    capacity,
     layer,
     scale_log2,
     HEADS: tl.constexpr,
@@ -102,7 +172,10 @@ def kv_attention_kernel(
     SEEN: tl.constexpr,
     SPLIT: tl.constexpr,
     SEQUENCES: tl.constexpr,
-    LEAST: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENT_KEYS: tl.constexpr,
+    SEGMENT_TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -111,77 +184,146 @@ def kv_attention_kernel(
     TOKENS: tl.constexpr = BLOCK_Q // PART
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // PARTS
-    first, last, sequence = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES)
-    keys = tl.load(seen + sequence)
+    first, last, number = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES)
+    sequence, starts, windows, shares, counts, begins = segments_of(
+        cu_seqlens, seen, sequences, capacity, SEQUENCES, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS, ALIGNED
+    )
+    keys = tl.load(seen + number)
+    share = of_one(shares, sequence, number)
+    segment = 0
+    segments = tl.where(last > first, of_one(counts, sequence, number), 0)
+    own = last < first  # whether each segment has a program of its own
+    if SPLIT:
+        begin_part = of_one(begins, sequence, number)
+        own = begin_part >= 0
+        segment = tl.program_id(2)
+        segments = tl.minimum(segments, tl.where(own, segment + 1, tl.where(segment == 0, SEGMENTS, 0)))
+        if segment >= segments:
+            return
     index = tl.arange(0, BLOCK_Q)
     row = first + index // PART
     member = tl.program_id(1) % PARTS * PART + index % PART
     here = (index < TOKENS * PART) & (member < GROUP) & (row < last)
-    # the keys [0, limit) that each row sees, and [0, high) that any of them does
+    # the keys [0, limit) that each row sees, [0, low) that all do, and [0, high) that any of them does
     limit = tl.where(here, keys, 0)
     if SEEN:
         position = tl.load(positions + row, mask=here, other=0)
         limit = tl.minimum(limit, (position // SEEN + 1) * SEEN)
+    low = tl.min(tl.where(here, limit, keys), 0)
     high = tl.max(limit, 0)
-    low = 0
-    if SPLIT:
-        share = share_of(keys, splits, BLOCK_K, LEAST)
-        low = tl.program_id(2) * share
-        high = tl.minimum(high, low + share)
-        here = here & (low < keys)  # later splits have nothing to say, and nobody reads what they say
 
     column = tl.arange(0, BLOCK_H)
     place = row.to(tl.int64)[:, None] * q_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
     mask = here[:, None] & (column < SIZE)[None, :]
     queries = tl.load(q + place, mask=mask, other=0.0)
     key = tl.arange(0, BLOCK_K)
-    maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    accumulator = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
-    last_extent = tl.load(cu_extents + sequence + 1)
-    for extent in range(tl.load(cu_extents + sequence), last_extent):
-        entry = extents + extent * 4
-        count = tl.load(entry + 1)
-        begin = tl.load(entry + 2).to(tl.int32)
-        end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-        # where the key of position 0 would lie, were the extent to reach there
-        origin = tl.load(entry + 3) - begin
-        k = kv + tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
-        v = k + HEADS * count * SIZE
-        stop = tl.minimum(end, high)
-        for step in range(tl.maximum(begin, low), stop, BLOCK_K):
-            there = step + key < stop
-            offset = (step + key) * SIZE
-            k_mask = there[None, :] & (column < SIZE)[:, None]
-            v_mask = there[:, None] & (column < SIZE)[None, :]
-            k_tile = tl.load(k + offset[None, :] + column[:, None], mask=k_mask, other=0.0)
-            scores = tl.dot(queries, k_tile, input_precision="ieee") * scale_log2
-            if SEEN:
-                scores = tl.where(there[None, :] & (step + key[None, :] < limit[:, None]), scores, float("-inf"))
-            else:
-                scores = tl.where(there[None, :], scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-            # a row that has seen no key yet: any finite base will do, as all its exponentials are 0
-            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(scores - base[:, None])
-            correction = tl.exp2(maximum - base)
-            total = total * correction + tl.sum(weights, 1)
-            v_tile = tl.load(v + offset[:, None] + column[None, :], mask=v_mask, other=0.0)
-            accumulator = accumulator * correction[:, None]
-            accumulator = tl.dot(weights.to(kv.dtype.element_ty), v_tile, accumulator, input_precision="ieee")
-            maximum = new_maximum
-    if SPLIT:
-        program = (tile * tl.num_programs(1) + tl.program_id(1)) * splits + tl.program_id(2)
-        partial = program * BLOCK_Q + index
-        tl.store(partials + partial[:, None] * SIZE + column[None, :], accumulator, mask=mask)
-        tl.store(partials + partial_rows * SIZE + partial, maximum, mask=here)
-        tl.store(partials + partial_rows * (SIZE + 1) + partial, total, mask=here)
-    else:
-        sees = limit > 0
-        result = accumulator / tl.where(sees, total, 1.0)[:, None]
+    first_extent = tl.load(cu_extents + number)
+    last_extent = tl.load(cu_extents + number + 1)
+    all_maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    all_total = tl.zeros([BLOCK_Q], tl.float32)
+    all_accumulator = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
+    while segment < segments:
+        maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_Q], tl.float32)
+        accumulator = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
+        for extent in range(first_extent, last_extent):
+            entry = extents + extent * 4
+            count = tl.load(entry + 1)
+            begin = tl.load(entry + 2).to(tl.int32)
+            end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
+            # where the key of position 0 would lie, were the extent to reach there
+            origin = tl.load(entry + 3) - begin
+            keys_at = tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
+            k = kv + keys_at
+            v = k + HEADS * count * SIZE
+            start = tl.maximum(begin, segment * share)
+            stop = tl.minimum(tl.minimum(end, (segment + 1) * share), high)
+            whole = start + tl.maximum(tl.minimum(stop, low) - start, 0) // BLOCK_K * BLOCK_K
+            for at in range(start, whole, BLOCK_K):
+                offset = ((at + key) * SIZE)[:, None] + column[None, :]
+                k_tile = tl.load(k + offset, mask=(column < SIZE)[None, :], other=0.0)
+                v_tile = tl.load(v + offset, mask=(column < SIZE)[None, :], other=0.0)
+                maximum, total, accumulator = attend_tile(
+                    queries, k_tile, v_tile, here, scale_log2, maximum, total, accumulator, MASKED=False
+                )
+            for at in range(whole, stop, BLOCK_K):
+                offset = ((at + key) * SIZE)[:, None] + column[None, :]
+                there = (at + key < stop)[:, None] & (column < SIZE)[None, :]
+                k_tile = tl.load(k + offset, mask=there, other=0.0)
+                v_tile = tl.load(v + offset, mask=there, other=0.0)
+                keep = (at + key < stop)[None, :] & (at + key[None, :] < limit[:, None])
+                maximum, total, accumulator = attend_tile(
+                    queries, k_tile, v_tile, keep, scale_log2, maximum, total, accumulator, MASKED=True
+                )
+        if SPLIT and own:
+            window = of_one(windows, sequence, number)
+            token = row + row_start - of_one(starts, sequence, number)
+            partial = (begin_part + segment * window + token) * (HEADS * GROUP) + kv_head * GROUP + member
+            tl.store(partials + partial.to(tl.int64)[:, None] * SIZE + column[None, :], accumulator, mask=mask)
+            figures = partials + capacity.to(tl.int64) * (HEADS * GROUP * SIZE)
+            tl.store(figures + partial, maximum, mask=here)
+            tl.store(figures + capacity * (HEADS * GROUP) + partial, total, mask=here)
+        else:
+            all_maximum, all_total, all_accumulator = joined(
+                all_maximum, all_total, all_accumulator, maximum, total, accumulator
+            )
+        segment += 1
+    if not own:
+        sees = all_total > 0
+        result = all_accumulator / tl.where(sees, all_total, 1.0)[:, None]
         # y may be q: this program alone reads these rows of these heads, and has read them
         place = row.to(tl.int64)[:, None] * y_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
         tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & sees[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "capacity"])
+def join_segments_kernel(
+    seen,
+    cu_seqlens,
+    y,
+    partials,
+    y_stride,
+    rows,
+    row_start,
+    sequences,
+    capacity,
+    ALL_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENT_KEYS: tl.constexpr,
+    SEGMENT_TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Some heads of one row: the results of all segments of its sequence, in order, into y."""
+    row = tl.program_id(0)
+    _, starts, windows, _, counts, begins = segments_of(
+        cu_seqlens, seen, sequences, capacity, SEQUENCES, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS, ALIGNED
+    )
+    mine = (starts <= row + row_start) & (row + row_start < starts + windows)
+    window = tl.sum(tl.where(mine, windows, 0), 0)
+    segments = tl.sum(tl.where(mine & (begins >= 0), counts, 0), 0)
+    begin = tl.sum(tl.where(mine, begins + row + row_start - starts, 0), 0)
+    head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_H)
+    figures = partials + capacity.to(tl.int64) * (ALL_HEADS * SIZE)
+    maximum = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    accumulator = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
+    for segment in tl.static_range(SEGMENTS):
+        there = (segment < segments) & (head < ALL_HEADS)
+        partial = (begin + segment * window) * ALL_HEADS + head
+        mask = there[:, None] & (column < SIZE)[None, :]
+        part = tl.load(partials + partial.to(tl.int64)[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
+        part_maximum = tl.load(figures + partial, mask=there, other=float("-inf"))
+        part_total = tl.load(figures + capacity * ALL_HEADS + partial, mask=there, other=0.0)
+        maximum, total, accumulator = joined(maximum, total, accumulator, part_maximum, part_total, part)
+    sees = total > 0
+    result = accumulator / tl.where(sees, total, 1.0)[:, None]
+    place = row.to(tl.int64) * y_stride + head[:, None] * SIZE + column[None, :]
+    tl.store(y + place, result.to(y.dtype.element_ty), mask=sees[:, None] & (column < SIZE)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows"])
@@ -263,56 +405,68 @@ def launch(
     span: int = 0,
     keys: int = 0,
     block: int = 0,
+    parts: int = 1,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
     group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
-    rows, sequences = q.shape[0], cu_seqlens.shape[0] - 1
+    rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
-    places = processors(q.device) * PLACES[tile.rows > 64]
-    splits = kv_splits(tiles * heads, tile.rows, kv.shape[0], places)
-    partial_rows = tiles * heads * splits * tile.rows
-    partials = partials_of("kv_attention", scratch, partial_rows, head_size) if splits > 1 else y
-    shared = {
-        "GROUP": group,
-        "PART": part,
-        "SIZE": head_size,
+    # a sequence sees no more keys than the state has rows
+    splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if parts > 1 else 1
+    partials = partials_of("kv_attention", scratch, parts * all_heads, head_size) if splits > 1 else y
+    segments = {
         "SEQUENCES": power_of_two(sequences, 1 << 16, least=SEQUENCES),
-        "LEAST": KV_SPLIT_KEYS,
-        "BLOCK_Q": tile.rows,
-        "BLOCK_K": tile.columns,
-        "BLOCK_H": power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),
+        "SEGMENTS": KV_SEGMENTS,
+        "SEGMENT_KEYS": KV_SEGMENT_KEYS,
+        "SEGMENT_TOKENS": KV_SEGMENT_TOKENS,
+        "ALIGNED": KV_SEGMENT_ALIGNED,
     }
-    kv_attention_kernel[(tiles, heads, splits)](
-        q,
-        kv,
-        extents,
-        cu_extents,
+    constants = {**segments, "HEADS": kv_heads, "GROUP": group, "PART": part, "SIZE": head_size, "SEEN": block}
+    constants |= {"SPLIT": splits > 1, "BLOCK_Q": tile.rows, "BLOCK_K": tile.columns}
+    sizes = (y.stride(0), rows, row_start, sequences, parts, layer, scale / math.log(2))
+    operands = (extents, cu_extents, seen, cu_seqlens, positions, y, partials, q.stride(0))
+    wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
+    if tile.rows == RING_ROWS and has_ring(kv, head_size):
+        launch_tiles((tiles, heads, splits), q, kv, operands, sizes, {**constants, "BLOCK_K": RING_KEYS})
+    else:
+        kv_attention_kernel[(tiles, heads, splits)](
+            q,
+            kv,
+            *operands,
+            kv.stride(0),
+            *sizes,
+            **constants,
+            BLOCK_H=wide,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    if splits == 1:
+        return
+    join_segments_kernel[(rows, -(-all_heads // JOINED_HEADS))](
         seen,
         cu_seqlens,
-        positions,
         y,
         partials,
-        q.stride(0),
-        kv.stride(0),
         y.stride(0),
         rows,
         row_start,
         sequences,
-        splits,
-        partial_rows,
-        layer,
-        scale / math.log(2),
-        **shared,
-        HEADS=kv_heads,
-        SEEN=block,
-        SPLIT=splits > 1,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        parts,
+        **segments,
+        ALL_HEADS=all_heads,
+        SIZE=head_size,
+        BLOCK_N=JOINED_HEADS,
+        BLOCK_H=wide,
+        num_warps=JOIN_WARPS,
     )
-    if splits > 1:
-        join(seen, cu_seqlens, y, partials, (tiles, heads, splits), row_start, shared, every=False)
+
+
+def has_ring(kv: Tensor, head_size: int) -> bool:
+    """Tell whether the kernel for Hopper serves: whole lines of a head, in bfloat16, and a Triton that it is written for."""
+    whole = head_size in RING_SIZES and kv.is_contiguous() and kv.shape[1] % head_size == 0 and kv.data_ptr() % 16 == 0
+    return GLUON and kv.is_cuda and kv.dtype == torch.bfloat16 and whole and since(RING, kv)
 
 
 class Cut(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.kernels.cuda.shared.launching import power_of_two, processors, tl, triton
+from mosaic.kernels.cuda.shared.launching import TensorDescriptor, power_of_two, processors, tl, triton
 from mosaic.kernels.cuda.shared.sampling import (
     BLOCK,
     GUMBEL_SLACK,
@@ -29,7 +29,6 @@ from mosaic.kernels.cuda.shared.sampling import (
 from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, join, rebase
 from mosaic.kernels.cuda.shared.unembed_tiles import (
     FEW_ROWS,
-    TensorDescriptor,
     has_descriptors,
     narrow_columns,
     tile_of,

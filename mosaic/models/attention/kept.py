@@ -134,7 +134,7 @@ def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: C
     y: Buffer = g.add_op(
         "kv_attention", q, step.kv, *extents_of(step), step.inputs[seen], bounds, positions,
         name="attention", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
-        block=arch.block, span=step.span, keys=g.dim("keys"),
+        block=arch.block, span=step.span, keys=g.dim("keys"), parts=g.dim("parts"),
     )  # fmt: skip
     g.add_alias(y, q)
     return y

@@ -10,6 +10,7 @@ from mosaic.errors import UsageError
 from mosaic.models.inputs import Frequencies, Input
 from mosaic.models.parts.part import Part
 from mosaic.models.state import State
+from mosaic.registrar.operators.kv_attention import kv_parts
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -164,10 +165,16 @@ class Kept(CachePolicy):
 
         return kept.KeptTogether(), kept.KeptQueries()
 
+    def sizes(self, size: StepSize) -> Mapping[str, int]:
+        """Return the rows of partial results that there is room for where a step's keys are cut into segments."""
+        return {"parts": kv_parts(size.windows, size.owned)}
+
     def dims(self, step: StepGraph) -> None:
-        """Declare the keys that a query sees: those of the state, which lie in extents."""
+        """Declare the keys that a query sees, those of the state, which lie in extents, and the parts of results that attention
+        to them may leave."""
         step.g.dim("keys")
         step.g.dim("extents")
+        step.g.dim("parts")
         step.g.dim("span", at_most="keys")
 
     def declare(self, step: StepGraph) -> None:

@@ -124,7 +124,7 @@ class Selected(Kept):
             min(keys, min(chosen.k, max(int(chosen.ratio * keys), 1) if chosen.ratio else chosen.k) + window)
             for window, keys in zip(size.windows, size.owned, strict=True)
         ]
-        return {"attended": -(-sum(counts) // len(counts))}
+        return {**Kept.sizes(self, size), "attended": -(-sum(counts) // len(counts))}
 
 
 def _votes(window: Window) -> Any:

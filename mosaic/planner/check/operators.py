@@ -116,7 +116,7 @@ _NOTATION: Final = {
     "kv_attention": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",
         "q kv extents cu_extents seen cu_seqlens positions", "y",
-        "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n", "4*span*T*Q", "R X E B Q",
+        "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q",
         "q extents cu_extents seen cu_seqlens positions y kv=keys,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
         inplace="y/q",

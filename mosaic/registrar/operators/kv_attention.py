@@ -5,11 +5,14 @@
 positions and of the blocks before: at position p the keys j < (p // block + 1) * block. Queries and their positions may be
 sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one that sees no key, is left as
 it was. For the cost model alone: `span`, the keys that a query sees on average, rounded up, and `keys`, those that all
-sequences see together.
+sequences see together. `parts` are the rows of partial results, per query head, that there is room for (`kv_parts`): with 1,
+a GPU goes through the keys of a tile of queries in one program.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Final
 
 from mosaic.registrar.dtypes import ITEMSIZE
@@ -20,7 +23,7 @@ from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, att
 
 def infer(
     q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, seen: Spec, cu_seqlens: Spec, positions: Spec,
-    *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim, block: int = 0,
+    *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim, block: int = 0, parts: Dim = 1,
 ) -> tuple[Spec]:  # fmt: skip
     width = kv_heads * head_size
     columns = exact(q.shape[-1])
@@ -34,6 +37,7 @@ def infer(
     sequences = cu_seqlens.shape[0] - 1
     require(seen == Spec((sequences,), "int32"), f"seen must be int32[{sequences}], not {seen}")
     require(positions == Spec(q.shape[:1], "int32"), f"positions must be int32[{q.shape[0]}], not {positions}")
+    require(scale > 0, f"scale must be positive, not {scale}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
     return (q,)
 
@@ -61,6 +65,58 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != dtype else ()
     own = attention_tiles(size, compute, attrs.get("block", 0))
     return Tile((QUERY_ROWS, size), compute), *converted, *own
+
+
+KV_SEGMENT_KEYS: Final = 1024
+"""Keys that are worth a program of their own."""
+KV_SEGMENTS: Final = 16
+"""Most segments that a sequence's keys are cut into."""
+KV_SEGMENT_TOKENS: Final = 512
+"""Most tokens of a window times its segments: with the query heads that share keys, programs enough to fill a GPU."""
+KV_SPLIT_TOKENS: Final = 512
+"""Most tokens of a step whose segments go to programs of their own; with more, the windows fill a GPU."""
+
+
+def kv_segments(window: int, keys: int) -> int:
+    """Count the segments that the keys which a window of tokens sees are cut into; it depends on nothing but the request.
+
+    The results of the segments are joined in order, whether one program computes them all or each has its own: so what a
+    request attends to does not depend, to the bit, on others in its step.
+
+    >>> [kv_segments(32, keys) for keys in (1, 1024, 4096, 1 << 17)], kv_segments(64, 1 << 17), kv_segments(2048, 1 << 17)
+    ([1, 1, 4, 16], 8, 1)
+    """
+    wanted = min(KV_SEGMENTS, max(KV_SEGMENT_TOKENS // window, 1), max(math.ceil(keys / KV_SEGMENT_KEYS), 1))
+    share = math.ceil(math.ceil(keys / wanted) / KV_SEGMENT_ALIGNED) * KV_SEGMENT_ALIGNED
+    return max(math.ceil(keys / max(share, 1)), 1)
+
+
+KV_SEGMENT_ALIGNED: Final = 128
+"""Segments end at multiples of so many keys: whole tiles."""
+
+
+def kv_parts(windows: Sequence[int], keys: Sequence[int]) -> int:
+    """Bound the rows of partial results, per query head, that windows of tokens leave where they see so many keys: `parts`.
+
+    It is 1, the least value of a dim, where no segment goes to a program of its own.
+
+    >>> kv_parts([32], [1 << 17]), kv_parts([32] * 3, [300, 4096, 9000]), kv_parts([32] * 17, [4096] * 17)
+    (512, 416, 1)
+    """
+    if sum(windows) > KV_SPLIT_TOKENS:
+        return 1
+    split = [_parts(window, most) for window, most in zip(windows, keys, strict=True) if most > KV_SEGMENT_KEYS]
+    return max(sum(split), 1)
+
+
+def _parts(window: int, keys: int) -> int:
+    return min(KV_SEGMENT_TOKENS, window * min(KV_SEGMENTS, -(-keys // KV_SEGMENT_KEYS)))
+
+
+def segment_results(specs: Specs, attrs: Attrs) -> Dim:
+    """Reserve partial results of segments: a float32 row, its maximum and its sum, of each head."""
+    size = attrs["head_size"]
+    return attrs.get("parts", 1) * (exact(specs["q"].shape[-1]) / size) * (size + 2) * 4
 
 
 KV_PARTIAL_ROWS: Final = 160 * 128
@@ -104,7 +160,11 @@ OPERATOR = Operator(
             name="cpu", backend="cpu", kernel="mosaic.kernels.kv_attention", scratch=Tiled(tiles), row_origin="q"
         ),
         Implementation(
-            name="triton", backend="cuda", kernel="mosaic.kernels.cuda.kv_attention", scratch=partials, row_origin="q"
+            name="triton",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.kv_attention",
+            scratch=segment_results,
+            row_origin="q",
         ),
     ),
     roles={"q": "attention", "y": "attention"},

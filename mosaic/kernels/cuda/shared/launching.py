@@ -16,8 +16,12 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise MissingExtra("triton", "torch", "a CUDA kernel") from error
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
 
-__all__ = ["DOT_MINIMUM", "Tile", "power_of_two", "processors", "since", "tile_for", "tl", "triton"]
+__all__ = ["DOT_MINIMUM", "TensorDescriptor", "Tile", "power_of_two", "processors", "since", "tile_for", "tl", "triton"]
 
 T = TypeVar("T")
 

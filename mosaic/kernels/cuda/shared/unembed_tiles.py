@@ -6,15 +6,10 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.shared.launching import Tile, since, tile_for
+from mosaic.kernels.cuda.shared.launching import TensorDescriptor, Tile, since, tile_for
 from mosaic.registrar.operators.unembed_stats import UNEMBED_ROWS
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
-
-__all__ = ["FEW_ROWS", "TensorDescriptor", "has_descriptors", "narrow_columns", "tile_of"]
+__all__ = ["FEW_ROWS", "has_descriptors", "narrow_columns", "tile_of"]
 
 # Tiles by item size, for many rows and for few, without and with samples. What bounds the product of many rows seems to
 # be how fast tiles come from the L2 cache, 1 / rows + 1 / columns bytes per FLOP: on an H200 (D 4,096, V 126,464,
