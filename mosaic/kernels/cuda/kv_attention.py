@@ -1,16 +1,18 @@
 """kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
 Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
-int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, keys, block) ->
-y[T, N*H]; y may overwrite q; `span` and `keys` are for the cost model alone. Row r of q is row
-`row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those
-before (p // block + 1) * block. Where a key lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that
-sees no key, is left as it was.
+int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, keys, block, parts)
+-> y[T, N*H]; y may overwrite q; `span` and `keys` are for the cost model alone. Row r of q is row `row_start + r` of the packed
+window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before (p // block + 1) * block.
+Where a key lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
-(FlashAttention, Dao et al. 2022, with grouped queries packed). Where the tiles are few, as in decoding, each is split over
-its keys (Flash-Decoding, Dao et al. 2023): programs leave partial results in scratch, and a second launch joins them.
-Lengths are read on the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
+(FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as
+`kv_segments` says, by its own window and keys alone. Each has results of its own, which are joined in order. Where `parts` has
+room, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves its results in scratch, and a second launch joins
+them. Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
+depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not every row sees whole are masked. On
+Hopper large tiles have a kernel of their own (`kv_attention_hopper`).
 Keys of one layer and head lie side by side within an extent, so they are read as rows of a matrix, not one by one.
 Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H head size.
 """
@@ -18,7 +20,6 @@ Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENTS,
 )
 
-__all__ = ["find_tile", "join_kernel", "launch", "partials_of", "reference", "share_of", "tile_of"]
+__all__ = ["find_tile", "has_ring", "launch", "partials_of", "reference", "share_of", "tile_of"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
@@ -53,8 +54,6 @@ RING: Final = {80: False, 90: True, 100: False}
 RING_ROWS, RING_KEYS, RING_SIZES = 128, 64, (64, 128)
 JOINED_HEADS: Final = 8
 """Heads of a row that a program joins the segments of."""
-JOINED: Final = 16
-"""Splits that the second launch reads at a time."""
 SEQUENCES: Final = 16
 """Least sequences that a kernel is compiled for, beyond them powers of two."""
 JOIN_WARPS: Final = 4
@@ -326,68 +325,6 @@ def join_segments_kernel(
     tl.store(y + place, result.to(y.dtype.element_ty), mask=sees[:, None] & (column < SIZE)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "splits", "partial_rows"])
-def join_kernel(
-    seen,
-    cu_seqlens,
-    y,
-    partials,
-    y_stride,
-    rows,
-    row_start,
-    sequences,
-    splits,
-    partial_rows,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-    SIZE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    LEAST: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    EVERY: tl.constexpr,
-):
-    """One row of one tile: its partial results of all splits that its keys need, or of `EVERY` split, into y."""
-    PARTS: tl.constexpr = (GROUP + PART - 1) // PART
-    TOKENS: tl.constexpr = BLOCK_Q // PART
-    index = tl.program_id(0)
-    tile = tl.program_id(1)
-    first, last, sequence = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES)
-    row = first + index // PART
-    member = tl.program_id(2) % PARTS * PART + index % PART
-    useful = splits
-    if not EVERY:
-        keys = tl.load(seen + sequence)
-        useful = tl.cdiv(keys, share_of(keys, splits, BLOCK_K, LEAST))
-    useful = tl.where((index < TOKENS * PART) & (member < GROUP) & (row < last), useful, 0)
-    column = tl.arange(0, BLOCK_H)
-    maximum = float("-inf")
-    total = 0.0
-    accumulator = tl.zeros([BLOCK_H], tl.float32)
-    begin = (tile * tl.num_programs(2) + tl.program_id(2)) * splits
-    for step in range(0, useful, BLOCK_S):
-        split = step + tl.arange(0, BLOCK_S)
-        partial = (begin + split) * BLOCK_Q + index
-        maxima = tl.load(partials + partial_rows * SIZE + partial, mask=split < useful, other=float("-inf"))
-        totals = tl.load(partials + partial_rows * (SIZE + 1) + partial, mask=split < useful, other=0.0)
-        mask = (split < useful)[:, None] & (column < SIZE)[None, :]
-        parts = tl.load(partials + partial[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
-        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(maxima - base)
-        correction = tl.exp2(maximum - base)
-        total = total * correction + tl.sum(totals * weights, 0)
-        accumulator = accumulator * correction + tl.sum(parts * weights[:, None], 0)
-        maximum = new_maximum
-    totals = tl.zeros([BLOCK_H], tl.float32) + total
-    sees = totals != 0.0
-    result = accumulator / tl.where(sees, totals, 1.0)
-    place = row.to(tl.int64) * y_stride + (tl.program_id(2) // PARTS * GROUP + member) * SIZE + column
-    tl.store(y + place, result.to(y.dtype.element_ty), mask=(column < SIZE) & sees)
-
-
 def launch(
     *,
     q: Tensor,
@@ -486,33 +423,6 @@ def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int) ->
     part = min(group, tile.rows)
     tokens = tile.rows // part
     return Cut(tile, part, (rows + sequences * (tokens - 1)) // tokens, heads * -(-group // part))
-
-
-def join(
-    seen: Tensor, cu_seqlens: Tensor, y: Tensor, partials: Tensor, grid: tuple[int, int, int], row_start: int,
-    shared: Mapping[str, int], *, every: bool,
-) -> None:  # fmt: skip
-    """Join the partial results of the splits, those that a sequence's keys need or `every`, into y.
-
-    `grid` is that of the programs that left them: tiles, parts of heads, splits; `shared` the constants that they had.
-    """
-    tiles, heads, splits = grid
-    join_kernel[(shared["BLOCK_Q"], tiles, heads)](
-        seen,
-        cu_seqlens,
-        y,
-        partials,
-        y.stride(0),
-        y.shape[0],
-        row_start,
-        cu_seqlens.shape[0] - 1,
-        splits,
-        tiles * heads * splits * shared["BLOCK_Q"],
-        **shared,
-        BLOCK_S=JOINED,
-        EVERY=every,
-        num_warps=JOIN_WARPS,
-    )
 
 
 def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:

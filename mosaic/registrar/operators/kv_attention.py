@@ -119,31 +119,6 @@ def segment_results(specs: Specs, attrs: Attrs) -> Dim:
     return attrs.get("parts", 1) * (exact(specs["q"].shape[-1]) / size) * (size + 2) * 4
 
 
-KV_PARTIAL_ROWS: Final = 160 * 128
-"""Most rows in the tiles of all programs together where attention over kept keys is split over them."""
-KV_SPLIT_KEYS: Final = 256
-"""Least keys that are worth a program of their own."""
-
-
-def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve partial results of tiles that are split over keys, whatever the batch: a float32 row, its maximum and its sum."""
-    return int(4 * KV_PARTIAL_ROWS * (attrs["head_size"] + 2))
-
-
-def kv_splits(tiles: int, tile_rows: int, keys: int, places: int) -> int:
-    """Count the splits over keys for `tiles` tiles of rows (of all heads), on a GPU with places for `places` programs.
-
-    No sequence sees more than `keys`: those that the state has rows for. The count depends on shapes alone, so that a
-    captured launch serves other lengths; a sequence with few keys uses the first splits. It is 1 where the tiles fill the
-    GPU.
-
-    >>> [kv_splits(tiles, 64, 8192, 264) for tiles in (1, 8, 32, 200, 2048)]
-    [32, 32, 8, 1, 1]
-    """
-    most = min(places // tiles, KV_PARTIAL_ROWS // (tiles * tile_rows), -(-keys // KV_SPLIT_KEYS))
-    return max(1, most)
-
-
 OPERATOR = Operator(
     name="kv_attention",
     reads=("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions"),
