@@ -27,6 +27,7 @@ from test_kernels import (
     unit,
 )
 from test_kv import STORED, store_case
+from test_parity_block import SDAR
 from torch import Tensor
 
 from mosaic.errors import GraphError, RuntimeMemoryError
@@ -317,6 +318,13 @@ def test_a_small_step_at_once_has_seven_launches_a_layer() -> None:
 @pytest.mark.parametrize("phase", [Phase(cache=KEPT, head=NO_HEAD), FULL_STEP], ids=["prefill", "whole"])
 def test_large_steps_have_no_such_choice(phase: Phase) -> None:
     assert "products" not in load_model("sdar-8b").graph(phase=phase).choices
+
+
+def test_float16_has_no_such_choice() -> None:
+    """Rows times the weight of their norm might be beyond it."""
+    for dtype, offered in (("bfloat16", True), ("float32", True), ("float16", False)):
+        choices = load_model(SDAR | {"torch_dtype": dtype}).graph(phase=DENOISE).choices
+        assert ("products" in choices) == offered
 
 
 # --- contracts --------------------------------------------------------------------------------------------------------

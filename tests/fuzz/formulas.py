@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 UPDATES: Final[Mapping[str, str]] = {
-    "linear_add": "y", "silu_mul": "gate", "rotary": "x", "head_norm": "x", "guide": "x", "moe_combine": "x",
-    "kv_store": "kv",
+    "linear_add": "y", "split_linear_add": "y", "silu_mul": "gate", "rotary": "x", "head_norm": "x", "guide": "x",
+    "moe_combine": "x", "kv_store": "kv",
 }  # fmt: skip
 """The operand that an op overwrites."""
 WHOLE: Final[Mapping[str, frozenset[str]]] = {
     "attention": frozenset({"k", "v"}), "gather_rows": frozenset({"x"}), "guide": frozenset({"guidance"}),
-    "kv_store": frozenset({"kv", "extents", "cu_extents", "cu_seqlens"}),
+    "split_linear_add": frozenset({"arrivals"}), "kv_store": frozenset({"kv", "extents", "cu_extents", "cu_seqlens"}),
     "kv_attention": frozenset({"kv", "extents", "cu_extents", "seen", "cu_seqlens"}),
 }  # fmt: skip
 """Operands that loops never slice."""
@@ -31,7 +31,7 @@ READS: Final[Mapping[str, tuple[str, ...]]] = {
     "moe_gather": ("x", "order"), "grouped_linear": ("x", "weight", "offsets"),
     "moe_combine": ("y", "order", "scores", "x"), "kv_store": ("k", "v", "kv", "extents", "cu_extents", "cu_seqlens", "positions"),
     "kv_attention": ("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions"),
-    "norm_gate_up": ("x", "norm", "gate", "up"),
+    "norm_gate_up": ("x", "norm", "gate", "up"), "split_linear_add": ("x", "weight", "y", "arrivals"), "zeros": (),
 }  # fmt: skip
 """Names of the operands, in call order."""
 
@@ -43,6 +43,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tenso
 
 def linear_add(x: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor]:
     return (y + x @ weight.T,)
+
+
+def split_linear_add(x: Tensor, weight: Tensor, y: Tensor, arrivals: Tensor) -> tuple[Tensor]:
+    """What counts arrivals leaves them as they were."""
+    assert not arrivals.any()
+    return linear_add(x, weight, y)
+
+
+def zeros(*, count: int) -> tuple[Tensor]:
+    return (torch.zeros(count, dtype=torch.int32),)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor]:

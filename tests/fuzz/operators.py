@@ -84,7 +84,12 @@ def linear_add(scope: Scope) -> bool:
     y = scope.pick(accepts)
     if y is None:
         return False
-    scope.call("linear_add", x, scope.weight((y.width, x.width)), y, updates=y)
+    weight = scope.weight((y.width, x.width))
+    if isinstance(x.width, int) and isinstance(y.width, int) and scope.rng.random() < 0.3:
+        arrivals = scope.call("zeros", shapes=((2,),), dtypes=("int32",), count=2)
+        scope.call("split_linear_add", x, weight, y, arrivals, updates=y, whole=(arrivals,))
+        return True
+    scope.call("linear_add", x, weight, y, updates=y)
     return True
 
 
