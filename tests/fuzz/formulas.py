@@ -20,6 +20,9 @@ WHOLE: Final[Mapping[str, frozenset[str]]] = {
     "attention": frozenset({"k", "v"}), "gather_rows": frozenset({"x"}), "guide": frozenset({"guidance"}),
     "split_linear_add": frozenset({"arrivals"}), "kv_store": frozenset({"kv", "extents", "cu_extents", "cu_seqlens"}),
     "kv_attention": frozenset({"kv", "extents", "cu_extents", "seen", "cu_seqlens"}),
+    "selected_attention": frozenset(
+        {"kv", "extents", "cu_extents", "selected", "owner", "captured", "seen", "cu_seqlens"}
+    ),
 }  # fmt: skip
 """Operands that loops never slice."""
 READS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -32,6 +35,9 @@ READS: Final[Mapping[str, tuple[str, ...]]] = {
     "moe_combine": ("y", "order", "scores", "x"), "kv_store": ("k", "v", "kv", "extents", "cu_extents", "cu_seqlens", "positions"),
     "kv_attention": ("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions"),
     "norm_gate_up": ("x", "norm", "gate", "up"), "split_linear_add": ("x", "weight", "y", "arrivals"), "zeros": (),
+    "selected_attention": (
+        "q", "kv", "extents", "cu_extents", "selected", "owner", "captured", "seen", "cu_seqlens", "positions"
+    ),
 }  # fmt: skip
 """Names of the operands, in call order."""
 
@@ -167,6 +173,30 @@ def kv_attention(
         if count:
             rows = torch.stack([mine[j] for j in range(count)]).flatten(2)
             y[i] = _attend(q[i], rows[:, 0], rows[:, 1], head_size, q.shape[1] // (kv_heads * head_size), scale)
+    return (y,)
+
+
+def selected_attention(
+    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor, seen: Tensor,
+    cu_seqlens: Tensor, positions: Tensor,
+    *, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int, head_size: int, scale: float, attended: int,
+    block: int = 0, row_start: int = 0,
+) -> tuple[Tensor]:  # fmt: skip
+    y = torch.full_like(q, torch.nan)
+    members = q.shape[1] // (sets * head_size)
+    for i in range(q.shape[0]):
+        b = _sequence(cu_seqlens.tolist(), row_start + i)
+        mine = _places(kv, extents[int(cu_extents[b]) : int(cu_extents[b + 1])], kv_heads, head_size, layer)
+        count, prefix = int(seen[b]), int(captured[b])
+        if block:
+            count = min(count, (int(positions[i]) // block + 1) * block)
+        for own in range(sets):
+            row = selected[owner[b]].view(-1, 1 + k // page)[slot * sets + own].tolist()
+            pages = row[1 : 1 + row[0]]
+            keys = [j for j in range(count) if j >= prefix or j // page in pages]
+            rows = torch.stack([mine[j][:, own * kv_heads // sets] for j in keys])
+            part = slice(own * members * head_size, (own + 1) * members * head_size)
+            y[i, part] = _attend(q[i, part], rows[:, 0], rows[:, 1], head_size, members, scale)
     return (y,)
 
 

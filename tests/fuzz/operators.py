@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from .language import Shape, Size
 from .scope import Scope, Value, cuts
@@ -326,11 +326,35 @@ def cached_attention(scope: Scope) -> bool:
         return True
     q = linear(scope, x, width * rng.choice([1, 2]))
     seen = _given(scope, f"seen_{stem}", (count - 1,), "int32", f"seen:{whose}")
+    if rng.random() < 0.4:
+        captured = _given(scope, f"captured_{stem}", (count - 1,), "int32", f"seen:{whose}")
+        attrs = {"layer": layer, "kv_heads": heads, "head_size": size, "scale": 0.5, "block": rng.choice([0, 0, 4])}
+        _attend_selected(scope, q, (*where, captured, seen, bounds, positions), **attrs)
+        return True
     make(
         scope, "kv_attention", q, *where, seen, bounds, positions, shape=q.shape, whole=(kv,), layer=layer,
         kv_heads=heads, head_size=size, scale=0.5, span=rng.randint(1, 20), keys=rng.randint(1, 40), block=rng.choice([0, 0, 4]),
     )  # fmt: skip
     return True
+
+
+def _attend_selected(
+    scope: Scope, q: Value, kept: tuple[Value, ...], *, kv_heads: int, head_size: int, **attrs: Any
+) -> None:
+    """Attention to pages of a prefix that an input lists, and to the keys behind it."""
+    rng = scope.rng
+    kv, extents, cu_extents, captured, seen, bounds, positions = kept
+    members = q.width // (kv_heads * head_size)  # type: ignore[operator]
+    sets, pages, page = kv_heads * rng.choice([1, members]), rng.randint(1, 4), rng.choice([1, 2, 3])
+    slots, rows = rng.randint(1, 2), captured.shape[0] + 1
+    shape = rows, slots * sets * (1 + pages)
+    selected = scope.declare("selected_", "input", shape, "int32", f"selected:{pages}:{slots * sets}")
+    owner = scope.declare("owner_", "input", captured.shape, "int64", f"rows:{rows}")
+    make(
+        scope, "selected_attention", q, kv, extents, cu_extents, selected, owner, captured, seen, bounds, positions, shape=q.shape,
+        whole=(kv,), kv_heads=kv_heads, head_size=head_size, sets=sets, k=pages * page, page=page, slot=rng.randrange(slots),
+        attended=rng.randint(1, 20), **attrs,
+    )  # fmt: skip
 
 
 def state(scope: Scope) -> bool:

@@ -105,9 +105,19 @@ def _seen(program: Program, count: int, arguments: list[str], rng: random.Random
     return [rng.randint(min(1, most), max(most, min(1, most))) for most in rows]
 
 
+def _selected(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[list[int]]:
+    """Rows of counts and ascending pages for each of some groups: the first page always, perhaps more than there are keys."""
+    pages, groups = map(int, arguments)
+    found = []
+    for _ in range(count * groups):
+        chosen = [0, *sorted(rng.sample(range(1, 9), rng.randrange(pages)))]
+        found.append([len(chosen), *chosen, *[1 << 20] * (pages - len(chosen))])
+    return found
+
+
 _INTEGERS: Mapping[str, Callable[[Program, int, list[str], random.Random], Sequence[int] | Sequence[list[int]]]] = {
     "positions": _positions, "rows": _rows, "bounds": _bounds, "slots": _slots, "extents": _extents,
-    "cu_extents": _cu_extents, "seen": _seen,
+    "cu_extents": _cu_extents, "seen": _seen, "selected": _selected,
 }  # fmt: skip
 
 
