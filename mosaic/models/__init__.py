@@ -70,10 +70,13 @@ class Model:
     ) -> Graph:
         """Register one graph of the model's program: of a kind of step, a full denoising step if none is named.
 
+        It declares all weights of the model: a phase without a head has those of a full step.
+
         >>> load("llada-8b").graph().name
         'full_step'
         """
-        return self.program(replace(phase, graph="whole"), backend=backend).register(phase.name, choices)
+        others = () if phase.head.decides else (FULL_STEP,)
+        return self.program(*others, replace(phase, graph="whole"), backend=backend).register(phase.name, choices)
 
     def program(self, *phases: Phase, backend: str = "cuda") -> Program:
         """Return kinds of steps as a program of graphs over the model's weights, states and carries; nothing is registered yet.

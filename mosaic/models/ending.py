@@ -53,7 +53,7 @@ class Ending:
     def register(self, weight: Buffer, way: str) -> None:
         """Register all of it; `weight` [V, D] is the head's, `way` the option of the choice `head`."""
         g, phase, inputs = self.g, self.phase, self.inputs
-        norm = self.declare(g, self.arch)
+        norm = g.weight("final_norm", (self.arch.hidden,), self.arch.dtype, tensor=self.arch.names.final_norm)
         rows = inputs["rows"]
         if phase.noisy:
             inputs["keys"]
@@ -118,8 +118,3 @@ class Ending:
             h: Buffer = g.add_op("rms_norm", found, norm, name=f"{prefix}normed", eps=self.arch.norm_eps)
         g.add_alias(h, found)
         return h
-
-    @staticmethod
-    def declare(g: Graph, arch: Architecture) -> Buffer:
-        """Return the last norm's weight, which phases without a head have too, where those with one have it."""
-        return g.weight("final_norm", (arch.hidden,), arch.dtype, tensor=arch.names.final_norm)

@@ -72,14 +72,6 @@ class Residency:
         with g.stream(WEIGHTS):
             return {m.name: self._fetch(m) for m in matrices}
 
-    def declare(self, matrices: Sequence[Matrix], *, streamed: bool) -> None:
-        """Have matrices that this phase does not use where other phases have them."""
-        for matrix in matrices:
-            if streamed:
-                self.on_host(matrix)
-            else:
-                self.fetch([matrix], streamed=False)
-
     def _fetch(self, matrix: Matrix) -> Buffer:
         g = self._g
         source = self.on_host(matrix)

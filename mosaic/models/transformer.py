@@ -13,7 +13,7 @@ from typing import Any
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.attention import Chosen
-from mosaic.models.attention.projections import PROJECTION_TILE, add_product, bias_and_scale
+from mosaic.models.attention.projections import PROJECTION_TILE, add_product
 from mosaic.models.cutting import Prefix, Suffix
 from mosaic.models.ending import WITHOUT_HIDDEN, Ending
 from mosaic.models.inputs import StepInputs
@@ -179,8 +179,6 @@ class StepGraph:
                 masked=self.masked if self.suffix is None else self.suffix.decided,
             )  # fmt: skip
             end.register(matrices.get("head", table), self.head_choice)
-        else:
-            Ending.declare(g, arch)
 
     @property
     def hidden(self) -> Hidden:
@@ -241,7 +239,6 @@ class StepGraph:
             self.attention(layer, matrices)
             residency.arrive(streamed=streamed)
         if last and not self.phase.head.decides:
-            residency.declare(self.head_matrices(), streamed=residency.streams_head)
             following = {}
         elif last:
             following = residency.fetch(self.head_matrices(), streamed=residency.streams_head)
@@ -252,20 +249,11 @@ class StepGraph:
         return following
 
     def keys_alone(self, layer: int, matrices: dict[str, Buffer]) -> None:
-        """Register the keys and values that a layer keeps; its other weights are where other phases have them."""
-        g, arch, residency = self.g, self.arch, self.residency
-        streamed = residency.streams(layer)
-        with g.scope(f"layers.{layer}"):
-            residency.arrive(streamed=streamed)
+        """Register the keys and values that a layer keeps."""
+        with self.g.scope(f"layers.{layer}"):
+            self.residency.arrive(streamed=self.residency.streams(layer))
             self.attention_way.keep(self, layer, self.attention_norm(layer), matrices)
-            queries = next(matrix for matrix in self.attention_matrices(layer) if matrix.name == "q_proj")
-            bias_and_scale(self, layer, "q", queries.shape[0])
-            residency.declare(self.ffn_matrices(layer), streamed=streamed)
-            self.ffn_norm(layer)
-            if not arch.is_dense(layer):
-                self.router(layer)
         self.feed_forward_knob(layer)
-        residency.declare(self.head_matrices(), streamed=residency.streams_head)
 
     def keys_first(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
         """Register the last layer's keys and values of all tokens; `last_rows` registers what follows."""
@@ -314,10 +302,8 @@ class StepGraph:
             used = {"k_proj", "v_proj"}
         if self.phase.cut is not None and layer == self.phase.cut.layer:
             used = {"o_proj"} if self.suffix is not None else used - {"o_proj"}
-        needed = [matrix for matrix in found if matrix.name in used]
         with self.g.scope(f"layers.{layer}"):
-            self.residency.declare([matrix for matrix in found if matrix not in needed], streamed=streamed)
-            return self.residency.fetch(needed, streamed=streamed)
+            return self.residency.fetch([matrix for matrix in found if matrix.name in used], streamed=streamed)
 
     def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
         """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""

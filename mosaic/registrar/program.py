@@ -160,7 +160,10 @@ class Program:
         shared = [
             b for b in own.buffers if b.kind in ("weight", "state") or (b.kind == "host" and b.tensor is not None)
         ]
-        needed = {str(symbol) for b in shared for dim in b.shape for symbol in getattr(dim, "free_symbols", ())}
+        needed = {
+            name for name, info in own.dims.items() if info.value is not None
+        }  # in one order whatever the choices
+        needed |= {str(symbol) for b in shared for dim in b.shape for symbol in getattr(dim, "free_symbols", ())}
         for bounded in reversed(own.dims.values()):  # a bound is declared before what it bounds
             if str(bounded.symbol) in needed and bounded.at_most is not None:
                 needed.add(bounded.at_most)
