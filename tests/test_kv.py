@@ -33,7 +33,7 @@ from test_kernels import (
 from torch import Tensor
 
 from mosaic.devices import load_device
-from mosaic.errors import GraphError, RuntimeMemoryError
+from mosaic.errors import GraphError
 from mosaic.kernels import load
 from mosaic.planner import plan_graph
 from mosaic.planner.check import check_plan
@@ -369,7 +369,7 @@ def test_cudnn_serves_no_blocks() -> None:
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from test_triton_kernels import INTERPRETED, run
+    from test_triton_kernels import INTERPRETED, moved, run, scratch_for
 
     DEVICE = "cpu" if INTERPRETED else "cuda"
     triton_test = (lambda function: function) if INTERPRETED else pytest.mark.gpu
@@ -550,11 +550,18 @@ def test_a_slice_of_what_is_stored_in_triton() -> None:
 
 
 @triton_test
-def test_a_missing_scratch_buffer_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_into(monkeypatch, 2)
-    case = kv_case([(2, 3, 1)], 4, 2, 4, F32)
-    with pytest.raises(RuntimeMemoryError, match=r"kv_attention: scratch of 0 bytes, \d[\d,]* needed"):
-        load("kv_attention", "cuda").launch(**case.operands, **case.outputs, **case.attrs)
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_results_of_segments_fill_the_scratch_that_is_planned(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less, sequences that there is no room for leave it as it was."""
+    cut_into(monkeypatch, 3)
+    case = kv_case([(3, 60, 57), (5, 90, 85)], 2, 1, 8, BF16)
+    given = {name: moved(t, DEVICE) for name, t in (case.operands | case.outputs).items()}
+    planned = scratch_for(case, DEVICE)
+    assert planned is not None and planned.numel() == 4 * (3 + 5) * 3 * 2 * (8 + 2)
+    scratch = planned[: int(share * planned.numel())]
+    load("kv_attention", "cuda").launch(**given, **case.attrs, scratch=scratch)
+    untouched = scratch.view(torch.float32).isnan().float().mean().item() if share else 1.0
+    assert {0.0: 1.0, 1.0: 0.0}.get(share, 0.06) == pytest.approx(untouched, abs=0.01)
 
 
 def test_parts_have_room_for_the_segments_of_any_step() -> None:

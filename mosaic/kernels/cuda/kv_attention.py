@@ -2,14 +2,15 @@
 
 Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
 int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, keys, block, parts)
--> y[T, N*H]; y may overwrite q; `span` and `keys` are for the cost model alone. Row r of q is row `row_start + r` of the packed
-window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before (p // block + 1) * block.
-Where a key lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
+-> y[T, N*H]; y may overwrite q; `span`, `keys` and `parts` are for the planner alone. Row r of q is row `row_start + r` of the
+packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before
+(p // block + 1) * block. Where a key lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key,
+is left as it was.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
 (FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as
-`kv_segments` says, by its own window and keys alone. Each has results of its own, which are joined in order. Where `parts` has
-room, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves its results in scratch, and a second launch joins
+`kv_segments` says, by its own window and keys alone. Each has results of its own, which are joined in order. Where scratch has
+room for them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins
 them. Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
 depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not every row sees whole are masked. On
 Hopper large tiles have a kernel of their own (`kv_attention_hopper`).
@@ -350,9 +351,10 @@ def launch(
     group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
+    room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
     # a sequence sees no more keys than the state has rows
-    splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if parts > 1 else 1
-    partials = partials_of("kv_attention", scratch, parts * all_heads, head_size) if splits > 1 else y
+    splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if room > 1 else 1
+    partials = partials_of("kv_attention", scratch, room * all_heads, head_size) if splits > 1 else y
     segments = {
         "SEQUENCES": power_of_two(sequences, 1 << 16, least=SEQUENCES),
         "SEGMENTS": KV_SEGMENTS,
@@ -362,7 +364,7 @@ def launch(
     }
     constants = {**segments, "HEADS": kv_heads, "GROUP": group, "PART": part, "SIZE": head_size, "SEEN": block}
     constants |= {"SPLIT": splits > 1, "BLOCK_Q": tile.rows, "BLOCK_K": tile.columns}
-    sizes = (y.stride(0), rows, row_start, sequences, parts, layer, scale / math.log(2))
+    sizes = (y.stride(0), rows, row_start, sequences, room, layer, scale / math.log(2))
     operands = (extents, cu_extents, seen, cu_seqlens, positions, y, partials, q.stride(0))
     wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
     if tile.rows == RING_ROWS and has_ring(kv, head_size):
@@ -390,7 +392,7 @@ def launch(
         rows,
         row_start,
         sequences,
-        parts,
+        room,
         **segments,
         ALL_HEADS=all_heads,
         SIZE=head_size,

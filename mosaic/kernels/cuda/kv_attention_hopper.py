@@ -102,34 +102,18 @@ if GLUON:
         return start, stop, line, HEADS * count
 
     @gluon.jit
-    def _bring(
-        lines, kv, smem, full, free, number, line, whole, valid,
-        BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SIZE: gl.constexpr,
-    ):  # fmt: skip
-        """One tile into the ring, where that place is free: `valid` lines from `line` on, zeros behind them."""
+    def _copy_lines(kv, place, line, valid, BLOCK_K: gl.constexpr, SIZE: gl.constexpr):
+        """Start to copy `valid` lines from `line` on, and zeros behind them."""
         CHUNK: gl.constexpr = 8
-        stage = number % STAGES
-        mbarrier.wait(free.index(stage), ((number // STAGES) & 1) ^ 1)
-        if whole:
-            mbarrier.expect(full.index(stage), BLOCK_K * SIZE * 2)
-            tma.async_copy_global_to_shared(lines, [line, 0], full.index(stage), smem.index(stage))
-        else:
-            L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [1, 1], [1, 0])
-            row = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
-            column = gl.arange(0, SIZE, gl.SliceLayout(0, L))
-            for chunk in gl.static_range(BLOCK_K // CHUNK):
-                at = kv + (line + chunk * CHUNK).to(gl.int64) * SIZE
-                there = (row + chunk * CHUNK < valid)[:, None] & (column < SIZE)[None, :]
-                async_copy.async_copy_global_to_shared(
-                    smem.index(stage).slice(chunk * CHUNK, CHUNK),
-                    at + row[:, None] * SIZE + column[None, :],
-                    mask=there,
-                )
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(full.index(stage), count=1)
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [1, 1], [1, 0])
+        row = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
+        column = gl.arange(0, SIZE, gl.SliceLayout(0, L))
+        for chunk in gl.static_range(BLOCK_K // CHUNK):
+            at = kv + (line + chunk * CHUNK).to(gl.int64) * SIZE
+            there = (row + chunk * CHUNK < valid)[:, None] & (column < SIZE)[None, :]
+            async_copy.async_copy_global_to_shared(
+                place.slice(chunk * CHUNK, CHUNK), at + row[:, None] * SIZE + column[None, :], mask=there
+            )
 
     @gluon.jit
     def _load(
@@ -137,7 +121,7 @@ if GLUON:
         high, layer, kv_head, line_stride,
         HEADS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SIZE: gl.constexpr,
     ):  # fmt: skip
-        """The warp that reads: all tiles of this program's segments, in order."""
+        """The warp that reads: all tiles of this program's segments, in order, each where the ring is free."""
         number = segment * 0
         while segment < segments:
             for extent in range(first_extent, last_extent):
@@ -145,13 +129,28 @@ if GLUON:
                     extents, extent, last_extent, segment, share, high, layer, kv_head, line_stride, HEADS
                 )
                 for at in range(start, stop, BLOCK_K):
-                    valid = stop - at
-                    whole = valid >= BLOCK_K
+                    stage = number % STAGES
+                    turn = ((number // STAGES) & 1) ^ 1
                     key = line + at
-                    _bring(lines, kv, k_ring, k_full, k_free, number, key, whole, valid, BLOCK_K, STAGES, SIZE)
-                    _bring(
-                        lines, kv, v_ring, v_full, v_free, number, key + to_values, whole, valid, BLOCK_K, STAGES, SIZE
-                    )
+                    mbarrier.wait(k_free.index(stage), turn)
+                    if stop - at >= BLOCK_K:
+                        mbarrier.expect(k_full.index(stage), BLOCK_K * SIZE * 2)
+                        tma.async_copy_global_to_shared(lines, [key, 0], k_full.index(stage), k_ring.index(stage))
+                        mbarrier.wait(v_free.index(stage), turn)
+                        mbarrier.expect(v_full.index(stage), BLOCK_K * SIZE * 2)
+                        tma.async_copy_global_to_shared(
+                            lines, [key + to_values, 0], v_full.index(stage), v_ring.index(stage)
+                        )
+                    else:
+                        _copy_lines(kv, k_ring.index(stage), key, stop - at, BLOCK_K, SIZE)
+                        mbarrier.wait(v_free.index(stage), turn)
+                        _copy_lines(kv, v_ring.index(stage), key + to_values, stop - at, BLOCK_K, SIZE)
+                        async_copy.commit_group()
+                        async_copy.wait_group(0)
+                        fence_async_shared()
+                        gl.thread_barrier()
+                        mbarrier.arrive(k_full.index(stage), count=1)
+                        mbarrier.arrive(v_full.index(stage), count=1)
                     number += 1
             segment += 1
 
