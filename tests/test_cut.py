@@ -17,13 +17,14 @@ from test_decoding import CONFIGS, MASK
 from torch import Tensor
 
 import mosaic
+from mosaic import Implementation, Operator, Spec
 from mosaic.decoding import Algorithm, Canvas, GenerationConfig, LiveRequest, Traits
 from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.algorithms import canvas_length
 from mosaic.decoding.canvas import Sampling
 from mosaic.errors import BucketOverflow, DoesNotFit, GraphError, UnknownName, UsageError
 from mosaic.models import load
-from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD
+from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD, KeptRows
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 from mosaic.planner.check import weight_map
@@ -121,7 +122,7 @@ class Sequence:
         token, score = logits.argmax(1), logits.softmax(-1).max(-1).values
         assert torch.equal(result.token[mine], token[mine])
         torch.testing.assert_close(result.score[mine], score[mine], rtol=self.rtol, atol=1e-6)
-        assert bool((result.score[~mine] == float("-inf")).all())
+        assert bool((result.score[~mine] == float("-inf")).all()) and torch.equal(result.values["kept"], mine)
         assert torch.equal(result.token[~mine], request.current[~mine])
         few = replace(request, phase=UNCUT, rows=request.rows[mine], current=request.current[mine])
         committed = torch.zeros(len(mine), dtype=torch.bool)
@@ -226,6 +227,59 @@ def test_a_cut_may_compute_an_input_of_another_part(model: CompiledModel) -> Non
         request = one.limited(request, 3)
         one.expect(request, model.step([request])[0])
     one.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked(Dropping):
+    """Keeps the rows to decide, and the first of each window."""
+
+    def select(self, step: Any, into: KeptRows) -> None:
+        inputs = step.inputs["rows"], step.inputs["cu_rows"], step.positions, step.cu_seqlens
+        step.g.add_op(SELECT_ASKED, *inputs, out=tuple(into))
+
+    def inputs(self, arch: Any) -> list[Any]:
+        return []
+
+
+def select_asked(
+    *, asked: Tensor, cu_rows: Tensor, positions: Tensor, cu_seqlens: Tensor, rows: Tensor, bounds: Tensor, total: Tensor,
+    scratch: Tensor | None = None,
+) -> None:  # fmt: skip
+    found, ends = list[int](), [0]
+    for sequence, first in enumerate(cu_seqlens.tolist()[:-1]):
+        start, end = cu_rows.tolist()[sequence : sequence + 2]
+        found += sorted({first, *asked[start:end].tolist()})
+        ends.append(len(found))
+    rows.zero_()[: len(found)] = torch.tensor(found)
+    bounds.copy_(torch.tensor(ends))
+    total.fill_(len(found))
+
+
+SELECT_ASKED: Final = Operator(
+    name="select_asked", reads=("asked", "cu_rows", "positions", "cu_seqlens"), writes=("rows", "bounds", "total"),
+    whole=frozenset({"asked", "cu_rows", "positions", "cu_seqlens"}),
+    infer=lambda asked, cu_rows, positions, cu_seqlens: (
+        Spec(positions.shape, "int64"), cu_seqlens, Spec((1,), "int64"),
+    ),
+    implementations=(Implementation(backend="cpu", kernel=select_asked),),
+)  # fmt: skip
+
+
+def test_a_cut_may_go_by_the_rows_to_decide(model: CompiledModel) -> None:
+    """All of them are decided, however few are kept beside them; both graphs read them."""
+    rng = random.Random(8)
+    phase = replace(CUT, cut=Asked())
+    live = opened(model, rng, 3)
+    for _ in range(6):
+        asked = [one.window(rng, phase) for one in rng.sample(live, rng.randint(1, 3))]
+        found = model.step(asked)
+        kept = sum(len({0, *request.rows.tolist()}) for request in asked)
+        assert kept <= found[0].plan.dims["kept"]
+        for request, result in zip(asked, found, strict=True):
+            assert bool(result.values["kept"].all())
+            assert int(result.committed.sum()) == min(request.quota, int((request.current == MASK).sum()))
+    for one in live:
+        one.close()
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import BucketOverflow
-from mosaic.models.parts.cut import COUNT, PLACE
+from mosaic.models.parts.cut import COUNT, KEPT, PLACE
 from mosaic.models.parts.part import ResultPer
 from mosaic.models.parts.windows import OPEN
 from mosaic.runtime.steps import StepRequest, StepResult
@@ -108,7 +108,7 @@ class Launched:
                 outputs = self._outputs()
                 if PLACE in outputs:
                     outputs = _placed(outputs, self.requests)
-                own = {name: per for name, per in self._declared.items() if per != "step" and name in outputs}
+                own = {KEPT if name == PLACE else name: per for name, per in self._declared.items() if per != "step"}
                 self._results = self._cut(outputs, own)
                 self._arriving = None
 
@@ -134,7 +134,7 @@ def _placed(outputs: Mapping[str, Tensor], requests: Sequence[StepRequest]) -> d
     phase, rows = requests[0].phase, sum(request.rows.numel() for request in requests)
     place = outputs[PLACE][:rows]
     kept = place >= 0
-    found = {name: value for name, value in outputs.items() if name != PLACE}
+    found = {name: value for name, value in outputs.items() if name != PLACE} | {KEPT: kept}
     for name, per in phase.results.items():
         if per != "row" or name == PLACE:
             continue

@@ -202,8 +202,8 @@ class ModelEngine(Engine):
         found = self._ran(executor, prefix.taken(executor.inputs))
         buckets = [graph.size.kept for graph in suffixes]
         if cut.guesses:
-            expected = self._counts.expected(size.phase, size.tokens) or size.tokens
-            at = next((at for at, kept in enumerate(buckets) if kept >= expected), -1)
+            expected = self._counts.expected(size.phase, size.tokens)
+            at = next((at for at, kept in enumerate(buckets) if expected is not None and kept >= expected), -1)
             return self._run_suffix(suffixes[at], config)._replace(
                 again=partial(self._again, step, config, buckets[at])
             )

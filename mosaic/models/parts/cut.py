@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from mosaic.models.transformer import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["COUNT", "DECIDED_DIM", "KEPT_DIM", "PLACE", "Cut", "KeptRows"]
+__all__ = ["COUNT", "DECIDED_DIM", "KEPT", "KEPT_DIM", "PLACE", "Cut", "KeptRows"]
 
 COUNT: Final = "count"
 """The output of both graphs that says how many rows are kept; the second's arrives with its results."""
 PLACE: Final = "place"
 """The second graph's output that says which of its results a row to decide has; -1: the row is not kept."""
+KEPT: Final = "kept"
+"""What comes of it in `StepResult.values`: bool [M], whether a row to decide is kept."""
 
 
 KEPT_DIM: Final = "kept"
@@ -60,7 +62,10 @@ class Cut(Part):
     @property
     def guesses(self) -> bool:
         """Whether the second graph is launched at the size that steps before have needed, and the count is read with its results:
-        where there are more rows, it runs again. Otherwise the host waits for the count between the graphs."""
+        where there are more rows, it runs again. Otherwise the host waits for the count between the graphs.
+
+        So the second graph changes nothing that outlives it where it has no room: all of `cu_seqlens` and `cu_rows` is 0 then, and
+        ops that write to a state go by these. Those of the first graph run once."""
         return True
 
     def buckets(self, tokens: int) -> Sequence[int]:
