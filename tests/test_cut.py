@@ -12,6 +12,7 @@ import pytest
 import torch
 from compiled_runner import CompiledRunner
 from dropping import ALL, CUT, UNCUT, Dropping, DroppingNetwork, limits, selections
+from reference_runner import KV as KeysAndValues
 from reference_runner import PlainSequence, random_tensors, rule
 from test_decoding import CONFIGS, MASK
 from torch import Tensor
@@ -105,11 +106,14 @@ class Sequence:
             current=tokens[rows], quota=rng.randint(0, 4), values={"limit": ALL},
         )  # fmt: skip
 
+    def copies(self) -> KeysAndValues:
+        """Keys and values of all layers, to be changed."""
+        return [(keys.clone(), values.clone()) for keys, values in self.plain.kv]
+
     def limited(self, request: StepRequest, count: int) -> StepRequest:
         """The same request, of which `count` rows are kept."""
-        copy = [(keys.clone(), values.clone()) for keys, values in self.plain.kv]
         self.network.limit = ALL
-        self.network.hidden(request.token_ids, request.start, copy, request.key_len)
+        self.network.hidden(request.token_ids, request.start, self.copies(), request.key_len)
         return replace(request, values={"limit": limits(self.network.weights, count)})
 
     def expect(self, request: StepRequest, result: StepResult) -> list[int]:
@@ -280,6 +284,53 @@ def test_a_cut_may_go_by_the_rows_to_decide(model: CompiledModel) -> None:
             assert int(result.committed.sum()) == min(request.quota, int((request.current == MASK).sum()))
     for one in live:
         one.close()
+
+
+def select_none(
+    *, positions: Tensor, cu_seqlens: Tensor, rows: Tensor, bounds: Tensor, total: Tensor, scratch: Tensor | None = None
+) -> None:
+    for out in (rows, bounds, total):
+        out.zero_()
+
+
+SELECT_NONE: Final = Operator(
+    name="select_none", reads=("positions", "cu_seqlens"), writes=("rows", "bounds", "total"),
+    whole=frozenset({"positions", "cu_seqlens"}),
+    infer=lambda positions, cu_seqlens: (Spec(positions.shape, "int64"), cu_seqlens, Spec((1,), "int64")),
+    implementations=(Implementation(backend="cpu", kernel=select_none),),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing(Dropping):
+    """Keeps no row at all."""
+
+    def inputs(self, arch: Any) -> list[Any]:
+        return []
+
+    def select(self, step: Any, into: KeptRows) -> None:
+        step.g.add_op(SELECT_NONE, step.positions, step.cu_seqlens, out=tuple(into))
+
+
+@pytest.mark.parametrize("guess", [True, False])
+def test_a_step_that_keeps_no_row_decides_nothing(model: CompiledModel, guess: bool) -> None:
+    """It runs for the fewest rows, and keys of later layers stay what they are."""
+    rng = random.Random(9)
+    cut = Nothing(guess=guess)
+    one = Sequence.filled(model, 64, rng)
+    for turn in range(3):
+        request = one.window(rng, replace(CUT, cut=cut))
+        (result,) = model.step([request])
+        assert not result.committed.any() and not result.values["kept"].any()
+        assert torch.equal(result.chosen, request.current)
+        if turn or not guess:
+            assert result.plan.dims["kept"] == cut.buckets(len(request.token_ids))[0]
+        one.network.hidden(request.token_ids, request.start, copies := one.copies(), request.key_len)
+        for layer in range(2):  # up to the one that is cut, all rows have new keys
+            one.plain.kv[layer] = copies[layer]
+    request = one.limited(one.window(rng, CUT), 4)
+    one.expect(request, model.step([request])[0])
+    one.close()
 
 
 @pytest.mark.parametrize(("make", "message"), [
