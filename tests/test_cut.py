@@ -15,6 +15,7 @@ from dropping import ALL, CUT, UNCUT, Dropping, DroppingNetwork, limits, selecti
 from reference_runner import KV as KeysAndValues
 from reference_runner import PlainSequence, random_tensors, rule
 from test_decoding import CONFIGS, MASK
+from test_parity_block import LLADA2
 from torch import Tensor
 
 import mosaic
@@ -25,7 +26,7 @@ from mosaic.decoding.algorithms import canvas_length
 from mosaic.decoding.canvas import Sampling
 from mosaic.errors import BucketOverflow, DoesNotFit, GraphError, UnknownName, UsageError
 from mosaic.models import load
-from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD, KeptRows
+from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Commit, KeptRows
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 from mosaic.planner.check import weight_map
@@ -611,3 +612,47 @@ def test_a_models_steps_run_as_a_program_of_ones_own_would(model: CompiledModel)
         torch.testing.assert_close(found["score"], expected.score)
         assert torch.equal(found["token"], expected.token) and torch.equal(found["chosen"], expected.chosen)
     one.close()
+
+
+# --- other models, heads and rules --------------------------------------------------------------------------------------
+
+HEADS: Final = (
+    (STATISTICS, Commit(score="confidence", rule="top")),
+    (SAMPLE, Commit(score="random", rule="edit")),
+    (NUCLEUS, Commit(score="margin", rule="top", perturb=True)),
+)
+
+
+FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "llada": {**CONFIGS["llada"], "n_layers": 3},
+    "fast-dllm-v2": {**CONFIGS["fast-dllm-v2"], "num_hidden_layers": 3},
+    "llada2": LLADA2,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_models_heads_and_rules_may_be_cut(family: str) -> None:
+    """Both directions, shifted with biases, experts: where every row is kept, to the bit what the uncut phase gives."""
+    rng = random.Random(family)
+    with mosaic.compile(FAMILIES[family], debug="poison", host_budget=0) as model:
+        block, mask = model.architecture.block or 8, model.mask_token_id
+        tokens = torch.tensor([rng.randrange(8, 60) for _ in range(2 * block)])
+        owned = [filled(model, tokens) for _ in range(2)]
+        for head, commit in HEADS:
+            window = tokens[block:].masked_fill(torch.arange(block) % 3 > 0, mask)
+            rows = torch.tensor(sorted(rng.sample(range(block), block - 2)))
+            asked = StepRequest(
+                phase=replace(CUT, head=head, commit=commit), token_ids=window, start=block, key_len=2 * block, rows=rows,
+                current=window[rows], quota=3, keys=77 * rows, edit_threshold=0.1,
+                temperature=0.7 if head.samples else 0.0, top_p=0.9 if head is NUCLEUS else 1.0,
+                score_temperature=0.5 if commit.perturb else 0.0,
+            )  # fmt: skip
+            mine, other = (
+                model.step([replace(asked, phase=replace(asked.phase, cut=cut), sequence=sequence)])[0]
+                for cut, sequence in zip((asked.phase.cut, None), owned, strict=True)
+            )
+            for name in ("token", "score", "committed", "chosen"):
+                assert torch.equal(getattr(mine, name), getattr(other, name)), (head, name)
+            assert bool(mine.values["kept"].all())
+        for sequence in owned:
+            sequence.close()
