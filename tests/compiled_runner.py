@@ -18,6 +18,7 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan
+from mosaic.runtime.launched import Launched
 from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 
 __all__ = ["CompiledRunner"]
@@ -63,6 +64,10 @@ class CompiledRunner:
             self._config = {**self._config, "mask_token_id": changed.mask_token_id}
             self._compile()
         self._architecture = changed
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        """Begin a step."""
+        return self.model.launch(requests)
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         results = self.model.step(requests)

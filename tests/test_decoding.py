@@ -471,10 +471,11 @@ PROMPTS = [3, 8, 13, 24]
 def test_sdar(
     make: Make, length: int, remasking: str, steps: int, temperature: float, top_p: float, top_k: int
 ) -> None:
+    """One step at a time; `test_ahead` compares with steps that are launched ahead."""
     case, prompt = make("sdar"), prompt_of(length)
     settings_ = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": 4}
     expected = sdar(case.network, prompt, 19, steps, remasking, Draw(**settings_), 0.4)
-    options = {} if remasking == "sequential" else {"threshold": 0.4}
+    options: dict[str, Any] = {"ahead": False} | ({} if remasking == "sequential" else {"threshold": 0.4})
     assert_same(case, prompt, expected, gen_length=19, remasking=remasking, steps=steps, **options, **settings_)
 
 

@@ -59,7 +59,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "fast-dllm dual on dream": ("dream", {**_FAST, "threshold": 0.3, "cache": "dual"}),
     "sdar": ("sdar", {"gen_length": 40, "threshold": 0.3}),
     "sdar sampled": ("sdar", {"gen_length": 40, "temperature": 0.7, "top_k": 20, "threshold": 0.3}),
-    "sdar static": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4}),
+    "sdar static": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4, "ahead": False}),
     "sdar ahead": ("sdar", {"gen_length": 40, "threshold": 0.3, "ahead": True}),
     "sdar static ahead": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4, "ahead": True}),
     "llada2 ahead": ("llada2", {"gen_length": 64, "threshold": 0.3, "temperature": 0.7, "ahead": True}),

@@ -216,7 +216,9 @@ def test_other_families_attend_so(family: str) -> None:
 def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(model: CompiledModel) -> None:
     """One in its block's first step beside others in theirs: a step that selects serves both."""
     source, mixed = random.Random(1), 0
-    options = GenerationConfig(gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS["mage"])
+    options = GenerationConfig(
+        gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS["mage"], ahead=False
+    )
     prompts = [torch.tensor([source.randrange(60) for _ in range(source.randint(3, 40))]) for _ in range(5)]
     telling, kept = Telling(model), []
     with Session(telling) as session:

@@ -76,7 +76,8 @@ class GenerationConfig:
         End at the first end-of-sequence token.
     ahead
         Launch a step before the outcome of the last one is read: its tokens are on the device (sdar, llada2). The answer is
-        the same; a step may be launched in vain.
+        the same; a step may be launched in vain. None: where the schedule alone says what each step decides, so that none is
+        (sdar with remasking "low_confidence_static").
 
     Raises
     ------
@@ -111,7 +112,7 @@ class GenerationConfig:
     max_post_steps: int = 16
     attention: str | SparseAttention | None = None
     stop_at_eos: bool = True
-    ahead: bool = False
+    ahead: bool | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -251,6 +252,9 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     found = replace(config, **{option: values[option] for option in values if option in traits.options | _COMMON})
     if shipped:  # an algorithm of a user's own checks what it makes of options, in `shapes`
         (_check_blocks if traits.blockwise else _check_canvas)(found, architecture)
+    if "ahead" in traits.options and found.ahead is None:
+        every = isinstance(found.attention, SparseAttention) and found.attention.selects == "every"
+        found = replace(found, ahead=found.remasking == "low_confidence_static" and not every)
     if chosen == "llada2" and found.steps is not None:
         found = replace(found, steps=max(min(found.steps, found.gen_length // found.minimal_topk), 1))
     return found
