@@ -82,7 +82,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         biases = {f"{name}_bias": empty(columns, dtype=dtype) for name, columns in sizes.items() if tokens == 2}
         normed = {"x": empty(tokens, inner, dtype=dtype), "norm": empty(inner, dtype=dtype), "eps": 1e-6}
         yield "norm_qkv", {**normed, **weights, **biases, **outputs, "arrivals": arrivals}
-        halves = dict.fromkeys(("gate", "up"), empty(18944 if tokens == 32 else feed, inner, dtype=dtype))
+        halves = dict.fromkeys(("gate", "up"), empty(18944 if tokens != 2 else feed, inner, dtype=dtype))
         active = empty(tokens, halves["up"].shape[0], dtype=dtype)
         yield "norm_gate_up", {**normed, **halves, "y": active}
         down = {"x": active, "weight": empty(inner, active.shape[1], dtype=dtype), "y": normed["x"]}
@@ -199,7 +199,7 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
     found: list[tuple[str, Any, dict[str, Any]]] = []
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
         found.append((operator, self, dict(self.signature.bind(*args, **kwargs).arguments) | {"": options}))
 
     JITFunction.run = record

@@ -7,12 +7,13 @@ enough of them, so none is split. Legend: T rows, D hidden, F feed-forward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.shared.few_rows import normed, padded_rows, rows_tile
-from mosaic.kernels.cuda.shared.launching import Tile, tl, triton
+from mosaic.kernels.cuda.shared.few_rows import normed, padded_rows, tile_at
+from mosaic.kernels.cuda.shared.launching import Tile, since, tl, triton
 from mosaic.kernels.norm_gate_up import check, reference
 from mosaic.registrar.few_rows import COLUMNS, FEW_ROWS, tile_count
 
@@ -20,11 +21,14 @@ __all__ = ["launch", "reference"]
 
 # Most rows, columns, inner width, warps, stages. On an H200, bfloat16, 32 rows of SDAR-8B's twice
 # 12,288 columns of 4,096 took 53.5 us; cuBLAS's two products, norm and activation take 62.4, and reading takes 46.8. More tiles
-# than two on each processor need a third to fit beside them: Qwen2.5-7B's 296 took 71.6 us in three stages and 90.9 in four.
+# than two on each processor need a third to fit beside them, in shared memory and in registers: Qwen2.5-7B's 296 took 71.6 us in
+# three stages and 90.9 in four.
 FLOATS: Final = Tile(FEW_ROWS, COLUMNS, 32, 8, 2)
 FEW: Final = Tile(FEW_ROWS, COLUMNS, 64, 4, 4)
 MANY: Final = FEW._replace(stages=3)
 FEW_TILES: Final = 264
+THIRD: Final[Mapping[int, int | None]] = {80: None, 90: 168, 120: None}
+"""By architecture, registers of a thread of which three programs have room; before Hopper 64 rows would spill."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -46,18 +50,21 @@ def norm_gate_up_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    there = tl.minimum(column, columns - 1).to(tl.int64)
+    first = tl.program_id(0) * COLUMNS
+    gate += first.to(tl.int64) * gate_stride
+    up += first.to(tl.int64) * up_stride
+    place = tl.arange(0, COLUMNS)
+    column = first + place
     row = tl.arange(0, ROWS)
-    x_place = tl.minimum(row, rows - 1).to(tl.int64) * x_stride
+    x_place = row * x_stride
     gates = tl.zeros([COLUMNS, ROWS], tl.float32)
     ups = tl.zeros([COLUMNS, ROWS], tl.float32)
     squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for start in range(0, INNER, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        x_tile = rows_tile(x, x_place, inner, INNER, BLOCK_K)
-        gate_tile = rows_tile(gate, there * gate_stride, inner, INNER, BLOCK_K)
-        up_tile = rows_tile(up, there * up_stride, inner, INNER, BLOCK_K)
+        x_tile = tile_at(x, x_place, row < rows, inner, INNER, BLOCK_K)
+        gate_tile = tile_at(gate, place * gate_stride, column < columns, inner, INNER, BLOCK_K)
+        up_tile = tile_at(up, place * up_stride, column < columns, inner, INNER, BLOCK_K)
         h_tile, squares = normed(x_tile, norm, inner, squares, INNER)
         h_tile = tl.trans(h_tile)
         gates = tl.dot(gate_tile, h_tile, gates, input_precision="ieee")
@@ -98,4 +105,5 @@ def launch(
             BLOCK_K=shape.inner,
             num_warps=shape.warps,
             num_stages=shape.stages,
+            maxnreg=since(THIRD, x) if shape is MANY else None,
         )

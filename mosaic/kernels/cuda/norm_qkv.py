@@ -17,8 +17,8 @@ from mosaic.kernels.cuda.shared.few_rows import (
     normed,
     padded_rows,
     partials_of,
-    rows_tile,
     split_of,
+    tile_at,
 )
 from mosaic.kernels.cuda.shared.launching import Tile, tl, triton
 from mosaic.kernels.norm_qkv import check, reference
@@ -81,16 +81,16 @@ def norm_qkv_kernel(
         weight, bias, y, weight_stride, y_stride, columns = k_weight, k_bias, k, k_weight_stride, k_stride, k_columns
         at = tile - q_tiles
     column = at * COLUMNS + tl.arange(0, COLUMNS)
-    there = tl.minimum(column, columns - 1)
+    weight += (at * COLUMNS).to(tl.int64) * weight_stride
     row = tl.arange(0, ROWS)
-    x_place = tl.minimum(row, rows - 1).to(tl.int64) * x_stride
-    weight_place = there.to(tl.int64) * weight_stride
+    x_place = row * x_stride
+    weight_place = tl.arange(0, COLUMNS) * weight_stride
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for start in range(split * SHARE, tl.minimum((split + 1) * SHARE, INNER), BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        x_tile = rows_tile(x, x_place, inner, INNER, BLOCK_K)
-        weight_tile = rows_tile(weight, weight_place, inner, INNER, BLOCK_K)
+        x_tile = tile_at(x, x_place, row < rows, inner, INNER, BLOCK_K)
+        weight_tile = tile_at(weight, weight_place, column < columns, inner, INNER, BLOCK_K)
         h_tile, squares = normed(x_tile, norm, inner, squares, INNER)
         sums = tl.dot(weight_tile, tl.trans(h_tile), sums, input_precision="ieee")
     total = tl.sum(squares, 1)
@@ -102,7 +102,7 @@ def norm_qkv_kernel(
     if last:
         result = sums * (1.0 / tl.sqrt(total / INNER + eps))[None, :]
         if BIAS:
-            result += tl.load(bias + there).to(tl.float32)[:, None]
+            result += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[:, None]
         mask = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(y + row.to(tl.int64)[None, :] * y_stride + column[:, None], result.to(y.dtype.element_ty), mask=mask)
 
