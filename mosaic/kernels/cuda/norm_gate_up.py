@@ -12,7 +12,7 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.shared.few_rows import normed, padded_rows, tile_at
+from mosaic.kernels.cuda.shared.few_rows import normed, padded_rows, rows_tile, weight_tile
 from mosaic.kernels.cuda.shared.launching import Tile, since, tl, triton
 from mosaic.kernels.norm_gate_up import check, reference
 from mosaic.registrar.few_rows import COLUMNS, FEW_ROWS, tile_count
@@ -53,8 +53,8 @@ def norm_gate_up_kernel(
     first = tl.program_id(0) * COLUMNS
     gate += first.to(tl.int64) * gate_stride
     up += first.to(tl.int64) * up_stride
-    place = tl.arange(0, COLUMNS)
-    column = first + place
+    column = first + tl.arange(0, COLUMNS)
+    place = tl.minimum(column, columns - 1) - first
     row = tl.arange(0, ROWS)
     x_place = row * x_stride
     gates = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -62,9 +62,9 @@ def norm_gate_up_kernel(
     squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for start in range(0, INNER, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        x_tile = tile_at(x, x_place, row < rows, inner, INNER, BLOCK_K)
-        gate_tile = tile_at(gate, place * gate_stride, column < columns, inner, INNER, BLOCK_K)
-        up_tile = tile_at(up, place * up_stride, column < columns, inner, INNER, BLOCK_K)
+        x_tile = rows_tile(x, x_place, row < rows, inner, INNER, BLOCK_K)
+        gate_tile = weight_tile(gate, place * gate_stride, inner, INNER, BLOCK_K)
+        up_tile = weight_tile(up, place * up_stride, inner, INNER, BLOCK_K)
         h_tile, squares = normed(x_tile, norm, inner, squares, INNER)
         h_tile = tl.trans(h_tile)
         gates = tl.dot(gate_tile, h_tile, gates, input_precision="ieee")

@@ -17,8 +17,9 @@ from mosaic.kernels.cuda.shared.few_rows import (
     normed,
     padded_rows,
     partials_of,
+    rows_tile,
     split_of,
-    tile_at,
+    weight_tile,
 )
 from mosaic.kernels.cuda.shared.launching import Tile, tl, triton
 from mosaic.kernels.norm_qkv import check, reference
@@ -84,15 +85,15 @@ def norm_qkv_kernel(
     weight += (at * COLUMNS).to(tl.int64) * weight_stride
     row = tl.arange(0, ROWS)
     x_place = row * x_stride
-    weight_place = tl.arange(0, COLUMNS) * weight_stride
+    weight_place = (tl.minimum(column, columns - 1) - at * COLUMNS) * weight_stride
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for start in range(split * SHARE, tl.minimum((split + 1) * SHARE, INNER), BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        x_tile = tile_at(x, x_place, row < rows, inner, INNER, BLOCK_K)
-        weight_tile = tile_at(weight, weight_place, column < columns, inner, INNER, BLOCK_K)
+        x_tile = rows_tile(x, x_place, row < rows, inner, INNER, BLOCK_K)
+        w_tile = weight_tile(weight, weight_place, inner, INNER, BLOCK_K)
         h_tile, squares = normed(x_tile, norm, inner, squares, INNER)
-        sums = tl.dot(weight_tile, tl.trans(h_tile), sums, input_precision="ieee")
+        sums = tl.dot(w_tile, tl.trans(h_tile), sums, input_precision="ieee")
     total = tl.sum(squares, 1)
     last = True
     if SPLITS > 1:

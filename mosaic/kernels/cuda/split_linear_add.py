@@ -11,7 +11,7 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.shared.few_rows import joined, padded_rows, partials_of, split_of, tile_at
+from mosaic.kernels.cuda.shared.few_rows import joined, padded_rows, partials_of, rows_tile, split_of, weight_tile
 from mosaic.kernels.cuda.shared.launching import Tile, since, tile_for, tl, triton
 from mosaic.kernels.split_linear_add import check, reference
 from mosaic.registrar.few_rows import COLUMNS, FEW_ROWS, split_count, tile_count
@@ -52,13 +52,13 @@ def split_linear_add_kernel(
     weight += (tile * COLUMNS).to(tl.int64) * weight_stride
     row = tl.arange(0, ROWS)
     x_place = row * x_stride
-    weight_place = tl.arange(0, COLUMNS) * weight_stride
+    weight_place = (tl.minimum(column, columns - 1) - tile * COLUMNS) * weight_stride
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in range(split * SHARE, tl.minimum((split + 1) * SHARE, INNER), BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        x_tile = tile_at(x, x_place, row < rows, inner, INNER, BLOCK_K)
-        weight_tile = tile_at(weight, weight_place, column < columns, inner, INNER, BLOCK_K)
-        sums = tl.dot(weight_tile, tl.trans(x_tile), sums, input_precision="ieee")
+        x_tile = rows_tile(x, x_place, row < rows, inner, INNER, BLOCK_K)
+        w_tile = weight_tile(weight, weight_place, inner, INNER, BLOCK_K)
+        sums = tl.dot(w_tile, tl.trans(x_tile), sums, input_precision="ieee")
     last = True
     if SPLITS > 1:
         sums, _, last = joined(
