@@ -1,6 +1,6 @@
-"""One block of block diffusion over kept keys: exact and sparse steps by prefix, and generation with steps launched ahead.
+"""Block diffusion over kept keys: exact and sparse steps of one block by prefix, prefills, and generation launched ahead.
 
-    python -m benchmarks.block sdar-8b --device h200 --prefix 256,32k,128k
+    python -m benchmarks.block sdar-8b --device h200 --prefix 256,32k,128k --prefill 32k,128k
 
 writes `block-<model>-<device>.json`. Weights are random, and so are the keys in the state. A step is timed with the host
 included, and on a card also by events around it alone.
@@ -20,6 +20,7 @@ import mosaic
 from benchmarks.cases import cut, options, tag_of, token_counts
 from benchmarks.paired_worker import Brackets
 from benchmarks.record import environment, table, write
+from mosaic.decoding.canvas import COMMIT
 from mosaic.models import Model, load
 from mosaic.models.parts import KEPT, KV, Commit
 from mosaic.models.parts.selected import Selected, index_sets
@@ -28,7 +29,7 @@ from mosaic.models.sparse import SparseAttention
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.steps import StepRequest
 
-__all__ = ["HEADER", "generation_of", "main", "rows_of", "stages_of", "steps_of", "with_block"]
+__all__ = ["HEADER", "generation_of", "main", "prefill_of", "rows_of", "stages_of", "steps_of", "with_block"]
 
 HEADER = ("", "a step, ms", "on the card, ms")
 REPEATS, WARM = 20, 3
@@ -83,17 +84,35 @@ def _fill(model: CompiledModel) -> None:
     model.workspace.view("state/kv", 0, (elements,), dtype).normal_()
 
 
-def _timed(model: CompiledModel, request: StepRequest, brackets: Brackets | None) -> dict[str, list[float]]:
+def _timed(
+    model: CompiledModel, request: StepRequest, brackets: Brackets | None, *, warm: int = WARM, repeats: int = REPEATS
+) -> dict[str, list[float]]:
     seconds = []
     if brackets is not None:
         brackets.times()
-    for repeat in range(WARM + REPEATS):
+    for repeat in range(warm + repeats):
         began = time.perf_counter()
         model.step([request])
-        if repeat >= WARM:
+        if brackets is not None:
+            torch.cuda.synchronize()
+        if repeat >= warm:
             seconds.append(1e3 * (time.perf_counter() - began))
-    inside = [] if brackets is None else brackets.times()[0][-REPEATS:]
+    inside = [] if brackets is None else brackets.times()[0][-repeats:]
     return {"step_ms": seconds, "card_ms": inside}
+
+
+def prefill_of(model: CompiledModel, tokens: int, brackets: Brackets | None) -> dict[str, list[float]]:
+    """Milliseconds of the step that writes the keys of a prompt."""
+    kept, none = model.open_rows(KV), torch.empty(0, dtype=torch.int64)
+    kept.reserve(tokens)
+    ids = torch.arange(tokens) % model.architecture.mask_token_id
+    asked = StepRequest(
+        phase=COMMIT, token_ids=ids, start=0, sequence=kept, key_len=tokens, rows=none, current=none, quota=0
+    )
+    try:
+        return _timed(model, asked, brackets, warm=1, repeats=2)
+    finally:
+        kept.close()
 
 
 def generation_of(model: CompiledModel, prefix: int) -> dict[str, Any]:
@@ -117,6 +136,8 @@ def rows_of(result: dict[str, Any]) -> Iterator[list[str]]:
     for prefix, steps in result["steps"].items():
         for name, times in steps.items():
             yield [f"{int(prefix):,} keys, {name}", middle(times["step_ms"]), middle(times["card_ms"])]
+    for tokens, times in result.get("prefill", {}).items():
+        yield [f"prefill of {int(tokens):,} tokens", middle(times["step_ms"]), middle(times["card_ms"])]
     for name, milliseconds in result["generation"].items():
         yield [f"generation, {name}", f"{milliseconds:.3f}", ""]
 
@@ -134,6 +155,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--prefix", type=token_counts, default=token_counts("256,32k,128k"), help="keys before the block"
     )
+    parser.add_argument("--prefill", type=token_counts, default=(), help="tokens of prompts")
     parser.add_argument("--block", type=int, default=32, help="tokens of a block")
     parser.add_argument("--k", type=int, default=1024, help="keys that are selected")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
@@ -145,6 +167,7 @@ def main(arguments: Sequence[str]) -> None:
         result["card"] = torch.cuda.get_device_name() if on_card else "cpu"
         with mosaic.compile(with_block(name, asked.block, asked.layers), device=asked.device, seed=3) as model:
             result["generation"] = generation_of(model, 256)
+            result["prefill"] = {str(tokens): prefill_of(model, tokens, brackets) for tokens in asked.prefill}
             result["steps"] = {str(prefix): steps_of(model, prefix, attention, brackets) for prefix in asked.prefix}
         write(f"block-{name}-{asked.device}{tag_of(asked)}", result)
         print(table(HEADER, list(rows_of(result))))

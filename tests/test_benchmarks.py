@@ -311,11 +311,13 @@ def test_steps_of_a_block_are_timed_exact_and_sparse() -> None:
         attention = SparseAttention(k=4, exact_layers=1)
         steps = {"40": block.steps_of(model, 40, attention, None)}
         generation = block.generation_of(model, 16)
+        prefill = {"40": block.prefill_of(model, 40, None)}
         assert model.state_rows == {}
     assert steps["40"].keys() == {"exact", "first", "later"} and generation.keys() == {"waiting", "ahead"}
-    rows = [*block.rows_of({"steps": steps, "generation": generation})]
+    rows = [*block.rows_of({"steps": steps, "generation": generation, "prefill": prefill})]
     assert [row[0] for row in rows] == [
-        "40 keys, exact", "40 keys, first", "40 keys, later", "generation, waiting", "generation, ahead",
+        "40 keys, exact", "40 keys, first", "40 keys, later", "prefill of 40 tokens", "generation, waiting",
+        "generation, ahead",
     ]  # fmt: skip
     assert all(len(row) == len(block.HEADER) and float(row[1]) > 0 for row in rows)
 
