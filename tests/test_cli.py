@@ -71,20 +71,62 @@ def test_plan_sets_sparse_steps_of_a_block_beside_the_exact_one(mosaic: Any) -> 
     assert later["predicted_step_ms"] == found["predicted_step_ms"] and later["total_bytes"] == found["total_bytes"]
 
 
+FACES: dict[str, tuple[str, ...]] = {
+    "plan": ("plan", "--device", "h200", "--ctx", "4k"),
+    "generate": ("generate", "--prompt", "hello", "--gen-length", "4"),
+    "quality": ("bench", "quality", "--tasks", "addition", "--per-task", "1"),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--k", "5"), "--k and --page go with --attention"),
-        (("--page", "0"), "--k and --page go with --attention"),
+        (("--k", "5"), "--k, --page and --exact-layers go with --attention"),
+        (("--page", "0"), "--k, --page and --exact-layers go with --attention"),
+        (("--exact-layers", "0"), "--k, --page and --exact-layers go with --attention"),
         (("--attention", "mage", "--k", "0"), "k is 0; it must be an integer of at least 1"),
+        (("--attention", "mage", "--k", "-3"), "k is -3; it must be an integer of at least 1"),
+        (("--attention", "mage", "--page", "0"), "page is 0; it must be an integer of at least 1"),
         (("--attention", "mage", "--k", "24", "--page", "16"), "k 24 is not whole pages of 16 keys; use k 16"),
-        (("--attention", "mages"), "unknown attention 'mages'"),
-        (("--attention", "mage", "--masked", "3"), "leave --seq-lens, --masked and --mask-ratio out"),
+        (("--attention", "mages"), "unknown attention 'mages'. Did you mean 'mage'?"),
+        (("--attention", "mage", "--exact-layers", "-1"), "exact_layers is -1; it must be an integer of at least 0"),
+        (("--attention", "mage", "--exact-layers", "99"), "99 exact layers of the model's"),
+        (("--attention", "mage", "--model", "small"), "this model attends in both directions, so its keys change"),
     ],
 )
-def test_sparse_attention_that_cannot_be_planned_is_refused(more: tuple[str, ...], message: str, mosaic: Any) -> None:
-    refused = mosaic("plan", "--model", "sdar-8b", "--ctx", "4k", *more)
+def test_sparse_attention_that_cannot_be_is_refused_alike(
+    face: str, more: tuple[str, ...], message: str, mosaic: Any
+) -> None:
+    refused = mosaic(*FACES[face], "--model", "small-sdar", *more)
     assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
+def test_sparse_attention_is_planned_of_a_whole_block(mosaic: Any) -> None:
+    refused = mosaic(*FACES["plan"], "--model", "small-sdar", "--attention", "mage", "--masked", "3")
+    assert refused.code == 2 and "leave --seq-lens, --masked and --mask-ratio out" in refused.err
+
+
+def test_a_selection_as_large_as_the_prefix_generates_what_exact_attention_does(mosaic: Any) -> None:
+    """Through the command: its options reach the algorithm, and the document says them."""
+    ask = ("generate", "--model", "small-sdar", "--prompt", "Anna has 3 apples.", "--gen-length", "24", "--json")
+    exact, whole, few = (
+        mosaic(*ask, *more).json
+        for more in ((), ("--attention", "mage", "--k", "64"), ("--attention", "mage", "--k", "4", "--page", "2",
+                                                               "--exact-layers", "1"))
+    )  # fmt: skip
+    assert whole["token_ids"] == exact["token_ids"] and exact["config"]["attention"] is None
+    said = few["config"]["attention"]
+    assert (said["k"], said["page"], said["exact_layers"]) == (4, 2, 1)
+
+
+def test_the_quality_bench_asks_with_the_sparse_options_it_is_given(mosaic: Any) -> None:
+    ran = mosaic(
+        *FACES["quality"], "--model", "small-sdar", "--attention", "sparsed", "--k", "8", "--page", "4", "--json"
+    )
+    assert ran.code == 0
+    said = ran.json["settings"]["options"]["attention"]
+    assert (said["k"], said["page"], said["exact_steps"]) == (8, 4, 0.2)
 
 
 def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:

@@ -13,17 +13,7 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
 
-__all__ = ["figures", "report_steps", "requests_of", "sparse_options"]
-
-
-def sparse_options(attention: str, k: int | None, page: int | None) -> SparseAttention:
-    """Return a preset with other numbers of keys."""
-    from dataclasses import replace
-
-    from mosaic.models.sparse import sparse_attention
-
-    given: dict[str, Any] = {name: value for name, value in (("k", k), ("page", page)) if value is not None}
-    return replace(sparse_attention(attention), **given)
+__all__ = ["figures", "report_steps", "requests_of"]
 
 
 def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention) -> dict[str, Request]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Annotated, Any, TypeAlias
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from mosaic.cli.completion import device_names
+from mosaic.errors import UsageError
+
+if TYPE_CHECKING:
+    from mosaic.models.sparse import SparseAttention
 
 __all__ = [
     "Ahead",
@@ -22,9 +26,12 @@ __all__ = [
     "DType",
     "EditThreshold",
     "Eps",
+    "ExactLayers",
     "Factor",
+    "K",
     "MaxPostSteps",
     "MinimalTopK",
+    "Page",
     "Remasking",
     "SmallBlockLength",
     "Steps",
@@ -35,6 +42,7 @@ __all__ = [
     "TopP",
     "Where",
     "given",
+    "sparse_options",
 ]  # fmt: skip
 
 Steps: TypeAlias = Annotated[
@@ -73,6 +81,11 @@ Attention: TypeAlias = Annotated[
     str | None,
     typer.Option(help="SDAR, LLaDA2.0, Fast-dLLM v2: sparse attention, mage, oracle or sparsed; default exact."),
 ]
+K: TypeAlias = Annotated[int | None, typer.Option("--k", help="With --attention: keys that are selected.")]
+Page: TypeAlias = Annotated[int | None, typer.Option(help="With --attention: keys that are selected together.")]
+ExactLayers: TypeAlias = Annotated[
+    int | None, typer.Option(help="With --attention: first layers that attend to all keys.")
+]
 Eps: TypeAlias = Annotated[float | None, typer.Option(help="Dream: the last time.")]
 CfgScale: TypeAlias = Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")]
 Budget: TypeAlias = Annotated[str | None, typer.Option(help="Bytes that may be used, such as 24GiB.")]
@@ -93,5 +106,28 @@ def given(context: typer.Context) -> dict[str, Any]:
     """Return those of a command's options that `GenerationConfig` takes and that were given."""
     from mosaic.decoding.config import GenerationConfig
 
-    taken = (entry.name for entry in fields(GenerationConfig))
-    return {name: value for name in taken if (value := context.params.get(name)) is not None}
+    params = context.params
+    found = {entry.name: params[entry.name] for entry in fields(GenerationConfig) if params.get(entry.name) is not None}
+    attention = sparse_options(params["attention"], params["k"], params["page"], params["exact_layers"])
+    return found if attention is None else {**found, "attention": attention}
+
+
+def sparse_options(
+    attention: str | None, k: int | None, page: int | None, exact_layers: int | None
+) -> SparseAttention | None:
+    """Return a preset with what is said beside it; None for exact attention.
+
+    Raises
+    ------
+    UsageError
+        If there is no such preset, a number cannot be, or one is given without a preset.
+    """
+    from mosaic.models.sparse import sparse_attention
+
+    options: dict[str, Any] = {"k": k, "page": page, "exact_layers": exact_layers}
+    changed = {name: value for name, value in options.items() if value is not None}
+    if attention is not None:
+        return replace(sparse_attention(attention), **changed)
+    if changed:
+        raise UsageError("--k, --page and --exact-layers go with --attention, such as --attention mage.")
+    return None

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mosaic.cli import decoding_options as o
+from mosaic.cli.attention import figures, report_steps, requests_of
 from mosaic.cli.completion import device_names, model_names, solver_names
 from mosaic.cli.output import note, print_json, report_plan, results
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
-    from mosaic.planner.planner import Planner
-    from mosaic.planner.request import Request
 
 __all__ = ["plan"]
 
@@ -43,11 +43,10 @@ def plan(
     solver: Annotated[
         str, typer.Option(help="Offset solver; see `mosaic pack --solver help`.", autocompletion=solver_names)
     ] = "auto",
-    attention: Annotated[
-        str | None, typer.Option(help="Plan a block over kept keys with sparse attention: mage, oracle, sparsed.")
-    ] = None,
-    k: Annotated[int | None, typer.Option("--k", help="With --attention: keys that are selected.")] = None,
-    page: Annotated[int | None, typer.Option(help="With --attention: keys that are selected together.")] = None,
+    attention: o.Attention = None,
+    k: o.K = None,
+    page: o.Page = None,
+    exact_layers: o.ExactLayers = None,
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Set two plan files side by side.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan's JSON.")] = None,
@@ -79,6 +78,7 @@ def plan(
                 attention,
                 k,
                 page,
+                exact_layers,
             )
         ):
             raise UsageError("--compare takes two plan files and goes with --json alone.")
@@ -92,9 +92,8 @@ def plan(
     from mosaic.planner.planner import Planner
     from mosaic.units import format_bytes
 
-    if attention is None and (k, page) != (None, None):
-        raise UsageError("--k and --page go with --attention, such as --attention mage.")
-    if attention is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
+    sparse = o.sparse_options(attention, k, page, exact_layers)
+    if sparse is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
@@ -104,7 +103,7 @@ def plan(
     with compiling() as progress:
         planner = Planner(described, device=device, budget=budget, host_budget=host_budget, progress=progress)
         planner.verify_checkpoint()
-        steps = {} if attention is None else _steps(planner, ctx, attention, k, page)
+        steps = {} if sparse is None else requests_of(planner, ctx, sparse)
         others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
         too_large = [name for name in ("first", "later") if steps and not others[name].fits]
         request = (
@@ -127,22 +126,14 @@ def plan(
             note("nothing written, since the plan does not fit.")
         raise typer.Exit(3)
     export(made.document, targets)
-    if attention is None:
+    if sparse is None:
         report_plan(made.document, as_json, explain)
         return
-    from mosaic.cli.attention import figures, report_steps, sparse_options
-
     if as_json:
         print_json({**made.document, "steps": figures(others)})
         return
     report_plan(made.document, as_json, explain)
-    report_steps(figures(others), sparse_options(attention, k, page), described.architecture.block)
-
-
-def _steps(planner: Planner, ctx: str | None, attention: str, k: int | None, page: int | None) -> dict[str, Request]:
-    from mosaic.cli.attention import requests_of, sparse_options
-
-    return requests_of(planner, ctx, sparse_options(attention, k, page))
+    report_steps(figures(others), sparse, described.architecture.block)
 
 
 def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:

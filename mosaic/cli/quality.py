@@ -52,6 +52,9 @@ def quality(
     minimal_topk: o.MinimalTopK = None,
     ahead: o.Ahead = None,
     attention: o.Attention = None,
+    k: o.K = None,
+    page: o.Page = None,
+    exact_layers: o.ExactLayers = None,
     eps: o.Eps = None,
     cfg_scale: o.CfgScale = None,
     seed: Annotated[int, typer.Option(help="Of the evaluation set and of sampling.")] = 0,
@@ -88,6 +91,8 @@ def quality(
     if described.path is None:
         raise UsageError(f"{model} is a preset with random weights: give small, small-sdar or a checkpoint directory.")
     check_vocabulary(Path(described.path))
+    if "attention" in settings.options:
+        settings.options["attention"].check(described.architecture)  # before the model is loaded
 
     from mosaic.bench.environment import environment
     from mosaic.bench.meters import card
