@@ -14,9 +14,7 @@ from mosaic.planner.check import check_plan
 from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
-from mosaic.registrar.operators.prefix_logsumexp import splits_of
-from mosaic.registrar.operators.selected_attention import SPLIT_KEYS
-from mosaic.registrar.operators.selected_attention import splits_of as selected_splits
+from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
 from mosaic.registrar.operators.top_keys import BINS, LISTED, parts_of
 
 TOKENS, ROWS, SEQS, SPAN, EXTENTS, COLUMNS = (
@@ -158,21 +156,6 @@ def test_plans_are_proved(device: str) -> None:
     assert top["bytes"] == 4 * (4 * 40 + 2 + 3 + 2 * 2) + 4 * 2 * 4 * 3
 
 
-def test_splits_fit_into_the_scratch_buffer() -> None:
-    for heads, rows, tiles, keys in (
-        (32, 32, 8, 1 << 17),
-        (16, 4096, 2048, 1 << 17),
-        (8, 4, 4, 100),
-        (64, 256, 1, 1 << 17),
-    ):
-        specs = {"q": Spec((rows, heads * 128), "bfloat16")}
-        available = int(scratch_bytes("cuda", "prefix_logsumexp", specs, {"head_size": 128}))
-        splits = splits_of(tiles, heads * rows, keys, 264)
-        assert 4 * splits * heads * rows <= available and splits * tiles <= max(264, tiles)
-        assert splits == 1 or (splits - 1) * 256 < keys
-    assert splits_of(8, 1024, 1 << 17, 264) == 33
-
-
 def test_parts_of_prefixes_fit_into_the_scratch_buffer() -> None:
     for sequences, sets in ((1, 1), (1, 8), (3, 8), (9, 7), (64, 32)):
         specs = {"owner": Spec((sequences,), "int64")}
@@ -185,6 +168,6 @@ def test_parts_of_prefixes_fit_into_the_scratch_buffer() -> None:
 def test_splits_of_selected_keys_fit_into_the_scratch_buffer() -> None:
     available = int(scratch_bytes("cuda", "selected_attention", {"q": Spec((9, 128), "bfloat16")}, {"head_size": 128}))
     for programs, rows, keys in ((8, 1024, 1056), (1, 8, 65), (32, 1024, 1056), (300, 8192, 1056), (40, 1280, 4096)):
-        splits = selected_splits(programs, rows, keys, 264)
+        splits = splits_of(programs, rows, keys, 264)
         assert splits == 1 or (4 * splits * rows * 130 <= available and splits * programs <= 264)
         assert splits == 1 or (splits - 1) * SPLIT_KEYS < keys

@@ -26,6 +26,7 @@ from test_selection_of_keys import (
     slices_of,
     stated_selection,
     sums_case,
+    sums_of_prefixes,
     top_case,
 )
 from test_triton_kernels import INTERPRETED, run
@@ -42,7 +43,7 @@ def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
 
     monkeypatch.setattr(selected_attention, "splits_of", lambda *sizes: splits)
     monkeypatch.setattr(selected_attention, "SPLIT_KEYS", 1)
-    monkeypatch.setattr(prefix_logsumexp, "splits_of", lambda *sizes: splits)
+    monkeypatch.setattr(prefix_logsumexp, "SPLITS", 4 if splits > 1 else 1)
     monkeypatch.setattr(prefix_logsumexp, "SPLIT_KEYS", 1)
 
 
@@ -72,6 +73,19 @@ def test_sums_of_prefixes_in_triton(
     for seed in seeds:
         case = sums_case(seed, dtype, longest=50 if splits == 1 else 200)
         assert_sums(case, run(case, DEVICE)["logsumexp"], slack=2)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_scores_far_from_0_in_triton(sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their exponentials are 0, or beyond float32."""
+    split_as(monkeypatch, 2)
+    case = sums_case(8, F32, longest=60)
+    operands = case.operands | {"q": sign * 150 * case.operands["q"].abs(), "kv": case.operands["kv"].abs()}
+    far = replace(case, operands=operands)
+    sums = sums_of_prefixes(far)
+    assert sums.nan_to_num().abs().max() > 300 and (sums[~sums.isnan()] * sign > 0).all()
+    assert_sums(far, run(far, DEVICE)["logsumexp"], slack=2)
 
 
 def test_mass_of_a_wide_group_in_triton() -> None:

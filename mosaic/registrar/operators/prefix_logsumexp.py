@@ -52,26 +52,16 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     return Tile((QUERY_ROWS, size), compute), Tile((SCORES,), compute), *rows, *converted
 
 
-SPLIT_SUMS: Final = 1 << 16
-"""Most log-sum-exps, of rows and heads in all splits together, where they are split over keys."""
+SPLITS: Final = 32
+"""Splits of a prefix, a power of two: it depends on no other request, so that neither does what is selected."""
 SPLIT_KEYS: Final = 256
-"""Least keys that are worth a program of their own."""
+"""Least keys of a split; of a short prefix the last ones have none."""
 
 
 def sums(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve a float32 log-sum-exp for every row and head in all splits."""
-    return 4 * SPLIT_SUMS
-
-
-def splits_of(tiles: int, rows: int, keys: int, places: int) -> int:
-    """Count the splits over keys for `tiles` tiles with `rows` rows times heads in all, on a GPU with places for `places` programs.
-
-    No prefix has more than `keys` keys. The count depends on shapes alone, so that a captured launch serves other lengths.
-
-    >>> [splits_of(tiles, 256, 8192, 264) for tiles in (1, 16, 264)]
-    [32, 16, 1]
-    """
-    return max(1, min(places // tiles, SPLIT_SUMS // rows, -(-keys // SPLIT_KEYS)))
+    """Reserve a float32 log-sum-exp for every row and head in every split."""
+    rows, columns = specs["q"].shape
+    return 4 * SPLITS * rows * int(exact(columns) / attrs["head_size"])
 
 
 OPERATOR = Operator(
