@@ -142,6 +142,18 @@ def test_selection_of_equation_3_in_triton() -> None:
     assert_selection_of_equation_3(lambda case: run(case, DEVICE), [1])
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_selected_attention_with_indices_ahead_in_triton(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mosaic.kernels.cuda import selected_attention
+
+    split_as(monkeypatch, splits)
+    monkeypatch.setattr(selected_attention, "AHEAD_ROWS", 1)
+    for seed in (1, 21, 35):
+        case = selected_case(seed, F32, 4, longest=150)
+        y = run(case, DEVICE)["y"]
+        assert_attended(case, y, torch.full_like(y, float("nan")), triton=True)
+
+
 @pytest.mark.parametrize(
     ("splits", "dtype", "block", "seeds"),
     [

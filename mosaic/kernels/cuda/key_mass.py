@@ -12,6 +12,7 @@ Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequenc
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 from torch import Tensor
@@ -27,11 +28,13 @@ RUNS: Final = 2
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. A launch takes the first that a
 # sequence's rows fit into, or else the last. On one H200, 32 queries of 32/8 heads of 128 over 131,008 keys take 77 us in tiles
 # of 64 keys with 4 warps and 4 stages, 82 with 3 stages, 91 with 8 warps, 98 in tiles of 128 keys; reading them takes 62.
-FULL: Final = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
-SMALL: Final = {2: (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3), Tile(64, 64, 0, 4, 3)), 4: FULL}
-HOPPER: Final = {2: (*SMALL[2], Tile(128, 64, 0, 4, 4)), 4: FULL}
+Tiles = tuple[Tile, ...]
+FULL: Final[Tiles] = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
+FEW: Final[Tiles] = (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3))
+SMALL: Final[Mapping[int, Tiles]] = {2: FEW, 4: FULL}
+HOPPER: Final[Mapping[int, Tiles]] = {2: (*FEW, Tile(64, 64, 0, 4, 3), Tile(128, 64, 0, 4, 4)), 4: FULL}
 TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
-NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
+NARROW: Final[Mapping[int, Tiles]] = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
 
 
 @triton.jit

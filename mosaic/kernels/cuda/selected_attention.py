@@ -16,12 +16,13 @@ R rows of the state, L layers, B sequences, X extents, E rows of selections, N q
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.kv_attention import NARROW, SEQUENCES, WIDEST, floats_of, share_of
-from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, tl, triton
+from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.selected_attention import check, reference
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
 
@@ -31,9 +32,21 @@ PLACES: Final = 2
 """Programs that a multiprocessor runs at a time."""
 JOIN_WARPS: Final = 1
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. A launch takes the first that a
-# sequence's rows fit into, or else the last.
-FULL: Final = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
-TILES: Final = {2: (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3)), 4: FULL}
+# sequence's rows fit into, or else the last. On one H200, 32 queries of 32/8 heads of 128, 1,024 keys of each set: 12.2 us with the
+# last of Hopper's and one stage, 13.5 with two, 16.0 with the last of `FEW`; eight such requests 35 us with three stages, where one
+# stage takes 52 and the last of `FEW` 47.
+Tiles = tuple[Tile, ...]
+FULL: Final[Tiles] = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
+FEW: Final[Tiles] = (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3))
+TILES: Final[Mapping[int, Mapping[int, Tiles]]] = {
+    80: {2: FEW, 4: FULL},
+    90: {2: (*FEW, Tile(64, 64, 0, 4, 3)), 4: FULL},
+    120: {2: FEW, 4: FULL},
+}
+AHEAD_ROWS: Final = 64
+"""Rows of the tiles whose indices are loaded a tile of keys ahead: smaller ones have no registers for them."""
+UNSTAGED_TILES: Final = 2
+"""Tiles of keys of such a program that are not worth stages."""
 
 
 @triton.jit
@@ -290,7 +303,9 @@ def launch(
     part = min(group, tile.rows)
     tokens = tile.rows // part
     tiles, parts = (rows + sequences * (tokens - 1)) // tokens, sets * -(-group // part)
-    splits = splits_of(tiles * parts, rows * heads, k + -(-rows // sequences), processors(q.device) * PLACES)
+    keys = k + -(-rows // sequences)
+    splits = splits_of(tiles * parts, rows * heads, keys, processors(q.device) * PLACES)
+    few = keys <= splits * UNSTAGED_TILES * tile.columns
     partials = floats_of("selected_attention", scratch, splits * rows * heads * (head_size + 2)) if splits > 1 else y
     block_h = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
     selected_attention_kernel[(tiles, parts, splits)](
@@ -326,14 +341,14 @@ def launch(
         PAGE=page,
         SEEN=block,
         SPLIT=splits > 1,
-        AHEAD=tile.stages == 1,
+        AHEAD=tile.rows >= AHEAD_ROWS,
         SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
         LEAST=SPLIT_KEYS,
         BLOCK_Q=tile.rows,
         BLOCK_K=tile.columns,
         BLOCK_H=block_h,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=1 if few and tile.rows >= AHEAD_ROWS else tile.stages,
     )
     if splits > 1:
         join_kernel[(rows, heads)](
@@ -355,6 +370,6 @@ def launch(
 
 def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     """Choose the smallest tile that `rows` rows fit into, or the largest."""
-    table = TILES if head_size <= WIDEST else NARROW
+    table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
