@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import ablation, decoding, fit, paired, requests, same_results, small_models, speed, unembed
+from benchmarks import ablation, block, decoding, fit, paired, requests, same_results, small_models, speed, unembed
 from benchmarks.record import ROOT, load_results, replace_section, source_line, table
 from mosaic.bench import ENGINES
 from mosaic.units import GIB, MIB, format_bytes
@@ -168,6 +168,17 @@ def paired_section(results: Sequence[Result]) -> str:
     return "\n\n".join(f"{table(paired.HEADER, paired.rows_of(result))}\n\n{source_line(result)}" for result in results)
 
 
+def block_section(results: Sequence[Result]) -> str:
+    """Steps of a block, prefills and generations over kept keys, per model."""
+    return "\n\n".join(
+        titled(
+            f"{r['model']}, blocks of {r['block']}, {r['k']:,} keys selected", table(block.HEADER, list(block.rows_of(r))),
+            source_line(r),
+        )
+        for r in results
+    )  # fmt: skip
+
+
 def decoding_section(results: Sequence[Result]) -> str:
     """Tokens per second beside the published loops, per model."""
     return "\n\n".join(
@@ -189,6 +200,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "ablation": ("ablation", ablation_section),
     "decoding": ("decoding", decoding_section),
     "paired": ("paired", paired_section),
+    "block": ("block", block_section),
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),
 }
