@@ -91,6 +91,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     for tokens, block in ((2, 0), (8, 4), (32, 0), (32, 32), (2048, 0), (2048, 32)):  # every tile; split, and not
         window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
         yield "kv_attention", {**window, **attrs, "block": block, "parts": 512 if tokens < 512 else 1}
+    two = {name: empty(3, dtype=torch.int32) for name in ("cu_seqlens", "cu_extents")}
+    two |= {"seen": empty(2, dtype=torch.int32), "positions": empty(64, dtype=torch.int32)}
+    yield "kv_attention", {**dict.fromkeys("qy", x[:64]), **attrs, **two, "block": 32, "parts": 512}
     prefix = {"captured": empty(1, dtype=torch.int32), "cu_keys": cu_seqlens}
     pages = {"owner": empty(1, dtype=index), "selected": empty(64, 36 * 32 * 513, dtype=torch.int32), "slot": 2}
     sizes = ((32, 8, "mean", 1), (2048, 32, "max", 16), (2, 8, "mean", 4))

@@ -368,7 +368,8 @@ def launch(
     operands = (extents, cu_extents, seen, cu_seqlens, positions, y, partials, q.stride(0))
     wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
     if tile.rows == RING_ROWS and has_ring(kv, head_size):
-        launch_tiles((tiles, heads, splits), q, kv, operands, sizes, {**constants, "BLOCK_K": RING_KEYS})
+        alone = {"SEQUENCES": 1} if sequences == 1 else {}
+        launch_tiles((tiles, heads, splits), q, kv, operands, sizes, {**constants, "BLOCK_K": RING_KEYS, **alone})
     else:
         kv_attention_kernel[(tiles, heads, splits)](
             q,

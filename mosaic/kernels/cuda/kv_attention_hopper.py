@@ -47,45 +47,71 @@ if GLUON:
         return gl.sum(gl.where(sequence == number, values, 0), 0)
 
     @gluon.jit
+    def _segments(
+        window, keys,
+        SEGMENTS: gl.constexpr, SEGMENT_KEYS: gl.constexpr, SEGMENT_TOKENS: gl.constexpr, ALIGNED: gl.constexpr,
+    ):  # fmt: skip
+        """Of windows and their keys: the keys of a segment, how many segments there are, and the rows of their results."""
+        wanted = gl.minimum(gl.maximum(SEGMENT_TOKENS // gl.maximum(window, 1), 1), SEGMENTS)
+        wanted = gl.minimum(wanted, gl.maximum(gl.cdiv(keys, SEGMENT_KEYS), 1))
+        share = gl.maximum(gl.cdiv(gl.cdiv(keys, wanted), ALIGNED) * ALIGNED, ALIGNED)
+        count = gl.maximum(gl.cdiv(keys, share), 1)
+        return share, count, gl.where(count > 1, window * count, 0)
+
+    @gluon.jit
     def _schedule(
         cu_seqlens, seen, sequences, capacity, row_start, rows,
         TOKENS: gl.constexpr, SEQUENCES: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT_KEYS: gl.constexpr,
         SEGMENT_TOKENS: gl.constexpr, ALIGNED: gl.constexpr, SPLIT: gl.constexpr,
     ):  # fmt: skip
-        """What this program does: `find_tile` and `segments_of` of the plain kernel, for its own tile."""
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        sequence = gl.arange(0, SEQUENCES, L)
-        known = sequence < sequences
-        from_row = gl.load(cu_seqlens + sequence, mask=known, other=0)
-        to_row = gl.load(cu_seqlens + sequence + 1, mask=known, other=0)
-        keys = gl.load(seen + sequence, mask=known, other=0)
-        start = gl.maximum(from_row - row_start, 0)
-        end = gl.minimum(to_row - row_start, rows)
-        tiles = gl.where(known & (end > start), (end - start + TOKENS - 1) // TOKENS, 0)
-        before = gl.associative_scan(tiles, 0, _plus) - tiles
+        """What this program does: `find_tile` and `segments_of` of the plain kernel, for its own tile.
+
+        With one sequence nothing is looked for, so that what is loaded next need not wait.
+        """
         tile = gl.program_id(0)
-        mine = (tile >= before) & (tile < before + tiles)
-        first = gl.sum(gl.where(mine, start + (tile - before) * TOKENS, 0), 0)
-        last = gl.sum(gl.where(mine, end, 0), 0)
-        number = gl.sum(gl.where(mine, sequence, 0), 0)
-        window = to_row - from_row
-        wanted = gl.minimum(gl.maximum(SEGMENT_TOKENS // gl.maximum(window, 1), 1), SEGMENTS)
-        wanted = gl.minimum(wanted, gl.maximum(gl.cdiv(keys, SEGMENT_KEYS), 1))
-        share = gl.maximum(gl.cdiv(gl.cdiv(keys, wanted), ALIGNED) * ALIGNED, ALIGNED)
-        count = gl.maximum(gl.cdiv(keys, share), 1)
-        parts = gl.where(count > 1, window * count, 0)
-        room = gl.associative_scan(parts, 0, _plus)
-        begin = gl.where((parts > 0) & (room <= capacity), room - parts, -1)
-        segments = gl.where(last > first, _of_one(count, sequence, number), 0)
-        begin_part = _of_one(begin, sequence, number)
+        if SEQUENCES == 1:
+            number = tile * 0
+            from_row = gl.load(cu_seqlens)
+            to_row = gl.load(cu_seqlens + 1)
+            keys = gl.load(seen)
+            start = gl.maximum(from_row - row_start, 0) + tile * TOKENS
+            end = gl.minimum(to_row - row_start, rows)
+            first = gl.where(start < end, start, 0)
+            last = gl.where(start < end, end, 0)
+            window = to_row - from_row
+            share, count, parts = _segments(window, keys, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS, ALIGNED)
+            begin_part = gl.where((parts > 0) & (parts <= capacity), 0, -1)
+        else:
+            L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            sequence = gl.arange(0, SEQUENCES, L)
+            known = sequence < sequences
+            from_rows = gl.load(cu_seqlens + sequence, mask=known, other=0)
+            to_rows = gl.load(cu_seqlens + sequence + 1, mask=known, other=0)
+            all_keys = gl.load(seen + sequence, mask=known, other=0)
+            start = gl.maximum(from_rows - row_start, 0)
+            end = gl.minimum(to_rows - row_start, rows)
+            tiles = gl.where(known & (end > start), (end - start + TOKENS - 1) // TOKENS, 0)
+            before = gl.associative_scan(tiles, 0, _plus) - tiles
+            mine = (tile >= before) & (tile < before + tiles)
+            first = gl.sum(gl.where(mine, start + (tile - before) * TOKENS, 0), 0)
+            last = gl.sum(gl.where(mine, end, 0), 0)
+            number = gl.sum(gl.where(mine, sequence, 0), 0)
+            windows = to_rows - from_rows
+            shares, counts, all_parts = _segments(windows, all_keys, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS, ALIGNED)
+            room = gl.associative_scan(all_parts, 0, _plus)
+            begin = gl.where((all_parts > 0) & (room <= capacity), room - all_parts, -1)
+            begin_part = _of_one(begin, sequence, number)
+            window = _of_one(windows, sequence, number)
+            share = _of_one(shares, sequence, number)
+            count = _of_one(counts, sequence, number)
+            keys = _of_one(all_keys, sequence, number)
+            from_row = _of_one(from_rows, sequence, number)
+        segments = gl.where(last > first, count, 0)
         segment = 0
         if SPLIT:
             segment = gl.program_id(2)
             segments = gl.minimum(segments, gl.where(begin_part >= 0, segment + 1, gl.where(segment == 0, SEGMENTS, 0)))
-        return (
-            first, last, number, _of_one(keys, sequence, number), _of_one(share, sequence, number), segment, segments, begin_part,
-            _of_one(window, sequence, number), _of_one(from_row, sequence, number),
-        )  # fmt: skip
+        return first, last, number, keys, share, segment, segments, begin_part, window, from_row
 
     @gluon.jit
     def _run_of(extents, extent, last_extent, segment, share, high, layer, kv_head, line_stride, HEADS: gl.constexpr):
