@@ -11,7 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import ablation, block, decoding, fit, paired, requests, same_results, small_models, speed, unembed
+from benchmarks import (
+    ablation,
+    block,
+    decoding,
+    fit,
+    kv_attention,
+    paired,
+    requests,
+    same_results,
+    small_models,
+    speed,
+    unembed,
+)
 from benchmarks.record import ROOT, load_results, replace_section, source_line, table
 from mosaic.bench import ENGINES
 from mosaic.units import GIB, MIB, format_bytes
@@ -179,6 +191,13 @@ def block_section(results: Sequence[Result]) -> str:
     )  # fmt: skip
 
 
+def kv_attention_section(results: Sequence[Result]) -> str:
+    """Attention over kept keys against its bound."""
+    return "\n\n".join(
+        f"{table(kv_attention.HEADER, list(kv_attention.rows_of(r)))}\n\n{source_line(r)}" for r in results
+    )
+
+
 def decoding_section(results: Sequence[Result]) -> str:
     """Tokens per second beside the published loops, per model."""
     return "\n\n".join(
@@ -201,6 +220,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "decoding": ("decoding", decoding_section),
     "paired": ("paired", paired_section),
     "block": ("block", block_section),
+    "kv-attention": ("kv-attention", kv_attention_section),
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),
 }

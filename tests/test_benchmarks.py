@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks import (
     block,
     cases,
     fit,
+    kv_attention,
     paired,
     record,
     report,
@@ -30,6 +32,7 @@ from benchmarks import (
     unembed,
 )
 from mosaic.bench.baselines import Transformer
+from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
@@ -320,6 +323,32 @@ def test_steps_of_a_block_are_timed_exact_and_sparse() -> None:
         "generation, ahead",
     ]  # fmt: skip
     assert all(len(row) == len(block.HEADER) and float(row[1]) > 0 for row in rows)
+
+
+def test_attention_over_kept_keys_is_timed_against_its_bound() -> None:
+    class Once:
+        """Runs what it is to time."""
+
+        def captured(self, calls: Sequence[Callable[[], object]]) -> float:
+            for call in calls:
+                call()
+            return 1e-3 * len(calls)
+
+        eager = captured
+
+    bench = Bench(
+        title="a processor", device="cpu", backend="cpu", memory_bytes=1 << 30, cache_bytes=0, versions={}, timer=Once(),
+        load=lambda operator, implementation: None, pinned=torch.empty, free_bytes=lambda: 0,
+    )  # fmt: skip
+    small = [replace(case, keys=70, queries=min(case.queries, 40), size=8) for case in kv_attention.CASES]
+    assert {kv_attention.measured(case, bench, layers=2) for case in small} == {2e-3}
+    reading, products = (replace(kv_attention.CASES[0], keys=1000, queries=queries) for queries in (1, 4000))
+    assert kv_attention.bound_s(reading, 1e9) == pytest.approx(4 * 1000 * 1024 / 1e9)
+    assert kv_attention.bound_s(products, 1e12) == pytest.approx(4 * 4000 * 1000 * 4096 / 620e12)
+    triangle = replace(products, keys=4000, blocks=32)
+    assert kv_attention.bound_s(triangle, 1e15) == pytest.approx(4 * 4000 * (4000 - 1984) * 4096 / 620e12)
+    points = [{**asdict(case), "seconds": 3e-5, "bound_s": 1.5e-5} for case in small[:2]]
+    assert [row[-1] for row in kv_attention.rows_of({"points": points})] == ["2.00", "2.00"]
 
 
 def test_a_pair_of_checkouts_is_compared_by_medians() -> None:
