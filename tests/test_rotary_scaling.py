@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import mosaic
 from mosaic.bench.baselines import Transformer
 from mosaic.decoding import generate
+from mosaic.decoding.canvas import COMMIT
 from mosaic.errors import CheckpointError, UnsupportedModel, UsageError
 from mosaic.models import load
+from mosaic.models.architecture import Architecture
 from mosaic.models.rotary import Rotary, read_rotary
+from mosaic.models.sparse import SparseAttention
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.frequencies import inverse_frequencies
+from mosaic.runtime.steps import StepRequest
 from mosaic.runtime.weights import fill_randomly, load_weights
 
 LONG = 48
@@ -205,13 +212,15 @@ def test_frequencies_are_those_of_transformers(case: tuple[dict[str, Any], int, 
     given, positions, theta, size = case
     stock = Qwen2Config(hidden_size=2 * size, num_attention_heads=2, max_position_embeddings=positions)
     stock.head_dim, stock.rope_parameters = size, {"rope_theta": theta, **given}
-    expected, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](stock, "cpu", seq_len=torch.tensor(length))
+    expected, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](
+        stock, "cpu", seq_len=torch.tensor(length) if length > positions else None
+    )  # stock modules compute them anew beyond the positions only
     assume(bool(expected.isfinite().all()))
     config = {"rope_theta": theta, "rope_scaling": given}
     rotary, scale = read_rotary(config, size, positions, theta=1.0)
     assert scale == pytest.approx(factor, rel=1e-12)
     torch.testing.assert_close(inverse_frequencies(rotary, length), expected, rtol=5e-7, atol=0)
-    assert Rotary.parse(rotary.constant) == rotary.fixed
+    assert Rotary.parse(rotary.constant) == rotary
 
 
 @pytest.mark.parametrize(
@@ -236,7 +245,7 @@ def test_a_constant_that_this_version_does_not_write_is_refused(constant: str) -
 @pytest.mark.parametrize("scaling", ["yarn", "linear", "dynamic"])
 def test_cached_steps_turn_as_whole_ones_do(family: str, algorithm: str, scaling: str) -> None:
     """A block decided in one step over kept keys has the tokens and confidences of a step over everything."""
-    prompt = sequences()[0][: 32 if scaling == "dynamic" else 80]
+    prompt = sequences()[0][:80]
     with mosaic.compile(CONFIGS[family] | {"rope_scaling": SCALINGS[scaling]}) as model:
         enlarge(model)
         found = generate(
@@ -247,17 +256,110 @@ def test_cached_steps_turn_as_whole_ones_do(family: str, algorithm: str, scaling
         torch.testing.assert_close(found.confidence, step.confidence, rtol=1e-4, atol=1e-5)
 
 
-def test_dynamic_scaling_is_refused_over_kept_keys_beyond_the_trained_positions() -> None:
-    with mosaic.compile(CONFIGS["dream"] | {"rope_scaling": SCALINGS["dynamic"]}) as model:
-        assert model.architecture.max_context == 2 * LONG
-        options: dict[str, Any] = {"algorithm": "fast-dllm", "gen_length": 32, "block_length": 8}
-        within, beyond = sequences()[1][:16], sequences()[0][:17]
-        generate(model, within, cache="dual", **options)
-        with pytest.raises(UsageError, match=r"cached step over 49 keys with rope_scaling of type 'dynamic'"):
-            generate(model, beyond, cache="dual", **options)
-        generate(model, beyond, **options)
-        with pytest.raises(UsageError, match="the model has 96"):
-            generate(model, sequences()[0][:80], **options)
+MAGE = SparseAttention(k=16, page=2, exact_layers=1)
+EVERY = replace(MAGE, selects="every")
+BLOCKWISE: dict[str, Any] = {"gen_length": 24, "stop_at_eos": False}
+AHEAD: dict[str, Any] = {**BLOCKWISE, "steps": 3, "remasking": "low_confidence_static", "ahead": True}
+CACHED: dict[str, Any] = {**BLOCKWISE, "algorithm": "fast-dllm", "block_length": 8}
+
+
+@pytest.mark.grid(together=1)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("sdar", AHEAD, id="sdar, ahead", marks=pytest.mark.soak),
+        pytest.param("sdar", {**AHEAD, "attention": MAGE}, id="sdar, ahead, mage"),
+        pytest.param(
+            "llada2",
+            {**BLOCKWISE, "attention": replace(MAGE, selects="every")},
+            id="llada2, oracle",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param("fast-dllm-v2", {**BLOCKWISE, "cache": "dual"}, id="fast-dllm-v2, dual"),
+        pytest.param("dream", {**CACHED, "cache": "dual"}, id="dream, dual"),
+        pytest.param("llada", {**CACHED, "cache": "prefix"}, id="llada, prefix", marks=pytest.mark.soak),
+    ],
+)
+def test_kept_keys_turn_by_the_frequencies_of_the_final_length(family: str, options: dict[str, Any]) -> None:
+    """Requests of several lengths share steps; each is generated as by a model whose base is that of its own final length."""
+    prompts = [sequences()[0][:length] for length in (70, 9)]
+    with mosaic.compile(CONFIGS[family] | {"rope_scaling": SCALINGS["dynamic"]}, debug="poison") as model:
+        enlarge(model)
+        arch, most = model.architecture, 0
+        with model.session() as session:
+            requests = [session.submit(prompt, **options) for prompt in prompts]
+            while session.live:
+                most = max(most, len(session.advance()))
+    assert most == len(prompts)
+    for place, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        length = (
+            -(-(len(prompt) + options["gen_length"]) // 8) * 8 if arch.block else len(prompt) + options["gen_length"]
+        )
+        positions = "max_sequence_length" if family == "llada" else "max_position_embeddings"
+        with mosaic.compile(CONFIGS[family] | {"rope_theta": stock_base(arch, length), positions: 4 * LONG}) as fixed:
+            enlarge(fixed)
+            alone = generate(fixed, prompt, request_ids=[place], **options)[0]
+        found = request.generation
+        assert found is not None and torch.equal(found.token_ids, alone.token_ids) and found.steps == alone.steps
+        torch.testing.assert_close(found.confidence, alone.confidence, rtol=1e-3, atol=1e-5)
+
+
+def stock_base(arch: Architecture, length: int) -> float:
+    """The base of stock dynamic scaling at a length: the second pair turns by base^(-2 / dims)."""
+    dims = arch.rotary.dim
+    stock = Qwen2Config(hidden_size=2 * dims, num_attention_heads=2, max_position_embeddings=LONG)
+    stock.head_dim, stock.rope_parameters = dims, {"rope_theta": 10000.0, **SCALINGS["dynamic"]}
+    turned = ROPE_INIT_FUNCTIONS["dynamic"](stock, "cpu", seq_len=torch.tensor(length))[0]
+    return float(turned[1].double() ** (-dims / 2))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "keys", "final", "refused"),
+    [
+        ("dynamic", LONG + 1, 0, True), ("dynamic", LONG + 1, LONG, True), ("dynamic", LONG + 1, LONG + 1, False),
+        ("dynamic", LONG, 0, False), ("yarn", LONG + 1, 0, False),
+    ],
+)  # fmt: skip
+def test_kept_keys_beyond_the_trained_positions_need_a_final_length(
+    scaling: str, keys: int, final: int, refused: bool
+) -> None:
+    """Where frequencies go by it."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    with (
+        mosaic.compile(CONFIGS["dream"] | {"rope_scaling": SCALINGS[scaling]}) as model,
+        model.open_sequence() as owned,
+    ):
+        owned.reserve(keys)
+        request = StepRequest(
+            phase=COMMIT, token_ids=sequences()[0][:keys], sequence=owned, key_len=keys, final_length=final, rows=nothing,
+            current=nothing,
+        )  # fmt: skip
+        said = f"over {keys} keys with rope_scaling of type 'dynamic', of a sequence whose final_length is {final}:"
+        with pytest.raises(UsageError, match=said) if refused else nullcontext():
+            model.step([request])
+
+
+@pytest.mark.parametrize("scaling", ["default", "linear", "dynamic", "yarn", "llama3"])
+def test_a_prompt_that_is_too_long_says_which_scaling_takes_it(scaling: str) -> None:
+    """What is said is enough, and a factor of one less is not."""
+    config = CONFIGS["dream"] | ({} if scaling == "default" else {"rope_scaling": SCALINGS[scaling]})
+    prompt = sequences()[0].repeat(4)[:403]
+    options: dict[str, Any] = {"gen_length": 8, "algorithm": "fast-dllm", "cache": "dual"}
+    with (
+        mosaic.compile(config) as model,
+        pytest.raises(UsageError, match="take 411 positions, the model has ") as raised,
+    ):
+        generate(model, prompt, **options)
+    said = str(raised.value).removesuffix(".").partition(", or ")[2]
+    if scaling == "default":
+        given = json.loads(said.removeprefix("set rope_scaling in its config.json to "))
+        assert given["rope_type"] == "yarn"
+    else:
+        given = {**SCALINGS[scaling], "factor": int(said.removeprefix("raise the factor of its rope_scaling to "))}
+    with mosaic.compile(CONFIGS["dream"] | {"rope_scaling": given}) as model:
+        assert len(generate(model, prompt, **options)[0].token_ids) == 8
+    less = CONFIGS["dream"] | {"rope_scaling": {**given, "factor": given["factor"] - 1}}
+    assert load(less).architecture.max_context < 411
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "yarn"])

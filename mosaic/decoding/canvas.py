@@ -247,6 +247,7 @@ class Canvas:
             start=start,
             sequence=None if kept is None else rows.pop(kept),
             key_len=0 if kept is None else key_len or end,
+            final_length=self.length,
             states=rows,
             rows=positions - start,
             current=torch.from_numpy(self.tokens.numpy()[positions.numpy()]),

@@ -56,5 +56,13 @@ def check_prompt(prompt: Tensor, config: GenerationConfig, arch: Architecture, *
         shorter = f"shorten the prompt to {room:,} tokens or lower gen_length" if room > 0 else "lower gen_length"
         raise UsageError(
             f"{which} of {prompt.numel():,} tokens and gen_length {config.gen_length:,} take {length:,} positions, the "
-            f"model has {arch.max_context:,}; {shorter}."
+            f"model has {arch.max_context:,}; {shorter}, or {_scaling_for(length, arch)}."
         )
+
+
+def _scaling_for(length: int, arch: Architecture) -> str:
+    """Say what rotary scaling reaches a length."""
+    factor = -(-length // (arch.rotary.original or arch.max_positions))
+    if arch.rotary.kind != "default":
+        return f"raise the factor of its rope_scaling to {factor}"
+    return f'set rope_scaling in its config.json to {{"rope_type": "yarn", "factor": {factor}}}'

@@ -134,10 +134,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Frequencies:
-    """A value: rotary frequencies of a sequence that ends at a position, float32 [dim / 2]."""
+    """A value: rotary frequencies of a sequence of a length, float32 [dim / 2]."""
 
     rotary: Rotary
-    end: int
+    length: int
 
 
 class StepInputs:

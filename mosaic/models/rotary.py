@@ -67,35 +67,35 @@ class Rotary:
 
     @property
     def constant(self) -> str:
-        """What plans call these frequencies; those that depend on a sequence's length, as they are up to `original`.
+        """What plans call these frequencies; those that depend on a sequence's length (`dynamic`) are no constant of a plan.
 
         >>> Rotary(theta=10000.0, dim=64).constant
         '=inv_freq:theta=10000.0,dim=64'
         """
-        shown = self.fixed
-        defaults = Rotary(theta=shown.theta, dim=shown.dim)
-        values = {entry.name: getattr(shown, entry.name) for entry in fields(self)}
+        defaults = Rotary(theta=self.theta, dim=self.dim)
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         said = {name: v for name, v in values.items() if name in ("theta", "dim") or v != getattr(defaults, name)}
         return _PREFIX + ",".join(f"{name}={value}" for name, value in said.items())
 
-    @property
-    def fixed(self) -> Rotary:
-        """The frequencies that do not depend on a sequence's length."""
-        return self if self.kind != "dynamic" else Rotary(theta=self.theta, dim=self.dim)
+    def check_kept(self, keys: int, length: int) -> None:
+        """Refuse kept keys beyond the trained positions where frequencies depend on a length that was not said: keys are kept
+        rotated.
 
-    def check_kept(self, keys: int) -> None:
-        """Refuse kept keys beyond the trained positions where frequencies depend on the length: keys are kept rotated.
+        Parameters
+        ----------
+        keys, length
+            Keys that a step sees, and the length that its sequence has in the end; 0 where it is not known.
 
         Raises
         ------
         UsageError
-            Naming the scaling and the length.
+            Naming the scaling and both.
         """
-        if self.kind == "dynamic" and keys > self.original:
+        if self.kind == "dynamic" and keys > max(length, self.original):
             raise UsageError(
-                f"a cached step over {keys:,} keys with rope_scaling of type 'dynamic': beyond {self.original:,} positions "
-                "its frequencies change with the length, and kept keys are rotated already. Run steps without a cache, or "
-                "give the checkpoint a rope_scaling of type 'yarn' or 'linear'."
+                f"a cached step over {keys:,} keys with rope_scaling of type 'dynamic', of a sequence whose final_length is "
+                f"{length:,}: beyond {self.original:,} positions frequencies go by the final length, and kept keys are rotated "
+                "already. Give every step of the sequence the same final_length."
             )
 
     @classmethod

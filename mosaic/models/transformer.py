@@ -93,7 +93,7 @@ class StepGraph:
             self.head_choice = g.choice("head", phase.head.ways)
         self.attention_way = ways[g.choice("attention", tuple(ways))]
         # x times the norm's weight, before it is divided by the norm, may exceed what float16 holds
-        few = phase.cached and phase.head.decides and arch.dtype != "float16"
+        few = phase.cached and phase.head.decides and arch.dtype != "float16" and arch.rotary.kind != "dynamic"
         self.fused = few and g.choice("products", ("apart", "fused")) == "fused"
         places = ("device", "host") if phase.cut is None else ("device",)
         self.on_host = g.choice("hidden", places, escalating=True) == "host"
@@ -144,8 +144,11 @@ class StepGraph:
             ids = self.inputs["token_ids"]
         self.positions, self.cu_seqlens = self.inputs["positions"], self.inputs["cu_seqlens"]
         rotary = self.arch.rotary
-        self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
         self.sequences: Buffer | None = None
+        if rotary.kind == "dynamic":
+            self.inv_freq, self.sequences = self.inputs["frequencies"], self.inputs["sequences"]
+        else:
+            self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
         phase.cache.declare(self)
         if phase.cached and self.decides:
             self.inputs[ROW_BOUNDS.name]

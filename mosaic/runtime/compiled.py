@@ -298,7 +298,6 @@ class CompiledModel(Face):
 
     def _states_of(self, sizes: Sequence[StepSize], more: Mapping[State, int] | None) -> dict[State, int]:
         """Rows of each state beside steps of these sizes, once `more` are taken."""
-        self.architecture.rotary.check_kept(max((keys for size in sizes for keys in size.keys), default=0))
         return self._engine.states_with(most_rows(sizes) if more is None else more)
 
     def generate(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -197,8 +197,11 @@ def _values(found: Any, count: int, dtype: str) -> Tensor:
 
 def _vector(found: Any) -> Tensor:
     if isinstance(found, Frequencies):
-        return inverse_frequencies(found.rotary, found.end)
+        return _frequencies(found.rotary, found.length)
     return torch.as_tensor(found)
+
+
+_frequencies = lru_cache(maxsize=256)(inverse_frequencies)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

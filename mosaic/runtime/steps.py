@@ -53,6 +53,9 @@ class StepRequest:
         Position of the first.
     sequence, key_len
         Of cached phases: whose keys and values, and how many of them are seen (at least `start` + T).
+    final_length
+        Of cached phases: positions that the sequence has in the end, the same in all of its steps. Frequencies that depend on a
+        length (dynamic NTK) are those of this one; 0 where it stays within the positions that the model was trained on.
     rows
         int64 [M], the window's rows to decide, in ascending order.
     current
@@ -80,6 +83,7 @@ class StepRequest:
     start: int = 0
     sequence: StateRows | None = None
     key_len: int = 0
+    final_length: int = 0
     rows: Tensor
     current: Tensor
     quota: int = 0

@@ -15,6 +15,7 @@ from mosaic.registrar.operators.kv_attention import kv_parts
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
+    from mosaic.models.inputs import Window
     from mosaic.models.step import StepSize
     from mosaic.models.transformer import StepGraph
 
@@ -67,6 +68,23 @@ class CachePolicy(Part):
         """Return what a request sees of the state that keys are kept in; None: none are."""
         return None
 
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number."""
+        rotary = arch.rotary
+        if rotary.kind != "dynamic":
+            return ()
+        return (
+            Input(
+                name="frequencies", dtype="float32", per="sequence", width=rotary.dim // 2,
+                value=lambda window: Frequencies(rotary, self.length(window)),
+            ),
+            Input(name="sequences", dtype="int32", per="token", value=lambda window: window.number),
+        )  # fmt: skip
+
+    def length(self, window: Window) -> int:
+        """Return the length of a window's sequence that its frequencies go by."""
+        return window.end
+
     def ways(self) -> Sequence[Way]:
         """Return the ways in which attention may run, the fastest first: the options of the choice `attention`."""
         raise NotImplementedError
@@ -87,19 +105,6 @@ class CachePolicy(Part):
 class Whole(CachePolicy):
     """Whole sequences attend to themselves; nothing is kept."""
 
-    def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number."""
-        rotary = arch.rotary
-        if rotary.kind != "dynamic":
-            return ()
-        return (
-            Input(
-                name="frequencies", dtype="float32", per="sequence", width=rotary.dim // 2,
-                value=lambda window: Frequencies(rotary, window.end),
-            ),
-            Input(name="sequences", dtype="int32", per="token", value=lambda window: window.number),
-        )  # fmt: skip
-
     def ways(self) -> Sequence[Way]:
         """Return all queries at once, chunks of queries, and groups of heads."""
         from mosaic.models.attention import heads, queries, together
@@ -110,19 +115,16 @@ class Whole(CachePolicy):
         """Declare the keys that a query sees: tokens of the step."""
         step.g.dim("span", at_most="tokens")
 
-    def declare(self, step: StepGraph) -> None:
-        """Turn by the frequencies of each sequence, where they are its own."""
-        if step.arch.rotary.kind == "dynamic":
-            step.inv_freq, step.sequences = step.inputs["frequencies"], step.inputs["sequences"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kept(CachePolicy):
     """Windows write their keys and values into the state `kv` and attend to those that it has of their sequence."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return the extents that each sequence has, where those of a sequence begin, and the keys that it sees."""
+        """Return, beside frequencies, the extents that each sequence has, where those of a sequence begin, and the keys that it
+        sees."""
         return (
+            *CachePolicy.inputs(self, arch),
             Input(
                 name="extents", dtype="int64", per="extent", width=4,
                 value=lambda window: window.request.sequence.extents,
@@ -147,7 +149,11 @@ class Kept(CachePolicy):
                 f"a window that sees {request.key_len} keys of a sequence that has rows for {request.sequence.length}: "
                 "reserve more."
             )
-        arch.rotary.check_kept(request.key_len)
+        arch.rotary.check_kept(request.key_len, request.final_length)
+
+    def length(self, window: Window) -> int:
+        """Return the request's final length: keys are kept rotated, so it counts from the first step on."""
+        return int(window.request.final_length)
 
     @property
     def kept(self) -> State:
