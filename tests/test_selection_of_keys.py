@@ -91,11 +91,15 @@ def sums_of_prefixes(case: Case) -> Tensor:
     for b, (first, last) in enumerate(pairwise(given["cu_seqlens"].tolist())):
         prefix = int(given["captured"][b])
         pieces = entries[bounds[b] : bounds[b + 1]]
-        kept = [x[0].double() for x in rows_of(given["kv"], pieces, attrs["layer"], kv_heads, size, prefix)]
-        for row in [row for row in range(first, last) if prefix and given["votes"][row]]:
+        if not prefix:
+            continue
+        keys = torch.stack(
+            [x[0] for x in rows_of(given["kv"], pieces, attrs["layer"], kv_heads, size, prefix)]
+        ).double()
+        for row in [row for row in range(first, last) if given["votes"][row]]:
             for head in range(heads):
-                scores = [float(k[head * kv_heads // heads] @ q[row, head * size : (head + 1) * size]) for k in kept]
-                sums[row, head] = torch.logsumexp(torch.tensor(scores, dtype=F64) * attrs["scale"], 0)
+                scores = keys[:, head * kv_heads // heads] @ q[row, head * size : (head + 1) * size]
+                sums[row, head] = torch.logsumexp(scores * attrs["scale"], 0)
     return sums
 
 
