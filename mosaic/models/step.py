@@ -153,8 +153,8 @@ class StepSize:
     def dims(self, architecture: Architecture | None = None) -> dict[str, int]:
         """Return the values of the symbolic dims.
 
-        They are tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys and
-        extents where cached, kept and decided of a second graph, and `NAME_rows` of each state.
+        They are tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys,
+        extents and parts where cached, kept and decided of a second graph, and `NAME_rows` of each state.
 
         Parameters
         ----------
