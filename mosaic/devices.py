@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 from mosaic.errors import UnknownName, UsageError
 from mosaic.units import GIB, MIB, parse_bytes
 
-__all__ = ["ANY_COLUMNS", "DEFAULT_DEVICE", "DEVICES", "Device", "Rates", "load_device", "to_toml"]
+__all__ = ["ANY_COLUMNS", "DEFAULT_DEVICE", "DEVICES", "GRAPH_BYTES", "Device", "Rates", "load_device", "to_toml"]
 
 Rates: TypeAlias = Mapping[int, float]
 """FLOP/s by size, interpolated over the logarithm of the size, constant beyond both ends."""
@@ -28,6 +28,8 @@ ANY_COLUMNS: Final = 1
 _ATTENTION: Final = {"cuda": ("cudnn", "triton"), "cpu": ("cpu",)}
 _CONTEXT: Final = 520 * MIB
 """A CUDA context with PyTorch's and Triton's modules loaded: about 0.5 GiB on the cards we have seen."""
+GRAPH_BYTES: Final = 16 * MIB
+"""What `context_bytes` has for captured graphs: those that every plan leaves room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class Device:
     launch_s
         Seconds that an op takes beyond its work: one node of a captured step.
     context_bytes, library_bytes
-        Fixed bytes: the context with its modules, and library workspaces (cuBLAS).
+        Fixed bytes: the context with its modules and `GRAPH_BYTES` of captured graphs, and library workspaces (cuBLAS).
     page_bytes
         Granularity of physical memory.
     host_bytes

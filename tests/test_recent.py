@@ -12,7 +12,8 @@ from mosaic.runtime.recent import Recent
 @pytest.mark.parametrize("seed", range(20))
 def test_the_keys_that_were_asked_for_last_are_kept(seed: int) -> None:
     rng = random.Random(seed)
-    kept: Recent[int, str | None] = Recent(most := rng.randint(1, 6))
+    dropped: list[str | None] = []
+    kept: Recent[int, str | None] = Recent(most := rng.randint(1, 6), dropped.append)
     order: list[int] = []
     values: dict[int, str | None] = {}
     made = 0
@@ -27,7 +28,10 @@ def test_the_keys_that_were_asked_for_last_are_kept(seed: int) -> None:
         found = kept.find(key, make)
         assert (made == before) is (key in order)
         values[key] = values[key] if key in order else found
-        order = [*(other for other in order if other != key), key][-most:]
+        every = [*(other for other in order if other != key), key]
+        order = every[-most:]
+        assert dropped == [values[other] for other in every[:-most]]
+        dropped.clear()
         assert list(kept.items()) == [(other, values[other]) for other in order] and found == values[key]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from mosaic.devices import Device
+from mosaic.devices import GRAPH_BYTES, Device
 from mosaic.errors import MosaicError, RuntimeMemoryError
 from mosaic.kernels.shared.scratch import dtype_name
 from mosaic.registrar.operator import Spec
@@ -50,8 +50,8 @@ _TOLERANCE: Final = 2**-5
 """Of the largest value: probabilities and results are rounded to 8 bits, 2^-9 each; a wrong backend is off by all of it."""
 _USABLE: Final = 0.9
 """Share of the free memory that operands may take."""
-_FIXED_MARGIN: Final = 32 * MIB
-"""For what the helper process did not load: kernels of other shapes (some hundred KiB each) and captured graphs."""
+_FIXED_MARGIN: Final = 16 * MIB + GRAPH_BYTES
+"""For what the helper process did not load: kernels of other shapes (some hundred KiB each), and captured graphs."""
 
 
 class WrongResult(MosaicError):

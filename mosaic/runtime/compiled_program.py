@@ -249,6 +249,7 @@ class CompiledProgram(Face):
             If the step needs more than the budget.
         """
         with self._engine.turn():
+            self._engine.begin_step()
             name = self._named(step)
             bucketed = self.program.bucketed.get(name)
             if bucketed is None:

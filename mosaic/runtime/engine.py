@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from mosaic.devices import GRAPH_BYTES
 from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.held_values import HeldValues
-from mosaic.runtime.opening import Plans, in_use, open_workspace
+from mosaic.runtime.opening import Plans, graph_memory, in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.recent import Recent
 from mosaic.runtime.state_rows import RowTable
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-KEPT_EXECUTORS: Final = 16
+KEPT_EXECUTORS: Final = 128
+"""Executors that are kept: views and calls, which take memory of the host alone. Bytes bound their graphs (`GraphMemory`)."""
 CAPTURED_MS: Final = 500.0
 """Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
 
@@ -83,12 +85,17 @@ class Engine:
         self._adopted_bytes = 0  # weights that the ledger counts and no range has
         self.held = HeldValues()
         self._handed_out = HandedOut()
-        self._bound: Recent[Hashable, tuple[Plan, Executor]] = Recent(KEPT_EXECUTORS)
+        self._bound: Recent[Hashable, tuple[Plan, Executor]] = Recent(
+            KEPT_EXECUTORS, lambda bound: bound[1].drop_graph()
+        )
         self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
         self.current, self.turns = first, Turns(self.device)
         self._streams = shared_streams(self.device.index) if self._on_cuda else None
         self.workspace = open_workspace(planner)
-        self._memory = StepMemory(self.workspace, tables, self._handed_out.empty)
+        self._graphs = graph_memory(
+            self.workspace.ledger, self.device, reserved_bytes=min(GRAPH_BYTES, first.components["context"])
+        )
+        self._memory = StepMemory(self.workspace, tables, self._handed_out.empty, self._graphs.give_way)
         try:
             for fixed in ("context", "library"):
                 self.workspace.ledger.charge(fixed, first.components[fixed])
@@ -105,6 +112,10 @@ class Engine:
             yield
 
     # --- steps ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin a step: executors of the one before may lose their captured graphs to those of this one."""
+        self._graphs.begin()
 
     def plan_of(self, key: Hashable) -> Plan | None:
         """Return the plan that is bound for a key, if there is one."""
@@ -133,7 +144,7 @@ class Engine:
         def make() -> tuple[Plan, Executor]:
             return plan, Executor(
                 plan, self.workspace, tensors=tensors, weights=places, debug=self.debug, streams=self._streams,
-                capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS,
+                capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS, graphs=self._graphs,
             )  # fmt: skip
 
         return (make() if key is None else self._bound.find(key, make))[1]
@@ -168,6 +179,7 @@ class Engine:
         """Give back all memory but that of states; no step is bound any more."""
         self._handed_out.empty()
         self._bound.clear()
+        self._graphs.clear()
         committed = self.workspace.committed_bytes()
         self.workspace.resize_all({name: 0 for name in committed if not name.startswith("state/")})
         self._memory.exact = True
@@ -185,6 +197,7 @@ class Engine:
             committed={name: committed.get(name, 0) for name in pools},
             resident={name: resident.get(name, 0) for name in pools},
             budget_bytes=self.current.budget_bytes,
+            graph_bytes=self._graphs.held_bytes,
             in_use=in_use() if self._on_cuda else None,
         )
 
@@ -193,4 +206,5 @@ class Engine:
         with self.turns:
             self._open = False
             self._bound.clear()
+            self._graphs.close()
             self.workspace.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -19,12 +20,13 @@ from mosaic.errors import PlanFormatError, UsageError
 from mosaic.planner.check import WeightMap
 from mosaic.planner.plan_records import records_in
 from mosaic.registrar.operator import Operator
+from mosaic.runtime.graph_memory import GraphMemory, NoRoom
 from mosaic.runtime.host_inputs import HostInputs
 from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.segments import Segment
-from mosaic.runtime.streams import CudaStreams, Replay, Streams, device_lost
+from mosaic.runtime.streams import CudaStreams, Streams, device_lost
 from mosaic.runtime.unroll import unroll
 from mosaic.runtime.views import Views
 from mosaic.runtime.weight_guard import WeightGuard
@@ -80,6 +82,9 @@ class Executor:
     capture
         Run the first step as it is, which compiles and loads what it launches, capture the second into a CUDA graph,
         and replay that from then on. A poisoned step is not captured.
+    graphs
+        Where graphs of all executors of a device are kept. One that was dropped there is captured again by the next step. Not
+        given, it is kept as long as the executor.
 
     Attributes
     ----------
@@ -100,6 +105,7 @@ class Executor:
         debug: Debug = None,
         streams: Streams | None = None,
         capture: bool = False,
+        graphs: GraphMemory | None = None,
     ) -> None:
         self.document: Mapping[str, Any] = getattr(plan, "document", plan)
         self._records = records_in(plan)
@@ -116,7 +122,7 @@ class Executor:
         self._tensors = dict(tensors or {})
         self._streams = CudaStreams() if streams is None and self.document.get("backend") == "cuda" else streams
         self._capture, self._warm = capture, False
-        self._graph: Replay | None = None
+        self._graphs, self._key = graphs if graphs is not None else GraphMemory(), object()
         self._captured_over = 0  # changes of the pinned memory when it was: copies are tied to its registration
         self.not_captured: str | None = None
         if capture and (debug is not None or self._streams is None):
@@ -129,7 +135,7 @@ class Executor:
     def _bind(self) -> None:
         """Make all views and calls for the addresses that the pools have now."""
         self._generations = self._moves()
-        self._graph = None
+        self.drop_graph()
         regions = Regions(self._records)
         self._views = Views(self._records, regions, self.workspace, self._tensors)
         self._inputs, self._outputs = self._named("input"), self._named("output")
@@ -181,7 +187,11 @@ class Executor:
     @property
     def captured(self) -> bool:
         """Whether steps are replayed from a graph."""
-        return self._graph is not None
+        return self._key in self._graphs
+
+    def drop_graph(self) -> None:
+        """Give up the captured graph, if there is one: the next step captures it again."""
+        self._graphs.drop(self._key)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -235,8 +245,9 @@ class Executor:
             self._walk()
             return
         try:
-            if self._graph is not None and self._captured_over == self._host_changes():
-                self._streams.replay(self._graph)
+            graph = self._graphs.find(self._key)
+            if graph is not None and self._captured_over == self._host_changes():
+                self._streams.replay(graph)
                 return
             with self._streams.step():
                 self._launch()
@@ -249,25 +260,29 @@ class Executor:
             raise lost from error
 
     def _launch(self) -> None:
-        if self._capture and self._warm:
-            self._try_capture()
-        if self._graph is not None:
-            self._graph.replay()
-        else:
+        if not (self._capture and self._warm and self._try_capture()):
             self._walk()
             self._warm = True
 
-    def _try_capture(self) -> None:
-        """Capture the step; where that fails, say so once and never try again."""
+    def _try_capture(self) -> bool:
+        """Capture the step and launch it, or say that it was not launched. Where it cannot be captured, say so once and never
+        try again."""
         assert self._streams is not None
         try:
-            self._graph, self._captured_over = None, self._host_changes()
-            self._graph = self._streams.capture(self._walk)
+            self._captured_over = self._host_changes()
+            self._graphs.capture(self._key, partial(self._streams.capture, self._walk))
+        except NoRoom as error:
+            self._never_again(str(error))
         except Exception as error:
             if device_lost(error) is not None:
                 raise
-            self._capture, self.not_captured = False, str(error)
-            _log.warning("the step is not captured into a CUDA graph, it runs launch by launch: %s", error)
+            self._never_again(str(error))
+            return False
+        return True
+
+    def _never_again(self, why: str) -> None:
+        self._capture, self.not_captured = False, why
+        _log.warning("the step is not captured into a CUDA graph, it runs launch by launch: %s", why)
 
     def _walk(self) -> None:
         step = None

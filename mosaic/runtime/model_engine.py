@@ -175,6 +175,7 @@ class ModelEngine(Engine):
             If its second graph has no size for the rows that its first one keeps.
         """
         self.settle()
+        self.begin_step()
         if step.size.phase.bucketed is not None:
             return self._run_cut(step, config)
         executor = self._executor(step, config)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mosaic.errors import UsageError
+from mosaic.runtime.graph_memory import GraphMemory
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.workspace import Workspace
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.planner.planner import Planner, Progress
 
-__all__ = ["Plans", "config_of", "in_use", "open_workspace", "planner_of", "usable_device"]
+__all__ = ["Plans", "config_of", "graph_memory", "in_use", "open_workspace", "planner_of", "usable_device"]
 
 OLDEST: Final = (8, 0)
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
@@ -125,6 +126,16 @@ def open_workspace(planner: Plans) -> Workspace:
     driver = CudaDriver(torch.cuda.current_device())
     host = HostPool(driver, host_ledger, page_bytes=device.page_bytes)
     return Workspace(pool=open_pool(driver, ledger, page_bytes=device.page_bytes), host=host)
+
+
+def graph_memory(ledger: DeviceLedger, device: torch.device, *, reserved_bytes: int) -> GraphMemory:
+    """Return what counts captured graphs of a device in its ledger."""
+    if device.type == "cpu":
+        return GraphMemory(ledger)
+    return GraphMemory(
+        ledger, lambda: torch.cuda.mem_get_info(device)[0], lambda: torch.cuda.synchronize(device),
+        reserved_bytes=reserved_bytes,
+    )  # fmt: skip
 
 
 def in_use() -> int:

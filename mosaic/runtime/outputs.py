@@ -82,13 +82,15 @@ class MemoryReport:
     """Bytes by pool (`weights`, `workspace`, each state, pinned `host`): planned, committed and resident.
 
     `resident` is measured by the operating system. Adopted parameters are the caller's: counted, not measured.
-    `in_use` is what a CUDA device's own counter shows, all processes together; None on the CPU.
+    `graph_bytes` are those of captured graphs, which the ledger counts too. `in_use` is what a CUDA device's own counter shows, all
+    processes together; None on the CPU.
     """
 
     planned: Mapping[str, int]
     committed: Mapping[str, int]
     resident: Mapping[str, int]
     budget_bytes: int
+    graph_bytes: int = 0
     in_use: int | None = None
 
     def __str__(self) -> str:
@@ -97,4 +99,5 @@ class MemoryReport:
             cells = (table.get(name, 0) for table in (self.planned, self.committed, self.resident))
             lines.append(f"{name:<12}" + "".join(f"{format_bytes(cell):>14}" for cell in cells))
         used = "" if self.in_use is None else f", {format_bytes(self.in_use)} of the device in use"
-        return "\n".join([*lines, f"budget {format_bytes(self.budget_bytes)}{used}"])
+        graphs = f", {format_bytes(self.graph_bytes)} in captured graphs" if self.graph_bytes else ""
+        return "\n".join([*lines, f"budget {format_bytes(self.budget_bytes)}{graphs}{used}"])

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class Recent(OrderedDict[Key, Value]):
-    """The values of the `most` keys that `find` was asked for last, in that order.
+    """The values of the `most` keys that `find` was asked for last, in that order; `dropped` is told of each that goes for another.
 
     Examples
     --------
@@ -22,15 +22,15 @@ class Recent(OrderedDict[Key, Value]):
     ([4, 9, 4, 16], {2: 4, 4: 16})
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, dropped: Callable[[Value], object] = lambda value: None) -> None:
         super().__init__()
-        self._most = most
+        self._most, self._dropped = most, dropped
 
     def find(self, key: Key, make: Callable[[], Value]) -> Value:
         """Return the value of a key; where there is none, make it and keep it."""
         if key not in self:
             self[key] = make()
             if len(self) > self._most:
-                self.popitem(last=False)
+                self._dropped(self.popitem(last=False)[1])
         self.move_to_end(key)
         return self[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError
@@ -34,12 +35,20 @@ class StepMemory:
         Who owns rows of the states; more tables may be added later.
     before_shrinking
         Called before the pool `workspace` loses memory: nobody may look at it any more.
+    give_way
+        Gives back what others hold of the budget as long as no plan needs it, and says whether that was anything. They go before
+        memory of earlier steps does.
     """
 
     def __init__(
-        self, workspace: Workspace, tables: Collection[RowTable], before_shrinking: Callable[[], None]
+        self,
+        workspace: Workspace,
+        tables: Collection[RowTable],
+        before_shrinking: Callable[[], None],
+        give_way: Callable[[], bool] = lambda: False,
     ) -> None:
         self._workspace, self._tables, self._before_shrinking = workspace, tables, before_shrinking
+        self._give_way = give_way
         self.row_bytes: dict[str, int] = {}
         """By pool, the bytes of a row of each state that plans have had; the same in all plans of a model."""
         self.exact = True
@@ -62,7 +71,7 @@ class StepMemory:
         self._learn(plan, sizes)
         if not self.exact:
             try:
-                self._workspace.commit_all(sizes, holes=self._holes())
+                self._with_room(partial(self._workspace.commit_all, sizes, holes=self._holes()))
                 self._served.append(self._now(plan))
                 return
             except (DoesNotFit, RuntimeMemoryError) as refused:
@@ -71,9 +80,18 @@ class StepMemory:
         if sizes[WORKSPACE] < committed.get(WORKSPACE, 0):
             self._before_shrinking()
         unused = {name: 0 for name in committed if name == HOST or name.startswith("carry/")}
-        self._workspace.resize_all({**unused, **sizes}, holes=self._holes())
+        self._with_room(partial(self._workspace.resize_all, {**unused, **sizes}, holes=self._holes()))
         self.exact = False
         self._served.append(self._now(plan))
+
+    def _with_room(self, commit: Callable[[], None]) -> None:
+        """Commit, once more if others give way."""
+        try:
+            commit()
+        except (DoesNotFit, RuntimeMemoryError):
+            if not self._give_way():
+                raise
+            commit()
 
     def trim(self, plan: Plan, *, states_alone: bool = False) -> None:
         """Give back what a plan and the owners of rows do not need.

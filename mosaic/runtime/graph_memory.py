@@ -1,0 +1,196 @@
+"""Captured graphs: what they take of a device, by its own counter, in the ledger under `graphs`, and which of them are kept.
+
+Nobody knows what a graph takes before it is there: the driver has launches and their arguments on the device. So free memory is
+read before a capture and after the first launch, which uploads the graph; and again where a graph goes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.streams import Replay
+from mosaic.units import MIB, format_bytes
+
+__all__ = ["GRAPH_BYTES", "GraphMemory", "NoRoom"]
+
+GRAPH_BYTES: Final = 256 * MIB
+"""The most that captured graphs of a model take where the budget has it free."""
+
+
+class NoRoom(Exception):
+    """A graph takes more than there is for graphs beside those of the same step."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    graph: Replay
+    num_bytes: int
+
+
+class GraphMemory:
+    """The captured graphs of one engine: those that were replayed last, as many as there is room for.
+
+    The room is what is reserved, and beyond that what the ledger has free, `most_bytes` at most. What is reserved is a part of
+    what the owner `context` holds, and moves from there to `graphs` and back. A graph that was launched since `begin` is in use,
+    and stays. All others are dropped as room is needed, least recently used first, once the device has done all that it was given.
+
+    Parameters
+    ----------
+    ledger
+        Of the device. A fresh one without a limit if not given.
+    free_bytes
+        Reads the device's free memory; None: graphs are taken to cost nothing.
+    drain
+        Waits until no graph runs.
+    most_bytes
+        That all graphs together take.
+    reserved_bytes
+        What `context` holds for graphs.
+
+    Examples
+    --------
+    >>> class Graph:
+    ...     def replay(self) -> None:
+    ...         print("launched")
+    >>> graphs = GraphMemory()
+    >>> graphs.capture("a step", Graph)
+    launched
+    >>> "a step" in graphs
+    True
+    """
+
+    def __init__(
+        self,
+        ledger: DeviceLedger | None = None,
+        free_bytes: Callable[[], int] | None = None,
+        drain: Callable[[], None] = lambda: None,
+        *,
+        most_bytes: int = GRAPH_BYTES,
+        reserved_bytes: int = 0,
+    ) -> None:
+        self._ledger = ledger if ledger is not None else DeviceLedger()
+        self._free_bytes, self._drain = free_bytes if free_bytes is not None else lambda: 0, drain
+        self._most, self._reserved = most_bytes, reserved_bytes
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._in_use: set[Hashable] = set()
+        self._held = self._charged = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that graphs have taken and not given back: what the ledger has under `graphs`."""
+        return self._held
+
+    @property
+    def room_bytes(self) -> int:
+        """The most that graphs may hold now."""
+        free = self._ledger.free_bytes
+        return self._most if free is None else min(self._most, max(self._charged, self._reserved) + free)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def begin(self) -> None:
+        """Begin a step: graphs of the one before are not in use any more."""
+        self._in_use.clear()
+
+    def find(self, key: Hashable) -> Replay | None:
+        """Return the graph of a key, to be launched in this step; None if it is not kept."""
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        self._kept.move_to_end(key)
+        self._in_use.add(key)
+        return kept.graph
+
+    def capture(self, key: Hashable, capture: Callable[[], Replay]) -> None:
+        """Capture the graph of a key, launch it, and count what it takes.
+
+        Raises
+        ------
+        NoRoom
+            If it takes more than there is beside what is in use. It was launched, and is not kept.
+        """
+        self.drop(key)
+        usual = self._taken() // max(len(self._kept), 1)
+        self._drop_while(lambda: self._taken() + usual > self.room_bytes)
+        room, before = self.room_bytes, self._free_bytes()
+        graph = capture()
+        graph.replay()
+        more = max(before - self._free_bytes(), 0)
+        # a driver may have kept memory of graphs that went, for those to come
+        again = min(self._held - self._taken(), max(usual - more, 0))
+        self._held += more
+        self._kept[key] = _Kept(graph, more + again)
+        self._in_use.add(key)
+        del graph
+        self._drop_while(lambda: self._held > room)
+        fits = self._held <= room
+        if not fits:
+            self._give_back(key)
+        self._charge(min(self._held, room))
+        if not fits:
+            taken, there = format_bytes(more), format_bytes(max(room - self._held, 0))
+            raise NoRoom(f"its graph takes {taken}, there are {there} for it beside others of the same step")
+
+    def drop(self, key: Hashable) -> None:
+        """Drop the graph of a key, if there is one, whether it is in use or not."""
+        if key in self._kept:
+            self._give_back(key)
+            self._charge(self._held)
+
+    def give_way(self) -> bool:
+        """Drop all that are not in use, where they hold more than is reserved; say whether they did."""
+        if self._held <= self._reserved:
+            return False
+        before = self._held
+        self._drop_while(lambda: True)
+        return self._held < before
+
+    def clear(self) -> None:
+        """Drop all."""
+        self.begin()
+        self._drop_while(lambda: True)
+
+    def close(self) -> None:
+        """Drop all, also those of a device that is lost."""
+        with suppress(RuntimeError):
+            self._drain()
+        self._kept.clear()
+        self.begin()
+        self._held = 0
+        self._charge(0)
+
+    def _taken(self) -> int:
+        """Bytes of the graphs that are kept."""
+        return sum(kept.num_bytes for kept in self._kept.values())
+
+    def _drop_while(self, lacks_room: Callable[[], bool]) -> None:
+        """Drop those that are not in use, least recently used first, while there is too little room."""
+        idle = [key for key in self._kept if key not in self._in_use]
+        while idle and lacks_room():
+            self._give_back(idle.pop(0))
+        self._charge(min(self._held, self._charged))
+
+    def _give_back(self, key: Hashable) -> None:
+        """Drop one once nothing runs, and see what the driver gives back for it."""
+        self._drain()
+        self._in_use.discard(key)
+        before = self._free_bytes()
+        del self._kept[key]
+        self._held -= min(max(self._free_bytes() - before, 0), self._held)
+
+    def _charge(self, num_bytes: int) -> None:
+        """Let the ledger have what graphs hold: of `context` as far as that is reserved for them."""
+        more = num_bytes - self._charged
+        reserved = min(num_bytes, self._reserved) - min(self._charged, self._reserved)
+        for owner, change in sorted({"graphs": more, "context": -reserved}.items(), key=lambda entry: entry[1]):
+            if change < 0:
+                self._ledger.release(owner, -change)
+            elif change > 0:
+                self._ledger.charge(owner, change)
+        self._charged = num_bytes
