@@ -158,6 +158,7 @@ SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "attention": "head_size, scale, block", "head_norm": "eps", "kv_attention": "layer, scale, block",
     "key_mass": "layer, scale, statistic", "selected_attention": "layer, slot, page, kv_heads, scale, block",
     "top_keys": "slot, k, page, ratio", "prefix_logsumexp": "layer, scale",
+    "token_importance": "layer, scale, pool", "evict_tokens": "alpha, history, threshold, placeholders, weight",
     "kv_store": "layer, head_size",
     "read_canvas": "open_id", "moe_route": "normalize, scoring, groups, top_groups, scale",
     "rms_norm": "eps", "rotary": "head_size, factor", "rotary_store": "layer, head_size, eps, factor",

@@ -135,6 +135,21 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         "count": empty(1, dtype=torch.int32)
     }
     yield "resume_rows", {**bounds, **numbers, **of_kept}
+    block = {"first": empty(64, dtype=torch.int32), "listed": empty(64, 32, dtype=torch.int32)}
+    batch = {name: empty(65, dtype=torch.int32) for name in ("cu_extents", "cu_seqlens")}
+    of_batch = {**block, **batch, "kv": kv, "extents": where["extents"], "votes": empty(rows, dtype=torch.uint8)}
+    for pool in (3, 1):
+        importance = empty(64, 8, 32, dtype=wide)
+        heads = {"layer": 1, "kv_heads": 8, "pool": pool, "importance": importance}
+        yield "token_importance", {"q": x, **of_batch, **heads, "head_size": size, "scale": size**-0.5}
+    per_sequence = {name: empty(64, dtype=torch.int32) for name in ("progress", "decoded", "seen")}
+    of_rows = {"status": of_batch["votes"], "positions": numbers["positions"], "rows": some}
+    found = {"bounds": batch["cu_seqlens"], "total": empty(1, dtype=index), "cu_seqlens": batch["cu_seqlens"]}
+    of_requests = {"owner": empty(64, dtype=index), "state": empty(64, 2, dtype=wide)}
+    for history, threshold, which in (("cumulative", "deviation", "masked"), ("block", "mean", "unprocessed")):
+        readings = {"history": history, "threshold": threshold, "placeholders": which, "alpha": 1.5, "weight": 0.5}
+        layers = dict.fromkeys(("before", "after"), importance)
+        yield "evict_tokens", {**layers, **block, **per_sequence, **of_rows, **found, **of_requests, **readings}
     yield "shift_rows", {"rows": some, "cu_seqlens": cu_seqlens, "y": some}
     router = {"x": empty(rows, width), "weight": empty(experts, width)}
     yield "moe_route", {**router, "scores": empty(rows, top_k), "experts": choice, "top_k": top_k, "normalize": True}

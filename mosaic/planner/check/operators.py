@@ -92,6 +92,14 @@ _NOTATION: Final = {
     "embedding": _Operator(
         "ids:index=T table:a=V,D y:a=T,D", "ids table", "y", moved="ids y y", host="table", shown=(("T", "tokens"),)
     ),
+    "evict_tokens": _Operator(
+        "before:float32=B,K,P after:float32=B,K,P listed:int32=B,P first:int32=B progress:int32=B status:uint8=T "
+        "positions:int32=T cu_seqlens:int32=B+1 decoded:int32=B owner:int64=B state:float32=E,2 rows:int64=T bounds:int32=B+1 "
+        "total:int64=1 seen:int32=B",
+        "before after listed first progress status positions cu_seqlens decoded owner state", "rows bounds total seen state",
+        "alpha:x history:s threshold:s placeholders:s weight?:x", whole="B K P T E",
+        moved="before after listed first progress status positions cu_seqlens decoded owner rows bounds total seen state=B,2",
+    ),
     "gather_rows": _Operator(
         "x:a=S,*D rows:index=C y:a=C,*D", "x rows", "y", whole="S D", moved="rows y y", host="x"
     ),
@@ -214,6 +222,13 @@ _NOTATION: Final = {
     "split_linear_add": _Operator(
         "x=T,I weight=O,I y=T,O arrivals:int32=A", "x weight y arrivals", "y arrivals", flops="2*T*I*O", whole="O A",
         moved="x weight y y", rules=(("at most", "O", "64*A"),),
+    ),
+    "token_importance": _Operator(
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 votes:uint8=T first:int32=B "
+        "listed:int32=B,P importance:float32=B,kv_heads,P", "q kv extents cu_extents cu_seqlens votes first listed", "importance",
+        "layer:n kv_heads:n head_size:n scale:x pool?:n", "2*P*T*Q", "T Q R X E B P",
+        "q extents cu_extents cu_seqlens votes first listed importance kv=B*P,kv_heads*head_size",
+        rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "1", "pool")),
     ),
     "top_keys": _Operator(
         "mass:float32=sets,S captured:int32=B cu_keys:int32=B+1 owner:int64=B selected:int32=E,W",

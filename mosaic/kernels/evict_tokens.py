@@ -1,0 +1,218 @@
+"""evict_tokens: which rows of a step go on beyond the layer that it is cut in, by how their importance has changed.
+
+Contract: evict_tokens(before[B, K, P] float32, after[B, K, P] float32, listed[B, P] int32, first[B] int32, progress[B] int32,
+status[T] uint8, positions[T] int32, cu_seqlens[B+1] int32, decoded[B] int32, owner[B] int64, state[E, 2] float32; alpha, history,
+threshold, placeholders, weight) -> rows[T] int64, bounds[B+1] int32, total[1] int64, seen[B] int32; updates state, all whole, as
+`mosaic.registrar.operators.evict_tokens` says. Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the
+state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mosaic.errors import GraphError, UnknownName
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.registrar.operators.evict_tokens import HISTORIES, PLACEHOLDERS, THRESHOLDS
+
+__all__ = ["NEARLY", "check", "launch", "reference"]
+
+NEARLY: Final = 1 - 2.0**-20
+"""What a product is multiplied by before it is rounded up, so that its own rounding adds nothing."""
+UNPROCESSED: Final = 2
+"""The status of a masked row that has not been processed in its block."""
+
+
+def launch(
+    *,
+    before: Tensor,
+    after: Tensor,
+    listed: Tensor,
+    first: Tensor,
+    progress: Tensor,
+    status: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    decoded: Tensor,
+    owner: Tensor,
+    state: Tensor,
+    rows: Tensor,
+    bounds: Tensor,
+    total: Tensor,
+    seen: Tensor,
+    alpha: float,
+    history: str,
+    threshold: str,
+    placeholders: str,
+    weight: float = 0.0,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write rows, bounds, total and seen, and count the step before in the state; all is read on the host."""
+    check(
+        before, after, listed, first, progress, status, positions, cu_seqlens, decoded, owner, state, rows, bounds, total,
+        seen, history, threshold, placeholders,
+    )  # fmt: skip
+    difference = (after.numpy() - before.numpy()).sum(axis=1)
+    kept, ends = list[int](), bounds.numpy()
+    ends[0], statuses, places = 0, status.tolist(), positions.tolist()
+    of_block = zip(first.tolist(), progress.tolist(), owner.tolist(), decoded.tolist(), strict=True)
+    for sequence, ((begin, done, row, count), (low, high)) in enumerate(
+        zip(of_block, pairwise(cu_seqlens.tolist()), strict=True)
+    ):
+        budget = _budget(state.numpy()[row], count, alpha, history, weight)
+        names = [place for place in listed[sequence].tolist() if place >= 0]
+        deltas = {at: float(difference[sequence, places[at] - begin]) for at in range(low, high) if statuses[at]}
+        spread = _spread(deltas, [float(difference[sequence, name]) for name in names], threshold)
+        chosen = _chosen(deltas, {at: places[at] for at in deltas}, budget, *spread)
+        mine = _placed(chosen, low, high, statuses, masked=placeholders == "masked")
+        kept += mine
+        ends[sequence + 1] = len(kept)
+        seen.numpy()[sequence] = max(begin + done, max((places[at] for at in mine), default=-1) + 1)
+    rows.zero_()
+    rows.numpy()[: len(kept)] = kept
+    total.fill_(len(kept))
+
+
+def _budget(own: NDArray[np.float32], decoded: int, alpha: float, kind: str, weight: float) -> int:
+    """Count the step before in a row of the state; return how many rows the history asks for."""
+    summed, counted = (float(number) for number in own)
+    if decoded < 0:
+        summed, counted = 0.0, 0.0
+    elif kind != "block" or decoded:
+        if kind == "ema" and counted:
+            summed = (1 - weight) * summed + weight * decoded
+        else:
+            summed += decoded
+        counted += 1
+    own[0], own[1] = summed, counted
+    average = summed / counted if counted and kind != "ema" else summed
+    return math.ceil(alpha * max(average, 1.0) * NEARLY)
+
+
+def _spread(deltas: Mapping[int, float], listed: Sequence[float], threshold: str) -> tuple[float, float]:
+    """The mean that deltas are compared with, and the mean of the squares of what they are off it."""
+    if threshold == "deviation":
+        return 0.0, sum(delta * delta for delta in listed) / max(len(listed), 1)
+    mean = sum(deltas.values()) / max(len(deltas), 1)
+    return mean, sum((delta - mean) ** 2 for delta in deltas.values()) / max(len(deltas), 1)
+
+
+def _chosen(
+    deltas: Mapping[int, float], places: Mapping[int, int], budget: int, mean: float, square: float
+) -> set[int]:
+    """The rows with the largest deltas, those that are not a number, and the rows before these."""
+    candidates = sum(delta >= mean and (delta - mean) ** 2 >= square for delta in deltas.values())
+    # a comparison with what is not a number is false: such a row is behind no other, and before none
+    ahead = {
+        at: sum(other > mine or (other == mine and row < at) for row, other in deltas.items())
+        for at, mine in deltas.items()
+    }
+    best = {at for at, others in ahead.items() if others < max(budget, candidates)}
+    following = {places[at] - 1 for at in best}
+    return best | {at for at in deltas if places[at] in following}
+
+
+def _placed(chosen: set[int], low: int, high: int, statuses: Sequence[int], *, masked: bool) -> list[int]:
+    """The rows of a sequence that are kept, of which these are chosen."""
+    rightmost_masked = max(chosen, default=low)
+    rightmost = max((at for at in range(low, high) if not statuses[at] or at in chosen), default=low)
+    return [
+        at
+        for at in range(low, high)
+        if not statuses[at]
+        or at in chosen
+        or (statuses[at] == UNPROCESSED and at < rightmost)
+        or (masked and at < rightmost_masked)
+    ]
+
+
+def check(
+    before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor, positions: Tensor,
+    cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, rows: Tensor, bounds: Tensor, total: Tensor, seen: Tensor,
+    history: str, threshold: str, placeholders: str,
+) -> None:  # fmt: skip
+    """Check the operands, and the names of readings."""
+    sequences, count = first.shape, status.shape
+    importance = (listed.shape[0], after.shape[1], listed.shape[1])
+    check_shapes(
+        "evict_tokens",
+        before=(before, importance, torch.float32),
+        after=(after, importance, torch.float32),
+        listed=(listed, (*sequences, listed.shape[1]), torch.int32),
+        first=(first, sequences, torch.int32),
+        progress=(progress, sequences, torch.int32),
+        status=(status, count, torch.uint8),
+        positions=(positions, count, torch.int32),
+        cu_seqlens=(cu_seqlens, (listed.shape[0] + 1,), torch.int32),
+        decoded=(decoded, sequences, torch.int32),
+        owner=(owner, sequences, torch.int64),
+        state=(state, (state.shape[0], 2), torch.float32),
+        rows=(rows, count, torch.int64),
+        bounds=(bounds, cu_seqlens.shape, torch.int32),
+        total=(total, (1,), torch.int64),
+        seen=(seen, sequences, torch.int32),
+    )
+    if not (before.is_contiguous() and after.is_contiguous() and listed.is_contiguous()):
+        raise GraphError("evict_tokens: rows of 'before', 'after' and 'listed' must lie side by side.")
+    for what, value, known in (
+        ("history", history, HISTORIES),
+        ("threshold", threshold, THRESHOLDS),
+        ("placeholders", placeholders, PLACEHOLDERS),
+    ):
+        if value not in known:
+            raise UnknownName(what, value, known)
+
+
+def reference(
+    *, before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor, positions: Tensor,
+    cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, alpha: float, history: str, threshold: str,
+    placeholders: str, weight: float = 0.0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return outputs and the state afterwards in plain PyTorch, by sorting."""
+    kept, sizes, ends, after_state = [], [0], [], state.clone()
+    for b, (low, high) in enumerate(pairwise(cu_seqlens.tolist())):
+        own, count = after_state[owner[b]], int(decoded[b])
+        if count < 0:
+            own.zero_()
+        elif count or history != "block":
+            moving = history == "ema" and bool(own[1])
+            own[0] = (1 - weight) * own[0] + weight * count if moving else own[0] + count
+            own[1] += 1
+        average = float(own[0] if history == "ema" else own[0] / own[1].clamp(min=1))
+        budget = math.ceil(alpha * max(average, 1.0) * NEARLY)
+        mine, places = status[low:high], positions[low:high]
+        masked = mine.nonzero().view(-1)
+        whole = (after[b] - before[b]).sum(0)
+        delta = whole[places[masked].long() - int(first[b])]
+        of = whole[listed[b][listed[b] >= 0].long()] if threshold == "deviation" else delta
+        mean = 0.0 if threshold == "deviation" or not len(of) else float(of.mean())
+        deviation = math.sqrt(float((of - mean).square().mean())) if len(of) else 0.0
+        target = max(budget, int((delta >= mean + deviation).sum()))
+        order = torch.sort(delta.nan_to_num(math.inf), descending=True, stable=True).indices
+        best = masked[order[: target + int(delta.isnan().sum())]]
+        keep = mine == 0
+        keep[best] = True
+        keep[masked] |= torch.isin(places[masked] + 1, places[best])
+        rows, last = torch.arange(high - low), max([*keep.nonzero().view(-1).tolist(), 0])
+        last_masked = max([*masked[keep[masked]].tolist(), 0])
+        keep |= (mine == UNPROCESSED) & (rows < last)
+        if placeholders == "masked":
+            keep |= rows < last_masked
+        kept.append(keep.nonzero().view(-1) + low)
+        sizes.append(sizes[-1] + len(kept[-1]))
+        beyond = int(places[keep].max()) + 1 if keep.any() else 0
+        ends.append(max(int(first[b] + progress[b]), beyond))
+    chosen = torch.cat(kept)
+    return {
+        "rows": torch.cat([chosen, chosen.new_zeros(len(status) - len(chosen))]),
+        "bounds": torch.tensor(sizes, dtype=torch.int32), "total": torch.tensor([len(chosen)]),
+        "seen": torch.tensor(ends, dtype=torch.int32), "state": after_state,
+    }  # fmt: skip

@@ -1,0 +1,99 @@
+"""Choose which rows of a step go on beyond the layer that it is cut in, by how their importance has changed between two layers.
+
+FOCUS (Liang et al., "DLLMs Know How to Tame Their Compute Bound", sections 4.1 and 4.2, algorithm 1). Sequence b has the rows
+cu_seqlens[b] to cu_seqlens[b + 1], whose positions ascend. Its block begins at first[b] and has P positions, of which listed[b]
+names some, n in all, as in `token_importance`. Of a row, `status` says whether it can be evicted: 0, it cannot; 1, it is masked
+and has been processed in this block; 2, it is masked and has not. Rows that can, lie in the block. M are those of b, and D of a row
+is the sum over KV heads of after - before at its position. These rows are kept:
+
+- History. decoded[b] is how many tokens the step before decoded, -1 where there is none that counts. owner[b] is the row of
+  `state` [E, 2] that has a sum and a count, which -1 sets to 0. Otherwise a step is counted: by `history` "cumulative" each, by
+  "block" those that decoded, and by "ema" the sum is an average, the first number or (1 - weight) * average + weight * decoded.
+  The average N is 1 where nothing was counted, and at least 1.
+- Budget. The least integer K >= alpha * N, where alpha * N within a share of 2^-20 above an integer is that integer.
+- Candidates. By `threshold` "deviation" (equation 5) the rows of M with D >= sqrt(sum of D^2 over what is listed / n): the mean
+  of D over it is 0. By "mean" (E.2.2) those with D >= mean + population deviation, both over M.
+- The max(K, candidates) rows of M with the largest D, those of equal D at the lower position first, and all of M if there are no
+  more.
+- Context: each row of M whose next position is one of those.
+- All rows of status 0, and rows whose D is not a number.
+- Placeholders: every row of status 2 before any of these, so that each position before them has keys (section 4.2:
+  "unprocessed"). By `placeholders` "masked" (algorithm 1, line 18) also every row of status 1 before one of M among them.
+
+`rows` are their numbers: sequence by sequence, ascending, then 0; sequence b has those from bounds[b] to bounds[b + 1], and total
+is how many there are. Positions from first[b] to first[b] + progress[b] were processed before: seen[b] is the first position
+beyond these and beyond every row that is kept (equation 16), so the keys that kept rows attend to. Sums are in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operators.token_importance import require_blocks
+
+READS = (
+    "before", "after", "listed", "first", "progress", "status", "positions", "cu_seqlens", "decoded", "owner", "state",
+)  # fmt: skip
+
+HISTORIES: Final = ("cumulative", "ema", "block")
+THRESHOLDS: Final = ("deviation", "mean")
+PLACEHOLDERS: Final = ("masked", "unprocessed")
+
+
+def infer(
+    before: Spec, after: Spec, listed: Spec, first: Spec, progress: Spec, status: Spec, positions: Spec, cu_seqlens: Spec,
+    decoded: Spec, owner: Spec, state: Spec,
+    *, alpha: float, history: str, threshold: str, placeholders: str, weight: float = 0.0,
+) -> tuple[Spec, Spec, Spec, Spec]:  # fmt: skip
+    require_blocks(cu_seqlens, first, listed)
+    sequences, block = listed.shape
+    shape = (sequences, after.shape[1] if len(after.shape) == 3 else 0, block)
+    for name, spec in (("before", before), ("after", after)):
+        require(spec == Spec(shape, "float32"), f"{name} must be float32[{sequences}, KV heads, {block}], not {spec}")
+    require(len(status.shape) == 1 and status.dtype == "uint8", f"status must be uint8[T], not {status}")
+    require(
+        positions == Spec(status.shape, "int32"), f"positions must be int32 for each row of status, not {positions}"
+    )
+    for name, spec in (("progress", progress), ("decoded", decoded)):
+        require(spec == first, f"{name} must be {first} as first is, not {spec}")
+    require(owner == Spec(first.shape, "int64"), f"owner must be int64[{sequences}], not {owner}")
+    require(
+        len(state.shape) == 2 and state == Spec((state.shape[0], 2), "float32"),
+        f"state must be float32[rows, 2], not {state}",
+    )
+    for what, value, known in (
+        ("history", history, HISTORIES),
+        ("threshold", threshold, THRESHOLDS),
+        ("placeholders", placeholders, PLACEHOLDERS),
+    ):
+        require(value in known, f"{what} must be one of {', '.join(known)}, not '{value}'")
+    require(alpha >= 1, f"alpha must be at least 1, not {alpha}")
+    require(0 <= weight <= 1, f"weight must be a share, not {weight}")
+    return Spec(status.shape, "int64"), cu_seqlens, Spec((1,), "int64"), first
+
+
+def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
+    """Count of the state what the step's sequences have."""
+    return 8 * specs["owner"].shape[0] + sum(spec.bytes for name, spec in specs.items() if name != "state")
+
+
+def flags(specs: Specs, attrs: Attrs) -> Dim:
+    """Reserve an int32 for every row, whether it is kept, and one for every sequence, how many are."""
+    return 4 * (specs["status"].shape[0] + specs["owner"].shape[0])
+
+
+OPERATOR = Operator(
+    name="evict_tokens",
+    reads=READS,
+    writes=("rows", "bounds", "total", "seen"),
+    updates=("state",),
+    whole=frozenset(READS),
+    infer=infer,
+    bytes_moved=bytes_moved,
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.evict_tokens"),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.evict_tokens", scratch=flags),
+    ),
+    roles={"before": "statistics", "after": "statistics", "rows": "statistics"},
+)
