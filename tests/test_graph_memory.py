@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from compiled_runner import CompiledRunner
+from dropping import CUT
 from fake_cuda import GRANULARITY as UNIT
 from fake_cuda import FakeDriver
+from test_cut import CONFIG, TENSORS, Sequence
 from test_streams import Capturing, bind, heads, planned, steps_of
 
+import mosaic
 from mosaic.errors import DoesNotFit
 from mosaic.planner.plan import Plan
 from mosaic.planner.plan_records import PlanRecords
+from mosaic.registrar import graph as registrar
 from mosaic.runtime.graph_memory import GraphMemory, NoRoom
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.step_memory import StepMemory
@@ -274,3 +280,45 @@ def test_graphs_give_way_to_plans_before_memory_of_earlier_steps_does() -> None:
         assert not graphs.give_way() and 5 in graphs  # what is reserved is in every plan
         graphs.close()
         assert 5 not in graphs and ledger.held()["context"] == 4 * UNIT
+
+
+def test_each_step_begins_once_and_reports_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cut step too: its prefix is in use until the next step. What earlier steps launched gives way."""
+    device, made, begun = Device(), [], []
+
+    class Watched(GraphMemory):
+        def begin(self) -> None:
+            begun.append(self)
+            super().begin()
+
+    def opened(ledger: DeviceLedger, of: torch.device, *, reserved_bytes: int) -> GraphMemory:
+        made.append(Watched(ledger, device.free_bytes, device.driver.synchronize, reserved_bytes=reserved_bytes))
+        return made[-1]
+
+    monkeypatch.setattr("mosaic.runtime.engine.graph_memory", opened)
+    with closing(CompiledRunner(CONFIG, TENSORS)) as runner, mosaic.compile(double) as program:
+        model, rng = runner.model, random.Random(0)
+        graphs, other = made
+        sequence = Sequence.filled(model, 64, rng)
+        for step in range(3):
+            request = sequence.window(rng, CUT)
+            before = len(begun)
+            model.step([request])
+            assert begun[before:] == [graphs]
+            graphs.capture(step, lambda: Graph(device, 3))
+            assert graphs.held_bytes == model.workspace.ledger.held()["graphs"] == model.memory().graph_bytes
+            assert "in captured graphs" in str(model.memory())
+        assert graphs.held_bytes == 9 * UNIT and graphs.give_way() and 2 in graphs and 1 not in graphs
+        before = len(begun)
+        program(x=torch.ones(3, 2))
+        assert begun[before:] == [other] and "graphs" not in str(program.memory())
+        sequence.close()
+        model.close()
+        assert 2 not in graphs and not device.driver.used_bytes
+
+
+def double(g: registrar.Graph) -> None:
+    """Register a product."""
+    n = g.dim("tokens")
+    x, w = g.input("x", (n, 2), "float32"), g.weight("w", (2, 2), "float32")
+    g.add_op("linear", x, w, out=g.output("y", (n, 2), "float32"))
