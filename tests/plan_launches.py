@@ -97,10 +97,10 @@ LAUNCHES = [
     Launch("rms_norm", "x:f6,4 weight:f4", "y:f6,4", 4 * 6 * 4, {"eps": 1e-6}, free="weight", inplace="y/x", sliced="x y"),
     Launch("rotary", "x:f6,8 positions:i6 inv_freq:f3,2 sequences:i6", "x", 6 * 6 * 8, {"head_size": 4, "factor": 1.0},
            free="x positions inv_freq", any_rank="inv_freq", optional="sequences factor", sliced="x positions sequences"),
-    Launch("rotary_store", "q:f6,8 k:f6,4 v:f6,4 kv:f9,16 extents:l5,4 cu_extents:i3 cu_seqlens:i3 positions:i6 inv_freq:f1 "
-           "q_norm:f2 k_norm:f2", "q kv", 10 * 6 * 8, {"layer": 1, "head_size": 2, "eps": 1e-6, "factor": 1.0},
-           moved="positions inv_freq q_norm k_norm q k v q k v", free="inv_freq q_norm k_norm", loose="kv extents",
-           optional="q_norm k_norm eps factor", sliced="q k v positions"),
+    Launch("rotary_store", "q:f6,8 k:f6,4 v:f6,4 kv:f9,16 extents:l5,4 cu_extents:i3 cu_seqlens:i3 positions:i6 inv_freq:f3,1 "
+           "q_norm:f2 k_norm:f2 sequences:i6", "q kv", 10 * 6 * 8, {"layer": 1, "head_size": 2, "eps": 1e-6, "factor": 1.0},
+           moved="positions inv_freq q_norm k_norm sequences q k v q k v", free="inv_freq q_norm k_norm", any_rank="inv_freq",
+           loose="kv extents", optional="q_norm k_norm sequences eps factor", sliced="q k v positions sequences"),
     Launch("row_nucleus", "logits:f6,9 keys:l6 temperature:f1 top_p:f1 top_k:i1",
            "sample:l6 probability:f6 margin:f6 entropy:f6", 10 * 6 * 9, free="logits",
            sliced="logits keys sample probability margin entropy"),

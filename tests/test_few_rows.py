@@ -190,8 +190,18 @@ def test_tiles_are_split_while_a_gpu_has_room() -> None:
 
 
 def rotary_store(
-    name: str, heads: int, group: int, size: int, rotated: int, dtype: torch.dtype, *, norm: bool, row_start: int = 0
+    name: str,
+    heads: int,
+    group: int,
+    size: int,
+    rotated: int,
+    dtype: torch.dtype,
+    *,
+    norm: bool,
+    row_start: int = 0,
+    own: bool = False,
 ) -> tuple[Case, Bounds]:
+    """`own`: each sequence has frequencies of its own."""
     windows, lengths = STORED[name]
     stored = store_case(windows, lengths, heads, size, dtype)
     operands = dict(stored.operands)
@@ -201,7 +211,15 @@ def rotary_store(
     operands["inv_freq"] = (1e4 ** (-torch.arange(0, rotated, 2) / rotated)).to(F32)
     if norm:
         operands |= {f"{part}_norm": randn(size, dtype=dtype, seed=8 + i) for i, part in enumerate("qk")}
-    for part in ("q", "k", "v", "positions"):
+    sliced = ["q", "k", "v", "positions"]
+    if own:
+        ends = operands["cu_seqlens"][1:]
+        bases = 10.0 ** torch.arange(1, len(ends) + 1)[:, None]
+        operands["inv_freq"] = (bases ** (-torch.arange(0, rotated, 2) / rotated)).to(F32)
+        numbers = torch.searchsorted(ends, torch.arange(tokens), right=True).clamp_max(len(ends) - 1)
+        operands["sequences"] = numbers.to(torch.int32)
+        sliced.append("sequences")
+    for part in sliced:
         operands[part] = operands[part][row_start:]
     attrs = {**stored.attrs, "eps": 0.5, "factor": 1.25}
     case = Case("rotary_store", operands, attrs=attrs)
@@ -224,8 +242,9 @@ def rotated_heads(x: Tensor, operands: dict[str, Tensor], norm: str, size: int) 
     if norm in operands:
         x_TNH = x_TNH / torch.sqrt(x_TNH.pow(2).mean(2, keepdim=True) + 0.5) * operands[norm].double()
         relative = gamma(size // 2 + 14, dtype) + unit(dtype)  # rounded before it is rotated, where that is apart
-    half = operands["inv_freq"].shape[0]
-    angle = operands["positions"].double()[:, None, None] * operands["inv_freq"].double()
+    half = operands["inv_freq"].shape[-1]
+    turned = operands["inv_freq"].double().view(-1, 1, half)
+    angle = operands["positions"].double()[:, None, None] * turned[operands.get("sequences", torch.zeros(1)).long()]
     first, second, rest = x_TNH[..., :half], x_TNH[..., half : 2 * half], x_TNH[..., 2 * half :]
     cos, sin = 1.25 * angle.cos(), 1.25 * angle.sin()
     result = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], 2)
@@ -244,21 +263,23 @@ FORMS: list[tuple[str, int, int, int, int, bool]] = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rotary_store(form: tuple[str, int, int, int, int, bool], dtype: torch.dtype) -> None:
-    check(*rotary_store(*form[:5], dtype, norm=form[5]), "cpu")
+    for own in (False, True):
+        check(*rotary_store(*form[:5], dtype, norm=form[5], own=own), "cpu")
 
 
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("form", FORMS[:-1], ids=str)
 def test_rotary_store_in_triton(form: tuple[str, int, int, int, int, bool], dtype: torch.dtype) -> None:
-    check(*rotary_store(*form[:5], dtype, norm=form[5]), "cuda")
+    for own in (False, True):
+        check(*rotary_store(*form[:5], dtype, norm=form[5], own=own), "cuda")
 
 
 @pytest.mark.parametrize(
     "backend", ["cpu", pytest.param("cuda", marks=() if HAS_TRITON and INTERPRETED else pytest.mark.gpu)]
 )
 def test_a_slice_of_what_is_rotated_knows_where_it_starts(backend: str) -> None:
-    case, bounds = rotary_store("scattered", 2, 2, 8, 8, F32, norm=True, row_start=4)
+    case, bounds = rotary_store("scattered", 2, 2, 8, 8, F32, norm=True, row_start=4, own=True)
     if backend == "cuda":
         found = run(case, DEVICE, row_start=4)
     else:
@@ -335,6 +356,7 @@ def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
         norm_gate_up(70, 300, 90, dtype)[0],
         split_linear_add(70, 300, 90, dtype)[0],
         rotary_store("scattered", 2, 2, 8, 8, dtype, norm=True)[0],
+        rotary_store("scattered", 2, 2, 8, 8, dtype, norm=True, own=True)[0],
         Case("zeros", {}, {"y": torch.empty(7, dtype=torch.int32)}, {"count": 7}),
     ):
         check_allocates_nothing(case)

@@ -24,6 +24,8 @@ from mosaic.decoding.canvas import COMMIT
 from mosaic.errors import CheckpointError, UnsupportedModel, UsageError
 from mosaic.models import load
 from mosaic.models.architecture import Architecture
+from mosaic.models.parts import KEPT, Commit
+from mosaic.models.phase import Phase
 from mosaic.models.rotary import Rotary, read_rotary
 from mosaic.models.sparse import SparseAttention
 from mosaic.planner.check import check_plan
@@ -311,6 +313,32 @@ def stock_base(arch: Architecture, length: int) -> float:
     stock.head_dim, stock.rope_parameters = dims, {"rope_theta": 10000.0, **SCALINGS["dynamic"]}
     turned = ROPE_INIT_FUNCTIONS["dynamic"](stock, "cpu", seq_len=torch.tensor(length))[0]
     return float(turned[1].double() ** (-dims / 2))
+
+
+def test_small_steps_at_once_turn_each_sequence_by_its_own_frequencies() -> None:
+    """Rotation and store in one op do what they do apart."""
+    nothing, block = torch.empty(0, dtype=torch.int64), torch.full((8,), 96)
+    denoise = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
+    with mosaic.compile(CONFIGS["sdar"] | {"rope_scaling": SCALINGS["dynamic"]}, debug="poison") as model:
+        enlarge(model)
+        asked = []
+        for length, final in ((72, 96), (16, 24), (64, 72)):
+            owned, prompt = model.open_sequence(), sequences()[0][:length]
+            owned.reserve(length + 8)
+            model.step([
+                StepRequest(phase=COMMIT, token_ids=prompt, sequence=owned, key_len=length, final_length=final, rows=nothing,
+                            current=nothing)
+            ])  # fmt: skip
+            asked.append(
+                StepRequest(phase=denoise, token_ids=block, start=length, sequence=owned, key_len=length + 8,
+                            final_length=final, rows=torch.arange(8), current=block, quota=8)
+            )  # fmt: skip
+        apart, fused = (model.step(asked, config={"products": way}) for way in ("apart", "fused"))
+        assert "rotary_store" in {op["kernel"] for op in fused[0].plan.document["ops"]}
+        assert check_plan(fused[0].plan.document) == []
+        for one, other in zip(apart, fused, strict=True):
+            assert torch.equal(one.token, other.token)
+            torch.testing.assert_close(one.score, other.score, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

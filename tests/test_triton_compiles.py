@@ -72,6 +72,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     freq = {"positions": empty(32, dtype=torch.int32), "inv_freq": empty(size // 2, dtype=wide)}
     few = {"k": empty(32, 1024), "v": empty(32, 1024), **where, **freq, "layer": 3, "head_size": size}
     yield "rotary_store", {"q": x[:32], **few}
+    yield "rotary_store", {"q": x[:32], **few, **own, "sequences": own["sequences"][:32], "factor": 1.2}
     yield "rotary_store", {"q": x[:32], **few, **dict.fromkeys(("q_norm", "k_norm"), empty(size)), "eps": 1e-6}
     arrivals = empty(512, dtype=torch.int32)
     for tokens, kv_width, inner in ((64, 1024, hidden), (2, 512, 3584), (32, hidden, hidden)):

@@ -1,9 +1,10 @@
 """rotary_store: heads of q and k normed and rotated, q in place, k and v into the rows that their sequences own.
 
 Contract: rotary_store(updates q[T, N*H] sliced, k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64
-whole, cu_extents[B+1] int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, inv_freq[R/2] float32, q_norm[H] and
-k_norm[H] or none; layer, head_size, eps, factor): `head_norm`, `rotary` and `kv_store` one after the other; k and v are only
-read. Row r of q is row `row_start + r` of the packed window. Legend: T tokens, N query heads, H head size, W width of keys.
+whole, cu_extents[B+1] int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, inv_freq[R/2] or [S, R/2] float32,
+q_norm[H] and k_norm[H] or none, sequences[T] int32? sliced; layer, head_size, eps, factor): `head_norm`, `rotary` and `kv_store`
+one after the other; k and v are only read. Row r of q is row `row_start + r` of the packed window. Legend: T tokens, N query
+heads, H head size, W width of keys.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ def bind(
     head_size: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    sequences: Tensor | None = None,
     eps: float = 0.0,
     factor: float = 1.0,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> Run:
     """Update q and kv."""
-    check(q, k, v, kv, extents, cu_extents, cu_seqlens, positions, inv_freq, q_norm, k_norm, layer, head_size)
+    check(
+        q, k, v, kv, extents, cu_extents, cu_seqlens, positions, inv_freq, q_norm, k_norm, sequences, layer, head_size
+    )
     operands = {"q": q, "k": k, "inv_freq": inv_freq} | ({} if q_norm is None else {"q_norm": q_norm})
     keys, rotation, norms = tiles_of("rotary_store", scratch, operands, head_size=head_size)
     parts: list[Run] = []
@@ -49,7 +53,13 @@ def bind(
             parts.append(head_norm.bind(x=x, weight=norm, eps=eps, scratch=norms))
         parts.append(
             rotary.bind(
-                x=x, positions=positions, inv_freq=inv_freq, head_size=head_size, factor=factor, scratch=rotation
+                x=x,
+                positions=positions,
+                inv_freq=inv_freq,
+                head_size=head_size,
+                sequences=sequences,
+                factor=factor,
+                scratch=rotation,
             )
         )
     store = kv_store.bind(
@@ -71,7 +81,7 @@ launch = launcher(bind)
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    inv_freq: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, layer: int, head_size: int,
+    inv_freq: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, sequences: Tensor | None, layer: int, head_size: int,
 ) -> tuple[int, int]:  # fmt: skip
     """Check the operands; return the heads of queries and of keys."""
     heads = kv_store.check(k, v, kv, extents, cu_extents, cu_seqlens, positions, layer, head_size)
@@ -79,7 +89,8 @@ def check(
     check_shapes(
         "rotary_store",
         q=(q, (k.shape[0], q_heads * head_size), k.dtype),
-        inv_freq=(inv_freq, inv_freq.shape[:1], torch.float32),
+        inv_freq=(inv_freq, inv_freq.shape[-1:] if sequences is None else inv_freq.shape[:2], torch.float32),
+        sequences=(sequences, (k.shape[0],), torch.int32),
         q_norm=(q_norm, (head_size,), k.dtype),
         k_norm=(k_norm, (head_size,), k.dtype),
     )
@@ -101,6 +112,7 @@ def reference(
     head_size: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    sequences: Tensor | None = None,
     eps: float = 0.0,
     factor: float = 1.0,
     row_start: int = 0,
@@ -110,7 +122,14 @@ def reference(
     for x, norm in ((q, q_norm), (k, k_norm)):
         normed = x if norm is None else head_norm.reference(x=x, weight=norm, eps=eps)
         turned.append(
-            rotary.reference(x=normed, positions=positions, inv_freq=inv_freq, head_size=head_size, factor=factor)
+            rotary.reference(
+                x=normed,
+                positions=positions,
+                inv_freq=inv_freq,
+                head_size=head_size,
+                sequences=sequences,
+                factor=factor,
+            )
         )
     after = kv_store.reference(
         k=turned[1], v=v, kv=kv, extents=extents, cu_extents=cu_extents, cu_seqlens=cu_seqlens, positions=positions, layer=layer,

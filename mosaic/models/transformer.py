@@ -93,7 +93,7 @@ class StepGraph:
             self.head_choice = g.choice("head", phase.head.ways)
         self.attention_way = ways[g.choice("attention", tuple(ways))]
         # x times the norm's weight, before it is divided by the norm, may exceed what float16 holds
-        few = phase.cached and phase.head.decides and arch.dtype != "float16" and arch.rotary.kind != "dynamic"
+        few = phase.cached and phase.head.decides and arch.dtype != "float16"
         self.fused = few and g.choice("products", ("apart", "fused")) == "fused"
         places = ("device", "host") if phase.cut is None else ("device",)
         self.on_host = g.choice("hidden", places, escalating=True) == "host"

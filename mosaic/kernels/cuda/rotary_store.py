@@ -1,10 +1,11 @@
 """rotary_store on CUDA: heads of q and k normed and rotated, q in place, k and v into the rows that their sequences own.
 
 Contract: rotary_store(updates q[T, N*H] sliced, k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64
-whole, cu_extents[B+1] int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, inv_freq[R/2] float32, q_norm[H] and
-k_norm[H] or none; layer, head_size, eps, factor): `head_norm`, `rotary` and `kv_store` in one launch, float32 from the first to
-the last, so that nothing is rounded between norm and rotation. One program a row and group of heads, of queries or of keys with
-their values. Legend: T tokens, N query heads, H head size, W width of keys, R rotated columns of a head.
+whole, cu_extents[B+1] int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, inv_freq[R/2] or [S, R/2] float32,
+q_norm[H] and k_norm[H] or none, sequences[T] int32? sliced; layer, head_size, eps, factor): `head_norm`, `rotary` and `kv_store`
+in one launch, float32 from the first to the last, so that nothing is rounded between norm and rotation. One program a row and
+group of heads, of queries or of keys with their values. Legend: T tokens, N query heads, H head size, W width of keys, R rotated
+columns of a head.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def rotary_store_kernel(
     inv_freq,
     q_norm,
     k_norm,
+    numbers,
     q_stride,
     k_stride,
     v_stride,
@@ -65,6 +67,7 @@ def rotary_store_kernel(
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    OWN: tl.constexpr,
     SEQUENCES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -77,6 +80,8 @@ def rotary_store_kernel(
     # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); columns beyond both halves stay
     turns = column < 2 * HALF
     second = column >= HALF
+    if OWN:  # a row of frequencies for each sequence
+        inv_freq += tl.load(numbers + row).to(tl.int64) * HALF
     frequency = tl.load(inv_freq + tl.where(second, column - HALF, column), mask=turns, other=0.0)
     angle = tl.load(positions + row).to(tl.float32) * frequency
     cosine = tl.where(turns, tl.cos(angle) * factor, 1.0)
@@ -117,6 +122,7 @@ def launch(
     head_size: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    sequences: Tensor | None = None,
     eps: float = 0.0,
     factor: float = 1.0,
     row_start: int = 0,
@@ -124,9 +130,9 @@ def launch(
 ) -> None:
     """Update q and kv."""
     q_heads, heads = check(
-        q, k, v, kv, extents, cu_extents, cu_seqlens, positions, inv_freq, q_norm, k_norm, layer, head_size
+        q, k, v, kv, extents, cu_extents, cu_seqlens, positions, inv_freq, q_norm, k_norm, sequences, layer, head_size
     )
-    sequences = cu_seqlens.shape[0] - 1
+    count = cu_seqlens.shape[0] - 1
     block_h = power_of_two(head_size, 1 << 16)
     block_n = power_of_two(q_heads, max(1, ELEMENTS // block_h))
     parts = triton.cdiv(q_heads, block_n) + triton.cdiv(heads, block_n)
@@ -142,11 +148,12 @@ def launch(
         inv_freq,
         q if q_norm is None else q_norm,
         k if k_norm is None else k_norm,
+        positions if sequences is None else sequences,
         q.stride(0),
         k.stride(0),
         v.stride(0),
         kv.stride(0),
-        sequences,
+        count,
         row_start,
         layer,
         float(factor),
@@ -154,9 +161,10 @@ def launch(
         Q_HEADS=q_heads,
         HEADS=heads,
         SIZE=head_size,
-        HALF=inv_freq.shape[0],
+        HALF=inv_freq.shape[-1],
         NORM=q_norm is not None,
-        SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
+        OWN=sequences is not None,
+        SEQUENCES=power_of_two(count, 1 << 16, least=SEQUENCES),
         BLOCK_N=block_n,
         BLOCK_H=block_h,
         num_warps=WARPS,

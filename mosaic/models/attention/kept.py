@@ -118,7 +118,7 @@ def _store_at_once(
     )
     g.add_op(
         "rotary_store", queries, k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, step.inv_freq, *scales[:2],
-        name="store", layer=layer, head_size=arch.head_size, eps=arch.norm_eps, factor=arch.rotary_scale,
+        step.sequences, name="store", layer=layer, head_size=arch.head_size, eps=arch.norm_eps, factor=arch.rotary_scale,
     )  # fmt: skip
 
 

@@ -182,10 +182,10 @@ _NOTATION: Final = {
     ),
     "rotary_store": _Operator(
         "q:a=T,Q k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T "
-        "inv_freq=F q_norm?=H k_norm?=H",
-        "q k v kv extents cu_extents cu_seqlens positions inv_freq q_norm? k_norm?", "q kv",
+        "inv_freq=*S,F q_norm?=H k_norm?=H sequences?:int32=T",
+        "q k v kv extents cu_extents cu_seqlens positions inv_freq q_norm? k_norm? sequences?", "q kv",
         "layer:n head_size:n eps?:x factor?:x", "10*T*Q", "R X E B W",
-        "positions inv_freq q_norm k_norm q k v q k v",
+        "positions inv_freq q_norm k_norm sequences q k v q k v",
         rules=(
             ("divides", "head_size", "W"), ("divides", "W", "Q"), ("at most", "2*F", "head_size"), ("at most", "H", "head_size"),
             ("divides", "head_size", "H"), *_kv_row("W"),
