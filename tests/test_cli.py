@@ -120,6 +120,21 @@ def test_a_selection_as_large_as_the_prefix_generates_what_exact_attention_does(
     assert (said["k"], said["page"], said["exact_layers"]) == (4, 2, 1)
 
 
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("yarn", "cannot read the rotary scaling 'yarn': write a type and a factor, such as yarn:4"),
+        ("yarn:x", "cannot read the rotary scaling 'yarn:x'"),
+        ("yarn:0.5", "'factor' must be a number of at least 1, got 0.5"),
+        ("longrope:2", "'rope_scaling' of type 'longrope' is not supported; known: default, linear, dynamic, yarn"),
+    ],
+)
+def test_a_rotary_scaling_that_cannot_be_is_refused_alike(face: str, given: str, message: str, mosaic: Any) -> None:
+    refused = mosaic(*FACES[face], "--model", "small-sdar", "--rope-scaling", given)
+    assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
 def test_the_quality_bench_asks_with_the_sparse_options_it_is_given(mosaic: Any) -> None:
     ran = mosaic(
         *FACES["quality"], "--model", "small-sdar", "--attention", "sparsed", "--k", "8", "--page", "4", "--json"

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+import mosaic
 import mosaic.decoding.loop
 import mosaic.runtime.compile
 from mosaic import cli
@@ -394,6 +395,20 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     results.cache_clear()
     yield run
     results.cache_clear()
+
+
+def test_a_rotary_scaling_takes_a_prompt_beyond_the_trained_context(run: Any, checkpoint: Path) -> None:
+    """As the refusal says; with a cache too."""
+    with mosaic.compile(CONFIG | {"max_sequence_length": 48}) as model:
+        model.save(checkpoint)
+    ask = ("--model", str(checkpoint), "--prompt", "a" * 60, "--gen-length", "8", "--json", "--algorithm", "fast-dllm",
+           "--block-length", "4", "--cache", "dual")  # fmt: skip
+    refused = run(*ask)
+    assert (
+        refused.code == 2 and 'set rope_scaling in its config.json to {"rope_type": "yarn", "factor": 2}' in refused.err
+    )
+    for scaling in ("yarn:2", "linear:2", "dynamic:1.5"):
+        assert json.loads(run(*ask, "--rope-scaling", scaling).out)["prompt_tokens"] == 60
 
 
 def test_without_a_terminal_stdout_is_the_text(fake: FakeModel, run: Any, checkpoint: Path) -> None:

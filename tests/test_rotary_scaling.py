@@ -180,6 +180,23 @@ def test_a_scaling_that_cannot_be_is_refused_by_name(given: Any, message: str) -
         load(CONFIGS["dream"] | {"rope_scaling": given})
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("before", [None, "rope_scaling", "rope_parameters"])
+def test_a_model_takes_another_scaling_than_its_config_says(family: str, before: str | None) -> None:
+    """The same as if the config had said it; base, share of dims that turn and dtype stay."""
+    own = CONFIGS[family] | ({} if before is None else {before: SCALINGS["linear"]}) | {"rope_theta": 500.0}
+    model = load(own).with_dtype("bfloat16")
+    for scaling in ("linear", "dynamic", "yarn"):
+        said = CONFIGS[family] | {"rope_theta": 500.0, "rope_scaling": {"rope_type": scaling, "factor": 6.0}}
+        assert model.with_rope_scaling(scaling, 6.0).architecture == load(said).with_dtype("bfloat16").architecture
+
+
+def test_trained_positions_outlast_another_scaling() -> None:
+    """The config of a model that was made longer says them in its own scaling only."""
+    scaled = load(CONFIGS["dream"] | {"rope_scaling": SCALINGS["yarn"]}).with_rope_scaling("yarn", 8)
+    assert scaled.architecture.rotary.original == 24 and scaled.architecture.max_context == 192
+
+
 def test_two_scalings_that_differ_are_refused() -> None:
     both = {"rope_scaling": SCALINGS["linear"], "rope_parameters": SCALINGS["dynamic"]}
     with pytest.raises(UnsupportedModel, match="'rope_scaling' and 'rope_parameters' differ"):

@@ -33,6 +33,7 @@ __all__ = [
     "MinimalTopK",
     "Page",
     "Remasking",
+    "RopeScaling",
     "SmallBlockLength",
     "Steps",
     "Temperature",
@@ -85,6 +86,9 @@ K: TypeAlias = Annotated[int | None, typer.Option("--k", help="With --attention:
 Page: TypeAlias = Annotated[int | None, typer.Option(help="With --attention: keys that are selected together.")]
 ExactLayers: TypeAlias = Annotated[
     int | None, typer.Option(help="With --attention: first layers that attend to all keys.")
+]
+RopeScaling: TypeAlias = Annotated[
+    str | None, typer.Option(help="Reach beyond the trained context: linear, dynamic or yarn, and a factor: yarn:4.")
 ]
 Eps: TypeAlias = Annotated[float | None, typer.Option(help="Dream: the last time.")]
 CfgScale: TypeAlias = Annotated[float | None, typer.Option(help="Classifier-free guidance; 0 is off.")]

@@ -16,7 +16,7 @@ import typer
 from mosaic.cli import decoding_options as o
 from mosaic.cli.completion import model_names
 from mosaic.cli.output import note, print_json
-from mosaic.cli.request import own_dtype, require_torch
+from mosaic.cli.request import own_dtype, require_torch, scaled
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.units import format_bytes, format_tokens
 
@@ -70,6 +70,7 @@ def generate(
     k: o.K = None,
     page: o.Page = None,
     exact_layers: o.ExactLayers = None,
+    rope_scaling: o.RopeScaling = None,
     eps: o.Eps = None,
     cfg_scale: o.CfgScale = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; the same seed gives the same text.")] = None,
@@ -90,7 +91,7 @@ def generate(
     from mosaic.models.shipped import SHIPPED
 
     config = GenerationConfig(**o.given(context))
-    described = load(model)
+    described = scaled(load(model), rope_scaling)
     chat = model in SHIPPED if chat is None else chat
     tokenizer = _tokenizer(described)
     prompt_ids = _encode(text, tokenizer, chat, described)

@@ -47,6 +47,7 @@ def plan(
     k: o.K = None,
     page: o.Page = None,
     exact_layers: o.ExactLayers = None,
+    rope_scaling: o.RopeScaling = None,
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Set two plan files side by side.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan's JSON.")] = None,
@@ -79,6 +80,7 @@ def plan(
                 k,
                 page,
                 exact_layers,
+                rope_scaling,
             )
         ):
             raise UsageError("--compare takes two plan files and goes with --json alone.")
@@ -86,7 +88,7 @@ def plan(
         return
     from mosaic.cli.exports import check_targets, export
     from mosaic.cli.progress import compiling
-    from mosaic.cli.request import read_model, read_request
+    from mosaic.cli.request import read_model, read_request, scaled
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
     from mosaic.planner.planner import Planner
@@ -99,7 +101,7 @@ def plan(
         )
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
-    described = read_model(model, dtype)
+    described = scaled(read_model(model, dtype), rope_scaling)
     with compiling() as progress:
         planner = Planner(described, device=device, budget=budget, host_budget=host_budget, progress=progress)
         planner.verify_checkpoint()

@@ -11,7 +11,7 @@ import typer
 
 from mosaic.cli import decoding_options as o
 from mosaic.cli.output import note, print_json, results
-from mosaic.cli.request import own_dtype, require_torch
+from mosaic.cli.request import own_dtype, require_torch, scaled
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def quality(
     k: o.K = None,
     page: o.Page = None,
     exact_layers: o.ExactLayers = None,
+    rope_scaling: o.RopeScaling = None,
     eps: o.Eps = None,
     cfg_scale: o.CfgScale = None,
     seed: Annotated[int, typer.Option(help="Of the evaluation set and of sampling.")] = 0,
@@ -87,7 +88,7 @@ def quality(
         batch=batch,
         options=o.given(context),
     )
-    described = load(model)
+    described = scaled(load(model), rope_scaling)
     if described.path is None:
         raise UsageError(f"{model} is a preset with random weights: give small, small-sdar or a checkpoint directory.")
     check_vocabulary(Path(described.path))

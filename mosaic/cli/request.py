@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mosaic.planner import Planner, Request
     from mosaic.planner.plan import Plan
 
-__all__ = ["own_dtype", "read_model", "read_plan", "read_request", "require_torch"]
+__all__ = ["own_dtype", "read_model", "read_plan", "read_request", "require_torch", "scaled"]
 
 
 def read_model(model: str | None, dtype: str | None) -> Model:
@@ -24,6 +24,20 @@ def read_model(model: str | None, dtype: str | None) -> Model:
         raise UsageError("give a model: --model llada-8b (see `mosaic models`).")
     loaded = load(model)
     return loaded if dtype is None else loaded.with_dtype(dtype)
+
+
+def scaled(model: Model, rope_scaling: str | None) -> Model:
+    """Return the model that `--rope-scaling` makes of one."""
+    if rope_scaling is None:
+        return model
+    kind, _, factor = rope_scaling.partition(":")
+    try:
+        times = float(factor)
+    except ValueError:
+        raise UsageError(
+            f"cannot read the rotary scaling '{rope_scaling}': write a type and a factor, such as yarn:4."
+        ) from None
+    return model.with_rope_scaling(kind, times)
 
 
 def read_plan(file: Path) -> Plan:

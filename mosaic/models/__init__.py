@@ -65,6 +65,29 @@ class Model:
             raise UnknownName("dtype", dtype, FLOATS)
         return replace(self, architecture=replace(self.architecture, dtype=dtype))
 
+    def with_rope_scaling(self, kind: str, factor: float) -> Model:
+        """Return the same model with another rotary scaling than its config asks for; its base and trained positions stay.
+
+        Raises
+        ------
+        UnsupportedModel
+            A scaling that is unknown or cannot be, by name.
+
+        Examples
+        --------
+        >>> load("sdar-8b").with_rope_scaling("yarn", 4).architecture.max_context
+        131072
+        """
+        rotary, scaling = self.architecture.rotary, {"rope_type": kind, "factor": factor}
+        if kind == "yarn" and rotary.original:
+            scaling["original_max_position_embeddings"] = rotary.original
+        given = dict(self.config)
+        before = {**(given.get("rope_scaling") or {}), **(given.pop("rope_parameters", None) or {})}
+        kept = {key: before[key] for key in ("partial_rotary_factor",) if key in before}
+        config = {**given, **kept, "rope_theta": rotary.theta, "rope_scaling": scaling}
+        architecture = replace(_architecture(self.family, config), dtype=self.architecture.dtype)
+        return replace(self, config=config, architecture=architecture)
+
     def graph(
         self, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, phase: Phase = FULL_STEP
     ) -> Graph:
