@@ -134,13 +134,25 @@ class DroppingNetwork(Network):
     kept: list[int] = field(default_factory=list)  # of the last window
     weights: list[float] = field(default_factory=list)
 
+    def observe(self, layer: int, q: Tensor, keys: Tensor, start: int) -> None:
+        """Take note of a window's queries [T, N, H] in a layer, and of the keys [P, K H] of its sequence."""
+        sums = q.flatten(1).sum(1).tolist()
+        self.weights = sums if layer == 0 else [now - before for now, before in zip(sums, self.weights, strict=True)]
+
+    def choose(self, count: int) -> list[int]:
+        """The rows that are kept, of so many."""
+        return [row for row, weight in enumerate(self.weights) if row == 0 or weight >= self.limit]
+
+    def sees(self, start: int, key_len: int) -> int:
+        """How many keys the kept rows see."""
+        return key_len
+
     def hidden(self, tokens: Tensor, start: int, kv: KV, key_len: int) -> Tensor:
         """Hidden rows of a window; those that were dropped are NaN."""
         arch, names, count = self.arch, self.arch.names, len(tokens)
         positions = torch.arange(start, start + count)
         rows = torch.arange(count)
         x = self.tensors[names.embedding][tokens]
-        first = torch.zeros(count)
         for layer in range(arch.layers):
             own = {name: getattr(names, name).format(layer=layer) for name in ("attention_norm", "ffn_norm", "query", "key",
                    "value", "output", "gate", "up", "down", "query_norm", "key_norm")}  # fmt: skip
@@ -153,12 +165,11 @@ class DroppingNetwork(Network):
             q, k = self._rotate(q, positions[rows]), self._rotate(k, positions[rows])
             for row, place in enumerate((rows + start).tolist()):
                 kv[layer][0][place], kv[layer][1][place] = k[row].flatten(), v[row].flatten()
-            if layer == 0:
-                first = q.flatten(1).sum(1)
+            if layer in (0, self.layer):
+                self.observe(layer, q, kv[layer][0], start)
             if layer == self.layer:
-                self.weights = (q.flatten(1).sum(1) - first).tolist()
-                self.kept = [row for row, weight in enumerate(self.weights) if row == 0 or weight >= self.limit]
-                rows = torch.tensor(self.kept)
+                self.kept = self.choose(count)
+                rows, key_len = torch.tensor(self.kept), self.sees(start, key_len)
                 x, q = x[rows], q[rows]
             seen = (kv[layer][0][:key_len], kv[layer][1][:key_len])
             x = x + self._attend(q, *seen, positions[rows]) @ self.tensors[own["output"]].T

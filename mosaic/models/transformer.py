@@ -150,6 +150,8 @@ class StepGraph:
         else:
             self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
         phase.cache.declare(self)
+        if phase.cut is not None and self.suffix is None:
+            phase.cut.declare(self)
         if phase.cached and self.decides:
             self.inputs[ROW_BOUNDS.name]
         for state in (*phase.states, *phase.held):

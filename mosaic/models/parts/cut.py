@@ -75,6 +75,9 @@ class Cut(Part):
         """
         return sorted({max(tokens // share, 1) for share in (8, 4, 2, 1)})
 
+    def declare(self, step: StepGraph) -> None:
+        """Ask, before the first layer, for inputs that `observe` reads: in a layer they would be the layer's."""
+
     def observe(self, step: StepGraph, layer: int, q: Buffer) -> None:
         """Register what the part computes of a layer's queries [T, N H]; its keys and values are stored. Called for each layer
         up to the one that is cut."""

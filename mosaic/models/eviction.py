@@ -1,0 +1,151 @@
+"""Token eviction: which of a block's tokens a step computes beyond its first layers. Options, and presets of FOCUS.
+
+A step of block diffusion computes every token of the block and decodes about a tenth of them. FOCUS (Liang et al., "DLLMs Know
+How to Tame Their Compute Bound") drops, after two layers, tokens that are unlikely to be decoded. The paper's main text, its
+appendix and its public implementation differ; each option names one reading.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+from mosaic.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+
+__all__ = ["PRESETS", "Eviction", "token_eviction"]
+
+History: TypeAlias = Literal["cumulative", "ema", "block"]
+Threshold: TypeAlias = Literal["deviation", "mean"]
+Importance: TypeAlias = Literal["block", "masked"]
+Placeholders: TypeAlias = Literal["masked", "unprocessed"]
+FirstStep: TypeAlias = Literal["evicts", "whole"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """How many tokens are kept, and which. The defaults are the paper's main text.
+
+    Parameters
+    ----------
+    alpha
+        Tokens kept for each that is expected to be decoded: at least 1.
+    history
+        What is expected: the mean over all steps of the request so far ("cumulative", equations 17 to 19), an exponential average
+        over them ("ema", E.3), or the mean over steps of the "block" that decoded any (the implementation). At least 1.
+    weight
+        With "ema", how much of the average is the last step's; the paper does not say.
+    threshold
+        Tokens that are kept however many there are. "deviation": those whose importance has risen by at least the standard
+        deviation over the positions that importance is measured over (equation 5). "mean": by at least the mean and one deviation,
+        both over the masked tokens (E.2.2).
+    importance
+        "block": attention of all rows of the block to all its positions (equation 2). "masked": of its masked rows to these, as if
+        they stood side by side (the implementation).
+    pool
+        Neighbouring scores of which the largest counts: odd.
+    placeholders
+        Tokens that are kept because they stand before others: those "unprocessed" in the block so far (section 4.2), or all that
+        are "masked" (algorithm 1, line 18).
+    first_step
+        Of a block: it "evicts" (algorithm 1, line 9), or computes the block "whole" (the implementation).
+
+    Raises
+    ------
+    UsageError
+        A value that cannot be, in one line.
+
+    Examples
+    --------
+    >>> str(Eviction()), str(Eviction(alpha=1.2, history="ema"))
+    ('focus', "eviction(alpha=1.2, history='ema')")
+    """
+
+    alpha: float = 1.5
+    history: History = "cumulative"
+    weight: float = 0.25
+    threshold: Threshold = "deviation"
+    importance: Importance = "block"
+    pool: int = 3
+    placeholders: Placeholders = "unprocessed"
+    first_step: FirstStep = "evicts"
+
+    def __post_init__(self) -> None:
+        alpha, weight, pool = self.alpha, self.weight, self.pool
+        if not _is_number(alpha) or not 1 <= alpha < math.inf:
+            raise UsageError(f"eviction: alpha is {alpha!r}; it must be a number of at least 1.")
+        if not _is_number(weight) or not 0 < weight <= 1:
+            raise UsageError(f"eviction: weight is {weight!r}; it must be a share above 0, at most 1.")
+        if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1 or pool % 2 == 0:
+            raise UsageError(f"eviction: pool is {pool!r}; it must be an odd number of scores.")
+        for name, options in (
+            ("history", History), ("threshold", Threshold), ("importance", Importance), ("placeholders", Placeholders),
+            ("first_step", FirstStep),
+        ):  # fmt: skip
+            if getattr(self, name) not in get_args(options):
+                raise UnknownName(f"eviction's {name}", getattr(self, name), get_args(options))
+
+    def __str__(self) -> str:
+        name = next((name for name, preset in PRESETS.items() if preset == self), None)
+        return name or f"eviction({', '.join(f'{key}={value!r}' for key, value in self.changed.items())})"
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not the paper's main text."""
+        return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
+
+    def check(self, arch: Architecture) -> None:
+        """Check that tokens of a model can be evicted so.
+
+        Raises
+        ------
+        UsageError
+            If it attends in both directions, or has fewer than three layers.
+        """
+        if not arch.block:
+            raise UsageError(
+                "eviction: this model attends in both directions, so it has no blocks with keys of their own; token eviction is "
+                "for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
+            )
+        if arch.layers < 3:
+            raise UsageError(
+                f"eviction: importance is compared between the first two layers, and the model's {arch.layers} leave none to "
+                "save; use a model of at least 3."
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+PRESETS: Final[Mapping[str, Eviction]] = {
+    "focus": Eviction(),
+    "focus-public": Eviction(history="block", threshold="mean", importance="masked", first_step="whole"),
+}
+"""By name: the paper's main text, and its public implementation; both with the paper's alpha (section 5.2)."""
+
+
+def token_eviction(value: str | Eviction) -> Eviction:
+    """Return the options that a preset's name stands for, or those that are given.
+
+    Raises
+    ------
+    UsageError
+        If it is neither; UnknownName, if there is no such preset.
+
+    Examples
+    --------
+    >>> token_eviction("focus-public").history, str(token_eviction("focus"))
+    ('block', 'focus')
+    """
+    if isinstance(value, Eviction):
+        return value
+    if not isinstance(value, str):
+        raise UsageError(f"eviction is {value!r}; it must be Eviction(…), or one of {', '.join(PRESETS)}.")
+    if value not in PRESETS:
+        raise UnknownName("eviction", value, [*PRESETS])
+    return PRESETS[value]

@@ -1,0 +1,174 @@
+"""FOCUS: a cut that keeps the tokens of a block whose importance has risen from layer 0 to layer 1, and those that these need.
+
+A request says in `StepRequest.values["block"]` how far it is in its block (`BlockProgress`), and its window ends with that block.
+What it has decoded so far is a row of the state `focus_history`. Tokens before the block, and those that are decided, are kept.
+Kept rows attend up to the rightmost position that was ever processed: the first graph computes `seen` of the second. Legend: T
+tokens, B sequences, N H queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from mosaic.errors import UsageError
+from mosaic.models.eviction import Eviction
+from mosaic.models.inputs import Input
+from mosaic.models.parts.cut import Cut, KeptRows
+from mosaic.models.state import State
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.models.inputs import Supply, Window
+    from mosaic.models.transformer import StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["HISTORY", "BlockProgress", "Focus"]
+
+HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_rows=1)
+"""Of each request what its steps have decoded: a sum, or an average, and of how many steps."""
+_STATUS_MASKED, _STATUS_UNPROCESSED = 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProgress:
+    """How far a request is in its block.
+
+    Parameters
+    ----------
+    start
+        The block's first position.
+    masked
+        Masked positions, counted from `start`, ascending.
+    processed
+        Positions from `start` to the rightmost that was kept by a step of this block: 0 before its first.
+    step
+        Steps of the block before this one.
+    decoded
+        Tokens that the request's step before this one has decoded; None before its first.
+    """
+
+    start: int
+    masked: tuple[int, ...]
+    processed: int
+    step: int
+    decoded: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Focus(Cut):
+    """Keeps the tokens that are likely to be decoded, by options.
+
+    Parameters
+    ----------
+    eviction
+        The options.
+    """
+
+    layers: ClassVar[tuple[int, int]] = (0, 1)
+    layer: int = field(default=1, init=False)
+    eviction: Eviction
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """Return where blocks begin, what is listed and who votes, and what may be evicted."""
+        return (
+            Input(name="first", dtype="int32", per="sequence", value=lambda window: _block(window).start),
+            Input(name="listed", dtype="int32", per="sequence", width=arch.block, value=self._listed(arch)),
+            Input(name="votes", dtype="uint8", per="token", value=self._votes),
+            Input(name="status", dtype="uint8", per="token", value=self._status),
+            Input(name="progress", dtype="int32", per="sequence", value=lambda window: _block(window).processed),
+            Input(name="decoded", dtype="int32", per="sequence", value=self._decoded),
+            Input(
+                name="history_row", dtype="int64", per="sequence",
+                value=lambda window: window.request.states[HISTORY].runs(0, 1)[0][0],
+            ),
+        )  # fmt: skip
+
+    def _listed(self, arch: Architecture) -> Any:
+        def value(window: Window) -> list[int]:
+            masked = _block(window).masked
+            if self.eviction.importance == "block":
+                return list(range(arch.block))
+            return [*masked, *[-1] * (arch.block - len(masked))]
+
+        return value
+
+    def _votes(self, window: Window) -> Any:
+        found, first = window.token_ids.new_zeros(window.length), _block(window).start - window.start
+        if self.eviction.importance == "block":
+            found[first:] = 1
+        else:
+            found[[first + offset for offset in _block(window).masked]] = 1
+        return found.byte()
+
+    def _status(self, window: Window) -> Any:
+        found, block = window.token_ids.new_zeros(window.length), _block(window)
+        if block.step or self.eviction.first_step == "evicts":
+            for offset in block.masked:
+                status = _STATUS_MASKED if offset < block.processed else _STATUS_UNPROCESSED
+                found[block.start - window.start + offset] = status
+        return found.byte()
+
+    def _decoded(self, window: Window) -> int:
+        block = _block(window)
+        begins = block.decoded is None or (self.eviction.history == "block" and not block.step)
+        return -1 if begins else int(block.decoded or 0)
+
+    @property
+    def states(self) -> Sequence[State]:
+        """The history."""
+        return (HISTORY,)
+
+    def check(self, request: Any, arch: Architecture) -> None:
+        """Check that a model can be cut so, and that a request says how far it is, with a window that ends with its block."""
+        self.eviction.check(arch)
+        block = request.values.get("block")
+        if not isinstance(block, BlockProgress):
+            raise UsageError('eviction: a request says how far it is in its block: values={"block": BlockProgress(…)}.')
+        end = request.start + len(request.token_ids)
+        if not request.start <= block.start or block.start + arch.block != end:
+            raise UsageError(
+                f"eviction: a window ends with its request's block, which is [{block.start}, {block.start + arch.block}); got "
+                f"[{request.start}, {end})."
+            )
+
+    def declare(self, step: StepGraph) -> None:
+        """Ask for all inputs."""
+        for entry in self.inputs(step.arch):
+            step.inputs[entry.name]
+
+    def observe(self, step: StepGraph, layer: int, q: Buffer) -> None:
+        """Register the importance of the block's positions in the first two layers."""
+        arch, inputs = step.arch, step.inputs
+        if layer in self.layers:
+            where = step.kv, inputs["extents"], inputs["cu_extents"], step.cu_seqlens
+            step.g.add_op(
+                "token_importance", q, *where, inputs["votes"], inputs["first"], inputs["listed"], name="importance",
+                layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
+                pool=self.eviction.pool,
+            )  # fmt: skip
+
+    def select(self, step: StepGraph, into: KeptRows) -> None:
+        """Register the choice of rows, and how many keys they see."""
+        chosen, inputs = self.eviction, step.inputs
+        before, after = (step.g[f"layers.{layer}/importance"] for layer in self.layers)
+        of_block = (inputs[name] for name in ("listed", "first", "progress", "status"))
+        of_request = inputs["decoded"], inputs["history_row"], step.state(HISTORY)
+        step.g.add_op(
+            "evict_tokens", before, after, *of_block, step.positions, step.cu_seqlens, *of_request,
+            out=(*into, self._seen(step)), name="evict", alpha=chosen.alpha, history=chosen.history, threshold=chosen.threshold,
+            placeholders=chosen.placeholders, weight=chosen.weight,
+        )  # fmt: skip
+
+    def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
+        """Return, of the second graph, how many keys each sequence sees."""
+        return {} if step.phase.graph == "prefix" else {"seen": lambda: self._seen(step)}
+
+    def _seen(self, step: StepGraph) -> Buffer:
+        return step.g.carry("focus_seen", (step.seqs,), "int32")
+
+
+def _block(window: Window) -> BlockProgress:
+    found: BlockProgress = window.request.values["block"]
+    return found

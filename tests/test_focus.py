@@ -1,0 +1,302 @@
+"""Token eviction as a part of a phase: requests decode block by block, each step against plain code of the paper's equations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from compiled_runner import CompiledRunner
+from dropping import TOP, UNCUT, DroppingNetwork
+from reference_runner import PlainSequence, rule
+from test_cut import ARCH, CONFIG, LAYERS, TENSORS, filled
+from test_decoding import MASK
+from test_evict_tokens import stated
+from test_kernels import Case
+from torch import Tensor
+
+from mosaic.errors import MosaicError, UnknownName, UsageError
+from mosaic.models import load
+from mosaic.models.eviction import PRESETS, Eviction, token_eviction
+from mosaic.models.parts import KEPT
+from mosaic.models.parts.focus import HISTORY, BlockProgress, Focus
+from mosaic.models.phase import Phase
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.state_rows import OwnedRows
+from mosaic.runtime.steps import StepRequest, StepResult
+
+BLOCK = ARCH.block
+READINGS = {
+    **PRESETS,
+    "ema": Eviction(history="ema", placeholders="masked", alpha=1.2),
+    "mixed": Eviction(history="block", threshold="mean", pool=5, first_step="whole", alpha=1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[CompiledRunner]:
+    found = CompiledRunner(CONFIG, TENSORS, debug="poison")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def model(runner: CompiledRunner) -> Iterator[CompiledModel]:
+    yield runner.model
+    assert not runner.model.state_rows
+
+
+def phase_of(eviction: Eviction) -> Phase:
+    return Phase(cache=KEPT, commit=TOP, cut=Focus(eviction=eviction))
+
+
+@dataclass
+class FocusNetwork(DroppingNetwork):
+    """The same transformer, of which a step keeps what the paper's equations say."""
+
+    eviction: Eviction = field(default_factory=Eviction)
+    block: BlockProgress | None = None
+    importance: list[Tensor] = field(default_factory=list)
+    history: Tensor = field(default_factory=lambda: torch.zeros(1, 2))
+    seen: int = 0
+
+    def _of_block(self) -> tuple[BlockProgress, list[int]]:
+        assert self.block is not None
+        whole = self.eviction.importance == "block"
+        return self.block, list(range(BLOCK)) if whole else list(self.block.masked)
+
+    def observe(self, layer: int, q: Tensor, keys: Tensor, start: int) -> None:
+        """Equation 15, in float64."""
+        block, listed = self._of_block()
+        places = torch.tensor(listed, dtype=torch.int64) + block.start
+        queries = q.double()[places - start]
+        k = (
+            keys.double()[places]
+            .view(len(listed), -1, q.shape[2])
+            .repeat_interleave(self.arch.heads // self.arch.kv_heads, 1)
+        )
+        scores = torch.einsum("anh,bnh->nab", queries, k) * q.shape[2] ** -0.5
+        pooled = torch.max_pool1d(scores, self.eviction.pool, 1, self.eviction.pool // 2)
+        found = torch.zeros(BLOCK, dtype=torch.float64)
+        found[listed] = pooled.softmax(2).sum((0, 1))
+        self.importance = [*self.importance[: layer and 1], found]
+
+    def choose(self, count: int) -> list[int]:
+        """The statement of `evict_tokens`, for one request."""
+        block, listed = self._of_block()
+        chosen, first = self.eviction, count - BLOCK
+        evicts = block.step > 0 or chosen.first_step == "evicts"
+        status = [0] * count
+        for offset in block.masked if evicts else ():
+            status[first + offset] = 1 if offset < block.processed else 2
+        new = block.decoded is None or (chosen.history == "block" and block.step == 0)
+        one: dict[str, Any] = {
+            "first": [block.start], "progress": [block.processed], "status": status, "cu_seqlens": [0, count], "owner": [0],
+            "positions": list(range(block.start - first, block.start + BLOCK)), "decoded": [-1 if new else block.decoded],
+            "listed": [listed + [-1] * (BLOCK - len(listed))],
+        }  # fmt: skip
+        operands = {name: torch.tensor(values) for name, values in one.items()} | {"state": self.history}
+        operands |= {name: of[None, None] for name, of in zip(("before", "after"), self.importance, strict=True)}
+        attrs = {name: getattr(chosen, name) for name in ("alpha", "history", "threshold", "placeholders", "weight")}
+        found = stated(Case("evict_tokens", operands, attrs=attrs))
+        self.history, self.seen = found["state"], found["seen"][0]
+        return list(found["rows"][: found["total"][0]])
+
+    def sees(self, start: int, key_len: int) -> int:
+        """Equation 16."""
+        return self.seen
+
+
+@dataclass
+class Live:
+    """A request that decodes blocks after its prompt, on the model and in plain code."""
+
+    model: CompiledModel
+    network: FocusNetwork
+    tokens: Tensor
+    masked: list[bool]
+    owned: OwnedRows
+    history: OwnedRows
+    plain: PlainSequence
+    block: BlockProgress
+    unwritten: int = 0
+    decoded_before: int = 0
+
+    @classmethod
+    def of(cls, model: CompiledModel, eviction: Eviction, rng: random.Random) -> Live:
+        prompt, blocks = rng.choice([BLOCK, 2 * BLOCK + 3]), rng.randint(2, 3)
+        prefix = prompt // BLOCK * BLOCK
+        tokens = torch.full((prefix + blocks * BLOCK,), MASK)
+        tokens[:prompt] = torch.tensor([rng.randrange(8, MASK) for _ in range(prompt)])
+        network = FocusNetwork(ARCH, TENSORS, layer=LAYERS)
+        plain = PlainSequence(network)
+        plain.reserve(len(tokens))
+        quiet = DroppingNetwork(ARCH, TENSORS, layer=LAYERS)
+        quiet.hidden(tokens[:prefix], 0, plain.kv, prefix)
+        network.layer, network.eviction = 1, eviction
+        owned, history = filled(model, tokens[:prefix]), model.open_rows(HISTORY)
+        owned.reserve(len(tokens))
+        history.reserve(1)
+        masked = [position >= prompt for position in range(len(tokens))]
+        live = cls(
+            model, network, tokens, masked, owned, history, plain,
+            BlockProgress(start=prefix, masked=(), processed=0, step=0, decoded=None),
+        )  # fmt: skip
+        live.block = replace(live.block, masked=live.open())
+        return live
+
+    def open(self) -> tuple[int, ...]:
+        return tuple(offset for offset in range(BLOCK) if self.masked[self.block.start + offset])
+
+    @property
+    def finished(self) -> bool:
+        return not any(self.masked)
+
+    def ask(self, rng: random.Random, phase: Phase) -> StepRequest:
+        start, end = self.block.start - self.unwritten, self.block.start + BLOCK
+        rows = torch.tensor(self.block.masked) + self.unwritten
+        return StepRequest(
+            phase=phase, token_ids=self.tokens[start:end].clone(), start=start, sequence=self.owned, key_len=end, rows=rows,
+            current=torch.full((len(rows),), MASK), quota=rng.randint(1, 2), states={HISTORY: self.history},
+            values={"block": self.block},
+        )  # fmt: skip
+
+    def take(self, request: StepRequest, result: StepResult) -> int:
+        """Compare with plain code, and go on; gives how many rows were kept."""
+        self.network.block = self.block
+        hidden = self.network.hidden(request.token_ids, request.start, self.plain.kv, request.key_len)
+        kept, rows = self.network.kept, request.rows.tolist()
+        mine = torch.tensor([row in kept for row in rows])
+        assert torch.equal(result.values["kept"], mine)
+        logits = self.network.unembed(hidden[request.rows])
+        token, score = logits.argmax(1), logits.softmax(-1).max(-1).values
+        assert torch.equal(result.token[mine], token[mine])
+        torch.testing.assert_close(result.score[mine], score[mine], rtol=1e-4, atol=1e-6)
+        few = replace(request, phase=UNCUT, rows=request.rows[mine], current=request.current[mine])
+        committed = torch.zeros(len(rows), dtype=torch.bool)
+        committed[mine] = rule(few, token[mine], score[mine], MASK)
+        assert torch.equal(result.committed, committed) and committed.any()
+        assert self.network.seen == self.block.start + max(
+            self.block.processed, *(row - self.unwritten + 1 for row in kept)
+        )
+        self._go_on(request, result, max(kept) - self.unwritten + 1)
+        return len(kept)
+
+    def _go_on(self, request: StepRequest, result: StepResult, reached: int) -> None:
+        taken = (request.start + request.rows[result.committed]).tolist()
+        self.tokens[taken] = result.chosen[result.committed]
+        for position in taken:
+            assert self.masked[position]
+            self.masked[position] = False
+        self.unwritten = 0
+        self.block = replace(
+            self.block, processed=max(self.block.processed, reached), step=self.block.step + 1, decoded=len(taken)
+        )
+        if not self.open():
+            self.unwritten = BLOCK
+            self.block = replace(self.block, start=self.block.start + BLOCK, processed=0, step=0)
+        if not self.finished:
+            self.block = replace(self.block, masked=self.open())
+
+    def close(self) -> None:
+        self.owned.close()
+        self.history.close()
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_steps_keep_and_decide_what_the_equations_say(model: CompiledModel, name: str) -> None:
+    """Under poison; requests at different progress share steps, packed at random, until all are done."""
+    eviction = READINGS[name]
+    rng = random.Random(name)
+    phase, kept, asked_for = phase_of(eviction), 0, 0
+    live = [Live.of(model, eviction, rng) for _ in range(3)]
+    while active := [one for one in live if not one.finished]:
+        now = rng.sample(active, rng.randint(1, len(active)))
+        asked = [one.ask(rng, phase) for one in now]
+        for one, request, result in zip(now, asked, model.step(asked), strict=True):
+            kept += one.take(request, result)
+            asked_for += len(request.token_ids)
+    assert kept < 0.95 * asked_for
+    for one in live:
+        one.close()
+
+
+def test_with_a_large_alpha_nothing_is_evicted(model: CompiledModel) -> None:
+    """Tokens, scores and decisions are those of the step that is not cut, to the bit."""
+    rng = random.Random(5)
+    phase = phase_of(Eviction(alpha=1e6))
+    live = [Live.of(model, Eviction(alpha=1e6), rng) for _ in range(2)]
+    while active := [one for one in live if not one.finished]:
+        asked = [one.ask(rng, phase) for one in active]
+        whole = model.step([replace(request, phase=UNCUT, states={}, values={}) for request in asked])
+        for one, request, other, mine in zip(active, asked, whole, model.step(asked), strict=True):
+            assert bool(mine.values["kept"].all())
+            for what in ("token", "score", "committed", "chosen"):
+                assert torch.equal(getattr(mine, what), getattr(other, what))
+            one.take(request, mine)
+    for one in live:
+        one.close()
+
+
+AT_8 = BlockProgress(start=8, masked=(0,), processed=0, step=0, decoded=None)
+
+
+@pytest.mark.parametrize(("values", "window", "message"), [
+    ({}, (0, 8), "says how far it is"), ({"block": 3}, (0, 8), "says how far it is"),
+    ({"block": AT_8}, (0, 8), r"which is \[8, 16\); got \[0, 8\)"), ({"block": replace(AT_8, start=0)}, (0, 16), r"got \[0, 16\)"),
+    ({"block": replace(AT_8, start=4)}, (8, 12), r"got \[8, 12\)"),
+])  # fmt: skip
+def test_a_request_that_does_not_say_how_far_it_is_is_refused(
+    model: CompiledModel, values: dict[str, Any], window: tuple[int, int], message: str
+) -> None:
+    tokens = torch.full((16,), MASK)
+    owned, history, (start, end) = filled(model, tokens), model.open_rows(HISTORY), window
+    history.reserve(1)
+    request = StepRequest(
+        phase=phase_of(Eviction()), token_ids=tokens[start:end], start=start, sequence=owned, key_len=16,
+        rows=torch.tensor([0]), current=tokens[:1], quota=1, states={HISTORY: history}, values=values,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=message):
+        model.step([request])
+    owned.close()
+    history.close()
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"alpha": 0.9}, UsageError, "alpha is 0.9; it must be a number of at least 1"),
+    ({"alpha": True}, UsageError, "alpha is True"), ({"alpha": float("nan")}, UsageError, "alpha is nan"),
+    ({"alpha": float("inf")}, UsageError, "alpha is inf"), ({"alpha": "2"}, UsageError, "alpha is '2'"),
+    ({"weight": 0}, UsageError, "weight is 0; it must be a share above 0"), ({"weight": 1.5}, UsageError, "weight is 1.5"),
+    ({"pool": 2}, UsageError, "pool is 2; it must be an odd number"), ({"pool": -1}, UsageError, "pool is -1"),
+    ({"pool": 3.0}, UsageError, "pool is 3.0"), ({"pool": True}, UsageError, "pool is True"),
+    ({"history": "blok"}, UnknownName, "eviction's history 'blok'.*block"),
+    ({"threshold": "sum"}, UnknownName, "eviction's threshold"), ({"importance": "all"}, UnknownName, "eviction's importance"),
+    ({"placeholders": "all"}, UnknownName, "eviction's placeholders"),
+    ({"first_step": "warm"}, UnknownName, "eviction's first_step"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], error: type[MosaicError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Eviction(**options)
+
+
+def test_presets_by_name() -> None:
+    assert token_eviction("focus") == Eviction() and token_eviction(Eviction(alpha=2)) == Eviction(alpha=2)
+    assert [str(PRESETS[name]) for name in PRESETS] == [*PRESETS]
+    assert str(Eviction(pool=1)) == "eviction(pool=1)" and Eviction(pool=1).changed == {"pool": 1}
+    with pytest.raises(UnknownName, match="focus-public"):
+        token_eviction("focus-publik")
+    with pytest.raises(UsageError, match="eviction is 3; it must be Eviction"):
+        token_eviction(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"num_hidden_layers": 2}, "the model's 2 leave none to save"), ({"block_size": 0}, None),
+])  # fmt: skip
+def test_models_whose_tokens_cannot_be_evicted_are_refused(changed: dict[str, Any], message: str | None) -> None:
+    Eviction().check(load({**CONFIG, "num_hidden_layers": 3}).architecture)
+    arch = load("llada-8b").architecture if message is None else load({**CONFIG, **changed}).architecture
+    with pytest.raises(UsageError, match=message or "attends in both directions"):
+        Eviction().check(arch)
