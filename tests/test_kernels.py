@@ -789,6 +789,8 @@ def test_memory_cases_cover_every_kernel() -> None:
         "prefix_logsumexp",  # test_selection_of_keys
         "selected_attention",
         "top_keys",
+        "page_bounds",  # test_pages
+        "page_extrema",
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

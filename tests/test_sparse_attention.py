@@ -113,6 +113,11 @@ class Plain:
         voters = slice(max(self.prompt_len - start, 0) if chosen.voters == "answer" else 0, None)
         for head in range(0, HEADS, shared):
             rows = q[voters, head : head + shared].flatten(0, 1)
+            if chosen.by == "bounds":
+                found = self.best_pages(rows, kept[:start, 0, head // group])
+                for member in range(head, head + shared):
+                    self.sets[layer, member] = found
+                continue
             p = torch.softmax(rows @ kept[:start, 0, head // group].T * SIZE**-0.5, -1)
             mass = p.mean(0) if chosen.statistic == "mean" else p.amax(0)
             pages = [float(mass[at : at + chosen.page].sum()) for at in range(0, start, chosen.page)]
@@ -123,6 +128,22 @@ class Plain:
             found = [j for page in best for j in range(page * chosen.page, min((page + 1) * chosen.page, start))]
             for member in range(head, head + shared):
                 self.sets[layer, member] = found
+
+    def best_pages(self, rows: Tensor, keys: Tensor) -> list[int]:
+        """Quest (arXiv 2406.10774, section 3): keys of the whole pages with the highest upper bounds, and all behind these."""
+        chosen, page = self.attention, 0 if self.attention is None else self.attention.page
+        assert chosen is not None
+        bounds = []
+        for at in range(0, len(keys) // page * page, page):
+            least, largest = keys[at : at + page].amin(0), keys[at : at + page].amax(0)
+            upper = torch.maximum(rows * least, rows * largest).sum(1)
+            bounds.append(float(upper.mean() if chosen.statistic == "mean" else upper.max()))
+        count = chosen.k // page
+        if chosen.ratio:
+            count = min(count, math.ceil(chosen.ratio * len(bounds)))
+        best = sorted(sorted(range(len(bounds)), key=lambda number: -bounds[number])[:count])
+        found = [j for number in best for j in range(number * page, (number + 1) * page)]
+        return [*found, *range(len(bounds) * page, len(keys))]
 
     def generate(self, prompt: Tensor, gen_length: int, steps: int) -> Tensor:
         """Greedy decoding with SDAR's static schedule: so many of the most confident masks a step."""
@@ -163,6 +184,18 @@ WAYS = {
     "carried": SparseAttention(k=6, carried=True, exact_layers=1),
     "oracle": SparseAttention(k=5, selects="every", exact_layers=1),
     "sparsed": SparseAttention(k=6, exact_steps=0.3, exact_layers=1),
+    "quest": SparseAttention(k=9, page=3, selects="every", by="bounds", exact_layers=1),
+    "quest, the largest": SparseAttention(
+        k=20,
+        ratio=0.25,
+        page=5,
+        selects="every",
+        by="bounds",
+        exact_layers=0,
+        statistic="max",
+        voters="answer",
+        per="query_head",
+    ),
 }
 
 
@@ -191,7 +224,7 @@ def test_with_the_whole_prefix_every_way_is_exact(model: CompiledModel) -> None:
     prompts = [torch.arange(n) % 60 for n in (1, 9, 50)]
     expected = model.generate(prompts, gen_length=10)
     for way in WAYS.values():
-        whole = replace(way, k=256, ratio=0.0)
+        whole = replace(way, k=60 * way.page, ratio=0.0)
         for mine, other in zip(model.generate(prompts, gen_length=10, attention=whole), expected, strict=True):
             assert torch.equal(mine.token_ids, other.token_ids)
             torch.testing.assert_close(mine.confidence, other.confidence)
@@ -206,9 +239,9 @@ def test_other_families_attend_so(family: str) -> None:
             if not name.startswith("=") and view.dim() > 1:
                 view.mul_(8)  # attention that is not all but even
         expected = [one.token_ids for one in other.generate(prompts, gen_length=20)]
-        for way in ("mage", "oracle", "sparsed"):
+        for way in ("mage", "oracle", "sparsed", "quest"):
             for k, same in ((512, True), (2, False)):
-                attention = replace(sparse_attention(way), k=k, exact_layers=0)
+                attention = replace(sparse_attention(way), k=k, exact_layers=0, page=2 if way == "quest" else 1)
                 found = [one.token_ids for one in other.generate(prompts, gen_length=20, attention=attention)]
                 assert all(map(torch.equal, found, expected)) == same
 
@@ -253,6 +286,32 @@ def test_what_is_selected_is_planned_memory(model: CompiledModel) -> None:
                 (kept,) = (buffer for buffer in step.plan.document["buffers"] if buffer["name"] == state)
                 assert kept["shape"] == [1, (LAYERS - chosen.exact_layers) * KV_HEADS * (1 + chosen.k)]
                 assert kept["dtype"] == "int32" and kept["pool"] == f"state/{state}"
+
+
+def test_extrema_of_pages_are_planned_memory_and_come_from_final_keys(model: CompiledModel) -> None:
+    """A row for each whole page of the canvas, while blocks of another request come and go beside; cancelled ones go back."""
+    chosen, source = WAYS["quest"], random.Random(5)
+    options = GenerationConfig(gen_length=21, steps=2, remasking="low_confidence_static", attention=chosen)
+    prompts = [torch.tensor([source.randrange(60) for _ in range(count)]) for count in (1, 30, 2, 7, 41)]
+    kept, widths = [], set()
+    with Session(model) as session:
+        for number, prompt in enumerate(prompts):
+            kept.append(session.submit(prompt, options, request_id=number))
+            for step in session.advance() if number else session.advance() + session.advance():
+                state = next(b for b in step.plan.document["buffers"] if b["name"] == "pages_3_1")
+                widths.add((state["shape"][1], state["pool"], state["dtype"]))
+            if number == 3:
+                session.cancel(kept[1])
+        canvases = [-(-(len(prompts[n]) + 21) // BLOCK) * BLOCK for n in (0, 2, 3, 4)]
+        assert model.state_rows["pages_3_1"] >= sum(length // chosen.page for length in canvases)
+        while session.live:
+            session.advance()
+    assert widths == {((LAYERS - 1) * 2 * KV_HEADS * SIZE, "state/pages_3_1", "float32")}
+    assert model.state_rows == {}
+    for number, live in enumerate(kept):
+        if number != 1:
+            alone = model.generate(prompts[number], options)[0]
+            assert live.generation is not None and torch.equal(live.generation.token_ids, alone.token_ids)
 
 
 def test_one_plan_serves_the_same_step_of_every_block(model: CompiledModel) -> None:
@@ -309,6 +368,12 @@ def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:
         ({"carried": True, "exact_steps": 0.5}, "carried=True leaves no exact step"),
         ({"carried": True, "selects": "every"}, "carried=True leaves no exact step"),
         ({"ratio": 1.5}, r"ratio is 1.5; it must be a share of the prefix, in \[0, 1\]"),
+        (
+            {"by": "bounds", "selects": "every"},
+            "the minimum and maximum of a page of 1 key are the key itself, twice; use page 16",
+        ),
+        ({"by": "bounds", "page": 16}, "estimates what a step attends to before it does; use selects='every'"),
+        ({"by": "keys"}, "attention's by 'keys'"),
         ({"per": "head"}, "attention's per 'head'"),
         ({"statistic": "median"}, "statistic 'median'"),
         ({"selects": "last"}, "selects 'last'"),
@@ -327,10 +392,13 @@ def test_what_a_model_cannot_is_refused(model: CompiledModel) -> None:
     with pytest.raises(UnknownName, match="mages"):
         model.generate(prompt, attention="mages")
     for other in (512, True, ["mage"], {"k": 4}):
-        with pytest.raises(UsageError, match=r"it must be SparseAttention\(…\), or one of mage, oracle, sparsed"):
+        with pytest.raises(
+            UsageError, match=r"it must be SparseAttention\(…\), or one of mage, oracle, sparsed, quest"
+        ):
             model.generate(prompt, attention=other)
-    with pytest.raises(UsageError, match="ahead: attention that selects in every step"):
-        model.generate(prompt, attention="oracle", ahead=True)
+    for every in ("oracle", "quest"):
+        with pytest.raises(UsageError, match="ahead: attention that selects in every step"):
+            model.generate(prompt, attention=every, ahead=True)
     with (
         mosaic.compile(FAMILIES["llada"], device="cpu", host_budget=0) as both_ways,
         pytest.raises(UsageError, match="attends in both directions"),

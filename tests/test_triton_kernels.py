@@ -471,6 +471,8 @@ def test_cases_cover_every_kernel() -> None:
         "prefix_logsumexp",
         "selected_attention",
         "top_keys",
+        "page_bounds",  # test_pages_triton
+        "page_extrema",
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

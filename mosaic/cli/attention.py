@@ -46,13 +46,15 @@ def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention) -
 
 
 def figures(plans: dict[str, Plan]) -> dict[str, dict[str, float]]:
-    """Return of each step its predicted milliseconds and its bytes: in all, of states, and of what is selected."""
+    """Return of each step its predicted milliseconds and its bytes: in all, of states, and of what is selected, by what."""
     return {
         name: {
             "predicted_step_ms": plan.predicted_step_ms,
             "total_bytes": plan.total_bytes,
             "state_bytes": plan.components["state"],
-            "selected_bytes": sum(size for pool, size in plan.pools.items() if pool.startswith("state/selected")),
+            "selected_bytes": sum(
+                size for pool, size in plan.pools.items() if pool.startswith(("state/selected", "state/pages"))
+            ),
         }
         for name, plan in plans.items()
     }
@@ -67,7 +69,7 @@ def report_steps(found: dict[str, dict[str, float]], attention: SparseAttention,
     table = Table(
         box=None, padding=(0, 2), title=f"attention {attention}, one block of {block} tokens", title_justify="left"
     )
-    for name in ("step", "predicted", "in all", "index sets"):
+    for name in ("step", "predicted", "in all", "selection"):
         table.add_column(name, justify="left" if name == "step" else "right")
     said = {"exact": "exact", "first": "sparse, first of a block", "later": "sparse, later"}
     for name, row in found.items():

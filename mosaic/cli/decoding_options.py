@@ -80,7 +80,7 @@ Ahead: TypeAlias = Annotated[
 ]
 Attention: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="SDAR, LLaDA2.0, Fast-dLLM v2: sparse attention, mage, oracle or sparsed; default exact."),
+    typer.Option(help="SDAR, LLaDA2.0, Fast-dLLM v2: sparse attention, mage, oracle, sparsed or quest; default exact."),
 ]
 K: TypeAlias = Annotated[int | None, typer.Option("--k", help="With --attention: keys that are selected.")]
 Page: TypeAlias = Annotated[int | None, typer.Option(help="With --attention: keys that are selected together.")]

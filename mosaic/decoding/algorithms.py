@@ -80,8 +80,10 @@ def largest_steps(
 
 def _of_canvas(size: StepSize, length: int) -> StepSize:
     """The same step of a sequence that has rows for its whole canvas."""
-    kept = size.phase.cache.kept
-    return size if kept is None else replace(size, owned=(length,), states={**size.states, kept: length})
+    cache = size.phase.cache
+    return (
+        size if cache.kept is None else replace(size, owned=(length,), states={**size.states, **cache.rows((length,))})
+    )
 
 
 def shared_sizes(requests: Sequence[Sequence[StepSize]]) -> list[StepSize]:

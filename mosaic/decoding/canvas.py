@@ -255,9 +255,9 @@ class Canvas:
             **rule,
         )
 
-    def fill(self, start: int, end: int) -> StepRequest:
+    def fill(self, start: int, end: int, phase: Phase = COMMIT) -> StepRequest:
         """Make the request that writes the keys and values of [start, end): a prefill, or the commit of a block."""
-        return self.ask(COMMIT, torch.empty(0, dtype=torch.int64), window=(start, end))
+        return self.ask(phase, torch.empty(0, dtype=torch.int64), window=(start, end))
 
     def take(self, positions: Tensor, result: StepResult) -> None:
         """Write what a step has committed of the positions that it was asked to decide."""

@@ -70,8 +70,8 @@ class GenerationConfig:
     edit_threshold, max_post_steps
         LLaDA2.1's: probability above which a token is replaced, and steps after a block's last mask.
     attention
-        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle", "sparsed" (sdar, llada2,
-        fast-dllm-v2). None: exact.
+        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle", "sparsed",
+        "quest" (sdar, llada2, fast-dllm-v2). None: exact.
     stop_at_eos
         End at the first end-of-sequence token.
     ahead

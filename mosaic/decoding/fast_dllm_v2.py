@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
-from mosaic.decoding.selecting import attending, selection
+from mosaic.decoding.selecting import attending, committing, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -35,7 +35,7 @@ def _phase(config: GenerationConfig) -> Phase:
 def _fill_and_predict(canvas: Canvas, start: int, end: int) -> Steps:
     """Write the keys and values of [start, end) and decide position `end`."""
     following = torch.tensor([end])
-    result = yield canvas.ask(_NEXT, following, window=(start, end), quota=1)
+    result = yield canvas.ask(committing(_NEXT, canvas.config), following, window=(start, end), quota=1)
     canvas.take(following, result)
 
 
@@ -47,7 +47,7 @@ def decode(canvas: Canvas) -> Steps:
     if prefix == canvas.prompt_len:
         yield from _fill_and_predict(canvas, 0, prefix)
     elif prefix:
-        yield canvas.fill(0, prefix)
+        yield canvas.fill(0, prefix, committing(COMMIT, canvas.config))
     for number, start in enumerate(range(prefix, canvas.length, block)):
         canvas.block = number
         if canvas.finished:
@@ -102,8 +102,8 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     committed = (end - 1 - prefix) // block * block + prefix
     phases = dict.fromkeys(attending(_phase(config), config, step) for step in (0, block - 1))
     return [
-        cached_shape(_NEXT if predicts else COMMIT, prefix, prefix, int(predicts)),
+        cached_shape(committing(_NEXT if predicts else COMMIT, config), prefix, prefix, int(predicts)),
         *(cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)) for phase in phases),
         *(cached_shape(phase, block if fullest != last else 0, fullest, most_rows.get(fullest, 0)) for phase in phases),
-        cached_shape(_NEXT, block if committed > prefix else 0, committed, 1),
+        cached_shape(committing(_NEXT, config), block if committed > prefix else 0, committed, 1),
     ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.llada import schedule
-from mosaic.decoding.selecting import attending, commits_within, selection
+from mosaic.decoding.selecting import attending, commits_within, committing, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -46,7 +46,7 @@ def decode(canvas: Canvas) -> Steps:
         return
     prefix, _ = whole_blocks(config, canvas.prompt_len)
     if prefix:
-        yield canvas.fill(0, prefix)
+        yield canvas.fill(0, prefix, committing(COMMIT, config))
     for number, start in enumerate(range(prefix, canvas.length, block)):
         canvas.block = number
         yield from _denoise_block(canvas, start, quotas, unwritten=block if number else 0)
@@ -66,7 +66,7 @@ def _denoise_block(canvas: Canvas, start: int, quotas: list[int], *, unwritten: 
     phase, sampling = _phase(config), _sampling(config)
     first = start - unwritten
     if unwritten and not commits_within(config):
-        yield canvas.fill(first, start)
+        yield canvas.fill(first, start, committing(COMMIT, config))
         first = start
     for step, quota in enumerate(quotas):
         positions = canvas.open_rows(start, end)
@@ -99,11 +99,11 @@ def block_shapes(config: GenerationConfig, phase: Phase, prompt_len: int, most: 
     several = length - prefix > block
     rows = block if several else length - prompt_len
     rows = rows if most is None else min(rows, most)
-    within = commits_within(config)
+    within, commit = commits_within(config), committing(COMMIT, config)
     first, later = attending(phase, config, 0), attending(phase, config, (config.steps or 1) - 1)
     return [
-        cached_shape(COMMIT, prefix, prefix),
-        cached_shape(COMMIT, block if several and not within else 0, length - block),
+        cached_shape(commit, prefix, prefix),
+        cached_shape(commit, block if several and not within else 0, length - block),
         cached_shape(first, 2 * block if several and within else block, length, rows),
         cached_shape(later, block if later != first else 0, length, rows),
     ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mosaic.decoding.canvas import whole_blocks
-from mosaic.models.parts.selected import Selected
+from mosaic.models.parts.selected import Selected, Summarized
 from mosaic.models.sparse import SparseAttention
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.phase import Phase
 
-__all__ = ["attending", "commits_within", "selection"]
+__all__ = ["attending", "commits_within", "committing", "selection"]
 
 
 def attending(phase: Phase, config: GenerationConfig, step: int) -> Phase:
@@ -25,16 +25,25 @@ def attending(phase: Phase, config: GenerationConfig, step: int) -> Phase:
     return replace(phase, cache=Selected(attention=chosen, selects=_selects(chosen, config, step)))
 
 
+def committing(phase: Phase, config: GenerationConfig) -> Phase:
+    """Return the phase of a step that writes the keys of final tokens, with what later steps rank their pages by."""
+    chosen = config.attention
+    if not isinstance(chosen, SparseAttention) or chosen.by != "bounds":
+        return phase
+    return replace(phase, cache=Summarized(attention=chosen))
+
+
 def selection(canvas: Canvas, start: int, step: int) -> dict[str, Any]:
     """Return what a step of the block at `start` says of its selection: the keys before it, how it attends, and who votes."""
     chosen, config = canvas.config.attention, canvas.config
     if not isinstance(chosen, SparseAttention):
         return {}
     selects, before = _selects(chosen, config, step), start - (config.block_length or 0)
+    ranked = start // chosen.page * chosen.page if chosen.by == "bounds" else start  # the keys that are selected from
     carries = chosen.carried and step == 0 and before >= whole_blocks(config, canvas.prompt_len)[0]
     return {
-        "captured": before if carries else start,
-        "candidates": start if selects else 0,
+        "captured": before if carries else ranked,
+        "candidates": ranked if selects else 0,
         "exactly": selects and not carries and chosen.selects == "first",
         "votes_from": start if chosen.voters == "block" else max(start, canvas.prompt_len),
     }

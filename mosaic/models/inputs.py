@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Frequencies", "Input", "Per", "StepInputs", "Supply", "Window"]
 
-Per: TypeAlias = Literal["token", "extent", "row", "logit_row", "sequence", "bound", "step"]
+Per: TypeAlias = Literal["token", "extent", "row", "logit_row", "sequence", "bound", "page", "step"]
 """What one value of an input belongs to. A `bound` is where something of a sequence begins: one more than sequences."""
 Supply: TypeAlias = Callable[[], "Buffer"]
 DIMS: Final[Mapping[str, str]] = {
     "token": "tokens", "extent": "extents", "row": "masked", "logit_row": "logit_rows", "sequence": "seqs", "bound": "seqs",
+    "page": "pages",
 }  # fmt: skip
 
 
@@ -39,10 +40,11 @@ class Input:
         What one value belongs to.
     value
         Where values come from. Text: the request's field of this name, or its entry in `StepRequest.values`; the input's
-        own name if empty. A function: called with a `Window` where `per` is token, extent, sequence or bound, and with the
+        own name if empty. A function: called with a `Window` where `per` is token, extent, page, sequence or bound, and with the
         request where it is row, logit_row or step. Of tokens it gives a tensor or ranges with an element for each, or one
-        number for all; of extents `width` numbers for each; of rows, a tensor; of a sequence, a number, or `width` of them;
-        of a bound, how many there are of the sequence. A copy of a sequence, which decides nothing, has 0 where `value` is text.
+        number for all; of pages ranges; of extents `width` numbers for each; of rows, a tensor; of a sequence, a number, or
+        `width` of them; of a bound, how many there are of the sequence. A copy of a sequence, which decides nothing, has 0 where
+        `value` is text.
     index
         Values are numbers of the request's tokens, which packing turns to those of the step's.
     copy

@@ -24,6 +24,7 @@ Selects: TypeAlias = Literal["first", "every"]
 Per: TypeAlias = Literal["kv_head", "query_head"]
 Statistic: TypeAlias = Literal["mean", "max"]
 Voters: TypeAlias = Literal["block", "answer"]
+By: TypeAlias = Literal["mass", "bounds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,11 @@ class SparseAttention:
         Share of the prefix that it has at most; 0: no limit but `k`.
     page
         Keys that are selected together, from a multiple of this on; `k` is a multiple of it.
+    by
+        What pages are ranked by: the attention "mass" of their keys, the softmax over the prefix; or the "bounds" of Quest
+        (arXiv 2406.10774), what the product of a query with any key of a page is at most, from the minimum and maximum of
+        the page's keys. These are kept, so that no key is read; they are for `selects="every"` and pages of 2 keys or more.
+        Keys behind the last whole page of the prefix are always attended to.
     exact_layers
         First layers that attend to all keys in every step.
     selects
@@ -52,7 +58,8 @@ class SparseAttention:
     per
         A set of keys for each "kv_head", or for each "query_head".
     statistic
-        By what keys are ranked: the "mean" or the "max" of the softmax over the prefix, of all voting rows and heads of a set.
+        By what keys are ranked: the "mean" or the "max" of the softmax over the prefix, or of the bounds, of all voting rows
+        and heads of a set.
     voters
         Rows that vote: all of the "block" that the step forwards, or those of the "answer", without the tokens of a prompt that
         ends in the block.
@@ -71,6 +78,7 @@ class SparseAttention:
     k: int = 512
     ratio: float = 0.0
     page: int = 1
+    by: By = "mass"
     exact_layers: int = 2
     selects: Selects = "first"
     exact_steps: float = 0.0
@@ -101,9 +109,19 @@ class SparseAttention:
             raise UsageError(
                 "attention: carried=True leaves no exact step to a block; leave exact_steps and selects out."
             )
-        for name, options in (("selects", Selects), ("per", Per), ("statistic", Statistic), ("voters", Voters)):
+        named = {"selects": Selects, "per": Per, "statistic": Statistic, "voters": Voters, "by": By}
+        for name, options in named.items():
             if getattr(self, name) not in get_args(options):
                 raise UnknownName(f"attention's {name}", getattr(self, name), get_args(options))
+        if self.by == "bounds" and self.page == 1:
+            raise UsageError(
+                "attention: the minimum and maximum of a page of 1 key are the key itself, twice; use page 16, or "
+                "attention='oracle'."
+            )
+        if self.by == "bounds" and self.selects != "every":
+            raise UsageError(
+                "attention: by='bounds' estimates what a step attends to before it does; use selects='every'."
+            )
 
     def __str__(self) -> str:
         name = next((name for name, preset in PRESETS.items() if preset == self), "sparse")
@@ -151,9 +169,10 @@ PRESETS: Final[Mapping[str, SparseAttention]] = {
     "mage": SparseAttention(),
     "oracle": SparseAttention(selects="every"),
     "sparsed": SparseAttention(exact_steps=0.2),
+    "quest": SparseAttention(page=16, selects="every", by="bounds"),
 }
 """By name: MAGE as published; the exact selection of every step; SparseD (arXiv 2509.24014) as MAGE's section 5 adapts it, exact
-for 20 % of the steps."""
+for 20 % of the steps; Quest (arXiv 2406.10774) as it adapts that, re-estimated in every step for all rows of the block."""
 
 
 def sets_of(per: Per, arch: Architecture) -> int:

@@ -51,8 +51,8 @@ class StepSize:
     kept
         Of the second graph of a phase that is cut: the rows that it computes.
     states
-        Rows of each state, of all owners together. Of the phase's states that are not given, the one that keys are kept in
-        has as many rows as are owned, any other has one.
+        Rows of each state, of all owners together. Of the phase's states that are not given, those that go by the tokens
+        owned, as the one that keys are kept in, have the rows that these take, any other has one.
 
     Raises
     ------
@@ -81,7 +81,8 @@ class StepSize:
         if kept is not None:
             object.__setattr__(self, "owned", self.owned or self.keys)
             object.__setattr__(self, "extents", self.extents or len(self.owned))
-            states.setdefault(kept, sum(self.owned))
+        for state, rows in self.phase.cache.rows(self.owned).items():
+            states.setdefault(state, rows)
         for state in self.phase.states:
             states.setdefault(state, 1)
         object.__setattr__(self, "states", MappingProxyType(states))
@@ -147,7 +148,7 @@ class StepSize:
     @property
     def others(self) -> dict[State, int]:
         """Rows of each state beside those that the keys of this step's sequences are kept in."""
-        own = {self.phase.cache.kept: sum(self.owned)}
+        own = self.phase.cache.rows(self.owned)
         return {state: max(rows - own.get(state, 0), 0) for state, rows in self.states.items()}
 
     def dims(self, architecture: Architecture | None = None) -> dict[str, int]:
@@ -183,9 +184,9 @@ class StepSize:
         others hold are kept, too.
         """
         window = min(max(self.windows), context) if self.phase.cached and self.has_rows else context
-        kept, states = self.phase.cache.kept, self.others
-        if kept is not None:
-            states[kept] += context
+        states = self.others
+        for state, rows in self.phase.cache.rows((context,)).items():
+            states[state] += rows
         return replace(
             self, windows=(window,), keys=(context,) if self.phase.cached else (), owned=(),
             rows=min(self.rows, window), logit_rows=min(self.logit_rows, window), kept=min(self.kept, window), states=states,

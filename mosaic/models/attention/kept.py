@@ -78,6 +78,11 @@ def store(
     step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None = None
 ) -> None:
     """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
+    _store(step, layer, norm, matrices, queries)
+    step.phase.cache.stored(step, layer)
+
+
+def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None) -> None:
     g = step.g
     with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="keys") as rows:
         if queries is not None and step.fused:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.models.attention.kept import KeptTogether, attend, extents_of
-from mosaic.models.parts.selected import Selected, index_sets
+from mosaic.models.parts.selected import Selected, index_sets, page_extrema
 from mosaic.models.sparse import sets_of
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ class SelectedTogether(KeptTogether):
 def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
     """Rank the keys of each prefix that is selected from, and keep the best of every set."""
     g, arch, inputs, chosen = step.g, step.arch, step.inputs, policy.attention
+    if policy.bounded:
+        _select_pages(step, policy, layer, q)
+        return
     sums = g.add_op(
         "prefix_logsumexp", q, step.kv, *extents_of(step), inputs["candidates"], inputs["votes"], step.cu_seqlens,
         name="logsumexp", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
@@ -72,6 +75,21 @@ def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
     g.add_op(
         "top_keys", mass, inputs["candidates"], inputs["cu_keys"], inputs["owner"], g[index_sets(chosen).name],
         name="select", ratio=chosen.ratio, **_place(step, policy, layer),
+    )  # fmt: skip
+
+
+def _select_pages(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
+    """Rank the whole pages of each prefix by what their keys can get at most, and keep the best of every set."""
+    g, arch, inputs, chosen = step.g, step.arch, step.inputs, policy.attention
+    place = _place(step, policy, layer)
+    bound = g.add_op(
+        "page_bounds", q, g[page_extrema(chosen).name], inputs["page_table"], inputs["cu_pages"], inputs["votes"],
+        step.cu_seqlens, name="bounds", slot=place["slot"], kv_heads=arch.kv_heads, head_size=arch.head_size,
+        sets=place["sets"], columns=g.dim("pages"), span=g.dim("page_span"), statistic=chosen.statistic,
+    )  # fmt: skip
+    g.add_op(
+        "top_keys", bound, inputs["candidates"], inputs["cu_pages"], inputs["owner"], g[index_sets(chosen).name],
+        name="select", ratio=chosen.ratio, slot=place["slot"], sets=place["sets"], k=chosen.k // chosen.page, page=1,
     )  # fmt: skip
 
 

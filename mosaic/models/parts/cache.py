@@ -85,6 +85,13 @@ class CachePolicy(Part):
         """Return the length of a window's sequence that its frequencies go by."""
         return window.end
 
+    def rows(self, owned: Sequence[int]) -> Mapping[State, int]:
+        """Return the rows of states that sequences have, by the tokens that each has keys for."""
+        return {} if self.kept is None else {self.kept: sum(owned)}
+
+    def stored(self, step: StepGraph, layer: int) -> None:
+        """Register what is made of a layer's keys, once those of the window are in the state."""
+
     def ways(self) -> Sequence[Way]:
         """Return the ways in which attention may run, the fastest first: the options of the choice `attention`."""
         raise NotImplementedError

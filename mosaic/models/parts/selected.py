@@ -7,7 +7,7 @@ step ("candidates"; 0: it does not), whether it attends to all keys ("exactly"),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mosaic.models.step import StepSize
     from mosaic.models.transformer import StepGraph
 
-__all__ = ["IndexSets", "Selected", "index_sets"]
+__all__ = ["IndexSets", "PageExtrema", "Selected", "Summarized", "index_sets", "page_extrema"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,97 @@ def index_sets(attention: SparseAttention) -> IndexSets:
     """Return the state that selections by these options are kept in: the same for options that lay it out alike."""
     pages, exact, per = attention.k // attention.page, attention.exact_layers, attention.per
     return IndexSets(name=f"selected_{pages}_{exact}_{per}", dtype="int32", pages=pages, exact_layers=exact, per=per)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageExtrema(State):
+    """The least and the largest keys of whole pages, a row a page: of every sparse layer least, then largest of all heads."""
+
+    exact_layers: int
+
+    def columns(self, arch: Architecture) -> int:
+        """Return two keys of every sparse layer."""
+        return (arch.layers - self.exact_layers) * 2 * arch.kv_heads * arch.head_size
+
+
+def page_extrema(attention: SparseAttention) -> PageExtrema:
+    """Return the state that the bounds of pages are estimated from: the same for options that lay it out alike."""
+    exact = attention.exact_layers
+    return PageExtrema(name=f"pages_{attention.page}_{exact}", exact_layers=exact)
+
+
+def _pages_of(attention: SparseAttention, until: Callable[[Window], int]) -> tuple[Input, Input]:
+    """The rows of the whole pages of each sequence's first `until` tokens, and where those of a sequence begin."""
+    state, page = page_extrema(attention), attention.page
+    return (
+        Input(
+            name="page_table", dtype="int64", per="page",
+            value=lambda window: tuple(
+                range(first, first + count)
+                for first, count in window.request.states[state].runs(0, until(window) // page)
+            ),
+        ),
+        Input(name="cu_pages", dtype="int32", per="bound", value=lambda window: until(window) // page),
+    )  # fmt: skip
+
+
+def _page_sizes(attention: SparseAttention, size: StepSize) -> dict[str, int]:
+    """The pages of all sequences, and those that a sequence has: the mean, rounded up."""
+    pages = max(sum(size.owned) // attention.page, 1)
+    return {"pages": pages, "page_span": -(-pages // len(size.owned))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summarized(Kept):
+    """Windows write keys and values that are final, and the extrema of the pages that are whole with them.
+
+    Parameters
+    ----------
+    attention
+        The options of those who read them, by the bounds of pages.
+    """
+
+    attention: SparseAttention
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """Return, beside those of kept keys, the pages that are whole, and which of them were before."""
+        page = self.attention.page
+        own = Input(name="first_page", dtype="int32", per="sequence", value=lambda window: window.start // page)
+        return *Kept.inputs(self, arch), *_pages_of(self.attention, lambda window: window.end), own
+
+    @property
+    def states(self) -> Sequence[State]:
+        """Keys and values, and the extrema of pages."""
+        return KV, page_extrema(self.attention)
+
+    def rows(self, owned: Sequence[int]) -> Mapping[State, int]:
+        """Return a row of keys and values a token, and one of extrema for each whole page."""
+        return _rows(self.attention, owned)
+
+    def dims(self, step: StepGraph) -> None:
+        """Declare, beside the dims of kept keys, the pages."""
+        Kept.dims(self, step)
+        step.g.dim("pages")
+
+    def sizes(self, size: StepSize) -> Mapping[str, int]:
+        """Return the pages of all tokens that are owned."""
+        return {**Kept.sizes(self, size), "pages": _page_sizes(self.attention, size)["pages"]}
+
+    def stored(self, step: StepGraph, layer: int) -> None:
+        """Write the extrema of a sparse layer's pages."""
+        g, arch, inputs, chosen = step.g, step.arch, step.inputs, self.attention
+        if layer >= chosen.exact_layers:
+            g.add_op(
+                "page_extrema", step.kv, inputs["extents"], inputs["cu_extents"], inputs["page_table"], inputs["cu_pages"],
+                inputs["first_page"], g[page_extrema(chosen).name], name="extrema", layer=layer,
+                slot=layer - chosen.exact_layers, page=chosen.page, kv_heads=arch.kv_heads, head_size=arch.head_size,
+                tokens=step.tokens,
+            )  # fmt: skip
+
+
+def _rows(attention: SparseAttention, owned: Sequence[int]) -> Mapping[State, int]:
+    """A request that has no whole page has a row all the same: one that takes part in a state has rows of it."""
+    return {KV: sum(owned), page_extrema(attention): sum(max(tokens // attention.page, 1) for tokens in owned)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +162,20 @@ class Selected(Kept):
             ),
             Input(name="captured", dtype="int32", per="sequence", value=lambda window: window.request.values["captured"]),
         )  # fmt: skip
+        page = self.attention.page if self.bounded else 1
+        ranked = (
+            _pages_of(self.attention, lambda window: window.request.values["candidates"])
+            if self.bounded
+            else (Input(name="cu_keys", dtype="int32", per="bound", value=lambda window: window.request.key_len),)
+        )
         selecting = (
-            Input(name="cu_keys", dtype="int32", per="bound", value=lambda window: window.request.key_len),
+            *ranked,
             Input(name="votes", dtype="uint8", per="token", value=_votes),
             Input(
                 name="candidates",
                 dtype="int32",
                 per="sequence",
-                value=lambda window: window.request.values["candidates"],
+                value=lambda window: window.request.values["candidates"] // page,
             ),
         )
         mixed = (
@@ -94,14 +191,24 @@ class Selected(Kept):
         )
 
     @property
+    def bounded(self) -> bool:
+        """Whether pages are ranked by what is kept of them, not by their keys."""
+        return self.attention.by == "bounds"
+
+    @property
     def covering(self) -> Selected:
         """The policy of steps in which requests may select."""
         return self if self.selects else replace(self, selects=True)
 
     @property
     def states(self) -> Sequence[State]:
-        """Keys and values, and what was selected."""
-        return KV, index_sets(self.attention)
+        """Keys and values, what was selected, and what pages are ranked by."""
+        more = (page_extrema(self.attention),) if self.bounded else ()
+        return KV, index_sets(self.attention), *more
+
+    def rows(self, owned: Sequence[int]) -> Mapping[State, int]:
+        """Return a row of keys and values a token, and one of extrema for each whole page where there are such."""
+        return _rows(self.attention, owned) if self.bounded else Kept.rows(self, owned)
 
     def ways(self) -> Sequence[Way]:
         """Return the one way: windows are short."""
@@ -113,6 +220,9 @@ class Selected(Kept):
         """Declare, beside the dims of kept keys, the keys that a query of a sparse layer attends to."""
         Kept.dims(self, step)
         step.g.dim("attended", at_most="keys")
+        if self.bounded:
+            step.g.dim("pages")
+            step.g.dim("page_span", at_most="pages")
 
     def sizes(self, size: StepSize) -> Mapping[str, int]:
         """Return the keys that a query attends to, those selected and its window's own: the mean over sequences, rounded up.
@@ -124,7 +234,8 @@ class Selected(Kept):
             min(keys, min(chosen.k, max(int(chosen.ratio * keys), 1) if chosen.ratio else chosen.k) + window)
             for window, keys in zip(size.windows, size.owned, strict=True)
         ]
-        return {**Kept.sizes(self, size), "attended": -(-sum(counts) // len(counts))}
+        pages = _page_sizes(chosen, size) if self.bounded else {}
+        return {**Kept.sizes(self, size), "attended": -(-sum(counts) // len(counts)), **pages}
 
 
 def _votes(window: Window) -> Any:

@@ -53,9 +53,9 @@ class _Operator(NamedTuple):
     quotients: tuple[tuple[str, str, str], ...] = ()
 
 
-def _kv_row(width: str) -> tuple[Rule, ...]:
-    """A row X of keys and values: for every layer, this one among them, the same number of columns of each."""
-    return ("divides", f"2*{width}", "X"), ("at most", f"2*layer*{width}+1", "X"), ("at most", "0", "layer")
+def _kv_row(width: str, layer: str = "layer", row: str = "X") -> tuple[Rule, ...]:
+    """A row of keys and values: for every layer, this one among them, the same number of columns of each."""
+    return ("divides", f"2*{width}", row), ("at most", f"2*{layer}*{width}+1", row), ("at most", "0", layer)
 
 
 def _selection() -> tuple[Rule, ...]:
@@ -153,6 +153,22 @@ _NOTATION: Final = {
         "x norm q_weight k_weight v_weight arrivals q_bias? k_bias? v_bias?", "q k v arrivals", "eps:x", "2*T*D*Q+4*T*D*W", "Q W A",
         "x norm q_weight k_weight v_weight q_bias k_bias v_bias q k v",
         rules=(("at most", "Q", "64*A"), ("at most", "W", "64*A")),
+    ),
+    "page_bounds": _Operator(
+        "q:a=T,Q extrema:a=R,X page_table:int64=M cu_pages:int32=B+1 votes:uint8=T cu_seqlens:int32=B+1 bound:float32=sets,columns",
+        "q extrema page_table cu_pages votes cu_seqlens", "bound",
+        "slot:n kv_heads:n head_size:n sets:n columns?:n span?:n statistic?:s", "4*span*T*Q", "T Q R X M B columns",
+        "q page_table cu_pages votes cu_seqlens bound extrema=columns,2*kv_heads*head_size",
+        rules=(("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_kv_row("kv_heads*head_size", "slot")),
+    ),
+    "page_extrema": _Operator(
+        "kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 page_table:int64=M cu_pages:int32=B+1 first_page:int32=B extrema:a=S,W",
+        "kv extents cu_extents page_table cu_pages first_page extrema", "extrema",
+        "layer:n slot:n page:n kv_heads:n head_size:n tokens?:n", whole="R X E B M S W",
+        moved="extents cu_extents page_table cu_pages first_page kv=tokens,2*kv_heads*head_size",
+        rules=(
+            ("at most", "1", "page"), *_kv_row("kv_heads*head_size"), *_kv_row("kv_heads*head_size", "slot", "W"),
+        ),
     ),
     "perturb_score": _Operator(
         "score:float32=M keys:int64=M temperature:float32=1", "score keys temperature", "score", flops="4*M"

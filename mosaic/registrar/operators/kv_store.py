@@ -26,13 +26,13 @@ def infer(
     return ()
 
 
-def require_layer(kv: Spec, layer: int, width: Dim) -> None:
+def require_layer(kv: Spec, layer: int, width: Dim, name: str = "kv") -> None:
     """Refuse rows that are not pairs of keys and values of `width` columns, and a layer that they do not have."""
     require(
-        len(kv.shape) == 2 and divides(2 * width, kv.shape[1]), f"kv must be [rows, layers * 2 * {width}], not {kv}"
+        len(kv.shape) == 2 and divides(2 * width, kv.shape[1]), f"{name} must be [rows, layers * 2 * {width}], not {kv}"
     )
     layers = kv.shape[1] // (2 * width)
-    require(0 <= layer < layers, f"kv has {layers} layers of 2 * {width} columns, not layer {layer}")
+    require(0 <= layer < layers, f"{name} has {layers} layers of 2 * {width} columns, not layer {layer}")
 
 
 def require_extents(extents: Spec, cu_extents: Spec, cu_seqlens: Spec) -> None:

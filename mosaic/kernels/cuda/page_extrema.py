@@ -1,0 +1,120 @@
+"""page_extrema on CUDA: the least and the largest key of pages, element by element, into the rows of a state.
+
+Contract: page_extrema(kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, page_table[M] int64, cu_pages[B+1] int32,
+first_page[B] int32, extrema[E, Z*2*K*H]; layer, slot, page, kv_heads, head_size, tokens), all whole; updates extrema, as
+`mosaic.registrar.operators.page_extrema` says (Quest, section 3). One program a page and head; those of pages that are not
+written end at once. Legend: R rows of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV
+heads, H size.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from mosaic.kernels.cuda.kv_attention import SEQUENCES, find_tile
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.page_extrema import check, reference
+
+__all__ = ["launch", "reference"]
+
+# Untuned defaults.
+KEYS: Final = 16
+"""Most keys that a program reads at a time."""
+WARPS: Final = 2
+
+
+@triton.jit(do_not_specialize=["pages", "sequences", "layer", "slot"])
+def page_extrema_kernel(
+    kv,
+    extents,
+    cu_extents,
+    page_table,
+    cu_pages,
+    first_page,
+    extrema,
+    kv_stride,
+    extrema_stride,
+    pages,
+    sequences,
+    layer,
+    slot,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    head = tl.program_id(1)
+    at, end, sequence = find_tile(tl.program_id(0), cu_pages, sequences, 0, pages, 1, SEQUENCES)
+    number = at - tl.load(cu_pages + sequence)
+    if (at < end) & (number >= tl.load(first_page + sequence)):
+        column = tl.arange(0, BLOCK_H)
+        key = tl.arange(0, BLOCK_K)
+        within = column < SIZE
+        least = tl.full([BLOCK_H], float("inf"), tl.float32)
+        largest = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        last_extent = tl.load(cu_extents + sequence + 1)
+        for extent in range(tl.load(cu_extents + sequence), last_extent):
+            entry = extents + extent * 4
+            begin = tl.load(entry + 2).to(tl.int32)
+            stop = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
+            stop = tl.minimum(stop, (number + 1) * PAGE)
+            # where the key of position 0 would lie, were the extent to reach there
+            origin = (2 * layer * HEADS + head) * tl.load(entry + 1) + tl.load(entry + 3) - begin
+            k = kv + tl.load(entry) * kv_stride + origin * SIZE
+            for step in range(tl.maximum(begin, number * PAGE), stop, BLOCK_K):
+                mask = (step + key < stop)[:, None] & within[None, :]
+                place = k + ((step + key) * SIZE)[:, None] + column[None, :]
+                keys = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+                least = tl.minimum(least, tl.min(tl.where(mask, keys, float("inf")), 0))
+                largest = tl.maximum(largest, tl.max(tl.where(mask, keys, float("-inf")), 0))
+        row = extrema + tl.load(page_table + at) * extrema_stride + (2 * slot * HEADS + head) * SIZE
+        tl.store(row + column, least.to(extrema.dtype.element_ty), mask=within)
+        tl.store(row + HEADS * SIZE + column, largest.to(extrema.dtype.element_ty), mask=within)
+
+
+def launch(
+    *,
+    kv: Tensor,
+    extents: Tensor,
+    cu_extents: Tensor,
+    page_table: Tensor,
+    cu_pages: Tensor,
+    first_page: Tensor,
+    extrema: Tensor,
+    layer: int,
+    slot: int,
+    page: int,
+    kv_heads: int,
+    head_size: int,
+    tokens: int = 0,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write the extrema of pages into their rows of extrema [E, Z*2*K*H]."""
+    check(kv, extents, cu_extents, page_table, cu_pages, first_page, extrema, layer, slot, page, kv_heads, head_size)
+    sequences = cu_pages.shape[0] - 1
+    page_extrema_kernel[(page_table.shape[0], kv_heads)](
+        kv,
+        extents,
+        cu_extents,
+        page_table,
+        cu_pages,
+        first_page,
+        extrema,
+        kv.stride(0),
+        extrema.stride(0),
+        page_table.shape[0],
+        sequences,
+        layer,
+        slot,
+        HEADS=kv_heads,
+        SIZE=head_size,
+        PAGE=page,
+        SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
+        BLOCK_K=power_of_two(page, KEYS),
+        BLOCK_H=power_of_two(head_size, 1 << 16),
+        num_warps=WARPS,
+    )

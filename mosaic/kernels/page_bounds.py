@@ -1,0 +1,169 @@
+"""page_bounds: how much attention the voting rows of each sequence can give to the keys of each page, at most, per set of heads.
+
+Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8,
+cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, span, statistic) -> bound[sets, S] float32, all whole; `columns` is
+S, and `span` is for the cost model alone. The formula is that of the contract (`mosaic.registrar.operators.page_bounds`; Quest,
+section 3): what of a query is above 0 is multiplied with the largest key, the rest with the least. Float32 inside (float64 for
+float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size,
+A rows times heads of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mosaic.errors import UnknownName
+from mosaic.kernels.page_extrema import check_pages
+from mosaic.kernels.shared.attention import tile_shape
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.extents import windows
+from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
+from mosaic.kernels.shared.scratch import beginning, tiles_of
+from mosaic.registrar.operators.key_mass import STATISTICS
+from mosaic.registrar.tiles import KEY_ROWS
+
+__all__ = ["bind", "check", "launch", "reference"]
+
+
+def bind(
+    *,
+    q: Tensor,
+    extrema: Tensor,
+    page_table: Tensor,
+    cu_pages: Tensor,
+    votes: Tensor,
+    cu_seqlens: Tensor,
+    bound: Tensor,
+    slot: int,
+    kv_heads: int,
+    head_size: int,
+    sets: int,
+    columns: int = 0,
+    span: int = 0,
+    statistic: str = "mean",
+    scratch: Tensor | None = None,
+) -> Run:
+    """Write the bounds of pages into bound [sets, S]; pages, lengths and votes are read on the host."""
+    members = check(
+        q, extrema, page_table, cu_pages, votes, cu_seqlens, bound, slot, kv_heads, head_size, sets, statistic
+    )
+    query, above, pages, scores, total, column, other, *wide = tiles_of(
+        "page_bounds", scratch, {"q": q}, head_size=head_size
+    )
+    q_STMH = q.view(q.shape[0], sets, members, head_size).transpose(0, 1)
+    rows = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot]
+
+    def run() -> None:
+        bounds = cu_pages.tolist()
+        for sequence, start, end in windows(cu_seqlens, 0, q.shape[0]):
+            low, high = bounds[sequence : sequence + 2]
+            voters = _runs(votes[start:end].tolist(), start)
+            if not voters:
+                continue
+            for first in range(low, high, KEY_ROWS):
+                some = page_table[first : min(first + KEY_ROWS, high)]
+                for own in range(sets):
+                    least, largest = _gathered(rows[:, :, own // (sets // kv_heads)], some, pages, wide)
+                    found, said = total[: len(some)].fill_(0.0 if statistic == "mean" else float("-inf")), 0
+                    for part in _parts(q_STMH[own], voters, tile_shape(KEY_ROWS, in_place=False)[0]):
+                        packed = beginning(query, part.shape).copy_(part).flatten(0, 1)
+                        positive = torch.clamp(packed, min=0, out=beginning(above, packed.shape))
+                        s = beginning(scores, (len(packed), len(some)))
+                        torch.mm(positive, largest.T, out=s)
+                        s.addmm_(packed.clamp_(max=0), least.T)
+                        said += len(packed)
+                        if statistic == "mean":
+                            found.add_(torch.sum(s, 0, out=column[: len(some)]))
+                        else:
+                            torch.maximum(found, torch.amax(s, 0, out=column[: len(some)]), out=found)
+                    if statistic == "mean":
+                        np.divide(found.numpy(), said, out=found.numpy())
+                    bound[own, first : first + len(some)].copy_(_ordered(found, column, other))
+
+    return run
+
+
+launch = launcher(bind)
+
+
+def _runs(votes: Sequence[int], start: int) -> list[tuple[int, int]]:
+    """Neighbouring rows that vote: the first, and the end."""
+    rows = [
+        [row for row, _ in run] for vote, run in groupby(enumerate(votes, start), key=lambda row: row[1] != 0) if vote
+    ]
+    return [(run[0], run[-1] + 1) for run in rows]
+
+
+def _parts(q_TMH: Tensor, runs: Sequence[tuple[int, int]], most: int) -> Iterator[Tensor]:
+    """Rows and heads of these runs, at most so many at a time."""
+    members = min(q_TMH.shape[1], most)
+    tokens = most // members
+    for start, end in runs:
+        for row in range(start, end, tokens):
+            for member in range(0, q_TMH.shape[1], members):
+                yield q_TMH[row : min(row + tokens, end), member : member + members]
+
+
+def _gathered(rows_E2H: Tensor, some: Tensor, pages: Tensor, wide: Sequence[Tensor]) -> Tensor:
+    """The least and the largest key of these pages, [2, S, H] in the compute dtype."""
+    shape = (2, len(some), rows_E2H.shape[2])
+    found = beginning(pages, shape)
+    for which, keys in enumerate(found):
+        torch.index_select(rows_E2H[:, which], 0, some, out=keys)
+    return beginning(wide[0], shape).copy_(found) if wide else found
+
+
+def _ordered(found: Tensor, column: Tensor, other: Tensor) -> Tensor:
+    """(1 + max(v, 0)) / (1 + max(-v, 0)), in `column`; NumPy allocates nothing for the numbers."""
+    v, over, under = found.numpy(), column.numpy()[: len(found)], other.numpy()[: len(found)]
+    np.add(np.maximum(v, 0, out=over), 1, out=over)
+    np.subtract(1, np.minimum(v, 0, out=under), out=under)
+    np.divide(over, under, out=over)
+    return column[: len(found)]
+
+
+def check(
+    q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor, bound: Tensor, slot: int,
+    kv_heads: int, head_size: int, sets: int, statistic: str,
+) -> int:  # fmt: skip
+    """Check the operands; return the query heads of a set."""
+    if statistic not in STATISTICS:
+        raise UnknownName("statistic", statistic, STATISTICS)
+    members = heads_of_sets("page_bounds", q, head_size, kv_heads, sets)
+    check_shapes(
+        "page_bounds",
+        q=(q, q.shape, None),
+        extrema=(extrema, (extrema.shape[0], extrema.shape[-1]), q.dtype),
+        cu_seqlens=(cu_seqlens, cu_pages.shape, torch.int32),
+        votes=(votes, q.shape[:1], torch.uint8),
+        bound=(bound, (sets, bound.shape[-1]), torch.float32),
+    )
+    check_pages("page_bounds", extrema, page_table, cu_pages, slot, kv_heads * head_size)
+    return members
+
+
+def reference(
+    *, q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor, slot: int,
+    kv_heads: int, head_size: int, sets: int, columns: int = 0, span: int = 0, statistic: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Return the bounds in plain PyTorch; `columns` is needed; what is not written is NaN."""
+    bound = torch.full((sets, columns), float("nan"), dtype=q.dtype)
+    rows = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot].repeat_interleave(
+        sets // kv_heads, dim=2
+    )
+    for sequence, start, end in windows(cu_seqlens, 0, q.shape[0]):
+        low, high = cu_pages[sequence : sequence + 2].tolist()
+        voting = q[start:end][votes[start:end] != 0]
+        if low == high or not len(voting):
+            continue
+        least, largest = rows[page_table[low:high]].permute(1, 2, 3, 0)[:, :, None]
+        q_SAH1 = voting.view(len(voting), sets, -1, head_size).transpose(0, 1).flatten(1, 2)[..., None]
+        upper = torch.maximum(q_SAH1 * least, q_SAH1 * largest).sum(2)
+        v = upper.mean(1) if statistic == "mean" else upper.amax(1)
+        bound[:, low:high] = (1 + v.clamp(min=0)) / (1 + (-v).clamp(min=0))
+    return bound
