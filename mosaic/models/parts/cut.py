@@ -62,11 +62,11 @@ class Cut(Part):
     @property
     def guesses(self) -> bool:
         """Whether the second graph is launched at the size that steps before have needed, and the count is read with its results:
-        where there are more rows, it runs again. Otherwise the host waits for the count between the graphs.
+        where there are more rows, it runs again. Otherwise, as here, the host waits for the count between the graphs.
 
         So the second graph changes nothing that outlives it where it has no room: all of `cu_seqlens` and `cu_rows` is 0 then, and
         ops that write to a state go by these. Those of the first graph run once."""
-        return True
+        return False
 
     def buckets(self, tokens: int) -> Sequence[int]:
         """Return the numbers of rows that the second graph is planned for in a step of so many tokens, ascending.
