@@ -134,23 +134,23 @@ class DroppingNetwork(Network):
     kept: list[int] = field(default_factory=list)  # of the last window
     weights: list[float] = field(default_factory=list)
 
-    def observe(self, layer: int, q: Tensor, keys: Tensor, start: int) -> None:
+    def observe(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor) -> None:
         """Take note of a window's queries [T, N, H] in a layer, and of the keys [P, K H] of its sequence."""
         sums = q.flatten(1).sum(1).tolist()
         self.weights = sums if layer == 0 else [now - before for now, before in zip(sums, self.weights, strict=True)]
 
-    def choose(self, count: int) -> list[int]:
-        """The rows that are kept, of so many."""
+    def choose(self, positions: Tensor) -> list[int]:
+        """The rows that are kept, of those at these positions."""
         return [row for row, weight in enumerate(self.weights) if row == 0 or weight >= self.limit]
 
-    def sees(self, start: int, key_len: int) -> int:
+    def sees(self, key_len: int) -> int:
         """How many keys the kept rows see."""
         return key_len
 
-    def hidden(self, tokens: Tensor, start: int, kv: KV, key_len: int) -> Tensor:
-        """Hidden rows of a window; those that were dropped are NaN."""
+    def hidden(self, tokens: Tensor, start: int, kv: KV, key_len: int, positions: Tensor | None = None) -> Tensor:
+        """Hidden rows of a window, whose tokens may stand apart; those that were dropped are NaN."""
         arch, names, count = self.arch, self.arch.names, len(tokens)
-        positions = torch.arange(start, start + count)
+        positions = torch.arange(start, start + count) if positions is None else positions.long()
         rows = torch.arange(count)
         x = self.tensors[names.embedding][tokens]
         for layer in range(arch.layers):
@@ -163,13 +163,13 @@ class DroppingNetwork(Network):
             if arch.head_norms:
                 q, k = self._norm(q, own["query_norm"]), self._norm(k, own["key_norm"])
             q, k = self._rotate(q, positions[rows]), self._rotate(k, positions[rows])
-            for row, place in enumerate((rows + start).tolist()):
+            for row, place in enumerate(positions[rows].tolist()):
                 kv[layer][0][place], kv[layer][1][place] = k[row].flatten(), v[row].flatten()
             if layer in (0, self.layer):
-                self.observe(layer, q, kv[layer][0], start)
+                self.observe(layer, q, kv[layer][0], positions)
             if layer == self.layer:
-                self.kept = self.choose(count)
-                rows, key_len = torch.tensor(self.kept), self.sees(start, key_len)
+                self.kept = self.choose(positions)
+                rows, key_len = torch.tensor(self.kept), self.sees(key_len)
                 x, q = x[rows], q[rows]
             seen = (kv[layer][0][:key_len], kv[layer][1][:key_len])
             x = x + self._attend(q, *seen, positions[rows]) @ self.tensors[own["output"]].T

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch import Tensor
 from mosaic.errors import MosaicError, UnknownName, UsageError
 from mosaic.models import load
 from mosaic.models.eviction import PRESETS, Eviction, token_eviction
-from mosaic.models.parts import KEPT
+from mosaic.models.parts import APART, KEPT
 from mosaic.models.parts.focus import HISTORY, BlockProgress, Focus
+from mosaic.models.parts.windows import WINDOWS
 from mosaic.models.phase import Phase
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.state_rows import OwnedRows
@@ -53,6 +54,15 @@ def phase_of(eviction: Eviction) -> Phase:
     return Phase(cache=KEPT, commit=TOP, cut=Focus(eviction=eviction))
 
 
+DELAYS: dict[str, Callable[[bool, bool], bool]] = {
+    "none": lambda decided, neighbour: False,
+    "delayed": lambda decided, neighbour: decided,
+    "neighbour": lambda decided, neighbour: decided and neighbour,
+}
+"""Whether a token is computed no more, once a step has computed it: it was decided before that step, and so was its right neighbour
+(section 4.3)."""
+
+
 @dataclass
 class FocusNetwork(DroppingNetwork):
     """The same transformer, of which a step keeps what the paper's equations say."""
@@ -68,11 +78,11 @@ class FocusNetwork(DroppingNetwork):
         whole = self.eviction.importance == "block"
         return self.block, list(range(BLOCK)) if whole else list(self.block.masked)
 
-    def observe(self, layer: int, q: Tensor, keys: Tensor, start: int) -> None:
+    def observe(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor) -> None:
         """Equation 15, in float64."""
         block, listed = self._of_block()
         places = torch.tensor(listed, dtype=torch.int64) + block.start
-        queries = q.double()[places - start]
+        queries = q.double()[torch.isin(positions, places)]
         k = (
             keys.double()[places]
             .view(len(listed), -1, q.shape[2])
@@ -84,18 +94,18 @@ class FocusNetwork(DroppingNetwork):
         found[listed] = pooled.softmax(2).sum((0, 1))
         self.importance = [*self.importance[: layer and 1], found]
 
-    def choose(self, count: int) -> list[int]:
+    def choose(self, positions: Tensor) -> list[int]:
         """The statement of `evict_tokens`, for one request."""
         block, listed = self._of_block()
-        chosen, first = self.eviction, count - BLOCK
+        chosen, places = self.eviction, positions.tolist()
         evicts = block.step > 0 or chosen.first_step == "evicts"
-        status = [0] * count
+        status = [0] * len(places)
         for offset in block.masked if evicts else ():
-            status[first + offset] = 1 if offset < block.processed else 2
+            status[places.index(block.start + offset)] = 1 if offset < block.processed else 2
         new = block.decoded is None or (chosen.history == "block" and block.step == 0)
         one: dict[str, Any] = {
-            "first": [block.start], "progress": [block.processed], "status": status, "cu_seqlens": [0, count], "owner": [0],
-            "positions": list(range(block.start - first, block.start + BLOCK)), "decoded": [-1 if new else block.decoded],
+            "first": [block.start], "progress": [block.processed], "status": status, "cu_seqlens": [0, len(places)], "owner": [0],
+            "positions": places, "decoded": [-1 if new else block.decoded],
             "listed": [listed + [-1] * (BLOCK - len(listed))],
         }  # fmt: skip
         operands = {name: torch.tensor(values) for name, values in one.items()} | {"state": self.history}
@@ -105,7 +115,7 @@ class FocusNetwork(DroppingNetwork):
         self.history, self.seen = found["state"], found["seen"][0]
         return list(found["rows"][: found["total"][0]])
 
-    def sees(self, start: int, key_len: int) -> int:
+    def sees(self, key_len: int) -> int:
         """Equation 16."""
         return self.seen
 
@@ -123,10 +133,11 @@ class Live:
     plain: PlainSequence
     block: BlockProgress
     unwritten: int = 0
-    decoded_before: int = 0
+    delay: str = "none"
+    frozen: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, model: CompiledModel, eviction: Eviction, rng: random.Random) -> Live:
+    def of(cls, model: CompiledModel, eviction: Eviction, rng: random.Random, delay: str = "none") -> Live:
         prompt, blocks = rng.choice([BLOCK, 2 * BLOCK + 3]), rng.randint(2, 3)
         prefix = prompt // BLOCK * BLOCK
         tokens = torch.full((prefix + blocks * BLOCK,), MASK)
@@ -143,7 +154,7 @@ class Live:
         masked = [position >= prompt for position in range(len(tokens))]
         live = cls(
             model, network, tokens, masked, owned, history, plain,
-            BlockProgress(start=prefix, masked=(), processed=0, step=0, decoded=None),
+            BlockProgress(start=prefix, masked=(), processed=0, step=0, decoded=None), delay=delay,
         )  # fmt: skip
         live.block = replace(live.block, masked=live.open())
         return live
@@ -157,17 +168,22 @@ class Live:
 
     def ask(self, rng: random.Random, phase: Phase) -> StepRequest:
         start, end = self.block.start - self.unwritten, self.block.start + BLOCK
-        rows = torch.tensor(self.block.masked) + self.unwritten
+        places = [place for place in range(start, end) if place not in self.frozen]
+        rows = torch.tensor([places.index(self.block.start + offset) for offset in self.block.masked])
+        values = {"block": self.block} | (
+            {} if self.delay == "none" else {"positions": torch.tensor(places, dtype=torch.int32)}
+        )
         return StepRequest(
-            phase=phase, token_ids=self.tokens[start:end].clone(), start=start, sequence=self.owned, key_len=end, rows=rows,
-            current=torch.full((len(rows),), MASK), quota=rng.randint(1, 2), states={HISTORY: self.history},
-            values={"block": self.block},
+            phase=phase, token_ids=self.tokens[places], start=places[0], sequence=self.owned, key_len=end, rows=rows,
+            current=torch.full((len(rows),), MASK), quota=rng.randint(1, 2), states={HISTORY: self.history}, values=values,
         )  # fmt: skip
 
     def take(self, request: StepRequest, result: StepResult) -> int:
         """Compare with plain code, and go on; gives how many rows were kept."""
         self.network.block = self.block
-        hidden = self.network.hidden(request.token_ids, request.start, self.plain.kv, request.key_len)
+        first, count = request.start, len(request.token_ids)
+        places = request.values.get("positions", torch.arange(first, first + count))
+        hidden = self.network.hidden(request.token_ids, first, self.plain.kv, request.key_len, places)
         kept, rows = self.network.kept, request.rows.tolist()
         mine = torch.tensor([row in kept for row in rows])
         assert torch.equal(result.values["kept"], mine)
@@ -179,14 +195,19 @@ class Live:
         committed = torch.zeros(len(rows), dtype=torch.bool)
         committed[mine] = rule(few, token[mine], score[mine], MASK)
         assert torch.equal(result.committed, committed) and committed.any()
-        assert self.network.seen == self.block.start + max(
-            self.block.processed, *(row - self.unwritten + 1 for row in kept)
-        )
-        self._go_on(request, result, max(kept) - self.unwritten + 1)
+        reached = int(places[max(kept)]) + 1 - self.block.start
+        assert self.network.seen == self.block.start + max(self.block.processed, reached)
+        done = {place for place in places.tolist() if place >= self.block.start}
+        self._go_on(places[request.rows[result.committed].long()].tolist(), result, reached, done)
         return len(kept)
 
-    def _go_on(self, request: StepRequest, result: StepResult, reached: int) -> None:
-        taken = (request.start + request.rows[result.committed]).tolist()
+    def _go_on(self, taken: list[int], result: StepResult, reached: int, computed: set[int]) -> None:
+        end = self.block.start + BLOCK
+        self.frozen |= {
+            place
+            for place in computed
+            if DELAYS[self.delay](not self.masked[place], place + 1 == end or not self.masked[place + 1])
+        }
         self.tokens[taken] = result.chosen[result.committed]
         for position in taken:
             assert self.masked[position]
@@ -196,8 +217,8 @@ class Live:
             self.block, processed=max(self.block.processed, reached), step=self.block.step + 1, decoded=len(taken)
         )
         if not self.open():
-            self.unwritten = BLOCK
-            self.block = replace(self.block, start=self.block.start + BLOCK, processed=0, step=0)
+            self.unwritten, self.frozen = BLOCK, set()
+            self.block = replace(self.block, start=end, processed=0, step=0)
         if not self.finished:
             self.block = replace(self.block, masked=self.open())
 
@@ -206,13 +227,19 @@ class Live:
         self.history.close()
 
 
-@pytest.mark.parametrize("name", READINGS)
-def test_steps_keep_and_decide_what_the_equations_say(model: CompiledModel, name: str) -> None:
-    """Under poison; requests at different progress share steps, packed at random, until all are done."""
+@pytest.mark.parametrize(
+    ("name", "delay"),
+    [*((name, "none") for name in READINGS), *((name, "neighbour") for name in PRESETS), ("ema", "delayed")],
+)
+def test_steps_keep_and_decide_what_the_equations_say(model: CompiledModel, name: str, delay: str) -> None:
+    """Under poison; requests at different progress share steps, packed at random, until all are done; with all tokens of a block
+    computed in each step, and with those that are settled left out."""
     eviction = READINGS[name]
     rng = random.Random(name)
     phase, kept, asked_for = phase_of(eviction), 0, 0
-    live = [Live.of(model, eviction, rng) for _ in range(3)]
+    if delay != "none":
+        phase = replace(phase, tokens=APART)
+    live = [Live.of(model, eviction, rng, delay) for _ in range(3)]
     while active := [one for one in live if not one.finished]:
         now = rng.sample(active, rng.randint(1, len(active)))
         asked = [one.ask(rng, phase) for one in now]
@@ -224,21 +251,42 @@ def test_steps_keep_and_decide_what_the_equations_say(model: CompiledModel, name
         one.close()
 
 
-def test_with_a_large_alpha_nothing_is_evicted(model: CompiledModel) -> None:
-    """Tokens, scores and decisions are those of the step that is not cut, to the bit."""
+@pytest.mark.parametrize("delay", DELAYS)
+def test_with_a_large_alpha_nothing_is_evicted(model: CompiledModel, delay: str) -> None:
+    """Tokens, scores and decisions are those of the step that is not cut and leaves out the same tokens, to the bit."""
     rng = random.Random(5)
-    phase = phase_of(Eviction(alpha=1e6))
-    live = [Live.of(model, Eviction(alpha=1e6), rng) for _ in range(2)]
+    tokens = WINDOWS if delay == "none" else APART
+    phase, whole = (replace(one, tokens=tokens) for one in (phase_of(Eviction(alpha=1e6)), UNCUT))
+    live, fewest = [Live.of(model, Eviction(alpha=1e6), rng, delay) for _ in range(2)], BLOCK
     while active := [one for one in live if not one.finished]:
         asked = [one.ask(rng, phase) for one in active]
-        whole = model.step([replace(request, phase=UNCUT, states={}, values={}) for request in asked])
-        for one, request, other, mine in zip(active, asked, whole, model.step(asked), strict=True):
+        uncut = model.step([replace(request, phase=whole, states={}) for request in asked])
+        for one, request, other, mine in zip(active, asked, uncut, model.step(asked), strict=True):
             assert bool(mine.values["kept"].all())
             for what in ("token", "score", "committed", "chosen"):
                 assert torch.equal(getattr(mine, what), getattr(other, what))
             one.take(request, mine)
+            fewest = min(fewest, len(request.token_ids))
+    assert (fewest < BLOCK) == (delay != "none")
     for one in live:
         one.close()
+
+
+@pytest.mark.parametrize(("positions", "message"), [
+    (None, "needs 'positions': one for each of the 3 tokens"), ([8, 9], "needs 'positions'"),
+    ([7, 9, 10], "from the window's start 8"),
+    ([8, 10, 10], r"positions ascend .* got \[8, 10, 10\]"), ([8, 9, 16], "at position 16 sees that many keys and its own, got 16"),
+])  # fmt: skip
+def test_positions_that_cannot_be_are_refused(model: CompiledModel, positions: list[int] | None, message: str) -> None:
+    tokens = torch.full((16,), MASK)
+    owned = filled(model, tokens)
+    request = StepRequest(
+        phase=replace(UNCUT, tokens=APART), token_ids=tokens[:3], start=8, sequence=owned, key_len=16, rows=torch.tensor([0]),
+        current=tokens[:1], quota=1, values={} if positions is None else {"positions": torch.tensor(positions)},
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=message):
+        model.step([request])
+    owned.close()
 
 
 AT_8 = BlockProgress(start=8, masked=(0,), processed=0, step=0, decoded=None)
@@ -246,8 +294,8 @@ AT_8 = BlockProgress(start=8, masked=(0,), processed=0, step=0, decoded=None)
 
 @pytest.mark.parametrize(("values", "window", "message"), [
     ({}, (0, 8), "says how far it is"), ({"block": 3}, (0, 8), "says how far it is"),
-    ({"block": AT_8}, (0, 8), r"which is \[8, 16\); got \[0, 8\)"), ({"block": replace(AT_8, start=0)}, (0, 16), r"got \[0, 16\)"),
-    ({"block": replace(AT_8, start=4)}, (8, 12), r"got \[8, 12\)"),
+    ({"block": AT_8}, (0, 8), r"which is \[8, 16\), and has its masked positions \[8\]; got \[0, 1"),
+    ({"block": replace(AT_8, start=0)}, (0, 16), "got .* 15]"), ({"block": replace(AT_8, masked=(0, 1, 7))}, (8, 15), "got .* 14]"),
 ])  # fmt: skip
 def test_a_request_that_does_not_say_how_far_it_is_is_refused(
     model: CompiledModel, values: dict[str, Any], window: tuple[int, int], message: str

@@ -7,9 +7,10 @@ from mosaic.models.parts.guidance import GUIDED, Guidance
 from mosaic.models.parts.heads import NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.parts.logits import LOGITS, ReturnedLogits
 from mosaic.models.parts.part import Part
-from mosaic.models.parts.windows import CANVAS, ENTERED, STAYING, OnDevice, Windows
+from mosaic.models.parts.windows import APART, CANVAS, ENTERED, STAYING, Apart, OnDevice, Windows
 
 __all__ = [
+    "APART",
     "CANVAS",
     "ENTERED",
     "GUIDED",
@@ -22,6 +23,7 @@ __all__ = [
     "STATISTICS",
     "STAYING",
     "WHOLE",
+    "Apart",
     "CachePolicy",
     "Commit",
     "CommitRule",

@@ -1,6 +1,6 @@
 """FOCUS: a cut that keeps the tokens of a block whose importance has risen from layer 0 to layer 1, and those that these need.
 
-A request says in `StepRequest.values["block"]` how far it is in its block (`BlockProgress`), and its window ends with that block.
+A request says in `StepRequest.values["block"]` how far it is in its block (`BlockProgress`), and its window ends in that block.
 What it has decoded so far is a row of the state `focus_history`. Tokens before the block, and those that are decided, are kept.
 Kept rows attend up to the rightmost position that was ever processed: the first graph computes `seen` of the second. Legend: T
 tokens, B sequences, N H queries.
@@ -95,19 +95,18 @@ class Focus(Cut):
         return value
 
     def _votes(self, window: Window) -> Any:
-        found, first = window.token_ids.new_zeros(window.length), _block(window).start - window.start
-        if self.eviction.importance == "block":
-            found[first:] = 1
-        else:
-            found[[first + offset for offset in _block(window).masked]] = 1
+        found, block = window.token_ids.new_zeros(window.length), _block(window)
+        rows = _rows(window.request)
+        votes = [offset for offset in rows if offset >= 0] if self.eviction.importance == "block" else block.masked
+        found[[rows[offset] for offset in votes]] = 1
         return found.byte()
 
     def _status(self, window: Window) -> Any:
         found, block = window.token_ids.new_zeros(window.length), _block(window)
         if block.step or self.eviction.first_step == "evicts":
+            rows = _rows(window.request)
             for offset in block.masked:
-                status = _STATUS_MASKED if offset < block.processed else _STATUS_UNPROCESSED
-                found[block.start - window.start + offset] = status
+                found[rows[offset]] = _STATUS_MASKED if offset < block.processed else _STATUS_UNPROCESSED
         return found.byte()
 
     def _decoded(self, window: Window) -> int:
@@ -121,16 +120,18 @@ class Focus(Cut):
         return (HISTORY,)
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """Check that a model can be cut so, and that a request says how far it is, with a window that ends with its block."""
+        """Check that a model can be cut so, and that a request says how far it is, with a window that has its masked positions and
+        ends in its block."""
         self.eviction.check(arch)
         block = request.values.get("block")
         if not isinstance(block, BlockProgress):
             raise UsageError('eviction: a request says how far it is in its block: values={"block": BlockProgress(…)}.')
-        end = request.start + len(request.token_ids)
-        if not request.start <= block.start or block.start + arch.block != end:
+        rows = _rows(request)
+        if max(rows) >= arch.block or not rows.keys() >= {*block.masked}:
             raise UsageError(
-                f"eviction: a window ends with its request's block, which is [{block.start}, {block.start + arch.block}); got "
-                f"[{request.start}, {end})."
+                f"eviction: a window ends in its request's block, which is [{block.start}, {block.start + arch.block}), and has "
+                f"its masked positions {[block.start + offset for offset in block.masked]}; got "
+                f"{[block.start + offset for offset in rows]}."
             )
 
     def declare(self, step: StepGraph) -> None:
@@ -167,6 +168,14 @@ class Focus(Cut):
 
     def _seen(self, step: StepGraph) -> Buffer:
         return step.g.carry("focus_seen", (step.seqs,), "int32")
+
+
+def _rows(request: Any) -> dict[int, int]:
+    """The window's row at each offset from the block's start, ascending."""
+    places = request.values.get("positions")
+    first, block = request.start, request.values["block"]
+    found = range(first, first + len(request.token_ids)) if places is None else places.tolist()
+    return {place - block.start: row for row, place in enumerate(found)}
 
 
 def _block(window: Window) -> BlockProgress:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.errors import UsageError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from mosaic.models.transformer import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["CANVAS", "ENTERED", "OPEN", "STAYING", "WINDOWS", "OnDevice", "Windows"]
+__all__ = ["APART", "CANVAS", "ENTERED", "OPEN", "STAYING", "WINDOWS", "Apart", "OnDevice", "Windows"]
 
 CANVAS: Final = State(name="canvas", dtype="int64")
 """A token for each position of a request, `OPEN` where nothing is decided."""
@@ -62,6 +63,38 @@ class Windows(Part):
 
     def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
         """Register what becomes of decisions: tokens int64 [M], and which are taken, uint8 [M]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart(Windows):
+    """Windows of tokens that need not stand side by side: those between them have keys already, and are not computed.
+
+    `StepRequest.values["positions"]`, int32 [T], ascending, says where they stand; the first is `start`. Rows to decide are numbers
+    of these tokens.
+    """
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """Return ids, positions, and where sequences begin."""
+        given = Input(
+            name="positions", dtype="int32", per="token", value=lambda window: window.request.values["positions"]
+        )
+        return tuple(given if entry.name == given.name else entry for entry in WINDOWS.inputs(arch))
+
+    def check(self, request: Any, arch: Architecture) -> None:
+        """Check that every token of a request has a position, that they ascend, and that their keys are seen."""
+        found = request.values.get("positions")
+        places = [] if found is None else found.tolist()
+        if len(places) != len(request.token_ids):
+            raise UsageError(
+                f"the phase needs 'positions': one for each of the {len(request.token_ids)} tokens of the window; give it in "
+                "`values`."
+            )
+        if places[0] != request.start or any(later <= place for place, later in pairwise(places)):
+            raise UsageError(f"positions ascend from the window's start {request.start} on, got {places}.")
+        if request.sequence is not None and places[-1] >= request.key_len:
+            raise UsageError(
+                f"a token at position {places[-1]} sees that many keys and its own, got {request.key_len}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,5 +188,6 @@ def _decided_rows(request: Any) -> Any:
 
 
 WINDOWS: Final = Windows()
+APART: Final = Apart()
 ENTERED: Final = OnDevice(enters=True)
 STAYING: Final = OnDevice(enters=False)
