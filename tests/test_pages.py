@@ -216,7 +216,7 @@ def test_contracts_count_this_layers_work() -> None:
     width = attrs["kv_heads"] * attrs["head_size"]
     read = sum(given[name].bytes for name in ("extents", "cu_extents", "page_table", "cu_pages", "first_page"))
     assert one.moved(given, attrs) == read + 40 * 2 * width * 2
-    given, attrs = specs_of(bounds), bounds.attrs | {"span": 7}
+    given, attrs = specs_of(bounds), bounds.attrs | {"page_span": 7}
     bound = given.pop("bound")
     assert other.infer(**given, **attrs) == (bound,)
     assert other.flops(**given, **attrs) == 2 * 2 * 7 * given["q"].elements
@@ -246,7 +246,7 @@ def test_contracts_count_this_layers_work() -> None:
 )  # fmt: skip
 def test_contracts_refuse(name: str, change: dict[str, Any], message: str) -> None:
     case = extrema_case(1, F32) if name == "page_extrema" else bounds_case(1, F32)
-    given = {**specs_of(case), **case.attrs, "tokens" if name == "page_extrema" else "span": 3}
+    given = {**specs_of(case), **case.attrs, "tokens" if name == "page_extrema" else "page_span": 3}
     given.pop("bound", None)
     with pytest.raises(GraphError, match=message):
         contract(name).infer(**given | change)

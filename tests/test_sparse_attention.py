@@ -19,8 +19,8 @@ from mosaic.decoding import GenerationConfig
 from mosaic.decoding.llada import schedule
 from mosaic.decoding.session import Session
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.parts import Commit
-from mosaic.models.parts.selected import Selected
+from mosaic.models.parts import NO_HEAD, Commit
+from mosaic.models.parts.selected import Selected, Summarized
 from mosaic.models.phase import Phase
 from mosaic.models.sparse import SparseAttention, sparse_attention
 from mosaic.models.step import StepSize
@@ -343,6 +343,28 @@ def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:
             joined = [f"layers.{layer}/select", f"layers.{layer + 1}/store"]
             assert ("wait", *(ops[name]["index"] for name in joined)) in edges
             assert [ops[name]["index"] for name in names] == sorted(ops[name]["index"] for name in names)
+
+
+def test_plans_summarize_final_keys_and_rank_pages_before_a_layer_attends() -> None:
+    """One row of the state for each whole page that the sequence owns; nothing on a stream of its own."""
+    chosen = replace(sparse_attention("quest"), exact_layers=1)
+    last = f"layers.{LAYERS - 1}"
+    phases = {
+        "denoise": Phase(cache=Selected(attention=chosen, selects=True), commit=Commit(score="confidence", rule="top")),
+        "commit": Phase(cache=Summarized(attention=chosen), head=NO_HEAD),
+    }
+    for name, phase in phases.items():
+        plan = Planner(CONFIG, device="h200").plan(Request(seq_lens=(8,), key_lens=(410,), phase=phase))
+        assert plan.fits and plan.check() == ()
+        (state,) = (buffer for buffer in plan.document["buffers"] if buffer["name"] == "pages_16_1")
+        assert state["shape"] == [410 // 16, (LAYERS - 1) * 2 * KV_HEADS * SIZE]
+        ops = {op["name"]: op for op in plan.document["ops"]}
+        assert {op["stream"] for op in ops.values()} == {"main"}
+        order = ["store", "bounds", "select", "sparse_attention"] if name == "denoise" else ["store", "extrema"]
+        for layer in range(LAYERS):
+            found = [n.split("/")[1] for n in ops if n.startswith(f"layers.{layer}/") and n.split("/")[1] in order]
+            assert found == (order if layer else order[:1])
+        assert (f"{last}/extrema" in ops) == (name == "commit")
 
 
 def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:

@@ -97,6 +97,14 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "kv_attention", {**dict.fromkeys("qy", x[:64]), **attrs, **two, "block": 32, "parts": 512}
     prefix = {"captured": empty(1, dtype=torch.int32), "cu_keys": cu_seqlens}
     pages = {"owner": empty(1, dtype=index), "selected": empty(64, 36 * 32 * 513, dtype=torch.int32), "slot": 2}
+    page_rows = {
+        "page_table": empty(1 << 13, dtype=index),
+        "cu_pages": cu_seqlens,
+        "extrema": kv[:9000, : 34 * 2 * 1024],
+    }
+    page_rows |= {"slot": 2, "kv_heads": 8, "head_size": size}
+    made = {"first_page": empty(1, dtype=torch.int32), "page": 16, "layer": 3}
+    yield "page_extrema", {**{name: where[name] for name in ("kv", "extents", "cu_extents")}, **page_rows, **made}
     sizes = ((32, 8, "mean", 1), (2048, 32, "max", 16), (2, 8, "mean", 4))
     for tokens, sets, statistic, page in sizes if EVERY else sizes[:2]:
         window = {"q": x[:tokens], "sets": sets}
@@ -107,22 +115,13 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         yield "prefix_logsumexp", {**of_layer, "captured": prefix["captured"], "q": window["q"], **sums}
         yield "key_mass", {**of_layer, **prefix, **window, **sums, "mass": mass, "statistic": statistic}
         yield "top_keys", {**prefix, **pages, **chosen, "mass": mass, "ratio": 0.1 * (page - 1)}
-        page_rows = {
-            "page_table": empty(1 << 13, dtype=index),
-            "cu_pages": cu_seqlens,
-            "extrema": kv[:9000, : 34 * 2 * 1024],
-        }
         bound = {
             "bound": empty(sets, 1 << 13, dtype=wide),
             "statistic": statistic,
             "votes": votes,
             "cu_seqlens": cu_seqlens,
         }
-        of_state = {"slot": 2, "kv_heads": 8, "head_size": size}
-        yield "page_bounds", {**window, **page_rows, **bound, **of_state}
-        made = {"first_page": empty(1, dtype=torch.int32), "page": 16, "layer": 3}
-        kept = {name: where[name] for name in ("kv", "extents", "cu_extents")}
-        yield "page_extrema", {**kept, **page_rows, **made, **of_state}
+        yield "page_bounds", {**window, **page_rows, **bound}
         window |= {"y": x[:tokens], "positions": empty(tokens, dtype=torch.int32)}
         yield "selected_attention", {**attrs, **window, **pages, **chosen, "block": 32}
     figures = dict.fromkeys(("maximum", "second", "logsumexp", "entropy", "sample_logit"), logsum)

@@ -1,11 +1,11 @@
 """page_bounds: how much attention the voting rows of each sequence can give to the keys of each page, at most, per set of heads.
 
 Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8,
-cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, span, statistic) -> bound[sets, S] float32, all whole; `columns` is
-S, and `span` is for the cost model alone. The formula is that of the contract (`mosaic.registrar.operators.page_bounds`; Quest,
-section 3): what of a query is above 0 is multiplied with the largest key, the rest with the least. Float32 inside (float64 for
-float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size,
-A rows times heads of a tile.
+cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, page_span, statistic) -> bound[sets, S] float32, all whole;
+`columns` is S, and `page_span` is for the cost model alone. The formula is that of the contract
+(`mosaic.registrar.operators.page_bounds`; Quest, section 3): what of a query is above 0 is multiplied with the largest key, the
+rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns,
+B sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def bind(
     head_size: int,
     sets: int,
     columns: int = 0,
-    span: int = 0,
+    page_span: int = 0,
     statistic: str = "mean",
     scratch: Tensor | None = None,
 ) -> Run:
@@ -149,7 +149,7 @@ def check(
 
 def reference(
     *, q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor, slot: int,
-    kv_heads: int, head_size: int, sets: int, columns: int = 0, span: int = 0, statistic: str = "mean",
+    kv_heads: int, head_size: int, sets: int, columns: int = 0, page_span: int = 0, statistic: str = "mean",
 ) -> Tensor:  # fmt: skip
     """Return the bounds in plain PyTorch; `columns` is needed; what is not written is NaN."""
     bound = torch.full((sets, columns), float("nan"), dtype=q.dtype)

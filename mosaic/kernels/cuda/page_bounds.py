@@ -1,7 +1,7 @@
 """page_bounds on CUDA: how much attention the voting rows of each sequence can give to the keys of each page, at most.
 
 Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8,
-cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, span, statistic) -> bound[sets, S] float32, all whole, as
+cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, page_span, statistic) -> bound[sets, S] float32, all whole, as
 `mosaic.registrar.operators.page_bounds` says (Quest, section 3). A program owns a tile of the pages of a sequence and one set of
 heads, and goes over the voting rows. For the mean it adds up what of the queries is above 0 and below, and multiplies once; for
 the largest it multiplies each tile of rows. So no matrix is larger than a tile, and a sequence's bounds depend on no other
@@ -114,7 +114,7 @@ def launch(
     head_size: int,
     sets: int,
     columns: int = 0,
-    span: int = 0,
+    page_span: int = 0,
     statistic: str = "mean",
     scratch: Tensor | None = None,
 ) -> None:

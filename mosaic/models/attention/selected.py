@@ -85,7 +85,7 @@ def _select_pages(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> N
     bound = g.add_op(
         "page_bounds", q, g[page_extrema(chosen).name], inputs["page_table"], inputs["cu_pages"], inputs["votes"],
         step.cu_seqlens, name="bounds", slot=place["slot"], kv_heads=arch.kv_heads, head_size=arch.head_size,
-        sets=place["sets"], columns=g.dim("pages"), span=g.dim("page_span"), statistic=chosen.statistic,
+        sets=place["sets"], columns=g.dim("pages"), page_span=g.dim("page_span"), statistic=chosen.statistic,
     )  # fmt: skip
     g.add_op(
         "top_keys", bound, inputs["candidates"], inputs["cu_pages"], inputs["owner"], g[index_sets(chosen).name],

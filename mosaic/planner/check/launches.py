@@ -15,7 +15,7 @@ __all__ = ["check_launches"]
 
 _INDEX_DTYPES: Final = ("int64", "int32")
 _SYMBOLIC: Final = frozenset(
-    {"span", "keys"}
+    {"span", "keys", "page_span", "tokens"}
 )  # attributes for the cost model, which are dims or, in a plan, not stated
 
 

@@ -157,7 +157,7 @@ _NOTATION: Final = {
     "page_bounds": _Operator(
         "q:a=T,Q extrema:a=R,X page_table:int64=M cu_pages:int32=B+1 votes:uint8=T cu_seqlens:int32=B+1 bound:float32=sets,columns",
         "q extrema page_table cu_pages votes cu_seqlens", "bound",
-        "slot:n kv_heads:n head_size:n sets:n columns?:n span?:n statistic?:s", "4*span*T*Q", "T Q R X M B columns",
+        "slot:n kv_heads:n head_size:n sets:n columns?:n page_span?:n statistic?:s", "4*page_span*T*Q", "T Q R X M B columns",
         "q page_table cu_pages votes cu_seqlens bound extrema=columns,2*kv_heads*head_size",
         rules=(("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_kv_row("kv_heads*head_size", "slot")),
     ),

@@ -8,7 +8,8 @@ over the voting rows and the heads of set s, the mean of u (`statistic` "mean", 
 bound[s, cu_pages[b] + p] is (1 + max(v, 0)) / (1 + max(-v, 0)): above 0 and in the order of v, as `top_keys` wants it. The query
 heads are divided evenly and in order among `sets`. Where P is 0, or no row votes, nothing is written, nor beyond P.
 
-Nothing is ever sliced. `columns` is S. `span`, the mean number of pages that a row is multiplied with, is for the cost model alone.
+Nothing is ever sliced. `columns` is S. `page_span`, the mean number of pages that a row is multiplied with, is for the cost
+model alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Ti
 
 def infer(
     q: Spec, extrema: Spec, page_table: Spec, cu_pages: Spec, votes: Spec, cu_seqlens: Spec,
-    *, slot: int, kv_heads: int, head_size: int, sets: int, columns: Dim, span: Dim, statistic: str = "mean",
+    *, slot: int, kv_heads: int, head_size: int, sets: int, columns: Dim, page_span: Dim, statistic: str = "mean",
 ) -> tuple[Spec]:  # fmt: skip
     require(extrema.dtype == q.dtype, f"extrema must be {q.dtype} as q is, not {extrema.dtype}")
     require_sets(q, kv_heads, head_size, sets)
@@ -33,9 +34,9 @@ def infer(
     return (Spec((sets, columns), "float32"),)
 
 
-def flops(q: Spec, *_: object, span: Dim, **__: object) -> Dim:
+def flops(q: Spec, *_: object, page_span: Dim, **__: object) -> Dim:
     """Count two products with each page."""
-    return 4 * span * q.elements
+    return 4 * page_span * q.elements
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
