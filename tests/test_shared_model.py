@@ -242,3 +242,14 @@ def test_rows_are_handed_out_once_to_many_threads(eager_switches: None) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         slots = [slot for own in pool.map(take, range(64)) for slot in own]
     assert len(slots) == len(set(slots)) and max(slots) < memory.rows
+
+
+def test_a_turn_is_alone_within_another_or_where_there_is_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns()
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(threading, "active_count", lambda threads=threads: threads)
+        with turns:
+            assert turns.is_alone == (threads == 1)
+            with turns:
+                assert turns.is_alone
+            assert turns.is_alone == (threads == 1)
