@@ -17,8 +17,9 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_attention import SEQUENCES, WIDEST
+from mosaic.kernels.cuda.kv_attention import WIDEST
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES
 from mosaic.kernels.key_mass import check, reference
 
 __all__ = ["launch", "reference"]

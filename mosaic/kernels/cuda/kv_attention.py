@@ -26,9 +26,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.kv_attention_hopper import GLUON, launch_tiles
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tl, triton
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, floats_of
 from mosaic.kernels.kv_attention import check, reference
 from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENT_ALIGNED,
@@ -37,7 +37,7 @@ from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENTS,
 )
 
-__all__ = ["find_tile", "has_ring", "launch", "partials_of", "reference", "share_of", "tile_of"]
+__all__ = ["has_ring", "launch", "reference", "tile_of"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
@@ -55,32 +55,7 @@ RING: Final = {80: False, 90: True, 100: False}
 RING_ROWS, RING_KEYS, RING_SIZES = 128, 64, (64, 128)
 JOINED_HEADS: Final = 8
 """Heads of a row that a program joins the segments of."""
-SEQUENCES: Final = 16
-"""Least sequences that a kernel is compiled for, beyond them powers of two."""
 JOIN_WARPS: Final = 4
-
-
-@triton.jit
-def find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Where a tile lies, of those that the sequences' rows of this slice are cut into.
-
-    Its first row, the end of the sequence's rows, and the sequence; all 0 beyond the last tile.
-    """
-    sequence = tl.arange(0, SEQUENCES)
-    known = sequence < sequences
-    start = tl.maximum(tl.load(cu_seqlens + sequence, mask=known, other=0) - row_start, 0)
-    end = tl.minimum(tl.load(cu_seqlens + sequence + 1, mask=known, other=0) - row_start, rows)
-    tiles = tl.where(known & (end > start), (end - start + TOKENS - 1) // TOKENS, 0)
-    before = tl.cumsum(tiles, 0) - tiles
-    mine = (tile >= before) & (tile < before + tiles)
-    first = tl.sum(tl.where(mine, start + (tile - before) * TOKENS, 0), 0)
-    return first, tl.sum(tl.where(mine, end, 0), 0), tl.sum(tl.where(mine, sequence, 0), 0)
-
-
-@triton.jit
-def share_of(keys, splits, BLOCK_K: tl.constexpr, LEAST: tl.constexpr):
-    """The keys of one split, of those of a sequence: whole tiles, and enough to be worth a program."""
-    return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), BLOCK_K) * BLOCK_K, LEAST)
 
 
 @triton.jit
@@ -352,9 +327,9 @@ def launch(
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
-    # a sequence sees no more keys than the state has rows
+    # rows of results, then their maxima, then their sums; a sequence sees no more keys than the state has rows
     splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if room > 1 else 1
-    partials = partials_of("kv_attention", scratch, room * all_heads, head_size) if splits > 1 else y
+    partials = floats_of("kv_attention", scratch, room * all_heads * (head_size + 2)) if splits > 1 else y
     segments = {
         "SEQUENCES": power_of_two(sequences, 1 << 16, least=SEQUENCES),
         "SEGMENTS": KV_SEGMENTS,
@@ -433,19 +408,3 @@ def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
-
-
-def partials_of(kernel: str, scratch: Tensor | None, rows: int, head_size: int) -> Tensor:
-    """View the scratch buffer as float32 rows, then their maxima, then their sums."""
-    return floats_of(kernel, scratch, rows * (head_size + 2))
-
-
-def floats_of(kernel: str, scratch: Tensor | None, count: int) -> Tensor:
-    """View the beginning of the scratch buffer as float32 [count]."""
-    needed, available = 4 * count, 0 if scratch is None else scratch.numel()
-    if scratch is None or available < needed:
-        raise RuntimeMemoryError(
-            f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            f"the operator's scratch on cuda."
-        )
-    return scratch[:needed].view(torch.float32)

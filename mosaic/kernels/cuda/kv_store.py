@@ -14,6 +14,7 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES
 from mosaic.kernels.kv_store import check, reference
 
 __all__ = ["SEQUENCES", "launch", "place_of", "reference"]
@@ -21,8 +22,6 @@ __all__ = ["SEQUENCES", "launch", "place_of", "reference"]
 # Untuned defaults: 8 elements of k and of v a thread.
 COLUMNS: Final = 1024
 WARPS: Final = 4
-SEQUENCES: Final = 16
-"""Least sequences that a kernel is compiled for, beyond them powers of two."""
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_attention import SEQUENCES, find_tile
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.page_bounds import check, reference
 
 __all__ = ["launch", "reference"]

@@ -13,8 +13,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_attention import SEQUENCES, find_tile
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.page_extrema import check, reference
 
 __all__ = ["launch", "reference"]

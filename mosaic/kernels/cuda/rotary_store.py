@@ -14,8 +14,9 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_store import SEQUENCES, place_of
+from mosaic.kernels.cuda.kv_store import place_of
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES
 from mosaic.kernels.rotary_store import check, reference
 
 __all__ = ["launch", "reference"]

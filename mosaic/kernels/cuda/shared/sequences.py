@@ -1,0 +1,50 @@
+"""What kernels over sequences of rows share: which rows a tile has, which keys a split has, and floats of a scratch buffer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import RuntimeMemoryError
+from mosaic.kernels.cuda.shared.launching import tl, triton
+
+__all__ = ["SEQUENCES", "find_tile", "floats_of", "share_of"]
+
+SEQUENCES: Final = 16
+"""Least sequences that a kernel is compiled for, beyond them powers of two."""
+
+
+@triton.jit
+def find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Where a tile lies, of those that the sequences' rows of this slice are cut into.
+
+    Its first row, the end of the sequence's rows, and the sequence; all 0 beyond the last tile.
+    """
+    sequence = tl.arange(0, SEQUENCES)
+    known = sequence < sequences
+    start = tl.maximum(tl.load(cu_seqlens + sequence, mask=known, other=0) - row_start, 0)
+    end = tl.minimum(tl.load(cu_seqlens + sequence + 1, mask=known, other=0) - row_start, rows)
+    tiles = tl.where(known & (end > start), (end - start + TOKENS - 1) // TOKENS, 0)
+    before = tl.cumsum(tiles, 0) - tiles
+    mine = (tile >= before) & (tile < before + tiles)
+    first = tl.sum(tl.where(mine, start + (tile - before) * TOKENS, 0), 0)
+    return first, tl.sum(tl.where(mine, end, 0), 0), tl.sum(tl.where(mine, sequence, 0), 0)
+
+
+@triton.jit
+def share_of(keys, splits, BLOCK_K: tl.constexpr, LEAST: tl.constexpr):
+    """The keys of one split, of those of a sequence: whole tiles, and enough to be worth a program."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), BLOCK_K) * BLOCK_K, LEAST)
+
+
+def floats_of(kernel: str, scratch: Tensor | None, count: int) -> Tensor:
+    """View the beginning of the scratch buffer as float32 [count]."""
+    needed, available = 4 * count, 0 if scratch is None else scratch.numel()
+    if scratch is None or available < needed:
+        raise RuntimeMemoryError(
+            f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
+            f"the operator's scratch on cuda."
+        )
+    return scratch[:needed].view(torch.float32)
