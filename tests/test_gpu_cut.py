@@ -23,7 +23,7 @@ pytestmark = [
 RTOL = 1e-3  # of float32 sums in another order
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> Iterator[CompiledModel]:
     with closing(CompiledRunner(CONFIG, TENSORS, device=DEVICE, budget="8GiB", host_budget=0)) as runner:
         yield runner.model

@@ -46,11 +46,14 @@ with mosaic.compile(config, device=device, budget=budget) as model:
     before = measure()
     for executor in model.executors:
         executor.drop_graph()
-    print(json.dumps([found, max(plans), before, measure()]))
+    after = measure()
+    for size in sizes * 2:
+        model(torch.full((size,), config["mask_token_id"]))
+    print(json.dumps([found, max(plans), before, after, measure()]))
 """
 
 
-def run(budget: int | None) -> tuple[list[dict[str, Any]], int, dict[str, Any], dict[str, Any], int]:
+def run(budget: int | None) -> tuple[list[dict[str, Any]], int, list[dict[str, Any]], int]:
     sizes = [64 * number for number in range(1, SIZES + 1)]
     idle = torch.cuda.mem_get_info()
     given = json.dumps([FAMILIES["llada"], DEVICE, sizes, budget])
@@ -58,13 +61,13 @@ def run(budget: int | None) -> tuple[list[dict[str, Any]], int, dict[str, Any], 
         [sys.executable, "-c", _SIZES, given], capture_output=True, text=True, check=False, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
-    found, largest, before, after = json.loads(ran.stdout)
-    return found, largest, before, after, idle[1] - idle[0]
+    found, largest, *later = json.loads(ran.stdout)
+    return found, largest, later, idle[1] - idle[0]
 
 
 def test_forty_sizes_are_in_the_ledger_and_the_ledger_is_the_drivers_counter() -> None:
-    found, largest, before, after, others = run(None)
-    for each in (found[0], found[19], before, after):
+    found, largest, (before, after, again), others = run(None)
+    for each in (found[0], found[19], before, after, again):
         print({**each, "used": each["used"] - others})
     for each in found:
         assert each["used"] - others <= each["ledger"], each
@@ -73,11 +76,12 @@ def test_forty_sizes_are_in_the_ledger_and_the_ledger_is_the_drivers_counter() -
     taken, charged = (before[name] - found[0][name] for name in ("used", "ledger"))
     assert taken - charged <= GRAPH_BYTES + 16 * MIB
     assert before["captured"] <= before["executors"] >= 20 and not before["refused"]
-    assert after["graphs"] == 0 == after["captured"]
-    assert before["used"] - after["used"] >= before["graphs"] // 2  # the driver gives them back
+    # the driver may keep what graphs had, for those to come: then it stays in the ledger
+    assert after["captured"] == 0 and before["used"] - after["used"] == before["graphs"] - after["graphs"] >= 0
+    assert again["captured"] == before["captured"] and again["used"] <= before["used"]
 
     # in exactly what the largest plan needs, graphs have what plans leave room for
-    found, _, _, _, others = run(largest)
+    found, _, _, others = run(largest)
     print({**found[-1], "used": found[-1]["used"] - others})
     for each in found:
         assert each["used"] - others <= largest and each["ledger"] <= largest, each

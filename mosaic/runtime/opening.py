@@ -14,6 +14,7 @@ from mosaic.errors import UsageError
 from mosaic.runtime.graph_memory import GraphMemory
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
+from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import Size
 
@@ -132,6 +133,7 @@ def graph_memory(ledger: DeviceLedger, device: torch.device, *, reserved_bytes: 
     """Return what counts captured graphs of a device in its ledger."""
     if device.type == "cpu":
         return GraphMemory(ledger)
+    shared_streams(device.index).load_for_captures()
     return GraphMemory(
         ledger, lambda: torch.cuda.mem_get_info(device)[0], lambda: torch.cuda.synchronize(device),
         reserved_bytes=reserved_bytes,
