@@ -6,8 +6,10 @@ import importlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from types import ModuleType, SimpleNamespace
@@ -18,15 +20,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mosaic.bench.quality import arithmetic, retrieval, stories
+from mosaic.bench.quality import arithmetic, gathering, retrieval, stories
 from mosaic.bench.quality.evaluation import ANSWER_ROOM, evaluation_set, gen_length, seen_in_training
-from mosaic.bench.quality.items import TASKS, Item
+from mosaic.bench.quality.items import LONG_TASKS, TASKS, Item
 from mosaic.bench.quality.scoring import score, summary
 from mosaic.bench.quality.split import HELD_OUT_SHARE, held_out
 from mosaic.bench.quality.vocabulary import (
     CHAT_TEMPLATE,
     EOS,
     FEMALE,
+    KINDS,
     MASK,
     NAMES,
     SPECIAL,
@@ -187,6 +190,83 @@ def test_distractors_share_name_attribute_and_digits() -> None:
     assert len(near) > len(codes) / 8
 
 
+def solved(text: str) -> list[tuple[str, str, str]]:
+    """(task, answer found by reading the text alone, answer given) of every question with a long answer in it."""
+    numbered = {match[:3]: match[3] for match in re.findall(r"The (\w+) (\d+) of (\w+) is (\d{4})\.", text)}
+    friends = re.findall(r"The friend of (\w+) is (\w+)\.", text)
+    assert len(dict(friends)) == len(friends)
+    passages = re.findall(r' The story about (\w+):"([^"]*)"', text)
+    assert len(dict(passages)) == len(passages)
+    document = text.partition("<|assistant|>")[0].rpartition(" Sort all ")[0]
+    counts = Counter(re.findall(r"\w+", document))
+    found = []
+    for question, answer in re.findall(r"( (?:Write|Sort) [^.]*\.)<\|assistant\|>(.*?)(?:\[EOS\]|$)", text):
+        if match := re.fullmatch(r" Write the (\w+) of (\w+), (\d+) to (\d+)\.", question):
+            attribute, name, first, last = match.groups()
+            parts = [f"{n} {numbered[attribute, str(n), name]}" for n in range(int(first), int(last) + 1)]
+            found.append(("listing", " " + ", ".join(parts), answer))
+        elif match := re.fullmatch(r" Write the friend of (\w+), the .* on to (\w+)\.", question):
+            walked, links = [match[1]], dict(friends)
+            while walked[-1] != match[2]:
+                walked.append(links[walked[-1]])
+            found.append(("chain", " " + ", ".join(walked[1:]), answer))
+        elif match := re.fullmatch(r" Write the story about (\w+)\.", question):
+            found.append(("passage", dict(passages)[match[1]], answer))
+        elif match := re.fullmatch(r" Sort all (.*)\.", question):
+            parts = []
+            for kind in match[1].split(", "):
+                order = sorted(KINDS[kind], key=lambda word: -counts[word])
+                falling = [counts[word] for word in order[:7]]
+                assert all(a > b for a, b in pairwise(falling))  # no ties
+                parts.append(f" {kind} {', '.join(order[:6])}.")
+            found.append(("frequent", "".join(parts), answer))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_answers_are_what_their_documents_say(small: SimpleNamespace, seed: int) -> None:
+    """In evaluation and in training rows, by a reader of its own."""
+    items = evaluation_set(seed, tasks=LONG_TASKS, lengths=(1024, 1500 + seed))
+    assert seen_in_training(items) == []
+    for item in items:
+        assert solved(item.prompt + item.answer) == [(item.task, item.answer, item.answer)]
+        assert 63 <= len(vocabulary().encode(item.answer)) < gen_length(item.task) <= 256
+        assert item.length - gen_length(item.task) - 25 < item.tokens <= item.length - gen_length(item.task)
+        assert set(item.keys) <= set(keys_in(item.prompt + item.answer))
+    depths = [item.depth for item in items if item.task != "frequent" and item.length == 1024]
+    off = np.abs(np.array(depths).reshape(3, 10) - (np.arange(10) + 0.5) / 10)
+    assert np.median(off) < 0.05 and off.max() < 0.05 + 230 / 700  # no other piece is cut for it
+    rng, seen = Random(seed), Counter[str]()
+    for length in (256, 512, 1024, 2048):
+        for _ in range(8 if length == 2048 else 24):
+            ids, spans = small.data.row(rng, length, 0.0, 1.0)
+            text = vocabulary().decode(ids)
+            assert len(ids) == length == spans[-1][2] and not [key for key in keys_in(text) if held_out(*key)]
+            answers = {vocabulary().decode(ids[start : middle - 1]) for start, middle, _ in spans}
+            for task, expected, answer in solved(text):
+                assert expected == answer and answer in answers
+                seen[task] += 1
+    assert set(seen) == set(LONG_TASKS) and min(seen.values()) > 10
+
+
+def test_sources_of_a_document_fit_and_do_not_contradict_each_other() -> None:
+    def length(text: str) -> int:
+        return len(vocabulary().encode(text))
+
+    rng = Random(5)
+    for _ in range(60):
+        room = rng.randint(0, 6000)
+        first = gathering.draw_sources(rng, room // 2, length)
+        sources = first + gathering.draw_sources(rng, room // 2, length, first)
+        assert sum(length(piece) for source in sources for piece in source.pieces) <= room
+        series = [(s.attribute, s.name) for s in sources if isinstance(s, gathering.Series)]
+        names = [name for s in sources if isinstance(s, gathering.Chain) for name in s.names]
+        titles = [s.name for s in sources if isinstance(s, gathering.Passage)]
+        assert all(len(set(found)) == len(found) for found in (series, names, titles))
+    with pytest.raises(ValueError, match="no chain of 5 links over 4 names"):
+        gathering.draw_chain(rng, NAMES[:4], 5, evaluation=False)
+
+
 # --- evaluation, apart from training ----------------------------------------------------------------------------------
 
 
@@ -195,6 +275,10 @@ def keys_in(text: str) -> list[tuple[str | int, ...]]:
     found: list[tuple[str | int, ...]] = []
     names = "|".join(NAMES)
     found += [match.groups() for match in re.finditer(rf"The (\w+) of ({names}) is (\w+)\.", text)]
+    found += re.findall(rf"The (\w+) \d+ of ({names}) is (\w+)\.", text)
+    found += [("passage", *match) for match in re.findall(rf' The story about ({names}):"([^"]*)"', text)]
+    ranked = re.findall(rf" ({'|'.join(KINDS)}) (\w+(?:, \w+){{5}})\.", text)
+    found += [("frequent", kind, *words.split(", ")) for kind, words in ranked]
     for a, sign, b in re.findall(r"What is (\d+) ([+*-]) (\d+)\?", text):
         pair = sorted((int(a), int(b))) if sign == "+" else [int(a), int(b)]
         found.append((sign, *pair))
@@ -209,7 +293,7 @@ def test_the_split_keeps_its_share_for_evaluation() -> None:
 
 
 def test_no_evaluation_item_occurs_in_the_training_stream(small: SimpleNamespace) -> None:
-    stages = small.train.STAGES
+    stages = (*small.train.STAGES, *small.train.CONTINUED)
     keys: list[tuple[str | int, ...]] = []
     prompts = set()
     for index, stage in enumerate(stages):
@@ -220,7 +304,8 @@ def test_no_evaluation_item_occurs_in_the_training_stream(small: SimpleNamespace
                 keys += keys_in(text)
                 prompts.update(re.findall(r"<\|user\|>.*?<\|assistant\|>", text))
     assert len(keys) > 1000
-    assert {str(key[0]) for key in keys} >= {"+", "-", "*", "sort", "story", "code", "pet"}
+    kinds = {"+", "-", "*", "sort", "story", "code", "pet", "friend", "passage", "frequent"}
+    assert {str(key[0]) for key in keys} >= kinds
     assert not [key for key in keys if held_out(*key)]
     items = evaluation_set(lengths=(256, 512), per_task=20)
     assert seen_in_training(items) == []
@@ -260,6 +345,8 @@ def test_evaluation_sets_refuse_what_cannot_be() -> None:
         evaluation_set(lengths=(64,))
     with pytest.raises(UsageError, match="at least one item"):
         evaluation_set(per_task=0)
+    with pytest.raises(UsageError, match=r"passage, frequent has at least 1,024 tokens, got 512"):
+        evaluation_set(tasks=("retrieval", "chain"), lengths=(512, 2048))
 
 
 def test_scores_want_the_result_and_nothing_else() -> None:
@@ -274,8 +361,14 @@ def test_scores_want_the_result_and_nothing_else() -> None:
     assert not score(addition, f" 1+1=2. Answer: {addition.result} ").whole
     assert not score(addition, f" {addition.result}").exact
     assert not score(single, f" The answer is {single.result}").exact
+    chain = evaluation_set(tasks=("chain",), lengths=(1024,))[0]
+    names = chain.answer.split(",")
+    half = score(chain, ",".join(names[: len(names) // 2]))
+    assert not half.exact and half.tokens == pytest.approx((2 * (len(names) // 2) - 1) / (2 * len(names)))
+    assert score(chain, ",".join([" Zoe", *names[1:]])).tokens < 0.2  # shifted by the bytes of an unknown word
+    assert score(chain, chain.answer).tokens == 1.0
     found = summary([score(single, single.answer), score(single, "no")])
-    assert found["by_task"]["retrieval"] == {"exact": 0.5, "whole": 0.5, "count": 2}
+    assert found["by_task"]["retrieval"] == {"exact": 0.5, "whole": 0.5, "tokens": 0.5, "count": 2}
     assert list(found["by_length"]["retrieval"]) == ["256"]
 
 
@@ -427,6 +520,32 @@ def test_steps_lower_the_loss(
     batch = small.data.make_batch(0, 0, 0, stage, 512, small.model.SIZES[family].block)
     losses = [float(trainer.step(batch, 3e-3)) for _ in range(12)]
     assert all(np.isfinite(losses)) and losses[-1] < 0.75 * losses[0]
+
+
+def test_a_training_goes_on_from_a_checkpoint(
+    small: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """From its very weights, on the tasks with long answers, at a lower rate."""
+    torch.manual_seed(3)
+    first = small.model.Transformer(small.model.SIZES["sdar"].toy())
+    small.checkpoint.save(first, tmp_path / "first")
+    asked = small.train.Settings(
+        family="sdar", out=tmp_path, tokens=512, toy=True, start=tmp_path / "first", optimizer="adamw"
+    )
+    trainer = small.train.Trainer(asked, torch.device("cpu"))
+    for name, tensor in small.checkpoint.named_tensors(first).items():
+        assert torch.equal(small.checkpoint.named_tensors(trainer.model)[name], tensor)
+    monkeypatch.setattr(small.train, "LOG_EVERY", 2)
+    monkeypatch.setattr(small.train, "small_sets", lambda *_: evaluation_set(tasks=("addition",), per_task=1))
+    small.train.main(
+        ["--family", "sdar", "--toy", "--out", str(tmp_path / "on"), "--from", str(tmp_path / "first"), "--seconds", "3",
+         "--reserve", "1", "--tokens", "512", "--workers", "1"]
+    )  # fmt: skip
+    curves = json.loads((tmp_path / "on" / "curves.json").read_text())
+    assert curves["peak_learning_rate"] == small.train.RATE_CONTINUED < small.train.RATE
+    assert curves["stages"][0]["long"] and curves["from"] == str(tmp_path / "first")
+    with pytest.raises(SystemExit, match="not those of a llada"):
+        small.checkpoint.restore(small.model.Transformer(small.model.SIZES["llada"].toy()), tmp_path / "first")
 
 
 def test_orthogonal_pushes_singular_values_to_one(small: SimpleNamespace) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from model import DECODE_BLOCK, Sizes, Transformer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mosaic.bench.quality.vocabulary import EOS, MASK, PAD, tokenizer_config, tokenizer_json
 
-__all__ = ["config_json", "named_tensors", "save"]
+__all__ = ["config_json", "named_tensors", "restore", "save"]
 
 
 def config_json(sizes: Sizes) -> dict[str, Any]:
@@ -62,6 +62,13 @@ def config_json(sizes: Sizes) -> dict[str, Any]:
 
 def named_tensors(model: Transformer) -> dict[str, Tensor]:
     """The weights by the family's names, bfloat16."""
+    return {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in _views(model).items()
+    }  # fmt: skip
+
+
+def _views(model: Transformer) -> dict[str, Tensor]:
+    """The weights by the family's names; those that the model has joined are views of them."""
     s, found = model.sizes, dict[str, Tensor]()
     llada = s.family == "llada"
     prefix = "model.transformer." if llada else "model."
@@ -83,7 +90,7 @@ def named_tensors(model: Transformer) -> dict[str, Tensor]:
             "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down,
         }  # fmt: skip
         found |= {f"{at}{name}.weight": tensor for name, tensor in parts.items()}
-    return {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in found.items()}
+    return found
 
 
 def save(model: Transformer, directory: Path) -> None:
@@ -93,3 +100,20 @@ def save(model: Transformer, directory: Path) -> None:
     (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(tokenizer_config(), encoding="utf-8")
     save_file(named_tensors(model), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def restore(model: Transformer, directory: Path) -> None:
+    """Read the weights that `save` has written, to go on training from them.
+
+    Raises
+    ------
+    SystemExit
+        If they are those of a model of another family or size.
+    """
+    views, stored = _views(model), load_file(directory / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in views.items()}
+    if {name: tuple(tensor.shape) for name, tensor in stored.items()} != shapes:
+        raise SystemExit(f"train: the weights in {directory} are not those of a {model.sizes.family} of these sizes.")
+    for name, tensor in views.items():
+        tensor.copy_(stored[name])

@@ -1,6 +1,7 @@
 """Training rows made on the fly: token ids, which of them are masked, and how much each counts.
 
-A row is one conversation of exactly `length` tokens: a document with many questions, or several small tasks. Batch i of
+A row is one conversation of exactly `length` tokens: a document with many questions, one with questions that have long
+answers, or several small tasks. Batch i of
 a stage depends on (seed, stage, i) alone, whichever worker makes it. No turn in it is held out for evaluation.
 """
 
@@ -12,12 +13,13 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
 
-from mosaic.bench.quality import arithmetic, retrieval, stories
+from mosaic.bench.quality import arithmetic, gathering, retrieval, stories
 from mosaic.bench.quality.items import Turn, pick
 from mosaic.bench.quality.vocabulary import ASSISTANT, EOS, MASK, USER, vocabulary
 
@@ -28,6 +30,8 @@ TAIL_WEIGHT = 0.1  # of an [EOS] after the first: easy, and many
 DOCUMENT_WEIGHT = 0.2  # of a masked token outside answers
 ALL_MASKED = 0.35  # share of answers masked whole: where decoding starts
 LEAST_RATIO = 0.05
+COUNTING = 0.25  # share of the documents with long answers that ask for the most frequent words
+RANKED_TOKENS = 16  # of the question and answer about one kind of word, and what else it takes
 OPERATIONS = (*arithmetic.OPERATIONS, "multiplication")  # twice as often: its steps are the most different ones
 
 
@@ -43,6 +47,8 @@ class Stage:
         Row length in tokens -> share of the batches.
     tasks
         Row length -> share of its rows that hold arithmetic, sorting and stories; the others are documents.
+    long
+        Row length -> share of the documents whose questions have long answers; a row has at least 256 tokens then.
     whole
         Share of rows of which the document is masked in places, too.
     """
@@ -50,6 +56,7 @@ class Stage:
     share: float
     lengths: Mapping[int, float]
     tasks: Mapping[int, float] = field(default_factory=lambda: {128: 0.8, 256: 0.5, 512: 0.2})
+    long: Mapping[int, float] = field(default_factory=dict)
     whole: float = 0.0
 
 
@@ -75,9 +82,21 @@ def log_uniform(rng: Random, low: int, high: int) -> int:
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
 
-def row(rng: Random, length: int, tasks: float) -> tuple[list[int], list[Span]]:
-    """One conversation of `length` tokens and its answers; small tasks with a probability of `tasks`."""
-    return _tasks(rng, length) if rng.random() < tasks else _retrieval(rng, length)
+def row(rng: Random, length: int, tasks: float, long: float = 0.0) -> tuple[list[int], list[Span]]:
+    """One conversation of `length` tokens and its answers.
+
+    Parameters
+    ----------
+    tasks
+        Probability of small tasks.
+    long
+        Probability that a document's questions have long answers.
+    """
+    if rng.random() < tasks:
+        return _tasks(rng, length)
+    if long and rng.random() < long:
+        return _counting(rng, length) if rng.random() < COUNTING else _gathering(rng, length)
+    return _retrieval(rng, length)
 
 
 def _tasks(rng: Random, length: int) -> tuple[list[int], list[Span]]:
@@ -132,6 +151,78 @@ def _retrieval(rng: Random, length: int) -> tuple[list[int], list[Span]]:
     return _filled(ids, spans, length)
 
 
+def _gathering(rng: Random, length: int) -> tuple[list[int], list[Span]]:
+    """A document with series, chains, passages and some facts, then questions of all kinds in any order."""
+    most = int(length * rng.uniform(0.25, 0.42))
+    sources = gathering.draw_sources(rng, most, _size)
+    pieces = [_encode(piece) for source in sources for piece in source.pieces]
+    most -= sum(map(len, pieces))
+    facts = retrieval.draw_facts(rng, min(16, max(0, most // 12)), retrieval.for_training) if rng.random() < 0.5 else []
+    pieces += [_encode(fact.sentence) for fact in facts]
+    turns = [turn for source in sources for turn in _asked(rng, source)] + [retrieval.ask(fact) for fact in facts]
+    rng.shuffle(turns)
+    return _conversation(rng, pieces, turns, length)
+
+
+def _asked(rng: Random, source: gathering.Source) -> list[Turn]:
+    """Questions about one source: most about all of it, others about its parts one by one."""
+    if isinstance(source, gathering.Passage):
+        return [source.ask()]
+    series = isinstance(source, gathering.Series)
+    last = len(source.values) if isinstance(source, gathering.Series) else len(source.names) - 1
+    if rng.random() < 0.6 or last < 4:
+        return [source.ask()]
+    cuts = [0, *sorted(rng.sample(range(1, last), min(3, last - 1))), last]
+    return [source.ask(first + series, end) for first, end in pairwise(cuts)]
+
+
+def _counting(rng: Random, length: int) -> tuple[list[int], list[Span]]:
+    """A document of words to be counted, then one to three questions about different kinds of them."""
+    each = gathering.LEAST_MENTIONS + RANKED_TOKENS
+    most = min(len(gathering.COUNTED), int(length * 0.6) // each)
+    kinds = rng.sample(gathering.COUNTED, most if rng.random() < 0.5 else 1 + int(rng.random() * most))
+    room = length - RANKED_TOKENS * len(kinds)
+    mentions = max(gathering.LEAST_MENTIONS, int(room * rng.uniform(0.35, 0.55) / len(kinds)))
+    tally = gathering.draw_tally(rng, kinds, mentions, evaluation=False)
+    asked = rng.sample(kinds, len(kinds))
+    turns = []
+    while asked:
+        count = len(asked) if rng.random() < 0.7 else 1 + int(rng.random() * len(asked))
+        turns.append(tally.ask(asked[:count]))
+        del asked[:count]
+    return _conversation(rng, [_encode(piece) for piece in tally.pieces], turns, length)
+
+
+def _conversation(
+    rng: Random, pieces: Sequence[Sequence[int]], turns: Sequence[Turn], length: int
+) -> tuple[list[int], list[Span]]:
+    """A document that holds the pieces, then as many of the turns as fit, in their order."""
+    used = sum(map(len, pieces)) + 1
+    least = used + int((length - used) * rng.random() * 0.3)  # tokens of the document, before what is left over
+    asked: list[tuple[list[int], list[int]]] = []
+    for turn in turns:
+        question, answer = _encoded(turn)
+        size = len(question) + len(answer) + (1 if asked else 0)
+        if (least if asked else used) + size <= length:
+            asked.append((question, answer))
+            used, least = used + size, least + size
+    rest = length - used
+    tail = min(rest, int(rng.random() * min(64, length // 8)))
+    ids, _ = retrieval.scatter(rng, pieces, sum(map(len, pieces)) + rest - tail)
+    ids, spans = [USER, *ids], list[Span]()
+    for index, (question, answer) in enumerate(asked):
+        _append(ids, spans, [USER, *question] if index else question, answer, 0)
+    return _filled(ids, spans, length)
+
+
+def _encode(text: str) -> list[int]:
+    return vocabulary().encode(text)
+
+
+def _size(text: str) -> int:
+    return len(vocabulary().encode(text))
+
+
 def _encoded(turn: Turn) -> tuple[list[int], list[int]]:
     """The question with the next role, and the answer with its [EOS]."""
     encode = vocabulary().encode
@@ -164,7 +255,10 @@ def make_batch(seed: int, stage_index: int, index: int, stage: Stage, num_tokens
     noise = np.random.default_rng([seed, stage_index, index])
     lengths = list(stage.lengths)
     length = rng.choices(lengths, [stage.lengths[length] for length in lengths])[0]
-    rows = [row(rng, length, stage.tasks.get(length, 0.0)) for _ in range(max(1, num_tokens // length))]
+    rows = [
+        row(rng, length, stage.tasks.get(length, 0.0), stage.long.get(length, 0.0))
+        for _ in range(max(1, num_tokens // length))
+    ]
     tokens = np.array([ids for ids, _ in rows], dtype=np.uint16)
     whole = [rng.random() < stage.whole for _ in rows]
     return Batch(tokens, weigh([spans for _, spans in rows], length, whole, block, noise))

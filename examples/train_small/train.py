@@ -1,8 +1,9 @@
 """Train one of the small models that ship with Mosaic, from nothing, in under ten minutes on one GPU.
 
-`python examples/train_small/train.py --family llada --out DIRECTORY --seconds 560`; the other family is `sdar`. The
-schedule is in shares of the wall time, so that a slower card trains on less data and still ends with a decayed learning
-rate and a saved checkpoint. `--toy` is the same recipe for a CPU, small enough to watch; `--dry-run` measures only.
+`python examples/train_small/train.py --family llada --out DIRECTORY --seconds 560`; the other family is `sdar`. With
+`--from CHECKPOINT` a training goes on from it and adds the tasks with long answers. The schedule is in shares of the
+wall time, so that a slower card trains on less data and still ends with a decayed learning rate and a saved checkpoint.
+`--toy` is the same recipe for a CPU, small enough to watch; `--dry-run` measures only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from attention import BlockDiffusion, bidirectional, doubled_mask, masked
-from checkpoint import save
+from checkpoint import restore, save
 from data import Batch, Loader, Stage
 from decode import evaluate
 from model import SIZES, Attend, Transformer, rotary_tables
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from mosaic.bench.environment import environment
 from mosaic.bench.quality.evaluation import evaluation_set
-from mosaic.bench.quality.items import TASKS
+from mosaic.bench.quality.items import LONG_TASKS, TASKS
 from mosaic.bench.quality.scoring import summary
 
 STAGES = (
@@ -40,10 +41,22 @@ STAGES = (
     Stage(share=0.20, lengths={128: 0.25, 256: 0.15, 512: 0.1, 2048: 0.3, 4096: 0.2}, whole=0.05),
     Stage(share=0.40, lengths={128: 0.3, 256: 0.15, 1024: 0.1, 2048: 0.1, 4096: 0.1, 8192: 0.25}),
 )
+LONG = {256: 0.7, 512: 0.75, 1024: 0.8, 2048: 0.75, 4096: 0.7, 8192: 0.7}
+OTHERS = {128: 0.9, 256: 0.35, 512: 0.1}
+CONTINUED = (
+    Stage(share=0.4, lengths={128: 0.1, 256: 0.2, 512: 0.3, 1024: 0.3, 2048: 0.1}, tasks=OTHERS, long=LONG),
+    Stage(
+        share=0.6, lengths={128: 0.1, 256: 0.1, 512: 0.15, 1024: 0.2, 2048: 0.2, 4096: 0.15, 8192: 0.1}, tasks=OTHERS,
+        long=LONG,
+    ),
+)  # fmt: skip
+"""What follows on the shipped checkpoint: tasks with long answers, and a share of everything that it knows."""
 TOY_STAGES = (
     Stage(share=0.7, lengths={64: 1.0}, tasks={}, whole=0.1),
     Stage(share=0.3, lengths={64: 0.3, 128: 0.7}, tasks={}),
 )
+TOY_CONTINUED = (Stage(share=1.0, lengths={64: 0.3, 256: 0.7}, tasks={}, long={256: 0.8}),)
+RATE, RATE_CONTINUED = 2e-3, 1e-3  # peaks
 WARMUP, DECAY_FROM = 0.02, 0.6  # shares of the training time
 LOG_EVERY = 50
 
@@ -57,7 +70,8 @@ class Settings:
     seconds: float = 560.0
     reserve: float = 45.0
     tokens: int = 65_536
-    rate: float = 2e-3
+    rate: float = RATE
+    start: Path | None = None
     optimizer: str = "muon"
     seed: int = 0
     workers: int = 14
@@ -73,14 +87,20 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument("--seconds", type=float, default=560.0, help="wall time of everything")
     parser.add_argument("--reserve", type=float, default=45.0, help="of it, for the last evaluation and saving")
     parser.add_argument("--tokens", type=int, default=65_536, help="of a batch")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, help=f"peak learning rate; {RATE}, and {RATE_CONTINUED} with --from")
+    parser.add_argument(
+        "--from", dest="start", type=Path, help="checkpoint to go on from; adds tasks with long answers"
+    )
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="of the layers' matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=min(14, max(1, (os.cpu_count() or 2) - 2)))
     parser.add_argument("--toy", action="store_true", help="tiny sizes and short rows, for a CPU")
     parser.add_argument("--dry-run", action="store_true", help="measure every row length for a few steps and stop")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    return Settings(**vars(parser.parse_args(arguments)))
+    found = vars(parser.parse_args(arguments))
+    if found["rate"] is None:
+        found["rate"] = RATE_CONTINUED if found["start"] else RATE
+    return Settings(**found)
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -111,7 +131,10 @@ class Trainer:
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         sizes = SIZES[settings.family].toy() if settings.toy else SIZES[settings.family]
         torch.manual_seed(settings.seed)
-        self.model = Transformer(sizes, compiled=self.cuda and settings.compile).to(device)
+        self.model = Transformer(sizes, compiled=self.cuda and settings.compile)
+        if settings.start:
+            restore(self.model, settings.start)
+        self.model.to(device)
         self.optimizers = optimizers(self.model, settings.optimizer)
         self._shapes: dict[int, tuple[Tensor, Tensor]] = {}
         self._flex = (
@@ -179,11 +202,15 @@ class Record:
 
 
 def small_sets(settings: Settings, stage: Stage) -> list[Any]:
-    """Items to watch a stage by: retrieval at its row lengths, and everything else."""
+    """Items to watch a stage by: retrieval at its row lengths, everything else, and long answers if it has them."""
     if settings.toy:
         return evaluation_set(seed=1, tasks=("retrieval", "pair"), lengths=(128,), per_cell=1)
     lengths = [length for length in stage.lengths if length >= 256]
-    return evaluation_set(seed=1, tasks=TASKS, lengths=lengths, per_cell=2, per_task=24)
+    items = evaluation_set(seed=1, tasks=TASKS, lengths=lengths, per_cell=2, per_task=24)
+    if stage.long:  # at one length: an answer takes as many passes over its context as it has tokens
+        longest = max(length for length in lengths if length <= 2048)
+        items += evaluation_set(seed=1, tasks=LONG_TASKS, lengths=(longest,), per_cell=1)
+    return items
 
 
 def train(settings: Settings, started: float, stages: Sequence[Stage]) -> None:
@@ -198,7 +225,8 @@ def train(settings: Settings, started: float, stages: Sequence[Stage]) -> None:
         {
             "environment": environment(shlex.join(["python", *sys.argv])), "card": device_name(cpu),
             "family": settings.family, "model": trainer.model.describe(), "tokens_per_step": settings.tokens,
-            "peak_learning_rate": settings.rate, "seed": settings.seed, "stages": [asdict(stage) for stage in stages],
+            "peak_learning_rate": settings.rate, "from": str(settings.start or ""), "seed": settings.seed,
+            "stages": [asdict(stage) for stage in stages],
         },
     )  # fmt: skip
     say(f"{settings.family}: {trainer.model.num_parameters:,} parameters on {record.values['card']}")
@@ -269,7 +297,10 @@ def watch(trainer: Trainer, record: Record, settings: Settings, stage: Stage, st
     budget = 4_096 if settings.toy else 131_072
     scores = evaluate(trainer.model, small_sets(settings, stage), dtype=trainer.dtype, batch_tokens=budget)
     found = summary(scores)
-    tasks = " ".join(f"{task} {value['exact']:.0%}" for task, value in found["by_task"].items())
+    tasks = " ".join(
+        f"{task} {value['exact']:.0%}" + (f" ({value['tokens']:.0%} of tokens)" if task in LONG_TASKS else "")
+        for task, value in found["by_task"].items()
+    )
     lengths = " ".join(
         f"{length}:{value['exact']:.0%}" for length, value in found["by_length"].get("retrieval", {}).items()
     )
@@ -325,7 +356,8 @@ def say(text: str) -> None:
 def main(arguments: Sequence[str]) -> None:
     started = time.monotonic()
     settings = parse(arguments)
-    stages = TOY_STAGES if settings.toy else STAGES
+    first, more = (TOY_STAGES, TOY_CONTINUED) if settings.toy else (STAGES, CONTINUED)
+    stages = more if settings.start else first
     run: Callable[[], None] = (
         (lambda: dry_run(settings, stages)) if settings.dry_run else (lambda: train(settings, started, stages))
     )

@@ -132,7 +132,8 @@ def _named(options: Any) -> str:
 def _progress(done: int, total: int, score: Score) -> None:
     """A line on stderr for every wrong answer, and one for every tenth of the way."""
     if not score.exact:
-        place = f" of {score.item.length:,} tokens, depth {score.item.depth:.0%}" if score.item.length else ""
+        place = f" of {score.item.length:,} tokens" if score.item.length else ""
+        place += f", depth {score.item.depth:.0%}" if score.item.length and score.item.depth is not None else ""
         note(f"{score.item.task}{place}: expected {score.item.result[:60]!r}, got {score.text[-60:]!r}")
     if done == total or done * 10 // total > (done - 1) * 10 // total:
         note(f"{done:,} of {total:,} items")

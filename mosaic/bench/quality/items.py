@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, TypeVar
 
-__all__ = ["RESULT", "TASKS", "Item", "Turn", "pick", "prompt_of"]
+__all__ = ["LONG_TASKS", "RESULT", "TASKS", "Item", "Turn", "pick", "prompt_of"]
 
 TASKS: Final = ("retrieval", "pair", "addition", "subtraction", "multiplication", "sorting", "story")
+LONG_TASKS: Final = ("listing", "chain", "passage", "frequent")
+"""Answers of 64 to 256 tokens, from many places of a document."""
 
 RESULT: Final = " Answer:"
 """What follows it is the result; what precedes it, the visible working."""
@@ -29,7 +31,7 @@ class Turn:
     Parameters
     ----------
     task
-        Of `TASKS`.
+        Of `TASKS` or `LONG_TASKS`.
     question, answer
         What is asked, without roles; the whole answer with its working, without [EOS].
     keys
@@ -54,7 +56,7 @@ class Item:
     Parameters
     ----------
     task
-        Of `TASKS`.
+        Of `TASKS` or `LONG_TASKS`.
     prompt
         The whole prompt, roles included.
     answer
@@ -64,7 +66,7 @@ class Item:
     length
         The context it was made for, prompt and answer; 0 where a task has no document.
     depth
-        Where in the document the (first) fact lies, in [0, 1]; 0 without a document.
+        Where in the document the (first) fact lies, in [0, 1]; 0 without a document. None where the whole document counts.
     keys
         What the split decided on.
     """
@@ -74,7 +76,7 @@ class Item:
     answer: str
     tokens: int
     length: int = 0
-    depth: float = 0.0
+    depth: float | None = 0.0
     keys: tuple[tuple[str | int, ...], ...] = ()
 
     @property

@@ -7,7 +7,7 @@ same people and places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -17,7 +17,7 @@ from mosaic.bench.quality.split import held_out
 from mosaic.bench.quality.stories import pronoun
 from mosaic.bench.quality.vocabulary import ADJECTIVES, CODES, FEELINGS, ITEMS, KINDS, NAMES, PLACES, vocabulary
 
-__all__ = ["Document", "Fact", "ask", "document", "draw_facts", "filler"]
+__all__ = ["Document", "Fact", "ask", "document", "draw_code", "draw_facts", "filler", "scatter"]
 
 ATTRIBUTES: Final = (*CODES, *KINDS)
 NEAR_MISSES: Final = 0.25
@@ -81,20 +81,23 @@ def _draw_fact(rng: Random, attribute: str, name: str, codes: list[str], accept:
 
 
 def _value(rng: Random, attribute: str, codes: list[str]) -> str:
-    if attribute in KINDS:
-        return pick(rng, KINDS[attribute])
+    return pick(rng, KINDS[attribute]) if attribute in KINDS else draw_code(rng, codes)
+
+
+def draw_code(rng: Random, codes: Sequence[str]) -> str:
+    """Return a number of four digits; a share of `NEAR_MISSES` differs from one of `codes` in one digit."""
     if not codes or rng.random() > NEAR_MISSES:
         return f"{int(rng.random() * 10_000):04d}"
     near, place = pick(rng, codes), int(rng.random() * 4)
     return near[:place] + str((int(near[place]) + 1 + int(rng.random() * 9)) % 10) + near[place + 1 :]
 
 
-def filler(rng: Random) -> str:
-    """Return a sentence that states no fact."""
+def filler(rng: Random, form: int | None = None) -> str:
+    """Return a sentence that states no fact, of any form or of one of the twelve."""
     hero, friend = pick(rng, NAMES), pick(rng, NAMES)
     he, his = pronoun(hero)
     place, item, adjective, feeling = pick(rng, PLACES), pick(rng, ITEMS), pick(rng, ADJECTIVES), pick(rng, FEELINGS)
-    match int(rng.random() * 12):
+    match int(rng.random() * 12) if form is None else form:
         case 0:
             return f" {hero} walked to the {place} with {friend}."
         case 1:
@@ -143,33 +146,57 @@ def document(rng: Random, facts: list[Fact], num_tokens: int, *, depth: float | 
     ValueError
         If the facts alone are longer.
     """
-    encode = vocabulary().encode
-    sentences: list[tuple[list[int], int]] = [(encode(fact.sentence), index) for index, fact in enumerate(facts)]
-    used = sum(len(ids) for ids, _ in sentences)
+    ids, starts = scatter(rng, [vocabulary().encode(fact.sentence) for fact in facts], num_tokens, depth=depth)
+    return Document(ids, facts, starts)
+
+
+def scatter(
+    rng: Random, pieces: Sequence[Sequence[int]], num_tokens: int, *, depth: float | None = None
+) -> tuple[list[int], list[int]]:
+    """Spread pieces of text over a document of at most `num_tokens` tokens, filled up to within one sentence of it.
+
+    Parameters
+    ----------
+    pieces
+        Token ids; each piece stays whole.
+    depth
+        Where piece 0 goes, in [0, 1]; anywhere if not given. The others go anywhere.
+
+    Returns
+    -------
+    The document's token ids, and where each piece begins.
+
+    Raises
+    ------
+    ValueError
+        If the pieces alone are longer.
+    """
+    sentences: list[tuple[Sequence[int], int]] = [(ids, index) for index, ids in enumerate(pieces)]
+    used = sum(map(len, pieces))
     if used > num_tokens:
-        raise ValueError(f"{len(facts)} facts take {used} tokens, the document has {num_tokens}.")
+        raise ValueError(f"{len(pieces)} facts take {used} tokens, the document has {num_tokens}.")
     placed = sentences[:1] if depth is not None else []
     sentences = sentences[len(placed) :]
     while True:
-        ids = encode(filler(rng))
+        ids = vocabulary().encode(filler(rng))
         if used + len(ids) > num_tokens:
             break
         used += len(ids)
         sentences.append((ids, -1))
     rng.shuffle(sentences)
     text: list[int] = []
-    starts = [0] * len(facts)
-    for ids, index in sentences:
+    starts = [0] * len(pieces)
+    for sentence, index in sentences:
         if placed and len(text) >= (depth or 0.0) * (used - len(placed[0][0])):
             starts[0] = len(text)
             text += placed.pop()[0]
         if index >= 0:
             starts[index] = len(text)
-        text += ids
+        text += sentence
     if placed:
         starts[0] = len(text)
         text += placed.pop()[0]
-    return Document(text, facts, starts)
+    return text, starts
 
 
 def ask(first: Fact, second: Fact | None = None) -> Turn:

@@ -148,10 +148,11 @@ def run(
 
 
 def _outcome(one: Score, steps: int) -> dict[str, Any]:
+    depth = one.item.depth
     return {
-        "task": one.item.task, "length": one.item.length, "depth": round(one.item.depth, 4), "tokens": one.item.tokens,
-        "expected": one.item.answer, "text": one.text, "exact": one.exact, "whole": one.whole,
-        "faults": list(one.faults), "steps": steps,
+        "task": one.item.task, "length": one.item.length, "depth": None if depth is None else round(depth, 4),
+        "tokens": one.item.tokens, "expected": one.item.answer, "text": one.text, "exact": one.exact, "whole": one.whole,
+        "tokens_right": round(one.tokens, 4), "faults": list(one.faults), "steps": steps,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from mosaic.bench.quality.evaluation import DEPTHS
 from mosaic.bench.quality.items import RESULT, Item
 from mosaic.bench.quality.stories import faults
+from mosaic.bench.quality.vocabulary import EOS, vocabulary
 
 __all__ = ["Score", "score", "summary"]
 
@@ -28,6 +29,8 @@ class Score:
         The result is the expected one, character for character after stripping spaces; a story has no fault.
     whole
         The working, too.
+    tokens
+        Share of the expected tokens, [EOS] included, that are right at their place; 1 or 0 for a story.
     faults
         What is wrong with a story.
     """
@@ -36,6 +39,7 @@ class Score:
     text: str
     exact: bool
     whole: bool
+    tokens: float
     faults: tuple[str, ...] = ()
 
 
@@ -49,28 +53,38 @@ def score(item: Item, text: str) -> Score:
     """
     if item.task == "story":
         found = tuple(faults(item.prompt, text))
-        return Score(item=item, text=text, exact=not found, whole=not found, faults=found)
+        return Score(item=item, text=text, exact=not found, whole=not found, tokens=float(not found), faults=found)
     working = RESULT in item.answer
     result = text.rpartition(RESULT)[2].strip() if RESULT in text or not working else None
     whole = text.strip() == item.answer.strip()
-    return Score(item=item, text=text, exact=result == item.result, whole=whole)
+    return Score(
+        item=item, text=text, exact=result == item.result, whole=whole, tokens=_tokens_right(item.answer, text)
+    )
+
+
+def _tokens_right(expected: str, text: str) -> float:
+    encode = vocabulary().encode
+    wanted = [*encode(expected), EOS]
+    return sum(a == b for a, b in zip(wanted, [*encode(text), EOS], strict=False)) / len(wanted)
 
 
 def summary(scores: Sequence[Score]) -> dict[str, Any]:
-    """Share of exact answers by task, by length and by depth, each with its count.
+    """Share of exact answers, and of tokens right, by task, by length and by depth, each with its count.
 
     Depth is given in tenths, "0.3" for [0.3, 0.4), for the tasks with a document.
     """
     documents = [score for score in scores if score.item.length]
+    placed = [score for score in documents if score.item.depth is not None]
     return {
         "by_task": _shares(scores, lambda s: (s.item.task,)),
         "by_length": _shares(documents, lambda s: (s.item.task, str(s.item.length))),
-        "by_depth": _shares(documents, lambda s: (s.item.task, _tenth(s.item.depth))),
-        "by_length_and_depth": _shares(documents, lambda s: (s.item.task, str(s.item.length), _tenth(s.item.depth))),
+        "by_depth": _shares(placed, lambda s: (s.item.task, _tenth(s.item.depth))),
+        "by_length_and_depth": _shares(placed, lambda s: (s.item.task, str(s.item.length), _tenth(s.item.depth))),
     }
 
 
-def _tenth(depth: float) -> str:
+def _tenth(depth: float | None) -> str:
+    assert depth is not None
     return f"{min(DEPTHS - 1, int(depth * DEPTHS)) / DEPTHS:.1f}"
 
 
@@ -88,6 +102,7 @@ def _shares(scores: Iterable[Score], key: Callable[[Score], tuple[str, ...]]) ->
         place[parts[-1]] = {
             "exact": sum(one.exact for one in members) / count,
             "whole": sum(one.whole for one in members) / count,
+            "tokens": sum(one.tokens for one in members) / count,
             "count": count,
         }
     return nested
