@@ -783,6 +783,9 @@ def test_memory_cases_cover_every_kernel() -> None:
         "kv_attention",  # test_kv
         "kv_store",
         "resume_rows",  # test_resume_rows
+        "joined_attention",  # test_prefix_reuse_kernels
+        "prefix_attention",
+        "query_change",
         "token_importance",  # test_token_importance
         "evict_tokens",  # test_evict_tokens
         "key_mass",  # test_selection_of_keys

@@ -95,6 +95,28 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     two = {name: empty(3, dtype=torch.int32) for name in ("cu_seqlens", "cu_extents")}
     two |= {"seen": empty(2, dtype=torch.int32), "positions": empty(64, dtype=torch.int32)}
     yield "kv_attention", {**dict.fromkeys("qy", x[:64]), **attrs, **two, "block": 32, "parts": 512}
+    at = {"prefix": attrs["seen"], "owner": empty(1, dtype=index)}
+    kept = {"kept": empty(8, 36 * 32 * hidden), "kept_sums": empty(8, 36 * 32 * 32, dtype=wide)}
+    for tokens in (32, 2048, 64):
+        window = dict.fromkeys("qy", x[:tokens]) | {"positions": empty(tokens, dtype=torch.int32)}
+        fresh = {"logsumexp": empty(tokens, 32, dtype=wide), "parts": 512 if tokens < 512 else 1}
+        if EVERY or tokens != 64:
+            yield "prefix_attention", {**window, **attrs, "block": 32, **fresh}
+        if tokens == 2048:
+            continue
+        window |= {"block": 32, "slot": 3, "rows": 32, **kept, **at}
+        if tokens == 64:
+            window |= {"fresh": x[:64], "fresh_sums": fresh["logsumexp"], "refreshed": attrs["seen"]}
+        yield "joined_attention", {**attrs, **window}
+    compared = {
+        "q": x[:32],
+        "kept": kept["kept"][:, : 32 * hidden],
+        "rows": 32,
+        "positions": empty(32, dtype=torch.int32),
+    }
+    compared |= {**at, "cu_seqlens": cu_seqlens, "change": empty(1, dtype=wide)}
+    yield "query_change", compared
+    yield "query_change", {**compared, "refreshed": attrs["seen"]}
     prefix = {"captured": empty(1, dtype=torch.int32), "cu_keys": cu_seqlens}
     pages = {"owner": empty(1, dtype=index), "selected": empty(64, 36 * 32 * 513, dtype=torch.int32), "slot": 2}
     page_rows = {

@@ -465,6 +465,9 @@ def test_cases_cover_every_kernel() -> None:
         "kv_attention",  # test_kv
         "kv_store",
         "resume_rows",  # test_resume_rows
+        "joined_attention",  # test_prefix_reuse_triton
+        "prefix_attention",
+        "query_change",
         "token_importance",  # test_token_importance
         "evict_tokens",  # test_evict_tokens
         "key_mass",  # test_selection_of_keys_triton

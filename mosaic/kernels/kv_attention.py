@@ -11,7 +11,8 @@ for float64). Legend: T query rows, R rows, L layers, S keys, B sequences, X ext
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,10 +25,12 @@ from mosaic.kernels.shared.operands import check_shapes, heads_of
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["Finish", "Parts", "attend_heads", "bind", "check", "launch", "reference"]
 
-Parts = Sequence[tuple[int, Tensor]]
+Parts: TypeAlias = Sequence[tuple[int, Tensor]]
 """Keys and values [2, K, S, H] of tokens that lie side by side, and the position of the first."""
+Finish: TypeAlias = Callable[[tuple[slice, slice, slice], Tensor], object]
+"""Takes which KV heads, rows and heads of the group a tile has, and its attention [K, T, G, H] in scratch."""
 
 
 def bind(
@@ -49,13 +52,23 @@ def bind(
     block: int = 0,
     parts: int = 1,
     row_start: int = 0,
+    logsumexp: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Run:
-    """Write the attention of the query rows into y [T, N*H]; lengths, extents and positions are read on the host."""
+    """Write the attention of the query rows into y [T, N*H]; lengths, extents and positions are read on the host.
+
+    `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.
+    """
     group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
-    converted, tiles = parted(tiles_of("kv_attention", scratch, {"q": q}, head_size=head_size, block=block), block)
-    rows = q.shape[0]
+    rows, sums = q.shape[0], None
+    if logsumexp is None:
+        converted, tiles = parted(tiles_of("kv_attention", scratch, {"q": q}, head_size=head_size, block=block), block)
+    else:
+        check_shapes("prefix_attention", logsumexp=(logsumexp, (rows, kv_heads * group), torch.float32))
+        sums, *found = tiles_of("prefix_attention", scratch, {"q": q}, head_size=head_size)
+        converted, tiles = parted(found, 1)
     q_KTGH, y_KTGH = (x.view(rows, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
+    sums_KTG = None if logsumexp is None else logsumexp.view(rows, kv_heads, group).transpose(0, 1)
 
     def run() -> None:
         kept = _kept(kv, extents, cu_extents, layer, kv_heads, head_size)
@@ -63,9 +76,22 @@ def bind(
         for sequence, start, end in windows(cu_seqlens, row_start, rows):
             if counts[sequence]:
                 limits = keys_seen(positions[start:end].tolist(), counts[sequence], block)
-                _heads(q_KTGH[:, start:end], kept[sequence], y_KTGH[:, start:end], scale, limits, converted, tiles)
+                mine = None if sums_KTG is None else sums_KTG[:, start:end]
+                store = _storing(y_KTGH[:, start:end], mine, sums)
+                attend_heads(q_KTGH[:, start:end], kept[sequence], scale, limits, converted, tiles, store, sums)
 
     return run
+
+
+def _storing(y_KTGH: Tensor, sums_KTG: Tensor | None, sums: Tensor | None) -> Finish:
+    """Write what each tile is found to be, and its log-sum-exps where there is a place for them."""
+
+    def store(tile: tuple[slice, slice, slice], found: Tensor) -> None:
+        y_KTGH[tile].copy_(found)
+        if sums_KTG is not None and sums is not None:
+            sums_KTG[tile].copy_(beginning(sums, found.shape[:3]))
+
+    return store
 
 
 launch = launcher(bind)
@@ -79,13 +105,25 @@ def _kept(kv: Tensor, extents: Tensor, cu_extents: Tensor, layer: int, heads: in
     ]
 
 
-def _heads(
-    q_KTGH: Tensor, kept: Parts, y_KTGH: Tensor, scale: float, seen: Sequence[int], converted: Sequence[Tensor],
-    tiles: list[Tensor],
+def attend_heads(
+    q_KTGH: Tensor, kept: Parts, scale: float, seen: Sequence[int], converted: Sequence[Tensor], tiles: list[Tensor],
+    finish: Finish, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attend in one sequence, a tile of rows of (token, head of the group) at a time, small ones of several KV heads together.
 
-    y may be q: a tile of y is written after the last read of the same tile of q, and no other tile of q is touched.
+    `finish` takes each tile when it is done, and its log-sum-exps are the beginning of `sums` then. It may write over the same
+    tile of q: that is not read again, and no other tile is written.
+
+    Parameters
+    ----------
+    q_KTGH
+        Query rows of every KV head and head of its group.
+    kept
+        The keys, in order of position from 0 on; every row sees a key of the first tile.
+    seen
+        How many of them each row sees.
+    converted, tiles
+        As `parted` gives them.
     """
     (query, *wide), (heads, count, group, _) = converted, q_KTGH.shape
     most = max(seen)
@@ -104,7 +142,8 @@ def _heads(
                 apart = bool(wide) or members > 1
                 packed = beginning(query, part.shape).copy_(part).flatten(1, 2) if apart else part.squeeze(2)
                 parts = _key_tiles(places, mine, max(limits), wide)
-                y_KTGH[tile].copy_(online_softmax(packed, parts, scale, tiles, limits).view(part.shape))
+                log_sums = None if sums is None else sums[: packed.shape[0] * packed.shape[1]]
+                finish(tile, online_softmax(packed, parts, scale, tiles, limits, log_sums).view(part.shape))
 
 
 def _places(kept: Parts, keys: int) -> Iterator[tuple[int, Tensor]]:

@@ -130,10 +130,12 @@ def kv_attention_kernel(
     cu_seqlens,
     positions,
     y,
+    logsumexp,
     partials,
     q_stride,
     kv_stride,
     y_stride,
+    sums_stride,
     rows,
     row_start,
     sequences,
@@ -146,6 +148,7 @@ def kv_attention_kernel(
     SIZE: tl.constexpr,
     SEEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    SUMS: tl.constexpr,
     SEQUENCES: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENT_KEYS: tl.constexpr,
@@ -249,6 +252,15 @@ def kv_attention_kernel(
         # y may be q: this program alone reads these rows of these heads, and has read them
         place = row.to(tl.int64)[:, None] * y_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
         tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & sees[:, None])
+        if SUMS:
+            line = row.to(tl.int64) * sums_stride + kv_head * GROUP + member
+            tl.store(logsumexp + line, log_sum(all_maximum, all_total), mask=here & sees)
+
+
+@triton.jit
+def log_sum(maximum, total):
+    """The natural logarithm of a sum of exponentials, from its maximum and total in powers of two."""
+    return (maximum + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453
 
 
 @triton.jit(do_not_specialize=["rows", "row_start", "sequences", "capacity"])
@@ -256,14 +268,17 @@ def join_segments_kernel(
     seen,
     cu_seqlens,
     y,
+    logsumexp,
     partials,
     y_stride,
+    sums_stride,
     rows,
     row_start,
     sequences,
     capacity,
     ALL_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    SUMS: tl.constexpr,
     SEQUENCES: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENT_KEYS: tl.constexpr,
@@ -299,6 +314,8 @@ def join_segments_kernel(
     result = accumulator / tl.where(sees, total, 1.0)[:, None]
     place = row.to(tl.int64) * y_stride + head[:, None] * SIZE + column[None, :]
     tl.store(y + place, result.to(y.dtype.element_ty), mask=sees[:, None] & (column < SIZE)[None, :])
+    if SUMS:
+        tl.store(logsumexp + row.to(tl.int64) * sums_stride + head, log_sum(maximum, total), mask=sees)
 
 
 def launch(
@@ -320,9 +337,13 @@ def launch(
     block: int = 0,
     parts: int = 1,
     row_start: int = 0,
+    logsumexp: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
+    """Write the attention of the query rows into y [T, N*H]; y may be q itself.
+
+    `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.
+    """
     group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
@@ -338,9 +359,10 @@ def launch(
         "ALIGNED": KV_SEGMENT_ALIGNED,
     }
     constants = {**segments, "HEADS": kv_heads, "GROUP": group, "PART": part, "SIZE": head_size, "SEEN": block}
-    constants |= {"SPLIT": splits > 1, "BLOCK_Q": tile.rows, "BLOCK_K": tile.columns}
-    sizes = (y.stride(0), rows, row_start, sequences, room, layer, scale / math.log(2))
-    operands = (extents, cu_extents, seen, cu_seqlens, positions, y, partials, q.stride(0))
+    sums = y if logsumexp is None else logsumexp
+    constants |= {"SPLIT": splits > 1, "SUMS": logsumexp is not None, "BLOCK_Q": tile.rows, "BLOCK_K": tile.columns}
+    sizes = (y.stride(0), sums.stride(0), rows, row_start, sequences, room, layer, scale / math.log(2))
+    operands = (extents, cu_extents, seen, cu_seqlens, positions, y, sums, partials, q.stride(0))
     wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
     if tile.rows == RING_ROWS and has_ring(kv, head_size):
         alone = {"SEQUENCES": 1} if sequences == 1 else {}
@@ -363,8 +385,10 @@ def launch(
         seen,
         cu_seqlens,
         y,
+        sums,
         partials,
         y.stride(0),
+        sums.stride(0),
         rows,
         row_start,
         sequences,
@@ -372,6 +396,7 @@ def launch(
         **segments,
         ALL_HEADS=all_heads,
         SIZE=head_size,
+        SUMS=logsumexp is not None,
         BLOCK_N=JOINED_HEADS,
         BLOCK_H=wide,
         num_warps=JOIN_WARPS,

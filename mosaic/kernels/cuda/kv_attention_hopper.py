@@ -206,10 +206,11 @@ if GLUON:
     @gluon.jit
     def _attend(
         q_ring, which, k_ring, v_ring, k_full, k_free, v_full, v_free, extents, first_extent, last_extent, segment, segments,
-        share, high, low, layer, kv_head, part_head, line_stride, keys, first, last, positions, y, y_stride, partials, begin_part,
-        window, from_row, row_start, capacity, scale_log2,
+        share, high, low, layer, kv_head, part_head, line_stride, keys, first, last, positions, y, logsumexp, y_stride,
+        sums_stride, partials, begin_part, window, from_row, row_start, capacity, scale_log2,
         HEADS: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, SEEN: gl.constexpr, SPLIT: gl.constexpr,
-        ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SIZE: gl.constexpr,
+        SUMS: gl.constexpr, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+        SIZE: gl.constexpr,
     ):  # fmt: skip
         """A warpgroup that multiplies: its rows of the tile over all keys of this program's segments."""
         TOKENS: gl.constexpr = BLOCK_Q // PART
@@ -296,13 +297,17 @@ if GLUON:
             place = gl.convert_layout(row.to(gl.int64) * y_stride + (kv_head * GROUP + member) * SIZE, RA)
             mine = gl.convert_layout(here & sees, RA)
             gl.store(y + place[:, None] + column[None, :], result.to(gl.bfloat16), mask=mine[:, None])
+            if SUMS:
+                log_sum = (all_maximum + gl.log2(gl.where(sees, all_total, 1.0))) * 0.6931471805599453
+                line = row.to(gl.int64) * sums_stride + kv_head * GROUP + member
+                gl.store(logsumexp + line, log_sum, mask=here & sees)
 
     @gluon.jit(do_not_specialize=["rows", "row_start", "sequences", "capacity", "layer"])
     def kv_attention_tiles_kernel(
-        q, kv, lines, extents, cu_extents, seen, cu_seqlens, positions, y, partials, q_stride, line_stride, y_stride, rows,
-        row_start, sequences, capacity, layer, scale_log2,
+        q, kv, lines, extents, cu_extents, seen, cu_seqlens, positions, y, logsumexp, partials, q_stride, line_stride,
+        y_stride, sums_stride, rows, row_start, sequences, capacity, layer, scale_log2,
         HEADS: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, SIZE: gl.constexpr, SEEN: gl.constexpr,
-        SPLIT: gl.constexpr, SEQUENCES: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT_KEYS: gl.constexpr,
+        SPLIT: gl.constexpr, SUMS: gl.constexpr, SEQUENCES: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT_KEYS: gl.constexpr,
         SEGMENT_TOKENS: gl.constexpr, ALIGNED: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     ):  # fmt: skip
         PARTS: gl.constexpr = (GROUP + PART - 1) // PART
@@ -355,15 +360,15 @@ if GLUON:
             [
                 (_attend, (
                     q_ring, 0, k_ring, v_ring, k_full, k_free, v_full, v_free, extents, first_extent, last_extent, segment,
-                    segments, share, high, low, layer, kv_head, part_head, line_stride, keys, first, last, positions, y, y_stride,
-                    partials, begin_part, window, from_row, row_start, capacity, scale_log2, HEADS, GROUP, PART, SEEN, SPLIT, ROWS,
-                    BLOCK_Q, BLOCK_K, STAGES, SIZE,
+                    segments, share, high, low, layer, kv_head, part_head, line_stride, keys, first, last, positions, y, logsumexp,
+                    y_stride, sums_stride, partials, begin_part, window, from_row, row_start, capacity, scale_log2, HEADS, GROUP,
+                    PART, SEEN, SPLIT, SUMS, ROWS, BLOCK_Q, BLOCK_K, STAGES, SIZE,
                 )),
                 (_attend, (
                     q_ring, 1, k_ring, v_ring, k_full, k_free, v_full, v_free, extents, first_extent, last_extent, segment,
-                    segments, share, high, low, layer, kv_head, part_head, line_stride, keys, first, last, positions, y, y_stride,
-                    partials, begin_part, window, from_row, row_start, capacity, scale_log2, HEADS, GROUP, PART, SEEN, SPLIT, ROWS,
-                    BLOCK_Q, BLOCK_K, STAGES, SIZE,
+                    segments, share, high, low, layer, kv_head, part_head, line_stride, keys, first, last, positions, y, logsumexp,
+                    y_stride, sums_stride, partials, begin_part, window, from_row, row_start, capacity, scale_log2, HEADS, GROUP,
+                    PART, SEEN, SPLIT, SUMS, ROWS, BLOCK_Q, BLOCK_K, STAGES, SIZE,
                 )),
                 (_load, (
                     lines, kv, k_ring, v_ring, k_full, k_free, v_full, v_free, extents, first_extent, last_extent, segment,

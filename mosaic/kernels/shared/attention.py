@@ -23,6 +23,7 @@ def online_softmax(
     scale: float,
     tiles: list[Tensor],
     seen: Sequence[int],
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v for a tile of query rows of some heads, [A, C, H] in scratch.
 
@@ -41,6 +42,8 @@ def online_softmax(
         keys' places, and the mask.
     seen
         How many keys the rows of a head see, each entry for as many neighbours; further keys are in no tile.
+    sums
+        [A*C], written: the log-sum-exp of each row's scores; None: not asked for.
     """
     (heads, rows, size), (scores, accumulator, *vectors) = q_ACH.shape, tiles[:7]
     count, least, most = heads * rows, min(seen), max(seen)
@@ -55,7 +58,7 @@ def online_softmax(
         torch.baddbmm(products, q_ACH, k.transpose(1, 2), beta=0, alpha=scale, out=products)
         if (hidden := max(least - start, 0)) < keys:
             _hide(s[:, hidden:], start + hidden, *tiles[7:10])
-        if keys == most:
+        if keys == most and sums is None:
             torch.softmax(s, 1, out=s)
             return torch.bmm(products, v, out=result)
         if start == 0:
@@ -76,6 +79,8 @@ def online_softmax(
         result.baddbmm_(products, v)
         maximum.copy_(new_maximum)
     flat.div_(total.unsqueeze(1))
+    if sums is not None:
+        torch.add(total.log_(), maximum, out=sums)
     return result
 
 

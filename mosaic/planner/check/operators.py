@@ -66,6 +66,12 @@ def _selection() -> tuple[Rule, ...]:
     )  # fmt: skip
 
 
+def _kept_rows(slot: str) -> tuple[Rule, ...]:
+    """A row of W numbers: for every slot, this one among them, those of so many rows of Q."""
+    place: tuple[Rule, ...] = (("at most", f"{slot}*rows*Q+1", "W"), ("at most", "0", slot)) if slot else ()
+    return ("at most", "1", "rows"), ("divides", "rows*Q", "W"), *place
+
+
 _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp:float32=C entropy:float32=C"
 _STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
 _SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
@@ -109,6 +115,20 @@ _NOTATION: Final = {
     "guide": _Operator("x:a=C,D uncond:a=C,D guidance:float32=1", "x uncond guidance", "x", flops="3*C*D"),
     "head_norm": _Operator(
         "weight=H x=*T,W", "x weight", "x", "eps:x", "4*T*W", rules=(("divides", "H", "W"),)
+    ),
+    "joined_attention": _Operator(
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T "
+        "prefix:int32=B kept:a=S,W kept_sums:float32=S,V owner:int64=B fresh?:a=T,Q fresh_sums?:float32=T,N refreshed?:int32=B "
+        "y:a=T,Q",
+        "q kv extents cu_extents seen cu_seqlens positions prefix kept kept_sums owner fresh? fresh_sums? refreshed?",
+        "y kept kept_sums", "layer:n slot:n rows:n kv_heads:n head_size:n scale:x block?:n", "4*rows*T*Q", "T Q R X E B S W V",
+        "q extents cu_extents seen cu_seqlens positions prefix owner fresh fresh_sums refreshed y "
+        "kv=B*rows,2*kv_heads*head_size kept=T,Q",
+        rules=(
+            ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
+            *_kept_rows("slot"), ("divides", "head_size*V", "W"), ("divides", "W", "head_size*V"),
+        ),
+        inplace="y/q",
     ),
     "key_mass": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B cu_keys:int32=B+1 votes:uint8=T "
@@ -173,12 +193,26 @@ _NOTATION: Final = {
     "perturb_score": _Operator(
         "score:float32=M keys:int64=M temperature:float32=1", "score keys temperature", "score", flops="4*M"
     ),
+    "prefix_attention": _Operator(
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q "
+        "logsumexp:float32=T,N", "q kv extents cu_extents seen cu_seqlens positions", "y logsumexp",
+        "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q N",
+        "q extents cu_extents seen cu_seqlens positions y logsumexp kv=keys,2*kv_heads*head_size",
+        rules=(
+            ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
+        ),
+    ),
     "prefix_logsumexp": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B votes:uint8=T cu_seqlens:int32=B+1 "
         "logsumexp:float32=T,N", "q kv extents cu_extents captured votes cu_seqlens", "logsumexp",
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n", "2*span*T*Q", "T Q R X E B N",
         "q extents cu_extents captured votes cu_seqlens logsumexp kv=keys,kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_SUMS, *_kv_row("kv_heads*head_size")),
+    ),
+    "query_change": _Operator(
+        "q:a=T,Q kept:a=S,W owner:int64=B prefix:int32=B cu_seqlens:int32=B+1 positions:int32=T refreshed?:int32=B "
+        "change:float32=B", "q kept owner prefix cu_seqlens positions refreshed?", "change kept", "rows:n", "5*T*Q", "T Q B S W",
+        "q owner prefix cu_seqlens positions refreshed change kept=T,Q", rules=_kept_rows(""),
     ),
     "read_canvas": _Operator(
         "canvas:int64=R rows:int64=C y:int64=C", "canvas rows", "y", "open_id:n", whole="R", moved="rows y y"

@@ -67,6 +67,11 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     return Tile((QUERY_ROWS, size), compute), *converted, *own
 
 
+def with_sums(specs: Specs, attrs: Attrs) -> Tiles:
+    """List the log-sum-exps of a tile of rows, and the tiles above, as if by blocks."""
+    return Tile((QUERY_ROWS,), compute_dtype(specs["q"].dtype)), *tiles(specs, {**attrs, "block": 1})
+
+
 KV_SEGMENT_KEYS: Final = 1024
 """Keys that are worth a program of their own."""
 KV_SEGMENTS: Final = 16

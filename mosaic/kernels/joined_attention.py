@@ -1,0 +1,192 @@
+"""joined_attention: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
+
+Contract: joined_attention(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, seen[B] int32, cu_seqlens[B+1]
+int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[E, Z*M*N] float32, owner[B] int64, fresh[T, N*H] or None,
+fresh_sums[T, N] float32 or None, refreshed[B] int32 or None, all whole; layer, slot, rows, kv_heads, head_size, scale, block)
+-> y[T, N*H]; updates kept and kept_sums; y may overwrite q. Which rows have which keys and which of both outputs, the contract says
+(`mosaic.registrar.operators.joined_attention`; FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the
+softmax over both sets of keys gives y_1 + (y_2 - y_1) * sigmoid(s_2 - s_1).
+Legend: T query rows, R rows, L layers, B sequences, X extents, E owners, Z slots, M rows of a block, N query heads, K KV heads,
+G heads of a group, H size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+from mosaic.errors import GraphError
+from mosaic.kernels import kv_attention
+from mosaic.kernels.kv_attention import Finish, attend_heads
+from mosaic.kernels.shared.attention import keys_seen, parted, visible
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.scratch import beginning, tiles_of
+
+__all__ = ["bind", "check", "launch", "reference"]
+
+
+def bind(
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    prefix: Tensor, kept: Tensor, kept_sums: Tensor, owner: Tensor, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int,
+    head_size: int, scale: float, block: int = 0, fresh: Tensor | None = None, fresh_sums: Tensor | None = None,
+    refreshed: Tensor | None = None, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
+    """Write the attention of the query rows into y [T, N*H], and keep what is fresh; lengths and positions are read on the host."""
+    group = check(
+        q, kv, extents, cu_extents, seen, cu_seqlens, positions, prefix, kept, kept_sums, owner, fresh, fresh_sums, refreshed, y,
+        layer, slot, rows, kv_heads, head_size,
+    )  # fmt: skip
+    given, given_sums, sums, *found = tiles_of("joined_attention", scratch, {"q": q}, head_size=head_size)
+    converted, tiles = parted(found, 1)
+    shape = (-1, kv_heads, group, head_size)
+    q_KTGH, y_KTGH = (x.view(shape).transpose(0, 1) for x in (q, y))
+    kept_EMKGH = kept.view(kept.shape[0], -1, rows, *shape[1:])[:, slot]
+    sums_EMKG = kept_sums.view(kept.shape[0], -1, rows, *shape[1:3])[:, slot]
+    fresh_TKGH = None if fresh is None else fresh.view(shape)
+    fresh_TKG = None if fresh_sums is None else fresh_sums.view(shape[:3])
+
+    def run() -> None:
+        owned, owners, counts, prefixes = pieces(extents, cu_extents), owner.tolist(), seen.tolist(), prefix.tolist()
+        new = [0] * len(counts) if refreshed is None else refreshed.tolist()
+        for sequence, start, end in windows(cu_seqlens, 0, q.shape[0]):
+            before = prefixes[sequence]
+            own = [
+                (max(piece.start - before, 0), part[:, :, max(before - piece.start, 0) :])
+                for piece in owned[sequence]
+                if piece.end > before
+                for part in (kept_tokens(kv, piece, layer, kv_heads, head_size),)
+            ]
+            at = positions[start:end].tolist()
+            limits = keys_seen(at, counts[sequence], block)
+            for first, last in _runs(at, limits, before):
+                mine, place = slice(start + first, start + last), slice(at[first] - before, at[last - 1] - before + 1)
+                earlier: tuple[Tensor, Tensor] | None = None
+                if before and new[sequence]:
+                    assert fresh_TKGH is not None and fresh_TKG is not None
+                    earlier = fresh_TKGH[mine], fresh_TKG[mine]
+                    if at[first] >= before:
+                        kept_EMKGH[owners[sequence], place].copy_(earlier[0])
+                        sums_EMKG[owners[sequence], place].copy_(earlier[1])
+                elif before:
+                    earlier = kept_EMKGH[owners[sequence], place], sums_EMKG[owners[sequence], place]
+                some = [limit - before for limit in limits[first:last]]
+                if some[0] > 0:
+                    finish = _joining(y_KTGH[:, mine], earlier, sums, given, given_sums)
+                    attend_heads(q_KTGH[:, mine], own, scale, some, converted, tiles, finish, sums)
+                elif earlier is not None:
+                    y_KTGH[:, mine].copy_(earlier[0].transpose(0, 1))
+
+    return run
+
+
+launch = launcher(bind)
+
+
+def _runs(positions: Sequence[int], limits: Sequence[int], before: int) -> Iterator[tuple[int, int]]:
+    """Rows at neighbouring positions, of which all see own keys or none does, and all lie before the block or none does."""
+
+    def kind(row: int) -> tuple[int, bool, bool]:
+        return positions[row] - row, positions[row] >= before, limits[row] > before
+
+    for _, run in groupby(range(len(positions)), key=kind):
+        rows = list(run)
+        yield rows[0], rows[-1] + 1
+
+
+def _joining(
+    y_KTGH: Tensor, earlier: tuple[Tensor, Tensor] | None, sums: Tensor, given: Tensor, given_sums: Tensor
+) -> Finish:
+    """Write what each tile is found to be, joined with the outputs [T, K, G, H] and log-sum-exps [T, K, G] that there are."""
+
+    def join(tile: tuple[slice, slice, slice], found: Tensor) -> None:
+        if earlier is not None:
+            shape = found.shape
+            outputs, log_sums = (x.transpose(0, 1)[tile] for x in earlier)
+            output = beginning(given, shape).copy_(outputs)
+            weight = torch.sub(
+                beginning(sums, shape[:3]),
+                beginning(given_sums, shape[:3]).copy_(log_sums),
+                out=beginning(sums, shape[:3]),
+            ).sigmoid_()
+            found.sub_(output).mul_(weight.unsqueeze(3)).add_(output)
+        y_KTGH[tile].copy_(found)
+
+    return join
+
+
+def check(
+    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    prefix: Tensor, kept: Tensor, kept_sums: Tensor, owner: Tensor, fresh: Tensor | None, fresh_sums: Tensor | None,
+    refreshed: Tensor | None, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int,
+) -> int:  # fmt: skip
+    """Check the operands; return the query heads of a KV head."""
+    group = kv_attention.check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
+    check_kept("joined_attention", q, kept, owner, cu_seqlens, rows, slot)
+    heads, counts = group * kv_heads, (cu_seqlens.shape[0] - 1,)
+    check_shapes(
+        "joined_attention",
+        prefix=(prefix, counts, torch.int32),
+        kept_sums=(kept_sums, (kept.shape[0], kept.shape[1] // head_size), torch.float32),
+        fresh=(fresh, (q.shape[0], q.shape[1]), q.dtype),
+        fresh_sums=(fresh_sums, (q.shape[0], heads), torch.float32),
+        refreshed=(refreshed, counts, torch.int32),
+    )
+    return group
+
+
+def check_kept(kernel: str, q: Tensor, kept: Tensor, owner: Tensor, cu_seqlens: Tensor, rows: int, slot: int) -> None:
+    """Check the state of `rows` rows of q in every slot, and what says whose they are."""
+    slots, rest = divmod(kept.shape[-1], rows * q.shape[1])
+    if rest or not 0 <= slot < slots:
+        raise GraphError(
+            f"{kernel}: operand 'kept' has {kept.shape[-1]} columns, expected {rows} rows of {q.shape[1]} in every slot, slot "
+            f"{slot} among them."
+        )
+    check_shapes(
+        kernel,
+        kept=(kept, (kept.shape[0], kept.shape[-1]), q.dtype),
+        owner=(owner, (cu_seqlens.shape[0] - 1,), torch.int64),
+    )
+
+
+def reference(
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    prefix: Tensor, kept: Tensor, kept_sums: Tensor, owner: Tensor, layer: int, slot: int, rows: int, kv_heads: int,
+    head_size: int, scale: float, block: int = 0, fresh: Tensor | None = None, fresh_sums: Tensor | None = None,
+    refreshed: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return y and both states in plain PyTorch, a row at a time; rows that see no key are NaN."""
+    y, heads = torch.full_like(q, float("nan")), q.shape[1] // head_size
+    kept, kept_sums = kept.clone(), kept_sums.clone().to(q.dtype)
+    outputs, log_sums = (
+        kept.view(kept.shape[0], -1, rows, heads, head_size),
+        kept_sums.view(kept.shape[0], -1, rows, heads),
+    )
+    owned = pieces(extents, cu_extents)
+    for sequence, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        before, mine = int(prefix[sequence]), int(owner[sequence])
+        both = torch.cat([kept_tokens(kv, piece, layer, kv_heads, head_size) for piece in owned[sequence]], 2)
+        both = both.repeat_interleave(heads // kv_heads, 1)[:, :, : int(seen[sequence])]
+        for row in range(start, end):
+            sees = visible(positions[row : row + 1], both.shape[2], block)[0]
+            sees[:before] = False
+            k_NSH, v_NSH = both[:, :, sees]
+            scores = (k_NSH @ q[row].view(heads, head_size, 1))[..., 0] * scale
+            place = int(positions[row]) - before
+            if before and refreshed is not None and refreshed[sequence]:
+                assert fresh is not None and fresh_sums is not None
+                earlier, sums = fresh[row].view(heads, head_size), fresh_sums[row].to(q.dtype)
+                if place >= 0:
+                    outputs[mine, slot, place], log_sums[mine, slot, place] = earlier, sums
+            else:
+                earlier, sums = outputs[mine, slot, place], log_sums[mine, slot, place]
+            if before:
+                scores, v_NSH = torch.cat([scores, sums[:, None]], 1), torch.cat([v_NSH, earlier[:, None]], 1)
+            if scores.shape[1]:
+                y[row] = (torch.softmax(scores, 1)[:, None] @ v_NSH).flatten()
+    return {"y": y, "kept": kept, "kept_sums": kept_sums}

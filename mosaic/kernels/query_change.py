@@ -1,0 +1,89 @@
+"""query_change: by how much each sequence's queries differ from those that were kept; new ones are kept.
+
+Contract: query_change(q[T, C], kept[E, M*C], owner[B] int64, prefix[B] int32, cu_seqlens[B+1] int32, positions[T] int32,
+refreshed[B] int32 or None, all whole; rows) -> change[B] float32; updates kept. What is kept and what is compared, the contract
+says (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are in float32 (float64 for float64).
+Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mosaic.kernels.joined_attention import check_kept
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.scratch import tiles_of
+
+__all__ = ["bind", "check", "launch", "reference"]
+
+
+def bind(
+    *, q: Tensor, kept: Tensor, owner: Tensor, prefix: Tensor, cu_seqlens: Tensor, positions: Tensor, change: Tensor, rows: int,
+    refreshed: Tensor | None = None, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
+    """Write the changes into change [B], and new queries into their rows of kept [E, M*C]; lengths are read on the host."""
+    check(q, kept, owner, prefix, cu_seqlens, positions, refreshed, change, rows)
+    wide, other, sums = tiles_of("query_change", scratch, {"q": q})
+    kept_EMC = kept.view(kept.shape[0], rows, q.shape[1])
+    difference, magnitude, part = sums.unbind()
+
+    def run() -> None:
+        owners, prefixes, at = owner.tolist(), prefix.tolist(), positions.tolist()
+        new = [0] * len(owners) if refreshed is None else refreshed.tolist()
+        for sequence, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            before, mine = prefixes[sequence], kept_EMC[owners[sequence]]
+            difference.zero_()
+            magnitude.zero_()
+            for row in range(start, end) if before else ():
+                if not new[sequence]:
+                    earlier = other.copy_(mine[at[row] - before])
+                    magnitude.add_(torch.sum(torch.mul(earlier, earlier, out=wide), 0, out=part))
+                    earlier.sub_(wide.copy_(q[row]))
+                    difference.add_(torch.sum(earlier.square_(), 0, out=part))
+                elif at[row] >= before:
+                    mine[at[row] - before].copy_(q[row])
+            # where nothing differs, nothing was divided by nothing
+            change[sequence].copy_(difference.div_(magnitude).sqrt_() if float(difference) else difference)
+
+    return run
+
+
+launch = launcher(bind)
+
+
+def check(
+    q: Tensor, kept: Tensor, owner: Tensor, prefix: Tensor, cu_seqlens: Tensor, positions: Tensor, refreshed: Tensor | None,
+    change: Tensor, rows: int,
+) -> None:  # fmt: skip
+    """Check the operands."""
+    check_kept("query_change", q, kept, owner, cu_seqlens, rows, 0)
+    counts = (cu_seqlens.shape[0] - 1,)
+    check_shapes(
+        "query_change",
+        q=(q, (q.shape[0], q.shape[-1]), None),
+        prefix=(prefix, counts, torch.int32),
+        cu_seqlens=(cu_seqlens, cu_seqlens.shape[:1], torch.int32),
+        positions=(positions, q.shape[:1], torch.int32),
+        refreshed=(refreshed, counts, torch.int32),
+        change=(change, counts, torch.float32),
+    )
+
+
+def reference(
+    *, q: Tensor, kept: Tensor, owner: Tensor, prefix: Tensor, cu_seqlens: Tensor, positions: Tensor, rows: int,
+    refreshed: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the changes and the state in plain PyTorch."""
+    kept, change = kept.clone(), torch.zeros(len(owner), dtype=q.dtype)
+    for sequence, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        mine, before = kept[owner[sequence]].view(rows, -1), int(prefix[sequence])
+        places = positions[start:end].long() - before
+        if before and refreshed is not None and refreshed[sequence]:
+            mine[places[places >= 0]] = q[start:end][places >= 0]
+        elif before and start < end and not torch.equal(q[start:end], mine[places]):
+            change[sequence] = (q[start:end] - mine[places]).norm() / mine[places].norm()
+    return {"change": change, "kept": kept}
