@@ -144,6 +144,36 @@ def test_the_quality_bench_asks_with_the_sparse_options_it_is_given(mosaic: Any)
     assert (said["k"], said["page"], said["exact_steps"]) == (8, 4, 0.2)
 
 
+def test_policies_are_compared_by_one_command(mosaic: Any, tmp_path: Path) -> None:
+    ask = (
+        "bench",
+        "policies",
+        "--policies",
+        "exact,mage:k=8",
+        "--tasks",
+        "addition",
+        "--per-task",
+        "1",
+        "--lengths",
+        "1k",
+    )
+    ran = mosaic(*ask, "--out", str(tmp_path / "found.json"))
+    assert ran.code == 0 and "1 answers" in ran.err
+    lines = [line.split() for line in ran.out.splitlines()]
+    assert any(line[:3] == ["exact", "addition", "100.0%"] for line in lines)
+    assert any(line[:3] == ["mage:k=8", "addition", "100.0%"] and "+0.0%" in line for line in lines)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["schema"] == "mosaic.policies/1" and found["model"] == "small-sdar" and found["settings"]["seed"] == 0
+    for more, message in (
+        (("--policies", "exact,mages"), "unknown policy 'mages'. Did you mean 'mage'?"),
+        (("--model", "small"), "this model attends in both directions"),
+        (("--model", "sdar-8b"), "sdar-8b is a preset with random weights"),
+        (("--schedules", "static"), "give the steps a block, such as static:16"),
+    ):
+        refused = mosaic(*ask, *more)
+        assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
 def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     command, _, shown = readme.split("```console\n$ mosaic plan")[1].split("```")[0].partition("\n")

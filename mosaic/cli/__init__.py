@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import typer
 
-from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, quality, show
+from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, policies, quality, show
 from mosaic.cli.output import degrade_output, note, noted_warnings
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
@@ -56,6 +56,7 @@ for command in (
 measure = typer.Typer(invoke_without_command=True)
 measure.callback()(bench.bench)
 measure.command()(quality.quality)
+measure.command()(policies.policies)
 app.add_typer(measure, name="bench")
 
 

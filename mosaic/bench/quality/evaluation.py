@@ -41,6 +41,7 @@ def evaluation_set(
     lengths: Sequence[int] = LENGTHS,
     per_cell: int = 1,
     per_task: int = 50,
+    choosing: bool = False,
 ) -> list[Item]:
     """Draw an evaluation set.
 
@@ -56,6 +57,8 @@ def evaluation_set(
         Items per length and tenth of depth, for each of these tasks; `frequent` has as many, without a depth.
     per_task
         Items of every other task.
+    choosing
+        Draw from a stream of its own: to choose settings on other items than those that they are judged on.
 
     Examples
     --------
@@ -73,7 +76,7 @@ def evaluation_set(
         )
     found: list[Item] = []
     for task in tasks:
-        rng = Random(f"evaluation/{seed}/{task}")
+        rng = Random(f"{'choosing' if choosing else 'evaluation'}/{seed}/{task}")
         if task in ("retrieval", "pair", *LONG_TASKS):
             draw = _gathering if task in LONG_TASKS else _retrieval
             for length in lengths:

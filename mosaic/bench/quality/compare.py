@@ -1,0 +1,318 @@
+"""Policies side by side: the same items with the same seeds under each, and what each differs from the first one by.
+
+Every answer counts its forwards, since a policy that needs more of them is not faster for making each one cheaper.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from mosaic.bench.quality.evaluation import evaluation_set, gen_length, seen_in_training
+from mosaic.bench.quality.items import LONG_TASKS, Item
+from mosaic.bench.quality.policies import policy, schedule
+from mosaic.bench.quality.scoring import score
+from mosaic.bench.quality.vocabulary import EOS, vocabulary
+from mosaic.errors import UsageError
+
+if TYPE_CHECKING:
+    from mosaic.bench.quality.replay import Agreement
+    from mosaic.decoding import GenerationConfig
+    from mosaic.models.architecture import Architecture
+    from mosaic.runtime.steps import StepRunner
+
+__all__ = ["SCHEMA", "SPLITS", "CompareSettings", "compare", "configurations"]
+
+SCHEMA: Final = "mosaic.policies/1"
+SPLITS: Final = ("judge", "choose")
+Progress: TypeAlias = Callable[[str, int, int], None]
+ByTask: TypeAlias = "Mapping[str, GenerationConfig]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareSettings:
+    """Which items, under which policies and schedules.
+
+    Parameters
+    ----------
+    policies
+        As `policy` reads them; the others are compared with the first.
+    schedules
+        As `schedule` reads them.
+    tasks, lengths, per_cell, per_task, seed
+        As for `evaluation_set`.
+    split
+        "judge", or "choose" for items to choose settings on: their documents are in no set of the other split.
+    batch
+        Answers that are decoded at a time.
+    replay
+        Answers of each task and length whose canvases every policy is forced through; 0: none.
+    """
+
+    policies: tuple[str, ...]
+    schedules: tuple[str, ...] = ("dynamic",)
+    tasks: tuple[str, ...] = LONG_TASKS
+    lengths: tuple[int, ...] = (2048, 4096, 8192)
+    per_cell: int = 1
+    per_task: int = 50
+    seed: int = 0
+    split: str = "judge"
+    batch: int = 16
+    replay: int = 0
+
+    def __post_init__(self) -> None:
+        for name, values in (("policies", self.policies), ("schedules", self.schedules), ("tasks", self.tasks)):
+            if not values or len(set(values)) < len(values):
+                raise UsageError(f"each of the {name} once, got {', '.join(values) or 'none'}.")
+        if self.split not in SPLITS:
+            raise UsageError(f"split is '{self.split}'; it must be one of {', '.join(SPLITS)}.")
+        if self.batch < 1 or self.replay < 0:
+            raise UsageError(f"batch {self.batch} and replay {self.replay}: at least 1, and at least 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What one policy made of all items, in their order, and the seconds it took.
+
+    `exact` and `right` (the share of tokens right at their place) are judgements; `tokens` counts those of the answer with
+    [EOS], `forwards` the steps behind the prefill.
+    """
+
+    exact: list[bool]
+    right: list[float]
+    tokens: list[int]
+    forwards: list[int]
+    seconds: float
+
+
+def configurations(settings: CompareSettings, architecture: Architecture) -> dict[str, dict[str, ByTask]]:
+    """Return how every task is decoded, by schedule and policy.
+
+    Raises
+    ------
+    UsageError, UnknownName
+        If the model cannot be decoded so.
+    """
+    from mosaic.decoding import GenerationConfig, resolve
+
+    if not architecture.block:
+        raise UsageError(
+            "policies are of steps over kept keys, and this model attends in both directions: give small-sdar, or a checkpoint "
+            "of its family."
+        )
+    longest = max(settings.lengths)
+    found: dict[str, dict[str, ByTask]] = {}
+    for text in settings.schedules:
+        for one in (policy(name, longest) for name in settings.policies):
+            options = {**schedule(text), **one.options, "seed": settings.seed}
+            by_task = {task: GenerationConfig(gen_length=gen_length(task), **options) for task in settings.tasks}
+            for config in by_task.values():
+                resolve(config, architecture)
+            found.setdefault(text, {})[one.name] = by_task
+    return found
+
+
+def compare(model: StepRunner, settings: CompareSettings, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Decode the set under every policy and schedule, and compare.
+
+    Parameters
+    ----------
+    model
+        A compiled block-diffusion model with the small models' vocabulary.
+    settings
+        What to ask and how to decode.
+    progress
+        Called with (what runs, answers done, answers in all).
+
+    Returns
+    -------
+    dict
+        The document that `--json` prints.
+
+    Raises
+    ------
+    UsageError, UnknownName, DoesNotFit
+        From the options, before anything is decoded.
+    """
+    items = evaluation_set(
+        settings.seed, tasks=settings.tasks, lengths=settings.lengths, per_cell=settings.per_cell,
+        per_task=settings.per_task, choosing=settings.split == "choose",
+    )  # fmt: skip
+    assert not seen_in_training(items)
+    found: dict[str, Any] = {}
+    for text, configs in configurations(settings, model.architecture).items():
+        found[text] = _of_schedule(model, items, configs, settings, _named(progress, text))
+    return {
+        "schema": SCHEMA,
+        "settings": asdict(settings),
+        "items": [{"task": item.task, "length": item.length, "tokens": item.tokens} for item in items],
+        "schedules": found,
+    }
+
+
+def _named(progress: Progress | None, schedule: str) -> Progress:
+    return lambda what, done, total: progress(f"{schedule}, {what}", done, total) if progress else None
+
+
+def _of_schedule(
+    model: StepRunner,
+    items: Sequence[Item],
+    configs: Mapping[str, ByTask],
+    settings: CompareSettings,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Every policy under one schedule: figures by task, against the first, and agreement on its canvases."""
+    from mosaic.bench.quality.replay import Records, forced, recording
+
+    arch, records = model.architecture, Records()
+    chosen = _some_of_each(items, settings.replay)
+    found: dict[str, Any] = {}
+    baseline: Answers | None = None
+    for name, by_task in configs.items():
+        asked = [by_task[item.task] for item in items]
+        answers = _answers(model, items, asked, settings.batch, partial(progress, name))
+        found[name] = _figures(items, answers, baseline or answers)
+        if chosen:
+            part = [items[index] for index in chosen]
+            if baseline is None:
+                watching = {task: recording(config, arch, records) for task, config in by_task.items()}
+                _decode(model, part, [watching[item.task] for item in part], settings.batch)
+            agreements: dict[int, Agreement] = {}
+            watching = {task: forced(config, arch, records, agreements) for task, config in by_task.items()}
+            _decode(model, part, [watching[item.task] for item in part], settings.batch)
+            found[name]["replay"] = _agreement([agreements[index] for index in range(len(part))], part)
+        baseline = baseline or answers
+    return found
+
+
+def _some_of_each(items: Sequence[Item], count: int) -> list[int]:
+    """The first `count` items of every task and length."""
+    seen: dict[tuple[str, int], int] = {}
+    chosen = []
+    for index, item in enumerate(items):
+        cell = item.task, item.length
+        if seen.setdefault(cell, 0) < count:
+            chosen.append(index)
+        seen[cell] += 1
+    return chosen
+
+
+def _answers(
+    model: StepRunner,
+    items: Sequence[Item],
+    configs: Sequence[GenerationConfig],
+    batch: int,
+    done: Callable[[int, int], None],
+) -> Answers:
+    table, began = vocabulary(), time.perf_counter()
+    decoded = _decode(model, items, configs, batch, done)
+    seconds = time.perf_counter() - began
+    found = Answers([], [], [], [], seconds)
+    for item, (ids, steps) in zip(items, decoded, strict=True):
+        judged = score(item, table.decode(ids[: ids.index(EOS)] if EOS in ids else ids))
+        found.exact.append(judged.exact)
+        found.right.append(judged.tokens)
+        found.tokens.append(len(ids))
+        found.forwards.append(steps - (item.tokens >= model.architecture.block))  # a shorter prompt is not prefilled
+    return found
+
+
+def _decode(
+    model: StepRunner,
+    items: Sequence[Item],
+    configs: Sequence[GenerationConfig],
+    batch: int,
+    done: Callable[[int, int], None] = lambda done, total: None,
+) -> list[tuple[list[int], int]]:
+    """Decode items, `batch` of them live at a time: token ids and steps of each."""
+    import torch
+
+    from mosaic.decoding import LiveRequest, Session, Submission
+
+    encode = vocabulary().encode
+    waiting = [
+        Submission(prompt=torch.tensor(encode(item.prompt), dtype=torch.int64), config=config, request_id=index)
+        for index, (item, config) in enumerate(zip(items, configs, strict=True))
+    ]
+    waiting.reverse()
+    requests: list[LiveRequest] = []
+    with model.exclusive(), Session(model) as session:
+        while waiting or session.live:
+            room = batch - len(session.live)
+            if waiting and (room >= max(batch // 4, 1)):  # several at a time: their prefills are one step
+                requests += session.submit_all([waiting.pop() for _ in range(min(room, len(waiting)))])
+            session.advance()
+            done(len(requests) - len(session.live), len(items))
+    answers = [request.generation for request in requests]
+    return [(answer.token_ids.tolist(), answer.steps) for answer in answers if answer is not None]
+
+
+def _figures(items: Sequence[Item], answers: Answers, baseline: Answers) -> dict[str, Any]:
+    """Of all answers, of each task, and of each task and length."""
+    groups: dict[str, list[int]] = {"all": list(range(len(items)))}
+    for index, item in enumerate(items):
+        groups.setdefault(item.task, []).append(index)
+        if item.length:
+            groups.setdefault(f"{item.task}, {item.length}", []).append(index)
+    return {
+        "seconds": answers.seconds,
+        "tokens_per_s": sum(answers.tokens) / answers.seconds,
+        "groups": {name: _group(members, answers, baseline) for name, members in groups.items()},
+        "exact": "".join(str(int(exact)) for exact in answers.exact),
+        "tokens": " ".join(map(str, answers.tokens)),
+        "forwards": " ".join(map(str, answers.forwards)),
+        "tokens_right": " ".join(f"{right:.4f}" for right in answers.right),
+    }
+
+
+def _group(members: Sequence[int], answers: Answers, baseline: Answers) -> dict[str, Any]:
+    """Means over some answers, and how they differ from the baseline's."""
+    from mosaic.bench.quality.pairing import difference, mcnemar, ratio
+
+    def of(values: Sequence[Any]) -> list[Any]:
+        return [values[index] for index in members]
+
+    count, forwards = len(members), sum(of(answers.forwards))
+    found: dict[str, Any] = {
+        "count": count,
+        "exact": sum(of(answers.exact)) / count,
+        "tokens_right": sum(of(answers.right)) / count,
+        "forwards": forwards / count,
+        "tokens_per_forward": sum(of(answers.tokens)) / forwards,
+    }
+    if answers is not baseline:
+        gained = sum(a and not b for a, b in zip(of(answers.exact), of(baseline.exact), strict=True))
+        lost = sum(b and not a for a, b in zip(of(answers.exact), of(baseline.exact), strict=True))
+        found["against"] = {
+            "exact": {
+                **difference(of(answers.exact), of(baseline.exact)), "gained": gained, "lost": lost,
+                "p": mcnemar(gained, lost),
+            },
+            "tokens_right": difference(of(answers.right), of(baseline.right)),
+            "forwards": ratio(of(answers.forwards), of(baseline.forwards)),
+        }  # fmt: skip
+    return found
+
+
+def _agreement(agreements: Sequence[Agreement], items: Sequence[Item]) -> dict[str, Any]:
+    """Shares of the same tokens on forced canvases, of a block's first steps and of the later ones, by task."""
+    groups: dict[str, list[Agreement]] = {"all": list(agreements)}
+    for agreement, item in zip(agreements, items, strict=True):
+        groups.setdefault(item.task, []).append(agreement)
+    found: dict[str, Any] = {}
+    for name, members in groups.items():
+        found[name] = {"count": len(members)}
+        for later, when in enumerate(("first", "later")):
+            rows, committed = (sum(getattr(one, key)[later] for one in members) for key in ("rows", "committed"))
+            if rows:
+                found[name][when] = {
+                    "rows": rows,
+                    "rows_agree": sum(one.rows_agree[later] for one in members) / rows,
+                    "committed": committed,
+                    "committed_agree": sum(one.committed_agree[later] for one in members) / max(committed, 1),
+                    "own": sum(one.own[later] for one in members),
+                }
+    return found

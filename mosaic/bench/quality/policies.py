@@ -1,0 +1,116 @@
+"""What is compared: policies of attention and schedules of steps, as a command line names them.
+
+`exact`, `mage:ratio=1/16`, `quest:k=256:page=8`: a preset, then options of `SparseAttention` or `GenerationConfig`.
+`dynamic`, `dynamic:threshold=0.95`, `static:16`: tokens above a threshold, or so many steps a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from typing import Any
+
+from mosaic.errors import UnknownName, UsageError
+from mosaic.models.sparse import PRESETS, SparseAttention
+
+__all__ = ["Policy", "policy", "schedule"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A policy as it was written, and what it sets of a `GenerationConfig`."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+def policy(text: str, longest: int) -> Policy:
+    """Read a policy.
+
+    Parameters
+    ----------
+    text
+        A preset's name or "exact", then `:option=value` for each option.
+    longest
+        Tokens of the longest context: a `ratio` without a `k` selects that share of it at most.
+
+    Raises
+    ------
+    UsageError
+        If an option is unknown or its value cannot be.
+
+    Examples
+    --------
+    >>> policy("mage:ratio=1/16", 8192).options["attention"].k
+    512
+    """
+    name, given = _parts(text)
+    if name not in (*PRESETS, "exact"):
+        raise UnknownName("policy", name, ("exact", *PRESETS))
+    known = {entry.name for entry in fields(SparseAttention)}
+    sparse = {key: value for key, value in given.items() if key in known}
+    others = _of_generation(text, {key: value for key, value in given.items() if key not in known}, known)
+    if name == "exact":
+        if sparse:
+            raise UsageError(f"policy {text}: exact attention selects nothing; leave {', '.join(sparse)} out.")
+        return Policy(name=text, options=others)
+    if "ratio" in sparse and "k" not in sparse:
+        page = sparse.get("page", PRESETS[name].page)
+        sparse["k"] = max(-(-math.ceil(sparse["ratio"] * longest) // page), 1) * page
+    return Policy(name=text, options={"attention": replace(PRESETS[name], **sparse), **others})
+
+
+def schedule(text: str) -> Mapping[str, Any]:
+    """Read a schedule: the fields of `GenerationConfig` that it sets.
+
+    >>> schedule("static:16")
+    {'remasking': 'low_confidence_static', 'steps': 16, 'ahead': False}
+    """
+    name, _, value = text.partition(":")
+    if name == "static":
+        if not value.isdecimal() or int(value) < 1:
+            raise UsageError(f"schedule {text}: give the steps a block, such as static:16.")
+        return {"remasking": "low_confidence_static", "steps": int(value), "ahead": False}
+    if name == "dynamic":
+        return {"remasking": "low_confidence_dynamic", **_of_generation(text, _parts(text)[1], ()), "ahead": False}
+    raise UnknownName("schedule", name, ("dynamic", "static"))
+
+
+def _parts(text: str) -> tuple[str, dict[str, Any]]:
+    """The name, and the options with their values."""
+    name, *pairs = text.split(":")
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"{text}: expected option=value, got '{pair}'.")
+        found[key] = _value(value)
+    return name, found
+
+
+def _value(text: str) -> Any:
+    """A truth value, an integer, a number or fraction, or the text itself."""
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return text
+    return int(number) if number.denominator == 1 and "." not in text else float(number)
+
+
+def _of_generation(text: str, given: Mapping[str, Any], others: Sequence[str] | set[str]) -> dict[str, Any]:
+    known = _generation_fields()
+    for key in given:
+        if key not in known:
+            raise UnknownName(f"option of '{text}'", key, sorted({*known, *others}))
+    return dict(given)
+
+
+def _generation_fields() -> list[str]:
+    from mosaic.decoding import GenerationConfig
+
+    taken = ("algorithm", "gen_length", "attention", "seed", "steps", "remasking", "ahead")
+    return [entry.name for entry in fields(GenerationConfig) if entry.name not in taken]

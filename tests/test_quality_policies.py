@@ -1,0 +1,219 @@
+"""Policies side by side: what is read from a command line, pairs and their intervals, forced canvases, and the document."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_session import FAMILIES
+
+import mosaic
+from mosaic.bench.quality.compare import CompareSettings, compare, configurations
+from mosaic.bench.quality.evaluation import evaluation_set
+from mosaic.bench.quality.items import LONG_TASKS
+from mosaic.bench.quality.pairing import difference, mcnemar, ratio
+from mosaic.bench.quality.policies import policy, schedule
+from mosaic.bench.quality.replay import Agreement, Decided, Records, forced, recording
+from mosaic.bench.quality.vocabulary import EOS, MASK, vocabulary
+from mosaic.decoding import GenerationConfig, generate_ids
+from mosaic.errors import UnknownName, UsageError
+from mosaic.models import load
+from mosaic.models.sparse import PRESETS
+from mosaic.runtime.compiled import CompiledModel
+
+CONFIG: dict[str, Any] = {
+    **FAMILIES["sdar"], "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "block_size": 32, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 640, "mask_token_id": MASK,
+    "eos_token_id": EOS, "max_position_embeddings": 1024,
+}  # fmt: skip
+ASKED = {"tasks": ("retrieval", "addition"), "lengths": (128,), "per_task": 2, "batch": 8}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[CompiledModel]:
+    with mosaic.compile(CONFIG, device="cpu", host_budget=0, seed=3) as compiled:
+        generator = torch.Generator().manual_seed(7)
+        for name, view in compiled.weights().items():
+            if not name.startswith("="):
+                vector = view.dim() == 1
+                view.copy_(torch.empty(view.shape).normal_(1.0 if vector else 0.0, 0.5, generator=generator))
+        yield compiled
+
+
+def test_policies_and_schedules_are_read_as_they_are_written() -> None:
+    assert policy("exact", 100).options == {}
+    assert policy("exact:threshold=0.9", 100).options == {"threshold": 0.9}
+    found = policy("quest:ratio=1/7:exact_layers=1", 1000).options["attention"]
+    assert (found.k, found.page, found.by, found.ratio) == (144, 16, "bounds", 1 / 7)  # whole pages
+    found = policy("mage:k=24:per=query_head:carried=true:ratio=0.5", 1000).options["attention"]
+    assert (found.k, found.per, found.carried, found.ratio) == (24, "query_head", True, 0.5)
+    assert all(policy(name, 9).options["attention"] == preset for name, preset in PRESETS.items())
+    assert schedule("dynamic:threshold=0.95")["threshold"] == 0.95 and schedule("static:8")["steps"] == 8
+    refused: dict[str, tuple[type[Exception], str]] = {
+        "mages": (UnknownName, "Did you mean 'mage'"),
+        "mage:ration=2": (UnknownName, "Did you mean 'ratio'"),
+        "mage:k": (UsageError, "expected option=value, got 'k'"),
+        "exact:k=3": (UsageError, "exact attention selects nothing; leave k out"),
+        "mage:k=0": (UsageError, "k is 0"),
+        "mage:steps=3": (UnknownName, "unknown option of 'mage:steps=3' 'steps'"),
+    }
+    for text, (kind, message) in refused.items():
+        with pytest.raises(kind, match=message):
+            policy(text, 100)
+    for text, message in (("static", "static:16"), ("static:0", "static:16"), ("statics", "Did you mean 'static'")):
+        with pytest.raises(UsageError, match=message):
+            schedule(text)
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_runs() -> None:
+    for options, message in (
+        ({"policies": ()}, "each of the policies once, got none"),
+        ({"policies": ("exact", "exact")}, "each of the policies once"),
+        ({"policies": ("exact",), "split": "test"}, "split is 'test'; it must be one of judge, choose"),
+        ({"policies": ("exact",), "batch": 0}, "batch 0 and replay 0"),
+        ({"policies": ("exact",), "replay": -1}, "batch 16 and replay -1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            CompareSettings(**options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="attends in both directions"):
+        configurations(CompareSettings(policies=("exact", "mage")), load("small").architecture)
+    with pytest.raises(UsageError, match="steps is 64 for a block of 32"):
+        configurations(CompareSettings(policies=("exact",), schedules=("static:64",)), load("small-sdar").architecture)
+
+
+def test_the_splits_have_no_document_in_common() -> None:
+    tasks = ("retrieval", *LONG_TASKS)
+    sets = [
+        {
+            item.prompt
+            for seed in (0, 1)
+            for item in evaluation_set(seed, tasks=tasks, lengths=(1024,), choosing=choosing)
+        }
+        for choosing in (False, True)
+    ]
+    assert not sets[0] & sets[1] and min(map(len, sets)) == 100
+
+
+def test_mcnemar_counts_splits_as_uneven() -> None:
+    for gained, lost in itertools.product(range(7), repeat=2):
+        flips = list(itertools.product((0, 1), repeat=gained + lost))
+        uneven = sum(abs(2 * sum(flip) - len(flip)) >= abs(gained - lost) for flip in flips)
+        assert mcnemar(gained, lost) == pytest.approx(uneven / len(flips))
+    assert 0 < mcnemar(500, 700) < 1e-8 and mcnemar(1000, 1001) == pytest.approx(1.0, abs=0.01)
+
+
+def test_intervals_hold_what_was_drawn_from() -> None:
+    """Of 200 samples with a known mean about 95 % have it within, and pairs are kept together."""
+    rng = np.random.default_rng(0)
+    inside = ratios = 0
+    for _ in range(200):
+        base = rng.exponential(50, 60)  # differs far more from item to item than between policies
+        values = base * 1.1 + rng.normal(2, 1, 60)
+        found, times = difference(values - 0.1 * base, base), ratio(base * rng.normal(1.2, 0.1, 60), base)
+        inside += found["low"] <= 2 <= found["high"]
+        ratios += times["low"] <= 1.2 <= times["high"]
+        assert found["low"] <= found["difference"] <= found["high"] < found["low"] + 1
+    assert 175 <= inside <= 199 and 175 <= ratios <= 199
+    assert difference([3.0] * 5, [1.0] * 5) == {"difference": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_agreement_counts_rows_by_words() -> None:
+    generator = random.Random(0)
+    for _ in range(20):
+        total = Agreement()
+        expected = dict.fromkeys(("rows", "rows_agree", "committed", "committed_agree", "own"), 0)
+        for _ in range(6):
+            count = generator.randrange(1, 9)
+            tokens, others = ([generator.randrange(3) for _ in range(count)] for _ in range(2))
+            taken, own = ([generator.random() < 0.5 for _ in range(count)] for _ in range(2))
+            later = generator.random() < 0.5
+            total.add(_decided(others, own), _decided(tokens, taken), later=later)
+            for a, b, by_record, by_policy in zip(tokens, others, taken, own, strict=True):
+                expected["rows"] += later
+                expected["rows_agree"] += later and a == b
+                expected["committed"] += later and by_record
+                expected["committed_agree"] += later and by_record and a == b
+                expected["own"] += later and by_policy
+        assert {name: getattr(total, name)[1] for name in expected} == expected
+
+
+def _decided(tokens: list[int], committed: list[bool]) -> Decided:
+    return Decided(
+        positions=torch.arange(len(tokens)), token_ids=torch.tensor(tokens), committed=torch.tensor(committed), block=0
+    )
+
+
+@pytest.mark.parametrize("steps", ["dynamic:threshold=0.05", "static:4"])
+def test_forced_canvases_are_those_of_the_record_whatever_the_policy_decides(model: CompiledModel, steps: str) -> None:
+    prompts = [
+        torch.tensor(vocabulary().encode(item.prompt)) for item in evaluation_set(tasks=("addition",), per_task=4)
+    ]
+    prompts += [torch.arange(5, 90), torch.arange(7, 71)]
+    dense = GenerationConfig(gen_length=40, **schedule(steps))
+    records: Records = {}
+    expected = generate_ids(model, prompts, dense)
+    watched = generate_ids(model, prompts, recording(dense, model.architecture, records))
+    assert [a.token_ids.tolist() for a in watched] == [a.token_ids.tolist() for a in expected]
+    for request, answer in enumerate(expected):  # the record has every decision of the answer
+        decided = {
+            int(place): int(token)
+            for step in records[request]
+            for place, token, taken in zip(step.positions, step.token_ids, step.committed, strict=True)
+            if taken
+        }
+        start = prompts[request].numel()
+        assert [decided[start + place] for place in range(len(answer.token_ids))] == answer.token_ids.tolist()
+    for name, same in (("mage:k=256:exact_layers=0", True), ("mage:k=1:exact_layers=0", False)):
+        agreements: dict[int, Agreement] = {}
+        sparse = GenerationConfig(gen_length=40, **schedule(steps), **policy(name, 256).options)
+        answers = generate_ids(model, prompts, forced(sparse, model.architecture, records, agreements))
+        assert [a.token_ids.tolist() for a in answers] == [a.token_ids.tolist() for a in expected]
+        assert [a.steps for a in answers] == [a.steps for a in expected]
+        for request, found in agreements.items():
+            rows = sum(step.positions.numel() for step in records[request])
+            assert sum(found.rows) == rows
+            assert sum(found.committed) == sum(int(step.committed.sum()) for step in records[request])
+            assert not same or (found.rows_agree, found.own) == (found.rows, found.committed)
+            assert found.rows_agree[0] == found.rows[0]  # a block's first step attends to all keys
+        assert same or sum(sum(found.rows_agree) for found in agreements.values()) < sum(
+            sum(found.rows) for found in agreements.values()
+        )
+
+
+def test_the_document_has_every_figure_and_a_whole_budget_changes_nothing(model: CompiledModel) -> None:
+    names = ("exact", "mage:ratio=1", "mage:k=1:exact_layers=0")
+    asked = CompareSettings(policies=names, schedules=("static:3", "static:2"), replay=1, **ASKED)  # type: ignore[arg-type]
+    shown: list[tuple[str, int, int]] = []
+    found = compare(model, asked, progress=lambda *now: shown.append(now))
+    assert json.loads(json.dumps(found))["settings"]["policies"] == list(names)
+    assert shown[-1] == ("static:2, mage:k=1:exact_layers=0", 12, 12)
+    items = evaluation_set(tasks=asked.tasks, lengths=asked.lengths, per_task=2)
+    for steps, by_policy in zip((3, 2), found["schedules"].values(), strict=True):
+        exact, whole, few = (by_policy[name] for name in names)
+        assert "against" not in exact["groups"]["all"]
+        assert [exact[key] for key in ("exact", "tokens", "forwards", "tokens_right")] == [
+            whole[key] for key in ("exact", "tokens", "forwards", "tokens_right")
+        ]
+        assert set(whole["groups"]) == {"all", "retrieval", "retrieval, 128", "addition"}
+        change = whole["groups"]["all"]["against"]
+        assert change["exact"]["p"] == 1.0 and change["forwards"] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
+        replay = whole["replay"]["all"]
+        assert replay["count"] == 2 and replay["later"]["rows_agree"] == 1.0
+        assert replay["later"]["own"] == replay["later"]["committed"]
+        assert few["replay"]["all"]["first"]["rows_agree"] == 1.0 > few["replay"]["all"]["later"]["rows_agree"]
+        for one in (exact, few):
+            forwards, tokens = ([int(part) for part in one[key].split()] for key in ("forwards", "tokens"))
+            blocks = [
+                math.ceil((item.tokens + n) / 32) - item.tokens // 32 for item, n in zip(items, tokens, strict=True)
+            ]
+            assert all(n <= count * steps for n, count in zip(forwards, blocks, strict=True))
+            group = one["groups"]["all"]
+            assert group["forwards"] == pytest.approx(sum(forwards) / len(items))
+            assert group["tokens_per_forward"] == pytest.approx(sum(tokens) / sum(forwards))
