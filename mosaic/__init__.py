@@ -15,6 +15,7 @@ __distribution__ = "mosaic-dllm"
 if TYPE_CHECKING:
     from mosaic.devices import DEVICES, Device, load_device
     from mosaic.errors import MosaicError
+    from mosaic.models.eviction import Eviction
     from mosaic.models.sparse import SparseAttention
     from mosaic.planner.check import check_plan
     from mosaic.planner.custom import plan_graph, plan_program
@@ -33,6 +34,7 @@ _PUBLIC = {
     "CompiledProgram": "mosaic.runtime.compiled_program",
     "DEVICES": "mosaic.devices",
     "Device": "mosaic.devices",
+    "Eviction": "mosaic.models.eviction",
     "Graph": "mosaic.registrar.graph",
     "Implementation": "mosaic.registrar.operator",
     "MosaicError": "mosaic.errors",
@@ -56,6 +58,7 @@ __all__ = [
     "CompiledModel",
     "CompiledProgram",
     "Device",
+    "Eviction",
     "Graph",
     "Implementation",
     "MosaicError",

@@ -227,29 +227,34 @@ class Canvas:
         positions: Tensor,
         *,
         window: tuple[int, int],
+        places: Tensor | None = None,
         key_len: int = 0,
         sampling: Sampling | None = None,
         **rule: Any,
     ) -> StepRequest:
         """Make the request for a step over the window [start, end), deciding some positions.
 
-        A cached step sees `key_len` keys, or as many as the window's end. The position just past the window may be
-        decided too where row i-1 predicts position i.
+        `places`, int64 ascending, are the positions of its tokens where they stand apart. A cached step sees `key_len` keys,
+        or as many as the window's end. The position just past the window may be decided too where row i-1 predicts position i.
         """
         start, end = window
+        tokens, found = self.tokens[start:end].clone(), positions - start
+        if places is not None:
+            start, tokens, found = int(places[0]), self.tokens[places], torch.searchsorted(places, positions)
+            rule["values"] = {**rule.get("values", {}), "positions": places.int()}
         kept = phase.cache.kept
         rows = {state: self.rows_of(state) for state in phase.states}
         if sampling is not None:
             rule |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return StepRequest(
             phase=phase,
-            token_ids=self.tokens[start:end].clone(),
+            token_ids=tokens,
             start=start,
             sequence=None if kept is None else rows.pop(kept),
             key_len=0 if kept is None else key_len or end,
             final_length=self.length,
             states=rows,
-            rows=positions - start,
+            rows=found,
             current=torch.from_numpy(self.tokens.numpy()[positions.numpy()]),
             keys=self.keys(positions) if phase.noisy else None,
             **rule,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.decoding.algorithm import Algorithm, Traits
 from mosaic.errors import UnknownName, UsageError
+from mosaic.models.eviction import Eviction, token_eviction
 from mosaic.models.sparse import SparseAttention, sparse_attention
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ __all__ = ["ALGORITHMS", "GenerationConfig", "own_algorithm", "resolve"]
 REMASKING: Final = ("low_confidence", "random", "sequential", "low_confidence_static", "low_confidence_dynamic")
 ALGS: Final = ("origin", "maskgit_plus", "topk_margin", "entropy")
 CACHES: Final = ("prefix", "dual")
+BLOCK_CACHES: Final = ("dc", "dc+")
+BLOCK_COMMITS: Final = ("exact", "cached")
 _COMMON: Final = frozenset({"algorithm", "gen_length", "temperature", "seed", "stop_at_eos"})
+_COMPUTING: Final = frozenset({"eviction", "block_cache", "block_commit"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,15 @@ class GenerationConfig:
     attention
         Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle", "sparsed",
         "quest" (sdar, llada2, fast-dllm-v2). None: exact.
+    eviction
+        Tokens that are unlikely to be decided are dropped after two layers, an `Eviction` or a preset's name: "focus",
+        "focus-public" (sdar, llada2). None: all are computed. A block may then take more than `steps`.
+    block_cache
+        Within a block, decided tokens are computed no more: "dc" after one step more, "dc+" once their right neighbour has
+        been decided as long, too (sdar, llada2). None: the whole block is computed in each step.
+    block_commit
+        With `block_cache`, the keys of a finished block: "exact", those of its final tokens, or "cached", where tokens are
+        computed no more those of then. Either way the first step of the next block writes what is left to write.
     stop_at_eos
         End at the first end-of-sequence token.
     ahead
@@ -111,6 +124,9 @@ class GenerationConfig:
     edit_threshold: float = 0.9
     max_post_steps: int = 16
     attention: str | SparseAttention | None = None
+    eviction: str | Eviction | None = None
+    block_cache: str | None = None
+    block_commit: str | None = None
     stop_at_eos: bool = True
     ahead: bool | None = None
 
@@ -123,11 +139,15 @@ class GenerationConfig:
             ("remasking", self.remasking, REMASKING),
             ("alg", self.alg, ALGS),
             ("cache", self.cache, CACHES),
+            ("block_cache", self.block_cache, BLOCK_CACHES),
+            ("block_commit", self.block_commit, BLOCK_COMMITS),
         ):
             if isinstance(value, str) and value not in known:
                 raise UnknownName(what, value, known)
         if self.attention is not None:
             sparse_attention(self.attention)
+        if self.eviction is not None:
+            token_eviction(self.eviction)
         for name in ("gen_length", "steps", "block_length", "small_block_length", "minimal_topk"):
             self._check(name, lambda n: n >= 1, "at least 1", int)
         self._check("top_k", lambda n: n >= 0, "at least 0 (0: off)", int)
@@ -170,7 +190,8 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         blockwise=False,
     ),
     "sdar": Traits(
-        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k", "ahead", "attention"}),
+        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k", "ahead", "attention"})
+        | _COMPUTING,
         blockwise=True,
         shifted=False,
         remasking=("low_confidence_dynamic", "low_confidence_static", "sequential"),
@@ -185,7 +206,8 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
     "llada2": Traits(
         options=frozenset(
             {"steps", "block_length", "threshold", "minimal_topk", "top_p", "top_k", "ahead", "attention"}
-        ),
+        )
+        | _COMPUTING,
         blockwise=True,
         shifted=False,
         defaults={"threshold": 0.95},
@@ -232,6 +254,10 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
         attention = sparse_attention(config.attention)
         attention.check(architecture)
         config = replace(config, attention=attention)
+    if config.eviction is not None:
+        eviction = token_eviction(config.eviction)
+        eviction.check(architecture)
+        config = replace(config, eviction=eviction)
     for entry in fields(config):
         taken = entry.name in traits.options or entry.name in _COMMON
         if not taken and getattr(config, entry.name) != entry.default:
@@ -254,7 +280,10 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
         (_check_blocks if traits.blockwise else _check_canvas)(found, architecture)
     if "ahead" in traits.options and found.ahead is None:
         every = isinstance(found.attention, SparseAttention) and found.attention.selects == "every"
-        found = replace(found, ahead=found.remasking == "low_confidence_static" and not every)
+        told = every or found.eviction is not None or found.block_cache is not None
+        found = replace(found, ahead=found.remasking == "low_confidence_static" and not told)
+    if found.block_cache is not None and found.block_commit is None:
+        found = replace(found, block_commit=BLOCK_COMMITS[0])
     if chosen == "llada2" and found.steps is not None:
         found = replace(found, steps=max(min(found.steps, found.gen_length // found.minimal_topk), 1))
     return found
@@ -332,6 +361,7 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
         raise UsageError(
             "ahead: attention that selects in every step commits a block in a step of its own; leave one out."
         )
+    _check_computing(config)
     if config.cache == "prefix":
         raise UsageError("cache 'prefix': what precedes the block is always cached on this model; leave cache out.")
     if config.steps is not None and config.steps > config.block_length:
@@ -342,4 +372,26 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
     if config.small_block_length is not None and config.block_length % config.small_block_length:
         raise UsageError(
             f"block_length {config.block_length} is not divisible by small_block_length {config.small_block_length}."
+        )
+
+
+def _check_computing(config: GenerationConfig) -> None:
+    """Check what concerns the tokens that steps compute."""
+    given = [name for name in ("eviction", "block_cache") if getattr(config, name) is not None]
+    if config.ahead and given:
+        raise UsageError(
+            f"ahead: with {given[0]} the tokens of a step depend on the outcome of the one before it; leave one out."
+        )
+    if config.eviction is not None and config.remasking == "sequential":
+        raise UsageError(
+            "eviction: 'sequential' decides the first masks whatever their importance, which may be dropped; leave one out."
+        )
+    if config.block_commit is not None and config.block_cache is None:
+        raise UsageError(
+            f"block_commit '{config.block_commit}' is about tokens that a block cache has frozen; give block_cache 'dc' or 'dc+'."
+        )
+    chosen = config.attention
+    if config.block_commit == "cached" and isinstance(chosen, SparseAttention) and chosen.selects == "every":
+        raise UsageError(
+            "block_commit 'cached': attention that selects in every step commits a block in a step of its own, whole; leave it out."
         )

@@ -7,10 +7,12 @@ does that: its window holds both blocks. As attention is causal by blocks, this 
 
 from __future__ import annotations
 
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
+from mosaic.decoding.evicting import Progress, computing
 from mosaic.decoding.llada import schedule
 from mosaic.decoding.selecting import attending, commits_within, committing, selection
 from mosaic.models.parts import KEPT, Commit
@@ -31,7 +33,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
 def _phase(config: GenerationConfig) -> Phase:
     dynamic = config.remasking in (None, "low_confidence_dynamic")  # LLaDA2 has no other
     commit = Commit(score="confidence", rule="dynamic" if dynamic else "top")
-    return Phase(cache=KEPT, head=_sampling(config).head, commit=commit)
+    return computing(Phase(cache=KEPT, head=_sampling(config).head, commit=commit), config)
 
 
 def decode(canvas: Canvas) -> Steps:
@@ -47,35 +49,42 @@ def decode(canvas: Canvas) -> Steps:
     prefix, _ = whole_blocks(config, canvas.prompt_len)
     if prefix:
         yield canvas.fill(0, prefix, committing(COMMIT, config))
+    progress = Progress(canvas)
     for number, start in enumerate(range(prefix, canvas.length, block)):
         canvas.block = number
-        yield from _denoise_block(canvas, start, quotas, unwritten=block if number else 0)
+        progress.enter(start)
+        yield from _denoise_block(canvas, progress, quotas, unwritten=block if number else 0)
         if canvas.finished:
             return
 
 
-def _denoise_block(canvas: Canvas, start: int, quotas: list[int], *, unwritten: int) -> Steps:
-    """Denoise the block at `start` until no mask is left in it, or none that matters.
+def _denoise_block(canvas: Canvas, progress: Progress, quotas: list[int], *, unwritten: int) -> Steps:
+    """Denoise a block until no mask is left in it, or none that matters.
 
     Parameters
     ----------
+    quotas
+        What its steps commit; those beyond, where tokens that were dropped are left, as much as the last.
     unwritten
         Tokens before the block whose keys and values are not those of their final tokens yet.
     """
-    config, end = canvas.config, start + (canvas.config.block_length or 0)
-    phase, sampling = _phase(config), _sampling(config)
+    config, start = canvas.config, progress.start
+    phase, sampling, end = _phase(config), _sampling(config), start + (config.block_length or 0)
     first = start - unwritten
     if unwritten and not commits_within(config):
         yield canvas.fill(first, start, committing(COMMIT, config))
         first = start
-    for step, quota in enumerate(quotas):
+    for step, quota in enumerate(chain(quotas, repeat(quotas[-1]))):
         positions = canvas.open_rows(start, end)
         if config.remasking == "sequential":
             positions = positions[:quota]
-        result = yield canvas.ask(
-            attending(phase, config, step), positions, window=(first, end), sampling=sampling, quota=quota,
-            threshold=config.threshold or 0.0, values=selection(canvas, start, step),
+        asked = canvas.ask(
+            attending(phase, config, step), positions, window=(first, end), places=progress.places(first, end),
+            sampling=sampling, quota=quota, threshold=config.threshold or 0.0,
+            values=selection(canvas, start, step) | progress.values(),
         )  # fmt: skip
+        result = yield asked
+        progress.take(asked, result)
         canvas.take(positions, result)
         first = start
         if canvas.finished or not canvas.masked[start:end].any():

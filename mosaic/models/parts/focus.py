@@ -64,11 +64,19 @@ class Focus(Cut):
     ----------
     eviction
         The options.
+    guess
+        Whether the second graph is launched at the size that steps before have needed (`Cut.guesses`).
     """
 
     layers: ClassVar[tuple[int, int]] = (0, 1)
     layer: int = field(default=1, init=False)
     eviction: Eviction
+    guess: bool = False
+
+    @property
+    def guesses(self) -> bool:
+        """As `guess` says."""
+        return self.guess
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return where blocks begin, what is listed and who votes, and what may be evicted."""

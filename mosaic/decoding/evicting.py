@@ -1,0 +1,116 @@
+"""Token eviction and frozen tokens in block diffusion: what each step of a block is asked beside what it decides.
+
+A step computes the tokens of its block but those that are frozen: decided long enough for their keys to stay (FOCUS, section
+4.3). With eviction the step itself drops some of these after two layers, and says which. All of this the host knows from
+outcomes, so requests at any progress share steps of one phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mosaic.models.eviction import Eviction
+from mosaic.models.parts.cut import KEPT
+from mosaic.models.parts.focus import BlockProgress, Focus
+from mosaic.models.parts.windows import APART
+
+if TYPE_CHECKING:
+    from mosaic.decoding.canvas import Canvas
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.phase import Phase
+    from mosaic.runtime.steps import StepRequest, StepResult
+
+__all__ = ["Progress", "computing"]
+
+
+def computing(phase: Phase, config: GenerationConfig) -> Phase:
+    """Return the phase of a block's steps: which tokens their windows have, and where they are cut."""
+    if config.block_cache is not None:
+        phase = replace(phase, tokens=APART)
+    if isinstance(config.eviction, Eviction):
+        phase = replace(phase, cut=Focus(eviction=config.eviction))
+    return phase
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a request is in its block.
+
+    Parameters
+    ----------
+    canvas
+        The request's.
+
+    Attributes
+    ----------
+    start
+        The block's first position.
+    step
+        Steps of the block so far.
+    processed
+        Positions from `start` to the rightmost that a step of the block has kept.
+    decoded
+        Tokens that the request's last step has decided; None before its first.
+    frozen
+        bool [N], the tokens that are computed no more.
+    """
+
+    canvas: Canvas
+    start: int = 0
+    step: int = 0
+    processed: int = 0
+    decoded: int | None = None
+    frozen: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.frozen = torch.zeros(self.canvas.length, dtype=torch.bool)
+
+    def enter(self, start: int) -> None:
+        """Begin the block at `start`: the one before it is final."""
+        self.start, self.step, self.processed = start, 0, 0
+        if self.canvas.config.block_commit != "cached":
+            self.frozen[:start] = False
+
+    def places(self, first: int, end: int) -> Tensor | None:
+        """Return the positions in [first, end) that are computed, int64; None where all are."""
+        if self.canvas.config.block_cache is None:
+            return None
+        return (~self.frozen[first:end]).nonzero()[:, 0] + first
+
+    def values(self) -> dict[str, Any]:
+        """Return what the next step has to know of the block."""
+        if self.canvas.config.eviction is None:
+            return {}
+        end = self.start + (self.canvas.config.block_length or 0)
+        masked = tuple(self.canvas.masked[self.start : end].nonzero()[:, 0].tolist())
+        return {
+            "block": BlockProgress(
+                start=self.start, masked=masked, processed=self.processed, step=self.step, decoded=self.decoded
+            )
+        }
+
+    def take(self, request: StepRequest, result: StepResult) -> None:
+        """Note what a step of the block has computed, before the canvas takes what it has decided."""
+        tokens = request.values.get("positions")
+        if tokens is None:
+            tokens = torch.arange(request.start, request.start + request.token_ids.numel())
+        decided = ~self.canvas.masked
+        computed = decided[tokens]  # those that are decided are kept, of the others those that the step says
+        computed[request.rows] = result.values.get(KEPT, torch.ones(request.rows.numel(), dtype=torch.bool))
+        self.processed = max(self.processed, int(tokens[computed][-1]) + 1 - self.start)
+        self.step += 1
+        self.decoded = int(result.committed.sum())
+        if self.canvas.config.block_cache is not None:
+            self._freeze(tokens.long(), decided)
+
+    def _freeze(self, tokens: Tensor, decided: Tensor) -> None:
+        """Freeze tokens that the step has computed as decided ones, and the right neighbour too, where that counts."""
+        end = self.start + (self.canvas.config.block_length or 0)
+        done = decided[tokens]
+        if self.canvas.config.block_cache == "dc+":
+            done &= decided[(tokens + 1).clamp(max=end - 1)] | (tokens + 1 == end)
+        self.frozen[tokens[done]] = True

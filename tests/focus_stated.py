@@ -1,0 +1,222 @@
+"""Generation with FOCUS and with delayed caches in float64, one request at a time, written from the paper.
+
+Liang et al., "DLLMs Know How to Tame Their Compute Bound": algorithm 1, equations 2 to 5 and 15 to 19, sections 4.2, 4.3, E.2.2
+and E.3; where presets differ from it, the published implementation. A finished block is committed by a pass of its own. Nothing
+here is shared with the library but names of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mosaic.models.architecture import Architecture
+from mosaic.models.eviction import Eviction
+
+__all__ = ["Generated", "StatedStep"]
+
+FIRST_CUT = 1
+"""The layer from whose attention on evicted rows are left out."""
+
+
+class StatedStep(NamedTuple):
+    """What a step of a block did, by positions."""
+
+    computed: list[int]
+    kept: list[int]
+    decided: dict[int, int]
+
+
+@dataclass
+class Generated:
+    """One request's generation.
+
+    Parameters
+    ----------
+    tensors
+        float64, by checkpoint name.
+
+    Attributes
+    ----------
+    steps
+        Of all blocks, in order.
+    written
+        The number of the step that wrote the keys of a layer and position last; -1: a commit or a prefill.
+    """
+
+    arch: Architecture
+    tensors: Mapping[str, Tensor]
+    prompt: Tensor
+    gen_length: int
+    threshold: float
+    quotas: list[int]
+    dynamic: bool = True
+    eviction: Eviction | None = None
+    cache: str | None = None
+    commit: str = "exact"
+    steps: list[StatedStep] = field(default_factory=list)
+    written: dict[tuple[int, int], int] = field(default_factory=dict)
+    keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    history: list[int] = field(default_factory=list)
+
+    def run(self) -> Tensor:
+        """The answer's tokens."""
+        block, count = self.arch.block, len(self.prompt)
+        length = -(-(count + self.gen_length) // block) * block
+        self.tokens = torch.cat([self.prompt, torch.full((length - count,), self.arch.mask_token_id)])
+        self.masked = torch.arange(length) >= count
+        prefix = count // block * block
+        for start in range(0, prefix, block):
+            self.forward(list(range(start, start + block)), start + block, None)
+        for start in range(prefix, length, block):
+            self.block(start, last=start + block == length)
+            if not self.masked[count : count + self.gen_length].any():
+                break
+        return self.tokens[count : count + self.gen_length]
+
+    def block(self, start: int, *, last: bool) -> None:
+        places = list(range(start, start + self.arch.block))
+        frozen: set[int] = set()
+        self.reached, self.start, self.of_block = start, start, list[int]()
+        while any(self.masked[places]):
+            computed = [place for place in places if place not in frozen]
+            logits = self.forward(computed, start + len(places), len(self.of_block))
+            before = self.masked.clone()
+            self.steps.append(StatedStep(computed, sorted(logits), self.decide(logits)))
+            self.of_block.append(len(self.steps[-1].decided))
+            self.history.append(len(self.steps[-1].decided))
+            for place in computed:
+                beside = place == places[-1] or not before[place + 1]
+                if self.cache and not before[place] and (beside or self.cache == "dc"):
+                    frozen.add(place)
+            if not self.masked[len(self.prompt) : len(self.prompt) + self.gen_length].any():
+                return
+        if not last:
+            again = [place for place in places if self.commit == "exact" or place not in frozen]
+            self.forward(again, start + len(places), None)
+
+    def decide(self, logits: dict[int, Tensor]) -> dict[int, int]:
+        open_ = [place for place in sorted(logits) if self.masked[place]]
+        score = {place: float(logits[place].softmax(0).max()) for place in open_}
+        quota = self.quotas[min(len(self.of_block), len(self.quotas) - 1)]
+        best = sorted(open_, key=lambda place: (-score[place], place))[:quota]
+        sure = [place for place in open_ if score[place] > self.threshold]
+        taken = sure if self.dynamic and len(sure) >= quota else best
+        for place in taken:
+            assert self.masked[place]
+            self.tokens[place], self.masked[place] = logits[place].argmax(), False
+        return {place: int(self.tokens[place]) for place in taken}
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def weight(self, name: str, layer: int = 0) -> Tensor:
+        return self.tensors[getattr(self.arch.names, name).format(layer=layer)]
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.arch.norm_eps).rsqrt() * weight
+
+    def turned(self, x: Tensor, places: list[int]) -> Tensor:
+        size = self.arch.head_size
+        frequencies = self.arch.rotary.theta ** (-torch.arange(0, size, 2).double() / size)
+        angles = (torch.tensor(places)[:, None] * frequencies)[:, None]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+    def forward(self, places: list[int], end: int, step: int | None) -> dict[int, Tensor]:
+        """Logits by position of the tokens that are kept; keys up to `end` are seen. `step`: of a block; None: no eviction."""
+        arch, kept, importance = self.arch, places, list[Tensor]()
+        evicts = self.eviction is not None and step is not None
+        number = -1 if step is None else len(self.steps)
+        x = self.weight("embedding")[self.tokens[places]]
+        for layer in range(arch.layers):
+            h = self.norm(x, self.weight("attention_norm", layer))
+            q, k, v = (
+                (h @ self.weight(name, layer).T).view(len(kept), -1, arch.head_size)
+                for name in ("query", "key", "value")
+            )
+            if arch.head_norms:
+                q, k = self.norm(q, self.weight("query_norm", layer)), self.norm(k, self.weight("key_norm", layer))
+            q, k = self.turned(q, kept), self.turned(k, kept)
+            for row, place in enumerate(kept):
+                self.keys[layer, place], self.written[layer, place] = (k[row], v[row]), number
+            if evicts and layer <= FIRST_CUT:
+                importance.append(self.importance(layer, dict(zip(kept, q, strict=True))))
+            if evicts and layer == FIRST_CUT:
+                chosen = self.keep(places, importance[1] - importance[0])
+                self.reached = end = max(self.reached, chosen[-1] + 1)
+                rows = [places.index(place) for place in chosen]
+                kept, x, q = chosen, x[rows], q[rows]
+            k, v = (torch.stack([self.keys[layer, place][part] for place in range(end)]) for part in (0, 1))
+            group = arch.heads // arch.kv_heads
+            scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(group, 1)) * arch.head_size**-0.5
+            blocks = torch.arange(end) // arch.block
+            scores = scores.masked_fill(blocks > torch.tensor(kept)[:, None] // arch.block, -math.inf)
+            y = torch.einsum("nts,snh->tnh", scores.softmax(-1), v.repeat_interleave(group, 1)).flatten(1)
+            x = x + y @ self.weight("output", layer).T
+            h = self.norm(x, self.weight("ffn_norm", layer))
+            gate, up = (h @ self.weight(name, layer).T for name in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ self.weight("down", layer).T
+        logits = self.norm(x, self.weight("final_norm")) @ self.weight("embedding" if arch.tied else "head").T
+        return dict(zip(kept, logits, strict=True))
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def listed(self) -> list[int]:
+        assert self.eviction is not None
+        places = range(self.start, self.start + self.arch.block)
+        return [place for place in places if self.eviction.importance == "block" or self.masked[place]]
+
+    def importance(self, layer: int, queries: dict[int, Tensor]) -> Tensor:
+        """Equations 2 and 15."""
+        assert self.eviction is not None
+        group, reach, listed = self.arch.heads // self.arch.kv_heads, self.eviction.pool // 2, self.listed()
+        found = torch.zeros(len(listed), dtype=torch.float64)
+        for place in queries.keys() & set(listed):
+            for head in range(self.arch.heads):
+                keys = torch.stack([self.keys[layer, other][0][head // group] for other in listed])
+                scores = (keys @ queries[place][head] * self.arch.head_size**-0.5).tolist()
+                pooled = [max(scores[max(at - reach, 0) : at + reach + 1]) for at in range(len(scores))]
+                found += torch.tensor(pooled, dtype=torch.float64).softmax(0)
+        return found
+
+    def keep(self, places: list[int], delta: Tensor) -> list[int]:
+        """Algorithm 1 from line 7 to 18, and section 4.2."""
+        chosen = self.eviction
+        assert chosen is not None
+        rises = dict(zip(self.listed(), delta.tolist(), strict=True))
+        masked = [place for place in places if self.masked[place]]
+        if chosen.first_step == "whole" and not self.of_block:
+            return places
+        sample = [rises[place] for place in masked] if chosen.threshold == "mean" else [*rises.values()]
+        middle = sum(sample) / len(sample) if chosen.threshold == "mean" else 0.0
+        deviation = math.sqrt(sum((rise - middle) ** 2 for rise in sample) / len(sample))
+        above = [place for place in masked if rises[place] >= middle + deviation]
+        count = max(math.ceil(Fraction(str(chosen.alpha)) * self.expected()), len(above))
+        selected = sorted(masked, key=lambda place: (-rises[place], place))[:count]
+        kept = {place for place in places if place not in masked or place in selected or place + 1 in selected}
+        before = max(kept)
+        kept |= {place for place in masked if place < before and place >= self.reached}
+        if chosen.placeholders == "masked":
+            before = max(place for place in kept if self.masked[place])
+            kept |= {place for place in masked if place < before}
+        return sorted(kept)
+
+    def expected(self) -> Fraction:
+        """Tokens that a step is expected to decode."""
+        chosen = self.eviction
+        assert chosen is not None
+        counts = [Fraction(n) for n in (self.of_block if chosen.history == "block" else self.history)]
+        if not counts:
+            return Fraction(1)
+        average = sum(counts) / len(counts)
+        if chosen.history == "ema":
+            average = counts[0]
+            for n in counts[1:]:
+                average += Fraction(str(chosen.weight)) * (n - average)
+        return max(average, Fraction(1))

@@ -1,0 +1,459 @@
+"""Generation with token eviction and with delayed caches: against the paper's loop in float64, alone and in sessions."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compiled_runner import CompiledRunner
+from focus_stated import Generated, StatedStep
+from test_cut import ARCH, CONFIG, TENSORS
+from test_decoding import MASK
+from torch import Tensor
+
+from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission, generate_ids, resolve
+from mosaic.decoding.algorithms import largest_steps, shared_sizes
+from mosaic.decoding.llada import schedule
+from mosaic.errors import DoesNotFit, MosaicError, UnknownName, UsageError
+from mosaic.models import load
+from mosaic.models.architecture import Architecture
+from mosaic.models.eviction import PRESETS, Eviction
+from mosaic.models.parts.focus import Focus
+from mosaic.models.state import State
+from mosaic.models.step import StepSize, most_rows
+from mosaic.planner.planner import Planner
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.launched import Launched
+from mosaic.runtime.steps import StepRequest, StepResult
+
+BLOCK = ARCH.block
+READINGS: Mapping[str, Eviction | None] = {
+    "none": None,
+    **PRESETS,
+    "ema": Eviction(history="ema", placeholders="masked", alpha=1.2),
+    "mixed": Eviction(history="block", threshold="mean", pool=5, first_step="whole", alpha=1.0),
+}
+EXACTLY = {name: tensor.double() for name, tensor in TENSORS.items()}
+KEYS = [(None, None), ("dc", "exact"), ("dc", "cached"), ("dc+", "exact"), ("dc+", "cached")]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[CompiledRunner]:
+    found = CompiledRunner(CONFIG, TENSORS, debug="poison")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def model(runner: CompiledRunner) -> Iterator[CompiledModel]:
+    yield runner.model
+    assert not runner.model.state_rows
+
+
+@dataclass
+class Recorder:
+    """A model whose steps are noted, with what came of them."""
+
+    model: CompiledModel
+    steps: list[tuple[tuple[StepRequest, ...], list[StepResult]]] = field(default_factory=list)
+    admitted: list[StepSize] = field(default_factory=list)
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.model.architecture
+
+    def changed(self, request: StepRequest) -> StepRequest:
+        """The request as it is run."""
+        return request
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        self.steps.append((tuple(requests), self.model.step([self.changed(request) for request in requests])))
+        return self.steps[-1][1]
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        raise AssertionError
+
+    def open_rows(self, state: State, /) -> Any:
+        return self.model.open_rows(state)
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return self.model.exclusive()
+
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Any:
+        return self.model.check(sizes, more=more)
+
+    def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
+        self.admitted = list(sizes)
+        return self.model.admits(sizes, more=more)
+
+    def of_requests(self) -> list[list[StatedStep]]:
+        """What the steps of each request did in its blocks, in the order of their first ones."""
+        found: dict[int, list[StatedStep]] = {}
+        for asked, results in self.steps:
+            for request, result in zip(asked, results, strict=True):
+                if request.phase.head.decides:
+                    found.setdefault(id(request.sequence), []).append(done_in(request, result))
+        return [*found.values()]
+
+
+def positions_of(request: StepRequest) -> Tensor:
+    first = request.start
+    return torch.as_tensor(request.values.get("positions", torch.arange(first, first + len(request.token_ids)))).long()
+
+
+def drawn(rng: random.Random, *, slowly: bool = False) -> tuple[Tensor, dict[str, Any]]:
+    """A prompt and options, by which blocks take several steps; `slowly`: one a token."""
+    prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(rng.choice([3, BLOCK, 2 * BLOCK + 5]))])
+    dynamic = slowly or rng.random() < 0.7
+    return prompt, {
+        "gen_length": rng.choice([5, 16, 21]), "stop_at_eos": False, "ahead": False,
+        "steps": BLOCK if slowly else rng.choice([BLOCK, 4]), "threshold": 0.99 if slowly else rng.choice([0.35, 0.6]),
+        "remasking": "low_confidence_dynamic" if dynamic else "low_confidence_static",
+    }  # fmt: skip
+
+
+CASES = [
+    *(("none", KEYS[n]) for n in (2, 3, 4)), *(("focus", KEYS[n]) for n in (0, 1, 4)),
+    *(("focus-public", KEYS[n]) for n in (0, 4)), ("ema", KEYS[2]), ("mixed", KEYS[3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keys"), CASES)
+def test_generation_is_that_of_the_paper_in_float64(
+    model: CompiledModel, name: str, keys: tuple[str | None, str | None]
+) -> None:
+    """Under poison: the tokens, those that each step computes, keeps and decides."""
+    rng, gone = random.Random(f"{name} {keys}"), 0
+    for slowly in (True, False):
+        prompt, options = drawn(rng, slowly=slowly)
+        recorder = Recorder(model)
+        config = GenerationConfig(eviction=READINGS[name], block_cache=keys[0], block_commit=keys[1], **options)
+        (found,) = generate_ids(recorder, [prompt], config)
+        stated = Generated(
+            ARCH, EXACTLY, prompt, options["gen_length"], options["threshold"], schedule(BLOCK, options["steps"]),
+            dynamic=options["remasking"] == "low_confidence_dynamic", eviction=READINGS[name], cache=keys[0],
+            commit=keys[1] or "exact",
+        )  # fmt: skip
+        assert torch.equal(found.token_ids, stated.run())
+        (steps,) = recorder.of_requests()
+        assert steps == stated.steps
+        for (request,), _ in recorder.steps:  # none is larger than those that were admitted
+            asked = len(request.token_ids), request.key_len, len(request.rows)
+            largest = [size for size in recorder.admitted if size.phase == request.phase]
+            assert any(all(map(int.__ge__, (size.tokens, size.keys[0], size.rows), asked)) for size in largest)
+        gone += sum(len(step.computed) - len(step.kept) for step in steps)
+    assert (gone > 0) == (READINGS[name] is not None)
+
+
+def done_in(request: StepRequest, result: StepResult) -> StatedStep:
+    """What a step did in its block."""
+    places = positions_of(request)
+    open_ = places[request.rows]
+    dropped = open_[~result.values.get("kept", torch.ones(len(open_), dtype=torch.bool))]
+    computed = places[places >= places[-1] // BLOCK * BLOCK].tolist()
+    decided = zip(open_[result.committed].tolist(), result.chosen[result.committed].tolist(), strict=True)
+    return StatedStep(computed, [place for place in computed if place not in dropped.tolist()], dict(decided))
+
+
+@pytest.mark.parametrize("keys", [KEYS[n] for n in (0, 2, 3)])
+def test_with_a_large_alpha_generation_is_that_without_eviction(
+    model: CompiledModel, keys: tuple[str | None, str | None]
+) -> None:
+    """To the bit, with the same tokens computed: what it decides, how sure of it, and in how many steps."""
+    rng = random.Random(f"alpha {keys}")
+    prompts, options = zip(*(drawn(rng) for _ in range(3)), strict=True)
+    config = GenerationConfig(block_cache=keys[0], block_commit=keys[1], **options[0])
+    every = generate_ids(model, prompts, replace(config, eviction=Eviction(alpha=1e6)))
+    for mine, other in zip(every, generate_ids(model, prompts, config), strict=True):
+        assert torch.equal(mine.token_ids, other.token_ids) and torch.equal(mine.confidence, other.confidence)
+        assert mine.steps == other.steps
+
+
+@pytest.mark.parametrize(("name", "keys"), [("focus", KEYS[4]), ("focus-public", KEYS[0]), ("none", KEYS[3])])
+def test_requests_at_any_progress_share_steps_and_get_what_they_get_alone(
+    model: CompiledModel, name: str, keys: tuple[str | None, str | None]
+) -> None:
+    """The same tokens, computed and kept by the same steps; while others come and are cancelled."""
+    rng, recorder, live, shared = random.Random(name), Recorder(model), list[LiveRequest](), 0
+    base = GenerationConfig(
+        eviction=READINGS[name], block_cache=keys[0], block_commit=keys[1], stop_at_eos=False, threshold=0.5
+    )
+    asked = [(drawn(rng)[0], replace(base, gen_length=rng.choice([5, 16, 21]))) for _ in range(6)]
+    with Session(recorder) as session:
+        for number, (prompt, config) in enumerate(asked):
+            live.append(session.submit(prompt, config, request_id=number))
+            session.advance(rng.randint(1, 4))
+        session.cancel(live[2])
+        while session.live:
+            session.advance()
+    for requests, _ in recorder.steps:
+        blocks = {request.start // BLOCK for request in requests if request.phase.head.decides}
+        shared += len(blocks) > 1
+    assert shared > 3
+    for number, ((prompt, config), mine, steps) in enumerate(zip(asked, live, recorder.of_requests(), strict=True)):
+        if number == 2:
+            continue
+        alone = Recorder(model)
+        (other,) = generate_ids(alone, [prompt], config, request_ids=[number])
+        assert mine.generation is not None and torch.equal(mine.generation.token_ids, other.token_ids)
+        assert alone.of_requests() == [steps]
+        torch.testing.assert_close(mine.generation.confidence, other.confidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tight(Focus):
+    """Has many sizes, so that guesses are close."""
+
+    def buckets(self, tokens: int) -> list[int]:
+        return sorted({*range(2, tokens, 2), tokens})
+
+
+@dataclass
+class Guessing(Recorder):
+    """A model whose steps guess the size of their second graph."""
+
+    def changed(self, request: StepRequest) -> StepRequest:
+        cut = request.phase.cut
+        if not isinstance(cut, Focus):
+            return request
+        return replace(request, phase=replace(request.phase, cut=Tight(eviction=cut.eviction, guess=True)))
+
+
+def test_steps_that_keep_more_than_was_guessed_change_nothing(
+    model: CompiledModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second graph runs again, larger; tokens and what is kept are the same."""
+    rng = random.Random(8)
+    config = GenerationConfig(eviction=Eviction(alpha=1.0), gen_length=BLOCK, stop_at_eos=False, threshold=0.9)
+    known, guessing = Recorder(model), Guessing(model)
+    for _ in range(3):  # of whole blocks: steps begin with few tokens, and keep more and more
+        prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(2 * BLOCK)])
+        (expected,) = generate_ids(known, [prompt], config)
+        with caplog.at_level(logging.DEBUG, logger="mosaic.runtime.model_engine"):
+            (found,) = generate_ids(guessing, [prompt], config)
+        assert torch.equal(found.token_ids, expected.token_ids)
+    assert guessing.of_requests() == known.of_requests()
+    assert sum("runs again" in record.message for record in caplog.records) > 1
+
+
+def test_what_is_admitted_runs_to_its_end() -> None:
+    """Within a budget of just the largest steps, whatever the requests decide."""
+    rng = random.Random(4)
+    way: dict[str, Any] = {"eviction": "focus", "block_cache": "dc+", "threshold": 0.5, "stop_at_eos": False}
+    submissions = [
+        Submission(prompt=drawn(rng)[0], config=GenerationConfig(gen_length=16, **way), request_id=n) for n in range(4)
+    ]
+    planner = Planner(load(CONFIG), device="cpu", host_budget=0)
+    arch = planner.model.architecture
+    largest = [largest_steps(resolve(s.config, arch), arch, s.prompt.numel(), s.request_id) for s in submissions]
+    sizes = shared_sizes(largest)
+    budget = max(planner.needed(size.beside(most_rows(sizes))) for size in sizes)
+    small = CompiledRunner(CONFIG, TENSORS, budget=budget, host_budget=0)
+    with Session(small.model) as session:
+        live = session.submit_all(submissions)
+        with pytest.raises(DoesNotFit):
+            session.submit(torch.arange(8, 72) % 80 + 8, GenerationConfig(gen_length=128, **way))
+        while session.live:
+            session.advance()
+    assert all(one.generation is not None and one.generation.finish == "length" for one in live)
+    small.close()
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """Rows of a state, which only their owner tells apart."""
+
+    length: int = 0
+
+    def reserve(self, count: int) -> None:
+        self.length = count
+
+    def close(self) -> None:
+        self.length = 0
+
+
+@dataclass
+class Truth:
+    """What is true of one request, known from outcomes alone; nothing but the rules of section 4.3 says what is computed."""
+
+    config: GenerationConfig
+    tokens: list[int]
+    prompt_len: int
+    decided: dict[int, int] = field(default_factory=dict)  # by position, the step of its block that decided it
+    keys: dict[int, int] = field(default_factory=dict)  # by position, the step that wrote its keys of later layers last
+    start: int = 0
+    step: int = 0
+    reached: int = 0
+    before: int | None = None
+    blocks: int = 0
+    last: int = 0  # steps of the block before
+
+    def computes(self, place: int, step: int) -> bool:
+        """Whether a step of a block computes a position of it: one step more after it was decided, and its neighbour."""
+        never = 10**9
+        after = self.decided.get(place, never)
+        if self.config.block_cache == "dc+" and (place + 1) % BLOCK:
+            after = max(after, self.decided.get(place + 1, never))
+        return self.config.block_cache is None or step <= after + 1
+
+    def fill(self, request: StepRequest) -> None:
+        """A prefill, of the prompt's whole blocks."""
+        assert not self.keys and positions_of(request).tolist() == list(range(self.prompt_len // BLOCK * BLOCK))
+        self.start = len(request.token_ids)
+        self.keys |= dict.fromkeys(range(self.start), -1)
+
+    def take(self, request: StepRequest, rng: random.Random) -> StepResult:
+        """Check what is asked for, drop and decide at random, and check which keys are read."""
+        if not self.step and not self.blocks and not self.decided:
+            self.decided |= dict.fromkeys(range(self.start, self.prompt_len), -1)
+        places, end = positions_of(request).tolist(), self.start + BLOCK
+        block = [place for place in range(self.start, end) if self.computes(place, self.step)]
+        again = [*range(self.start - BLOCK, self.start)] if self.blocks and not self.step else []
+        if self.config.block_commit == "cached":
+            again = [place for place in again if self.computes(place, self.last)]
+        assert places == [*again, *block]
+        assert request.token_ids.tolist() == [self.tokens[place] for place in places] and request.key_len == end
+        masked = [place for place in block if place not in self.decided]
+        assert [places[row] for row in request.rows.tolist()] == masked
+        kept = set(masked)
+        if self.config.eviction is not None:
+            told = request.values["block"]
+            assert (told.start, told.step, told.decoded) == (self.start, self.step, self.before)
+            assert [self.start + offset for offset in told.masked] == masked
+            assert self.start + told.processed == max(self.reached, self.start)
+            kept = set(rng.sample(masked, rng.randint(1, len(masked))))
+            kept |= {place for place in masked if place < max(kept) and self.keys.get(place, -2) < 0}
+        for place in places:
+            if place not in masked or place in kept:
+                self.keys[place] = self.step if place >= self.start else -1
+        self.reached = max(self.reached, max(place for place in places if place in kept or place not in masked) + 1)
+        assert all(self.keys.get(place, -2) >= 0 for place in range(self.start, self.reached))
+        taken = set(rng.sample(sorted(kept), min(rng.choice([1, 1, 2, 5]), len(kept))))
+        for place in taken:
+            assert place not in self.decided
+            self.decided[place], self.tokens[place] = self.step, place % 90
+        self.before, self.step = len(taken), self.step + 1
+        if len([place for place in range(self.start, end) if place in self.decided]) == BLOCK:
+            self.finish()
+        chosen = torch.tensor([place % 90 if place in taken else MASK for place in masked])
+        return StepResult(
+            token=chosen, score=torch.ones(len(masked)), committed=torch.tensor([place in taken for place in masked]),
+            chosen=chosen, plan=PLAN, seconds=0.0,
+            values={} if self.config.eviction is None else {"kept": torch.tensor([place in kept for place in masked])},
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """A block's keys are those of the last step that computed them, or of a later one than decided."""
+        for place in range(self.start, self.start + BLOCK):
+            assert self.keys[place] == max(step for step in range(self.step) if self.computes(place, step))
+        self.last, self.start, self.step, self.blocks = self.step, self.start + BLOCK, 0, self.blocks + 1
+
+
+PLAN: Any = SimpleNamespace(total_bytes=1)
+
+
+class Chance:
+    """Runs the steps of one request without a model."""
+
+    architecture = ARCH
+
+    def __init__(self, rng: random.Random, truth: Truth) -> None:
+        self._rng, self._truth = rng, truth
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        (request,) = requests
+        if request.phase.head.decides:
+            return [self._truth.take(request, self._rng)]
+        self._truth.fill(request)
+        nothing = torch.empty(0, dtype=torch.int64)
+        return [
+            StepResult(
+                token=nothing, score=torch.empty(0), committed=nothing.bool(), chosen=nothing, plan=PLAN, seconds=0.0
+            )
+        ]
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        raise AssertionError
+
+    def open_rows(self, state: State, /) -> Any:
+        return Rows()
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Any:
+        return PLAN
+
+    def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(3000, marks=pytest.mark.soak)])
+def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_should_be(count: int) -> None:
+    """Each token is decided once, every key that is read was written in its block, by the step that the rules name."""
+    for number in range(count):
+        for keys in KEYS:
+            for eviction in (None, Eviction()):
+                rng = random.Random(number)
+                prompt, options = drawn(rng)
+                config = GenerationConfig(
+                    gen_length=options["gen_length"], stop_at_eos=False, eviction=eviction, block_cache=keys[0],
+                    block_commit=keys[1],
+                )  # fmt: skip
+                length = -(-(len(prompt) + config.gen_length) // BLOCK) * BLOCK
+                truth = Truth(config, [*prompt.tolist(), *[MASK] * (length - len(prompt))], len(prompt))
+                (found,) = generate_ids(Chance(rng, truth), [prompt], config)
+                assert found.token_ids.tolist() == truth.tokens[len(prompt) : len(prompt) + config.gen_length]
+                assert MASK not in found.token_ids.tolist()
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"eviction": "fokus"}, UnknownName, "eviction 'fokus'.*focus"),
+    ({"eviction": 3}, UsageError, "eviction is 3; it must be Eviction"),
+    ({"block_cache": "dc++"}, UnknownName, r"block_cache 'dc\+\+'"),
+    ({"block_commit": "never"}, UnknownName, "block_commit 'never'"),
+    ({"block_commit": "cached"}, UsageError, "is about tokens that a block cache has frozen; give block_cache"),
+    ({"eviction": "focus", "remasking": "sequential"}, UsageError, "eviction: 'sequential' decides the first masks"),
+    ({"eviction": "focus", "ahead": True}, UsageError, "ahead: with eviction the tokens of a step depend on the outcome"),
+    ({"block_cache": "dc", "ahead": True}, UsageError, "ahead: with block_cache the tokens"),
+    (
+        {"block_cache": "dc", "block_commit": "cached", "attention": "oracle"}, UsageError,
+        "block_commit 'cached': attention that selects",
+    ),
+    ({"algorithm": "llada2.1", "eviction": "focus"}, UsageError, "eviction means nothing to the algorithm 'llada2.1'"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(
+    model: CompiledModel, options: dict[str, Any], error: type[MosaicError], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        model.generate(torch.arange(8, 20), gen_length=8, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ("llada-8b", "eviction: this model attends in both directions"),
+    ({**CONFIG, "num_hidden_layers": 2}, "the model's 2 leave none to save"),
+])  # fmt: skip
+def test_models_whose_tokens_cannot_be_evicted_are_refused(config: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(GenerationConfig(eviction="focus"), load(config).architecture)
+
+
+def test_steps_are_not_launched_ahead_with_a_block_cache() -> None:
+    static = GenerationConfig(remasking="low_confidence_static")
+    assert resolve(static, ARCH).ahead
+    for config in (replace(static, eviction="focus"), replace(static, block_cache="dc")):
+        assert not resolve(config, ARCH).ahead
+    found = resolve(replace(static, eviction="focus-public", block_cache="dc+"), ARCH)
+    assert found.eviction == PRESETS["focus-public"] and found.block_commit == "exact"
+    assert resolve(static, ARCH).block_commit is None
