@@ -214,7 +214,7 @@ class Generated:
         counts = [Fraction(n) for n in (self.of_block if chosen.history == "block" else self.history)]
         if not counts:
             return Fraction(1)
-        average = sum(counts) / len(counts)
+        average = sum(counts, Fraction()) / len(counts)
         if chosen.history == "ema":
             average = counts[0]
             for n in counts[1:]:

@@ -46,7 +46,7 @@ def decode(canvas: Canvas) -> Steps:
     config, block = canvas.config, canvas.config.block_length
     assert block is not None
     sampling, shifted = _sampling(config, canvas.architecture), canvas.architecture.shifted
-    rule = {"threshold": config.factor if config.factor is not None else config.threshold or 0.0}
+    rule: dict[str, Any] = {"threshold": config.factor if config.factor is not None else config.threshold or 0.0}
     for number in range(config.gen_length // block):
         canvas.block, start = number, canvas.prompt_len + number * block
         ends = {None: canvas.length, "prefix": canvas.length, "dual": start + block}
