@@ -29,7 +29,7 @@ from mosaic.models.sparse import SparseAttention
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.steps import StepRequest
 
-__all__ = ["HEADER", "generation_of", "main", "prefill_of", "rows_of", "stages_of", "steps_of", "with_block"]
+__all__ = ["HEADER", "fill", "generation_of", "main", "prefill_of", "rows_of", "stages_of", "steps_of", "with_block"]
 
 HEADER = ("", "a step, ms", "on the card, ms")
 REPEATS, WARM = 20, 3
@@ -68,7 +68,7 @@ def steps_of(
             request = replace(asked, phase=phase, values={**asked.values, **captures})
             model.step([request])
             if not found:
-                _fill(model)
+                fill(model)
             found[name] = _timed(model, request, brackets)
     finally:
         kept.close()
@@ -76,12 +76,14 @@ def steps_of(
     return found
 
 
-def _fill(model: CompiledModel) -> None:
-    """Random keys and values in the state; what was never written would make scores of any size."""
-    size = model.workspace.range("state/kv").committed_bytes
+def fill(model: CompiledModel) -> None:
+    """Random keys, values and extrema of pages in the states; what was never written would make scores of any size."""
     dtype = model.architecture.dtype
-    elements = size // torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    model.workspace.view("state/kv", 0, (elements,), dtype).normal_()
+    for name in [name for name in model.workspace.pages.ranges if name.startswith(("state/kv", "state/pages"))]:
+        elements = (
+            model.workspace.range(name).committed_bytes // torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+        )
+        model.workspace.view(name, 0, (elements,), dtype).normal_()
 
 
 def _timed(

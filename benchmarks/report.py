@@ -21,6 +21,7 @@ from benchmarks import (
     requests,
     same_results,
     small_models,
+    sparse,
     speed,
     unembed,
 )
@@ -191,6 +192,17 @@ def block_section(results: Sequence[Result]) -> str:
     )  # fmt: skip
 
 
+def sparse_section(results: Sequence[Result]) -> str:
+    """Blocks of sparse attention beside exact ones, per model."""
+    return "\n\n".join(
+        titled(
+            f"{r['model']}, blocks of {r['block']}, {r['k']:,} keys selected", table(sparse.HEADER, list(sparse.rows_of(r))),
+            source_line(r),
+        )
+        for r in results
+    )  # fmt: skip
+
+
 def kv_attention_section(results: Sequence[Result]) -> str:
     """Attention over kept keys against its bound."""
     return "\n\n".join(
@@ -220,6 +232,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "decoding": ("decoding", decoding_section),
     "paired": ("paired", paired_section),
     "block": ("block", block_section),
+    "sparse": ("sparse", sparse_section),
     "kv-attention": ("kv-attention", kv_attention_section),
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from benchmarks import (
     requests,
     same_results,
     small_models,
+    sparse,
     speed,
     unembed,
 )
@@ -323,6 +325,30 @@ def test_steps_of_a_block_are_timed_exact_and_sparse() -> None:
         "generation, ahead",
     ]  # fmt: skip
     assert all(len(row) == len(block.HEADER) and float(row[1]) > 0 for row in rows)
+
+
+def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
+    tiny = load({**block.with_block("sdar-8b", sparse.BLOCK, 3).config, **SMALL})
+    asked = {"prefix": 64, "requests": 2, "steps": 2}
+    points = []
+    with mosaic.compile(tiny, device="cpu", seed=1) as model:
+        for attention, staggered in product((sparse.EXACT, SparseAttention(k=16, exact_layers=1)), (False, True)):
+            times = sparse.measured(model, attention, **asked, staggered=staggered)
+            assert len(times) == sparse.BLOCKS * 2
+            floor = sparse.floor_s(tiny, attention, **asked, bandwidth=1e9)
+            points.append(
+                {**asked, "staggered": staggered, "attention": str(attention), "step_ms": times, "floor_s": floor}
+            )
+        assert model.state_rows == {}
+    rows = [*sparse.rows_of({"points": points})]
+    assert all(len(row) == len(sparse.HEADER) for row in rows) and rows[0][-1] == rows[1][-1] == "1.00"
+    # a layer's keys and values of a prefix; half of them are ranked once, in the two layers that are sparse
+    arch = tiny.architecture
+    layer = 2 * 4 * arch.kv_heads * arch.head_size * 64 * 2
+    weights = 2 * 4 * (arch.parameters - arch.vocabulary * arch.hidden)
+    exact, _, mage, _ = (1e9 * point["floor_s"] for point in points)
+    assert exact == pytest.approx(weights + 2 * 3 * layer)
+    assert mage == pytest.approx(weights + 2 * layer + 2 * (layer + layer / 2 + layer * 16 / 64))
 
 
 def test_attention_over_kept_keys_is_timed_against_its_bound() -> None:

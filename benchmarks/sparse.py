@@ -1,0 +1,183 @@
+"""Blocks of sparse attention beside exact ones: milliseconds of a block by preset, prefix, batch and steps, and their floors.
+
+    python -m benchmarks.sparse sdar-8b --device h200 --prefix 32k,128k --batch 1,4 --steps 32,8 --k 1024
+
+writes `sparse-<model>-<device>.json`. Sessions decode as they always do, by a fixed schedule, so that steps are launched ahead
+where the policy allows it. Only the prefill is left out: weights are random, and so are the keys in the state. Requests of a batch
+begin together (lockstep), or are spread over a block (staggered). A block's time is that of its steps, in the middle of a
+generation. The floor is the reading of what the steps touch, at the profile's bandwidth: weights but for the embedding, the keys
+and values that are attended to, and the keys, or what is kept of pages, that a selection ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, Final
+
+import torch
+
+import mosaic
+from benchmarks.block import fill, with_block
+from benchmarks.cases import Clock, options, tag_of, token_counts
+from benchmarks.record import environment, table, write
+from mosaic.decoding import GenerationConfig, Session
+from mosaic.devices import load_device
+from mosaic.errors import DoesNotFit
+from mosaic.models import Model
+from mosaic.models.sparse import PRESETS, SparseAttention, sparse_attention
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.launched import Launched
+from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
+
+__all__ = ["HEADER", "NoPrefill", "floor_s", "main", "measured", "rows_of"]
+
+HEADER = (
+    "prefix", "requests", "steps of a block", "begin", "attention", "a block, ms", "a step, ms", "floor of a block, ms", "of it",
+    "exact / this",
+)  # fmt: skip
+BLOCK: Final = 32
+WARM, BLOCKS = 1, 3
+"""Blocks that are decoded before any is timed, and that are timed."""
+GENERATED: Final = (WARM + BLOCKS + 2) * BLOCK
+EXACT: Final = "exact"
+CASE: Final = ("prefix", "requests", "steps", "staggered")
+
+
+class NoPrefill:
+    """A runner that writes the keys of the first block alone where a whole prompt is asked for."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        """Run one step."""
+        return self._runner.step([_shortened(request) for request in requests])
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        """Begin one step."""
+        return self._runner.launch([_shortened(request) for request in requests])
+
+
+def _shortened(request: StepRequest) -> StepRequest:
+    if request.rows.numel() or request.start:
+        return request
+    return replace(request, token_ids=request.token_ids[:BLOCK], key_len=BLOCK)
+
+
+def measured(
+    model: CompiledModel, attention: str | SparseAttention, *, prefix: int, requests: int, steps: int, staggered: bool
+) -> list[float]:
+    """Milliseconds of the steps of some blocks, in the middle of a generation."""
+    quota = BLOCK // steps
+    config = GenerationConfig(
+        gen_length=GENERATED, steps=steps, remasking="low_confidence_static", stop_at_eos=False,
+        attention=None if attention == EXACT else attention,
+    )  # fmt: skip
+    found = list[float]()
+    with Session(NoPrefill(model)) as session:
+        for number in range(requests):
+            known = number * BLOCK // requests // quota * quota if staggered else 0  # of the first block
+            ids = torch.arange(prefix + known) % model.architecture.mask_token_id
+            session.submit(ids, config)
+        session.advance()
+        fill(model)
+        session.advance(WARM * steps)
+        for _ in range(BLOCKS * steps):
+            began = time.perf_counter()
+            session.advance()
+            found.append(1e3 * (time.perf_counter() - began))
+    return found
+
+
+def _reaching(model: Model, positions: int) -> Model:
+    """The model, with a rotary scaling where it was trained on fewer positions: times are the same."""
+    factor = -(-positions // model.architecture.max_context)
+    return model if factor == 1 else model.with_rope_scaling("yarn", factor)
+
+
+def floor_s(
+    model: Model, attention: str | SparseAttention, *, prefix: int, requests: int, steps: int, bandwidth: float
+) -> float:
+    """Seconds of reading what the steps of one block touch, once each."""
+    arch = model.architecture
+    item = 2 if arch.dtype != "float32" else 4
+    weights = item * (arch.parameters - (0 if arch.tied else arch.vocabulary * arch.hidden))
+    of_layer = 2 * item * arch.kv_heads * arch.head_size * prefix  # keys and values
+    if attention == EXACT:
+        return steps * (weights + requests * arch.layers * of_layer) / bandwidth
+    chosen = sparse_attention(attention)
+    sparse = arch.layers - chosen.exact_layers
+    selecting = chosen.selecting(steps)
+    every = chosen.selects == "every"
+    exactly = 0 if every else selecting
+    ranked = of_layer / chosen.page if chosen.by == "bounds" else of_layer / 2
+    attended = of_layer * min(chosen.k / prefix, 1.0)
+    kept = steps * chosen.exact_layers * of_layer + sparse * (
+        exactly * of_layer + (steps - exactly) * attended + selecting * ranked
+    )
+    return (steps * weights + requests * kept) / bandwidth
+
+
+def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Rows for a table, one a case."""
+    blocks = {tuple(point[name] for name in (*CASE, "attention")): _block_ms(point) for point in result["points"]}
+    for point in result["points"]:
+        case, block = tuple(point[name] for name in CASE), _block_ms(point)
+        exact = blocks.get((*case, EXACT))
+        yield [
+            f"{point['prefix']:,}", f"{point['requests']}", f"{point['steps']}", "staggered" if point["staggered"] else "lockstep",
+            point["attention"], f"{block:.1f}", f"{block / point['steps']:.2f}", f"{1e3 * point['floor_s']:.1f}",
+            f"{block / (1e3 * point['floor_s']):.2f}", "" if exact is None else f"{exact / block:.2f}",
+        ]  # fmt: skip
+
+
+def _block_ms(point: Mapping[str, Any]) -> float:
+    """The middle one of the blocks that were timed."""
+    times, steps = point["step_ms"], point["steps"]
+    blocks = sorted(sum(times[start : start + steps]) for start in range(0, len(times), steps))
+    return blocks[len(blocks) // 2]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure models, and record the figures of each."""
+    parser = options(__doc__)
+    parser.add_argument("--prefix", type=token_counts, default=token_counts("32k,128k"), help="keys before the blocks")
+    parser.add_argument("--batch", type=token_counts, default=(1,), help="requests")
+    parser.add_argument("--steps", type=token_counts, default=(32,), help="steps of a block")
+    parser.add_argument("--k", type=int, default=1024, help="keys that are selected")
+    parser.add_argument("--attention", default=f"{EXACT},{','.join(PRESETS)}", help="presets, separated by commas")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    asked = parser.parse_args(arguments)
+    device, on_card, clock = load_device(asked.device), asked.device != "cpu", Clock.start(asked.minutes)
+    named = {name: name if name == EXACT else replace(PRESETS[name], k=asked.k) for name in asked.attention.split(",")}
+    cases = [
+        case for case in product(asked.prefix, asked.batch, asked.steps, (False, True), named) if case[1] > 1 or not case[3]
+    ]  # fmt: skip
+    for name in asked.models:
+        result: dict[str, Any] = {"environment": environment(), "model": name, "block": BLOCK, "k": asked.k}
+        result |= {"card": torch.cuda.get_device_name() if on_card else "cpu", "points": []}
+        described = _reaching(with_block(name, BLOCK, asked.layers), max(asked.prefix) + BLOCK + GENERATED)
+        with mosaic.compile(described, device=asked.device, seed=3) as model:
+            for *case, attention in clock.while_left(cases, print):
+                point = dict(zip(CASE, case, strict=True))
+                sizes = {key: point[key] for key in ("prefix", "requests", "steps")}
+                try:
+                    times = measured(model, named[attention], **point)
+                except DoesNotFit as error:
+                    print(point, attention, error)
+                    continue
+                floor = floor_s(described, named[attention], **sizes, bandwidth=device.bandwidth)
+                result["points"].append({**point, "attention": attention, "step_ms": times, "floor_s": floor})
+                write(f"sparse-{name}-{asked.device}{tag_of(asked)}", result)
+        print(table(HEADER, list(rows_of(result))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
