@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,75 @@ def test_the_quality_bench_asks_with_the_sparse_options_it_is_given(mosaic: Any)
     assert ran.code == 0
     said = ran.json["settings"]["options"]["attention"]
     assert (said["k"], said["page"], said["exact_steps"]) == (8, 4, 0.2)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--alpha", "2"), "--alpha goes with --eviction, such as --eviction focus"),
+        (("--eviction", "focus", "--alpha", "0.9"), "alpha is 0.9; it must be a number of at least 1"),
+        (("--eviction", "fokus"), "unknown eviction 'fokus'. Did you mean 'focus'?"),
+        (("--eviction", "focus", "--block-cache", "dd"), "unknown block_cache 'dd'. Did you mean 'dc'?"),
+        (("--eviction", "focus", "--model", "small"), "eviction: this model attends in both directions"),
+    ],
+)
+def test_eviction_that_cannot_be_is_refused_alike(face: str, more: tuple[str, ...], message: str, mosaic: Any) -> None:
+    refused = mosaic(*FACES[face], "--model", "small-sdar", *more)
+    assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--ctx", "1k", "--eviction", "focus", "--masked", "3"), "leave --attention, --masked and --mask-ratio out"),
+        (("--ctx", "1k", "--eviction", "focus", "--attention", "mage"), "leave --attention, --masked"),
+        (("--ctx", "1k", "--block-cache", "dc"), "--block-cache goes with --eviction"),
+        (("--eviction", "focus"), r"give one (--ctx 1k) or several (--seq-lens 1k,2k)"),
+        (("--eviction", "focus", "--ctx", "auto"), "give one (--ctx 1k) or several"),
+        (("--eviction", "focus", "--ctx", "1k", "--seq-lens", "1k"), "give one (--ctx 1k) or several"),
+    ],
+)
+def test_eviction_is_planned_of_whole_blocks(more: tuple[str, ...], message: str, mosaic: Any) -> None:
+    refused = mosaic("plan", "--device", "h200", "--model", "small-sdar", *more)
+    assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
+def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic: Any) -> None:
+    """The step fits where the largest of its graphs does; its second one takes less, the fewer tokens it computes."""
+    ask = ("plan", "--device", "h200", "--model", "small-sdar", "--seq-lens", ",".join(["1k"] * 256))
+    ask = (*ask, "--eviction", "focus-public", "--alpha", "1.2", "--block-cache", "dc+")
+    shown = mosaic(*ask)
+    assert shown.code == 0 and "eviction eviction(alpha=1.2, history='block'" in shown.out
+    found = mosaic(*ask, "--json").json
+    whole, prefix, *suffixes = found["graphs"].values()
+    assert whole["tokens"] == prefix["tokens"] == suffixes[-1]["tokens"] == 256 * 32
+    for fewer, more in pairwise(suffixes):
+        assert fewer["tokens"] < more["tokens"] and fewer["predicted_ms"] < more["predicted_ms"]
+        assert fewer["total_bytes"] <= more["total_bytes"] <= found["total_bytes"]
+    assert prefix["predicted_ms"] + suffixes[0]["predicted_ms"] < 0.7 * whole["predicted_ms"]
+    assert mosaic(*ask, "--budget", str(found["total_bytes"])).code == 0
+    tight = mosaic(*ask, "--budget", str(suffixes[0]["total_bytes"] - 2**22), "--json")
+    least, options = tight.json["misfit"]["needed_bytes"], tight.json["misfit"]["options"]
+    assert tight.code == 3 and least <= found["total_bytes"] and options
+    assert all(option["predicted_ms"] > prefix["predicted_ms"] for option in options)
+    assert not {option["what"] for option in options} & {"masked", "ctx", "seq-lens"}
+
+
+def test_generation_with_eviction_by_command(mosaic: Any) -> None:
+    """Options reach the algorithm, and the document says them."""
+    ask = ("generate", "--model", "small-sdar", "--prompt", "Anna has 3 apples.", "--gen-length", "4", "--json")
+    ran = mosaic(
+        *ask, "--eviction", "focus-public", "--alpha", "1.2", "--block-cache", "dc+", "--block-commit", "cached"
+    )
+    said = ran.json["config"]
+    assert (said["eviction"]["alpha"], said["eviction"]["history"]) == (1.2, "block")
+    assert (said["block_cache"], said["block_commit"]) == ("dc+", "cached")
+
+
+def test_the_quality_bench_asks_with_the_eviction_it_is_given(mosaic: Any) -> None:
+    ran = mosaic(*FACES["quality"], "--model", "small-sdar", "--eviction", "focus", "--alpha", "1.8", "--json")
+    assert ran.code == 0 and ran.json["settings"]["options"]["eviction"]["alpha"] == 1.8
 
 
 def test_policies_are_compared_by_one_command(mosaic: Any, tmp_path: Path) -> None:

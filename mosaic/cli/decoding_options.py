@@ -11,6 +11,7 @@ from mosaic.cli.completion import device_names
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
+    from mosaic.models.eviction import Eviction as EvictionOptions
     from mosaic.models.sparse import SparseAttention
 
 __all__ = [
@@ -18,7 +19,10 @@ __all__ = [
     "Alg",
     "AlgTemp",
     "Algorithm",
+    "Alpha",
     "Attention",
+    "BlockCache",
+    "BlockCommit",
     "BlockLength",
     "Budget",
     "Cache",
@@ -26,6 +30,7 @@ __all__ = [
     "DType",
     "EditThreshold",
     "Eps",
+    "Eviction",
     "ExactLayers",
     "Factor",
     "K",
@@ -42,6 +47,7 @@ __all__ = [
     "TopK",
     "TopP",
     "Where",
+    "eviction_options",
     "given",
     "sparse_options",
 ]  # fmt: skip
@@ -87,6 +93,19 @@ Page: TypeAlias = Annotated[int | None, typer.Option(help="With --attention: key
 ExactLayers: TypeAlias = Annotated[
     int | None, typer.Option(help="With --attention: first layers that attend to all keys.")
 ]
+Eviction: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="SDAR, LLaDA2.0: drop tokens after two layers, focus or focus-public; default all are computed."),
+]
+Alpha: TypeAlias = Annotated[
+    float | None, typer.Option(help="With --eviction: tokens kept for each that is expected to be decided; at least 1.")
+]
+BlockCache: TypeAlias = Annotated[
+    str | None, typer.Option(help="SDAR, LLaDA2.0: leave decided tokens out of a block's later steps, dc or dc+.")
+]
+BlockCommit: TypeAlias = Annotated[
+    str | None, typer.Option(help="With --block-cache: keys of finished blocks, exact (default) or cached.")
+]
 RopeScaling: TypeAlias = Annotated[
     str | None, typer.Option(help="Reach beyond the trained context: linear, dynamic or yarn, and a factor: yarn:4.")
 ]
@@ -113,7 +132,27 @@ def given(context: typer.Context) -> dict[str, Any]:
     params = context.params
     found = {entry.name: params[entry.name] for entry in fields(GenerationConfig) if params.get(entry.name) is not None}
     attention = sparse_options(params["attention"], params["k"], params["page"], params["exact_layers"])
-    return found if attention is None else {**found, "attention": attention}
+    eviction = eviction_options(params["eviction"], params["alpha"])
+    chosen = {"attention": attention, "eviction": eviction}
+    return found | {name: value for name, value in chosen.items() if value is not None}
+
+
+def eviction_options(eviction: str | None, alpha: float | None) -> EvictionOptions | None:
+    """Return a preset with what is said beside it; None where all tokens are computed.
+
+    Raises
+    ------
+    UsageError
+        If there is no such preset, the number cannot be, or it is given without a preset.
+    """
+    from mosaic.models.eviction import token_eviction
+
+    if eviction is not None:
+        found = token_eviction(eviction)
+        return found if alpha is None else replace(found, alpha=alpha)
+    if alpha is not None:
+        raise UsageError("--alpha goes with --eviction, such as --eviction focus.")
+    return None
 
 
 def sparse_options(

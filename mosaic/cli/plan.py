@@ -10,6 +10,9 @@ import typer
 from mosaic.cli import decoding_options as o
 from mosaic.cli.attention import figures, report_steps, requests_of
 from mosaic.cli.completion import device_names, model_names, solver_names
+from mosaic.cli.eviction import figures as eviction_figures
+from mosaic.cli.eviction import report_graphs
+from mosaic.cli.eviction import requests_of as blocks_of
 from mosaic.cli.output import note, print_json, report_plan, results
 from mosaic.errors import UsageError
 
@@ -47,6 +50,9 @@ def plan(
     k: o.K = None,
     page: o.Page = None,
     exact_layers: o.ExactLayers = None,
+    eviction: o.Eviction = None,
+    alpha: o.Alpha = None,
+    block_cache: o.BlockCache = None,
     rope_scaling: o.RopeScaling = None,
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Set two plan files side by side.")] = None,
@@ -80,6 +86,9 @@ def plan(
                 k,
                 page,
                 exact_layers,
+                eviction,
+                alpha,
+                block_cache,
                 rope_scaling,
             )
         ):
@@ -99,6 +108,11 @@ def plan(
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
+    evicting = o.eviction_options(eviction, alpha)
+    if evicting is not None and (sparse, masked, mask_ratio) != (None, None, None):
+        raise UsageError("--eviction plans whole blocks; leave --attention, --masked and --mask-ratio out.")
+    if block_cache is not None and evicting is None:
+        raise UsageError("--block-cache goes with --eviction, such as --eviction focus.")
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
@@ -107,12 +121,16 @@ def plan(
         planner.verify_checkpoint()
         steps = {} if sparse is None else requests_of(planner, ctx, sparse)
         others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+        if evicting is not None:
+            whole, cut = blocks_of(planner, ctx, seq_lens, evicting, block_cache)
+            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(cut, limit=False))
         too_large = [name for name in ("first", "later") if steps and not others[name].fits]
-        request = (
-            steps[too_large[0] if too_large else "later"]
-            if steps
-            else read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
-        )
+        if evicting is not None:
+            request = cut
+        elif steps:
+            request = steps[too_large[0] if too_large else "later"]
+        else:
+            request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
         made = planner.plan(request, solver=solver)
         reason = None if made.fits else misfit(planner, request, made)
     if device is None and not as_json:
@@ -128,14 +146,17 @@ def plan(
             note("nothing written, since the plan does not fit.")
         raise typer.Exit(3)
     export(made.document, targets)
-    if sparse is None:
-        report_plan(made.document, as_json, explain)
-        return
-    if as_json:
+    if as_json and sparse is not None:
         print_json({**made.document, "steps": figures(others)})
         return
+    if as_json and evicting is not None:
+        print_json({**made.document, "graphs": graphs})
+        return
     report_plan(made.document, as_json, explain)
-    report_steps(figures(others), sparse, described.architecture.block)
+    if sparse is not None:
+        report_steps(figures(others), sparse, described.architecture.block)
+    if evicting is not None:
+        report_graphs(graphs, evicting)
 
 
 def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:

@@ -55,6 +55,10 @@ def quality(
     k: o.K = None,
     page: o.Page = None,
     exact_layers: o.ExactLayers = None,
+    eviction: o.Eviction = None,
+    alpha: o.Alpha = None,
+    block_cache: o.BlockCache = None,
+    block_commit: o.BlockCommit = None,
     rope_scaling: o.RopeScaling = None,
     eps: o.Eps = None,
     cfg_scale: o.CfgScale = None,
@@ -92,8 +96,9 @@ def quality(
     if described.path is None:
         raise UsageError(f"{model} is a preset with random weights: give small, small-sdar or a checkpoint directory.")
     check_vocabulary(Path(described.path))
-    if "attention" in settings.options:
-        settings.options["attention"].check(described.architecture)  # before the model is loaded
+    for name in ("attention", "eviction"):
+        if name in settings.options:
+            settings.options[name].check(described.architecture)  # before the model is loaded
 
     from mosaic.bench.environment import environment
     from mosaic.bench.meters import card

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.decoding.algorithm import Algorithm, Traits
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.eviction import Eviction, token_eviction
+from mosaic.models.eviction import BLOCK_CACHES, BLOCK_COMMITS, Eviction, token_eviction
 from mosaic.models.sparse import SparseAttention, sparse_attention
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ __all__ = ["ALGORITHMS", "GenerationConfig", "own_algorithm", "resolve"]
 REMASKING: Final = ("low_confidence", "random", "sequential", "low_confidence_static", "low_confidence_dynamic")
 ALGS: Final = ("origin", "maskgit_plus", "topk_margin", "entropy")
 CACHES: Final = ("prefix", "dual")
-BLOCK_CACHES: Final = ("dc", "dc+")
-BLOCK_COMMITS: Final = ("exact", "cached")
 _COMMON: Final = frozenset({"algorithm", "gen_length", "temperature", "seed", "stop_at_eos"})
 _COMPUTING: Final = frozenset({"eviction", "block_cache", "block_commit"})
 

@@ -17,13 +17,18 @@ from mosaic.errors import UnknownName, UsageError
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["PRESETS", "Eviction", "token_eviction"]
+__all__ = ["BLOCK_CACHES", "BLOCK_COMMITS", "PRESETS", "Eviction", "token_eviction"]
 
 History: TypeAlias = Literal["cumulative", "ema", "block"]
 Threshold: TypeAlias = Literal["deviation", "mean"]
 Importance: TypeAlias = Literal["block", "masked"]
 Placeholders: TypeAlias = Literal["masked", "unprocessed"]
 FirstStep: TypeAlias = Literal["evicts", "whole"]
+
+BLOCK_CACHES: Final = ("dc", "dc+")
+"""When a decided token is computed no more: after one step more, or once its right neighbour has been decided as long, too."""
+BLOCK_COMMITS: Final = ("exact", "cached")
+"""Which keys later blocks see of a finished block: those of its final tokens, or where tokens were frozen those of then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,11 +158,12 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
 
 def _planned(planner: Planner, request: Request, what: str, arguments: str) -> Iterator[Option]:
     """The option, if its plan fits: placement may need more than the lower bound that it was found by."""
-    made = planner.plan(request, limit=False)
-    if made.fits:
+    graphs = planner.plans(request, limit=False)
+    if all(made.fits for made in graphs):
         yield Option(
-            what=what, arguments=arguments, device_bytes=made.total_bytes, host_bytes=made.host_bytes,
-            predicted_ms=made.predicted_step_ms,
+            what=what, arguments=arguments, device_bytes=max(made.total_bytes for made in graphs),
+            host_bytes=max(made.host_bytes for made in graphs),
+            predicted_ms=sum(made.predicted_step_ms for made in (*graphs[:-1][:1], graphs[-1])),
         )  # fmt: skip
 
 
@@ -182,9 +183,10 @@ def _larger_budget(planner: Planner, request: Request, smallest: int) -> Iterato
 
 def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
     """Weights and hidden states in pinned host memory: as little of it as will do, and as much as is fastest."""
-    least = smallest_host(planner.at(request), planner.budget_bytes, ANY_HOST)
-    if least is None:
+    found = [smallest_host(planner.at(graph), planner.budget_bytes, ANY_HOST) for graph in request.size.graphs]
+    if None in found:
         return
+    least = max(host for host in found if host is not None)
     fastest = planner.with_budgets(host_budget=ANY_HOST).plan(request, limit=False).host_bytes
     ways = [
         (planner.with_budgets(host_budget=host), f"{also}--host-budget {host // MIB}MiB")
@@ -228,7 +230,7 @@ def _named(other: Planner, planner: Planner) -> str:
 
 def _fewer_rows(planner: Planner, request: Request) -> Iterator[Option]:
     """As many masked rows as fit."""
-    if not request.size.has_rows:
+    if not request.size.has_rows or request.phase.cut is not None:
         return
     rows = _most(request.size.rows, lambda n: _fits(planner, replace(request, masked=n)))
     if rows:

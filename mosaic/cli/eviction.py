@@ -1,0 +1,83 @@
+"""`mosaic plan --eviction`: a step of blocks over kept keys, whole, and cut into two graphs, the second of several sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mosaic.cli.output import results
+from mosaic.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from mosaic.models.eviction import Eviction
+    from mosaic.planner.plan import Plan
+    from mosaic.planner.planner import Planner
+    from mosaic.planner.request import Request
+
+__all__ = ["figures", "report_graphs", "requests_of"]
+
+
+def requests_of(
+    planner: Planner, ctx: str | None, seq_lens: str | None, eviction: Eviction, block_cache: str | None
+) -> tuple[Request, Request]:
+    """Return a step of one block at the end of each context, whole and with eviction."""
+    from dataclasses import replace
+
+    from mosaic.models.eviction import BLOCK_CACHES
+    from mosaic.models.parts import KEPT, Commit
+    from mosaic.models.parts.focus import HISTORY, Focus
+    from mosaic.models.parts.windows import APART, WINDOWS
+    from mosaic.models.phase import Phase
+    from mosaic.planner.request import Request
+    from mosaic.units import parse_lengths, parse_tokens
+
+    arch = planner.model.architecture
+    eviction.check(arch)
+    if block_cache not in (None, *BLOCK_CACHES):
+        raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
+    if (ctx is None) == (seq_lens is None) or ctx == "auto":
+        raise UsageError(
+            "--eviction plans a block over the keys of each context: give one (--ctx 1k) or several (--seq-lens 1k,2k)."
+        )
+    keys = parse_lengths(seq_lens) if seq_lens is not None else (parse_tokens(str(ctx)),)
+    windows = tuple(min(arch.block, seen) for seen in keys)
+    whole = Request(
+        seq_lens=windows, key_lens=keys, masked=sum(windows), states={HISTORY: len(keys)},
+        phase=Phase(
+            tokens=WINDOWS if block_cache is None else APART, cache=KEPT, commit=Commit(score="confidence", rule="dynamic")
+        ),
+    )  # fmt: skip
+    return whole, replace(whole, phase=replace(whole.phase, cut=Focus(eviction=eviction)))
+
+
+def figures(whole: Plan, graphs: list[Plan]) -> dict[str, dict[str, float]]:
+    """Return of each graph the tokens that it computes, its predicted milliseconds and its bytes."""
+    return {
+        name: {
+            "tokens": plan.dims.get("kept", plan.dims["tokens"]),
+            "predicted_ms": plan.predicted_step_ms,
+            "total_bytes": plan.total_bytes,
+        }
+        for name, plan in {"whole": whole, **{_name(plan): plan for plan in graphs}}.items()
+    }
+
+
+def _name(plan: Plan) -> str:
+    return f"suffix_{plan.dims['kept']}" if "kept" in plan.dims else "prefix"
+
+
+def report_graphs(found: dict[str, dict[str, float]], eviction: Eviction) -> None:
+    """Print the graphs side by side, and what a step takes that keeps as many tokens as each second graph has room for."""
+    from rich.table import Table
+
+    from mosaic.units import format_bytes
+
+    table = Table(box=None, padding=(0, 2), title=f"eviction {eviction}", title_justify="left")
+    for name in ("graph", "tokens", "predicted", "step", "in all"):
+        table.add_column(name, justify="left" if name == "graph" else "right")
+    for name, row in found.items():
+        step = row["predicted_ms"] + (found["prefix"]["predicted_ms"] if name.startswith("suffix") else 0)
+        table.add_row(
+            name.partition("_")[0], f"{row['tokens']:,.0f}", f"{row['predicted_ms']:,.2f} ms",
+            "" if name == "prefix" else f"{step:,.2f} ms", format_bytes(int(row["total_bytes"])),
+        )  # fmt: skip
+    results().print(table)
