@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -191,7 +192,14 @@ def test_the_document_has_every_figure_and_a_whole_budget_changes_nothing(model:
     names = ("exact", "mage:ratio=1", "mage:k=1:exact_layers=0")
     asked = CompareSettings(policies=names, schedules=("static:3", "static:2"), replay=1, **ASKED)  # type: ignore[arg-type]
     shown: list[tuple[str, int, int]] = []
-    found = compare(model, asked, progress=lambda *now: shown.append(now))
+    kept: list[list[int]] = []
+    found = compare(
+        model, asked, progress=lambda *now: shown.append(now),
+        keep=lambda document: kept.append([len(by_policy) for by_policy in document["schedules"].values()]),
+    )  # fmt: skip
+    assert kept == [[1], [2], [3], [3, 1], [3, 2], [3, 3]]
+    hurried = compare(model, replace(asked, tasks=("addition",), replay=0, seconds=1e-9))
+    assert [*hurried["schedules"]] == ["static:3"] and [*hurried["schedules"]["static:3"]] == ["exact"]
     assert json.loads(json.dumps(found))["settings"]["policies"] == list(names)
     assert shown[-1] == ("static:2, mage:k=1:exact_layers=0", 12, 12)
     items = evaluation_set(tasks=asked.tasks, lengths=asked.lengths, per_task=2)

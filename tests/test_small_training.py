@@ -367,6 +367,10 @@ def test_scores_want_the_result_and_nothing_else() -> None:
     assert not half.exact and half.tokens == pytest.approx((2 * (len(names) // 2) - 1) / (2 * len(names)))
     assert score(chain, ",".join([" Zoe", *names[1:]])).tokens < 0.2  # shifted by the bytes of an unknown word
     assert score(chain, chain.answer).tokens == 1.0
+    beyond = score(chain, chain.answer + ", Anna")  # the name asked for was reached
+    assert beyond.exact and not beyond.whole and not score(chain, chain.answer + "Anna").exact
+    listing = evaluation_set(tasks=("listing",), lengths=(1024,))[0]
+    assert score(listing, listing.answer).exact and not score(listing, listing.answer + ", 99 1234").exact
     found = summary([score(single, single.answer), score(single, "no")])
     assert found["by_task"]["retrieval"] == {"exact": 0.5, "whole": 0.5, "tokens": 0.5, "count": 2}
     assert list(found["by_length"]["retrieval"]) == ["256"]

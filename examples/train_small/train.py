@@ -51,6 +51,8 @@ CONTINUED = (
     ),
 )  # fmt: skip
 """What follows on the shipped checkpoint: tasks with long answers, and a share of everything that it knows."""
+SHORT = (Stage(share=1.0, lengths={128: 0.7, 256: 0.3}, tasks={128: 1.0, 256: 0.4}, long={256: 0.7}),)
+"""What a checkpoint may need after that: a few steps on short rows, where small tasks have suffered; a CPU will do."""
 TOY_STAGES = (
     Stage(share=0.7, lengths={64: 1.0}, tasks={}, whole=0.1),
     Stage(share=0.3, lengths={64: 0.3, 128: 0.7}, tasks={}),
@@ -72,6 +74,7 @@ class Settings:
     tokens: int = 65_536
     rate: float = RATE
     start: Path | None = None
+    stages: str = "first"
     optimizer: str = "muon"
     seed: int = 0
     workers: int = 14
@@ -91,6 +94,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument(
         "--from", dest="start", type=Path, help="checkpoint to go on from; adds tasks with long answers"
     )
+    parser.add_argument("--stages", choices=("first", "long", "short"), help="first, and long with --from")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="of the layers' matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=min(14, max(1, (os.cpu_count() or 2) - 2)))
@@ -100,6 +104,8 @@ def parse(arguments: Sequence[str]) -> Settings:
     found = vars(parser.parse_args(arguments))
     if found["rate"] is None:
         found["rate"] = RATE_CONTINUED if found["start"] else RATE
+    if found["stages"] is None:
+        found["stages"] = "long" if found["start"] else "first"
     return Settings(**found)
 
 
@@ -205,6 +211,8 @@ def small_sets(settings: Settings, stage: Stage) -> list[Any]:
     """Items to watch a stage by: retrieval at its row lengths, everything else, and long answers if it has them."""
     if settings.toy:
         return evaluation_set(seed=1, tasks=("retrieval", "pair"), lengths=(128,), per_cell=1)
+    if settings.stages == "short":
+        return evaluation_set(seed=1, tasks=TASKS, lengths=(256,), per_cell=1, per_task=12)
     lengths = [length for length in stage.lengths if length >= 256]
     items = evaluation_set(seed=1, tasks=TASKS, lengths=lengths, per_cell=2, per_task=24)
     if stage.long:  # at one length: an answer takes as many passes over its context as it has tokens
@@ -356,8 +364,9 @@ def say(text: str) -> None:
 def main(arguments: Sequence[str]) -> None:
     started = time.monotonic()
     settings = parse(arguments)
-    first, more = (TOY_STAGES, TOY_CONTINUED) if settings.toy else (STAGES, CONTINUED)
-    stages = more if settings.start else first
+    full = {"first": STAGES, "long": CONTINUED, "short": SHORT}
+    toy = {"first": TOY_STAGES, "long": TOY_CONTINUED, "short": TOY_CONTINUED}
+    stages = (toy if settings.toy else full)[settings.stages]
     run: Callable[[], None] = (
         (lambda: dry_run(settings, stages)) if settings.dry_run else (lambda: train(settings, started, stages))
     )

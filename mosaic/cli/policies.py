@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +45,7 @@ def policies(
     seed: Annotated[int, typer.Option(help="Of the evaluation set and of sampling.")] = 0,
     split: Annotated[str, typer.Option(help="judge; choose: other items, to choose settings on.")] = "judge",
     batch: Annotated[int, typer.Option(help="Answers decoded at a time.")] = 16,
+    seconds: Annotated[float, typer.Option(help="No policy begins after that time; 0: all are run.")] = 0.0,
     budget: o.Budget = None,
     device: o.Where = "cpu",
     dtype: o.DType = None,
@@ -63,6 +66,7 @@ def policies(
     settings = CompareSettings(
         policies=_listed(policies), schedules=_listed(schedules), tasks=_listed(tasks), lengths=parse_lengths(lengths),
         per_cell=per_cell, per_task=per_task, seed=seed, split=split, batch=batch, replay=replay,
+        seconds=seconds,
     )  # fmt: skip
     described = load(model)
     if described.path is None:
@@ -77,16 +81,17 @@ def policies(
 
     where = card(load_device(device).backend == "cuda")
     dtype = dtype or own_dtype(model, device)
-    with compile(described, device=device, budget=budget, dtype=dtype, threads=threads) as compiled:
-        result = {
-            "model": described.name, "device": device, "card": where, "dtype": dtype,
-            "environment": environment(shlex.join(["mosaic", *sys.argv[1:]])),
-            **compare(compiled, settings, progress=_progress),
-        }  # fmt: skip
-    if out is not None:
-        import json
+    said = {
+        "model": described.name, "device": device, "card": where, "dtype": dtype,
+        "environment": environment(shlex.join(["mosaic", *sys.argv[1:]])),
+    }  # fmt: skip
 
-        write_atomic(out, json.dumps(result, indent=1) + "\n")
+    def keep(document: Mapping[str, Any]) -> None:
+        if out is not None:
+            write_atomic(out, json.dumps({**said, **document}, indent=1) + "\n")
+
+    with compile(described, device=device, budget=budget, dtype=dtype, threads=threads) as compiled:
+        result = {**said, **compare(compiled, settings, progress=_progress, keep=keep)}
     say_written([out])
     if as_json:
         print_json(result)

@@ -5,8 +5,9 @@ Every answer counts its forwards, since a policy that needs more of them is not 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -50,6 +51,8 @@ class CompareSettings:
         Answers that are decoded at a time.
     replay
         Answers of each task and length whose canvases every policy is forced through; 0: none.
+    seconds
+        No policy begins after that time; 0: all are run.
     """
 
     policies: tuple[str, ...]
@@ -62,6 +65,7 @@ class CompareSettings:
     split: str = "judge"
     batch: int = 16
     replay: int = 0
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, values in (("policies", self.policies), ("schedules", self.schedules), ("tasks", self.tasks)):
@@ -115,7 +119,13 @@ def configurations(settings: CompareSettings, architecture: Architecture) -> dic
     return found
 
 
-def compare(model: StepRunner, settings: CompareSettings, *, progress: Progress | None = None) -> dict[str, Any]:
+def compare(
+    model: StepRunner,
+    settings: CompareSettings,
+    *,
+    progress: Progress | None = None,
+    keep: Callable[[Mapping[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
     """Decode the set under every policy and schedule, and compare.
 
     Parameters
@@ -126,6 +136,8 @@ def compare(model: StepRunner, settings: CompareSettings, *, progress: Progress 
         What to ask and how to decode.
     progress
         Called with (what runs, answers done, answers in all).
+    keep
+        Called with the document after every policy: what has been found so far.
 
     Returns
     -------
@@ -142,15 +154,22 @@ def compare(model: StepRunner, settings: CompareSettings, *, progress: Progress 
         per_task=settings.per_task, choosing=settings.split == "choose",
     )  # fmt: skip
     assert not seen_in_training(items)
-    found: dict[str, Any] = {}
-    for text, configs in configurations(settings, model.architecture).items():
-        found[text] = _of_schedule(model, items, configs, settings, _named(progress, text))
-    return {
+    schedules: dict[str, Any] = {}
+    document = {
         "schema": SCHEMA,
         "settings": asdict(settings),
         "items": [{"task": item.task, "length": item.length, "tokens": item.tokens} for item in items],
-        "schedules": found,
+        "schedules": schedules,
     }
+    until = time.perf_counter() + (settings.seconds or math.inf)
+    for text, configs in configurations(settings, model.architecture).items():
+        schedules[text] = {}
+        for name, figures in _of_schedule(model, items, configs, settings, _named(progress, text)):
+            schedules[text][name] = figures
+            keep(document)
+            if time.perf_counter() > until:
+                return document
+    return document
 
 
 def _named(progress: Progress | None, schedule: str) -> Progress:
@@ -163,18 +182,17 @@ def _of_schedule(
     configs: Mapping[str, ByTask],
     settings: CompareSettings,
     progress: Progress,
-) -> dict[str, Any]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every policy under one schedule: figures by task, against the first, and agreement on its canvases."""
     from mosaic.bench.quality.replay import Records, forced, recording
 
     arch, records = model.architecture, Records()
     chosen = _some_of_each(items, settings.replay)
-    found: dict[str, Any] = {}
     baseline: Answers | None = None
     for name, by_task in configs.items():
         asked = [by_task[item.task] for item in items]
         answers = _answers(model, items, asked, settings.batch, partial(progress, name))
-        found[name] = _figures(items, answers, baseline or answers)
+        figures = _figures(items, answers, baseline or answers)
         if chosen:
             part = [items[index] for index in chosen]
             if baseline is None:
@@ -183,9 +201,9 @@ def _of_schedule(
             agreements: dict[int, Agreement] = {}
             watching = {task: forced(config, arch, records, agreements) for task, config in by_task.items()}
             _decode(model, part, [watching[item.task] for item in part], settings.batch)
-            found[name]["replay"] = _agreement([agreements[index] for index in range(len(part))], part)
+            figures["replay"] = _agreement([agreements[index] for index in range(len(part))], part)
         baseline = baseline or answers
-    return found
+        yield name, figures
 
 
 def _some_of_each(items: Sequence[Item], count: int) -> list[int]:

@@ -26,7 +26,8 @@ class Score:
     text
         What came, up to the first [EOS].
     exact
-        The result is the expected one, character for character after stripping spaces; a story has no fault.
+        The result is the expected one, character for character after stripping spaces; a story has no fault. What a chain goes
+        on with behind the name that it was asked to end at does not count: commas are decided before names.
     whole
         The working, too.
     tokens
@@ -57,6 +58,8 @@ def score(item: Item, text: str) -> Score:
     working = RESULT in item.answer
     result = text.rpartition(RESULT)[2].strip() if RESULT in text or not working else None
     whole = text.strip() == item.answer.strip()
+    if item.task == "chain" and text.strip().startswith(item.result + ","):
+        result = item.result
     return Score(
         item=item, text=text, exact=result == item.result, whole=whole, tokens=_tokens_right(item.answer, text)
     )

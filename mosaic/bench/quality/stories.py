@@ -14,7 +14,7 @@ from typing import Final
 
 from mosaic.bench.quality.items import Turn, pick
 from mosaic.bench.quality.split import held_out
-from mosaic.bench.quality.vocabulary import ADJECTIVES, FEELINGS, FEMALE, ITEMS, NAMES, PLACES
+from mosaic.bench.quality.vocabulary import ADJECTIVES, FEELINGS, FEMALE, ITEMS, MALE, NAMES, PLACES
 
 __all__ = ["FORMS", "draw", "faults", "pronoun", "story"]
 
@@ -95,12 +95,21 @@ def story(rng: Random, hero: str, friend: str, adjective: str, item: str, place:
 
 
 def draw(rng: Random, *, evaluation: bool) -> Turn:
-    """Return a story from its side of the split."""
+    """Return a story from its side of the split; hero and friend have different pronouns."""
     while True:
         hero, friend = pick(rng, NAMES), pick(rng, NAMES)
         adjective, item, place = pick(rng, ADJECTIVES), pick(rng, ITEMS), pick(rng, PLACES)
         if hero != friend and held_out("story", hero, adjective, item, place) == evaluation:
-            return story(rng, hero, friend, adjective, item, place)
+            return story(rng, hero, _unlike(hero, friend), adjective, item, place)
+
+
+def _unlike(hero: str, friend: str) -> str:
+    """A friend with another pronoun. Of 96 equally likely names one that cannot be is a weak lesson, half of them a strong one:
+    a model that has not learned it names the friend after the hero."""
+    if pronoun(hero) != pronoun(friend):
+        return friend
+    names, others = (FEMALE, MALE) if friend in _FEMALE else (MALE, FEMALE)
+    return others[names.index(friend) % len(others)]
 
 
 def faults(question: str, text: str) -> list[str]:
