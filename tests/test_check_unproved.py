@@ -159,7 +159,7 @@ SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "key_mass": "layer, scale, statistic", "selected_attention": "layer, slot, page, kv_heads, scale, block",
     "prefix_attention": "layer, scale, block", "joined_attention": "layer, slot, scale, block", "query_change": "rows",
     "page_bounds": "slot, statistic", "page_extrema": "layer, slot, page",
-    "top_keys": "slot, k, page, ratio", "prefix_logsumexp": "layer, scale",
+    "top_keys": "slot, k, page, ratio, enough", "prefix_logsumexp": "layer, scale",
     "token_importance": "layer, scale, pool", "evict_tokens": "alpha, history, threshold, placeholders, weight",
     "kv_store": "layer, head_size",
     "read_canvas": "open_id", "moe_route": "normalize, scoring, groups, top_groups, scale",

@@ -76,7 +76,7 @@ def chain(windows: Sequence[tuple[int, int, int]], prefixes: Sequence[int], rows
     pages = {"slot": 1, "sets": sets, "k": k, "page": page}
     attrs = {
         "prefix_logsumexp": of_rows, "key_mass": heads | {"columns": columns, "statistic": "mean"},
-        "top_keys": pages | {"ratio": 0.0}, "selected_attention": heads | pages | {"block": 4},
+        "top_keys": pages | {"ratio": 0.0, "enough": 0.0}, "selected_attention": heads | pages | {"block": 4},
     }  # fmt: skip
     return Chain(operands, attrs)
 

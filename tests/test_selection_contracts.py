@@ -94,6 +94,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("top_keys", {"cu_keys": Spec((SEQS + 1,), "int64")}, "cu_keys must be int32"),
     ("top_keys", {"mass": Spec((2, COLUMNS), "float32")}, r"mass must be float32\[4, keys\]"),
     ("top_keys", {"ratio": 1.5}, "ratio must be a share"),
+    ("top_keys", {"enough": -0.5}, "enough must be a sum of masses"),
     ("selected_attention", {"sets": 3}, "sets must be a multiple"),
     ("selected_attention", {"slot": 3}, "not slot 3"),
     ("selected_attention", {"block": -1}, "block must be"),

@@ -206,7 +206,7 @@ def test_mass_of_more_keys_and_rows_than_a_tile_has() -> None:
 # --- the pages with the most mass --------------------------------------------------------------------------------------
 
 
-def top_case(seed: int, kind: str, ratio: float = 0.0, longest: int = 60) -> Case:
+def top_case(seed: int, kind: str, ratio: float = 0.0, enough: float = 0.0, longest: int = 60) -> Case:
     """Masses with ties at every page; rows of a state in another order than the sequences, two slots of it."""
     rng = random.Random(seed)
     page = [1, 2, 3, 4, 16][seed % 5] if kind == "ties" else 1
@@ -225,7 +225,7 @@ def top_case(seed: int, kind: str, ratio: float = 0.0, longest: int = 60) -> Cas
         "owner": torch.tensor(rng.sample(range(6), len(prefixes))),
         "selected": strided(torch.full((6, 2 * sets * (1 + k // page)), -5, dtype=torch.int32).float()).to(torch.int32),
     }  # fmt: skip
-    attrs = {"slot": rng.randrange(2), "sets": sets, "k": k, "page": page, "ratio": ratio}
+    attrs = {"slot": rng.randrange(2), "sets": sets, "k": k, "page": page, "ratio": ratio, "enough": enough}
     return Case("top_keys", operands, attrs=attrs)
 
 
@@ -243,18 +243,25 @@ def stated_selection(case: Case) -> Tensor:
                 wanted = -int(-attrs["ratio"] * prefix // 1)  # rounded up; the ratios of the tests are exact
                 count = min(count, (wanted + page - 1) // page)
             best = sorted(range(len(sums)), key=lambda number: (-sums[number], number))[:count]
+            if attrs["enough"]:
+                before = [sum(sums[number] for number in best[:at]) for at in range(count)]
+                best = [number for number, weight in zip(best, before, strict=True) if weight < attrs["enough"]]
             at = (attrs["slot"] * attrs["sets"] + own) * (1 + k // page)
-            after[given["owner"][b], at : at + 1 + count] = torch.tensor([count, *sorted(best)], dtype=torch.int32)
+            after[given["owner"][b], at : at + 1 + len(best)] = torch.tensor(
+                [len(best), *sorted(best)], dtype=torch.int32
+            )
     return after
 
 
-TOPS = [("floats", 0.0), ("steep", 0.0), ("ties", 0.0), ("ties", 0.25)]
+TOPS = [
+    ("floats", 0.0, 0.0), ("steep", 0.0, 0.0), ("ties", 0.0, 0.0), ("ties", 0.25, 0.0), ("ties", 0.0, 0.375), ("ties", 0.5, 1.0),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "ratio"), TOPS)
-def test_pages_with_the_most_mass(kind: str, ratio: float) -> None:
+@pytest.mark.parametrize(("kind", "ratio", "enough"), TOPS)
+def test_pages_with_the_most_mass(kind: str, ratio: float, enough: float) -> None:
     for seed in range(20):
-        case = top_case(seed, kind, ratio)
+        case = top_case(seed, kind, ratio, enough)
         expected = stated_selection(case)
         wide = load("top_keys").reference(**case.operands, **case.attrs)
         case.launch()

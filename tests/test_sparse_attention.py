@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -124,8 +125,13 @@ class Plain:
             count = chosen.k // chosen.page
             if chosen.ratio:
                 count = min(count, -(-math.ceil(chosen.ratio * start) // chosen.page))
-            best = sorted(sorted(range(len(pages)), key=lambda page: -pages[page])[:count])
-            found = [j for page in best for j in range(page * chosen.page, min((page + 1) * chosen.page, start))]
+            ranked = sorted(range(len(pages)), key=lambda page: -pages[page])[:count]
+            if chosen.mass:
+                sums = accumulate((pages[page] for page in ranked), initial=0.0)
+                ranked = [page for page, before in zip(ranked, sums, strict=False) if before < chosen.mass]
+            found = [
+                j for page in sorted(ranked) for j in range(page * chosen.page, min((page + 1) * chosen.page, start))
+            ]
             for member in range(head, head + shared):
                 self.sets[layer, member] = found
 
@@ -181,6 +187,7 @@ WAYS = {
     "pages": SparseAttention(k=8, page=4, exact_layers=1),
     "the largest": SparseAttention(k=5, statistic="max", exact_layers=1, voters="answer"),
     "a share": SparseAttention(k=16, ratio=0.2, exact_layers=1),
+    "enough of the attention": SparseAttention(k=24, mass=0.5, exact_layers=1),
     "carried": SparseAttention(k=6, carried=True, exact_layers=1),
     "oracle": SparseAttention(k=5, selects="every", exact_layers=1),
     "sparsed": SparseAttention(k=6, exact_steps=0.3, exact_layers=1),
@@ -224,7 +231,7 @@ def test_with_the_whole_prefix_every_way_is_exact(model: CompiledModel) -> None:
     prompts = [torch.arange(n) % 60 for n in (1, 9, 50)]
     expected = model.generate(prompts, gen_length=10)
     for way in WAYS.values():
-        whole = replace(way, k=60 * way.page, ratio=0.0)
+        whole = replace(way, k=60 * way.page, ratio=0.0, mass=0.0)
         for mine, other in zip(model.generate(prompts, gen_length=10, attention=whole), expected, strict=True):
             assert torch.equal(mine.token_ids, other.token_ids)
             torch.testing.assert_close(mine.confidence, other.confidence)
@@ -390,6 +397,8 @@ def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:
         ({"carried": True, "exact_steps": 0.5}, "carried=True leaves no exact step"),
         ({"carried": True, "selects": "every"}, "carried=True leaves no exact step"),
         ({"ratio": 1.5}, r"ratio is 1.5; it must be a share of the prefix, in \[0, 1\]"),
+        ({"mass": -1}, r"mass is -1; it must be a share of the prefix's attention, in \[0, 1\]"),
+        ({"mass": 0.9, "statistic": "max"}, "mass is a share of the mean attention; leave it out"),
         (
             {"by": "bounds", "selects": "every"},
             "the minimum and maximum of a page of 1 key are the key itself, twice; use page 16",

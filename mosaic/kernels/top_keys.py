@@ -1,7 +1,7 @@
 """top_keys: the pages of each prefix with the most attention mass, per set, into the rows of a state.
 
 Contract: top_keys(mass[sets, S] float32, captured[B] int32, cu_keys[B+1] int32, owner[B] int64, selected[E, W] int32; slot, sets,
-k, page, ratio), all whole; updates selected. What is chosen, and where it is written, is as the contract says
+k, page, ratio, enough), all whole; updates selected. What is chosen, and where it is written, is as the contract says
 (`mosaic.registrar.operators.top_keys`; MAGE, equation 3). The pages of one sequence and set are sorted in the plan's own memory.
 Legend: S keys of all prefixes, B sequences, E rows, W numbers of a row.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mosaic.errors import GraphError
@@ -34,6 +35,7 @@ def bind(
     k: int,
     page: int,
     ratio: float = 0.0,
+    enough: float = 0.0,
     scratch: Tensor | None = None,
 ) -> Run:
     """Write count and pages of each sequence and set into its row of selected [E, W]; lengths are read on the host."""
@@ -59,11 +61,11 @@ def bind(
                 np.absolute(found, out=found)  # -0.0 becomes 0.0
                 fill_order(mine, ranked[:pages], found)
                 mine.sort()
-                chosen = indices_of(mine[:count])
+                chosen = indices_of(mine[: count if not enough else _fewest(found[indices_of(mine[:count])], enough)])
                 chosen.sort()
                 place = row[(slot * sets + own) * numbers :]
-                place[0] = count
-                place[1 : count + 1] = chosen
+                place[0] = len(chosen)
+                place[1 : len(chosen) + 1] = chosen
 
     return run
 
@@ -78,6 +80,11 @@ def _count(keys: int, k: int, page: int, ratio: float) -> int:
         wanted = int(np.ceil(np.float32(ratio) * np.float32(keys)))
         count = min(count, -(-wanted // page))
     return count
+
+
+def _fewest(sums: NDArray[np.float32], enough: float) -> int:
+    """How many of these sums, the largest first, add up to enough; all where they do not."""
+    return min(int(np.searchsorted(np.cumsum(sums), np.float32(enough))) + 1, len(sums))
 
 
 def check(
@@ -114,7 +121,7 @@ def check_selection(
 
 def reference(
     *, mass: Tensor, captured: Tensor, cu_keys: Tensor, owner: Tensor, selected: Tensor, slot: int, sets: int, k: int, page: int,
-    ratio: float = 0.0,
+    ratio: float = 0.0, enough: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Return the state afterwards, in plain PyTorch."""
     after, numbers = selected.clone(), numbers_of(k, page)
@@ -123,8 +130,11 @@ def reference(
         for own in range(sets if keys else 0):
             masses = mass[own, first : first + keys]
             sums = torch.stack([masses[at : at + page].sum() for at in range(0, keys, page)])
-            chosen = torch.sort(sums, descending=True, stable=True).indices[:count].sort().values
+            best = torch.sort(sums, descending=True, stable=True)
+            chosen = best.indices[:count]
+            if enough:
+                chosen = chosen[: int((best.values.cumsum(0) < enough).sum()) + 1]
             place = after[owner[sequence], (slot * sets + own) * numbers :]
-            place[0] = count
-            place[1 : count + 1] = chosen
+            place[0] = len(chosen)
+            place[1 : len(chosen) + 1] = chosen.sort().values
     return after

@@ -37,6 +37,9 @@ class SparseAttention:
         Keys of the prefix that each set has at most.
     ratio
         Share of the prefix that it has at most; 0: no limit but `k`.
+    mass
+        Share of the prefix's attention that a set needs no more than: the fewest keys that have it, at most `k`. 0: no limit but
+        `k`. It is of the "mean" over all voting rows, which adds up to 1.
     page
         Keys that are selected together, from a multiple of this on; `k` is a multiple of it.
     by
@@ -77,6 +80,7 @@ class SparseAttention:
 
     k: int = 512
     ratio: float = 0.0
+    mass: float = 0.0
     page: int = 1
     by: By = "mass"
     exact_layers: int = 2
@@ -97,7 +101,11 @@ class SparseAttention:
                 f"attention: k {self.k} is not whole pages of {self.page} keys; use k "
                 f"{max(self.k // self.page, 1) * self.page}."
             )
-        for name, of in (("ratio", "the prefix"), ("exact_steps", "a block's steps")):
+        for name, of in (
+            ("ratio", "the prefix"),
+            ("mass", "the prefix's attention"),
+            ("exact_steps", "a block's steps"),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise UsageError(f"attention: {name} is {value!r}; it must be a share of {of}, in [0, 1].")
@@ -113,6 +121,10 @@ class SparseAttention:
         for name, options in named.items():
             if getattr(self, name) not in get_args(options):
                 raise UnknownName(f"attention's {name}", getattr(self, name), get_args(options))
+        if self.mass and (self.by, self.statistic) != ("mass", "mean"):
+            raise UsageError(
+                "attention: mass is a share of the mean attention; leave it out, or by='bounds' and statistic='max'."
+            )
         if self.by == "bounds" and self.page == 1:
             raise UsageError(
                 "attention: the minimum and maximum of a page of 1 key are the key itself, twice; use page 16, or "

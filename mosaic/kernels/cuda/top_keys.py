@@ -1,9 +1,10 @@
 """top_keys on CUDA: the pages of each prefix with the most attention mass, per set, without sorting.
 
 Contract: top_keys(mass[sets, S] float32, captured[B] int32, cu_keys[B+1] int32, owner[B] int64, selected[E, W] int32; slot, sets,
-k, page, ratio); updates selected, as `mosaic.registrar.operators.top_keys` says. The lowest sum that is chosen is found by
+k, page, ratio, enough); updates selected, as `mosaic.registrar.operators.top_keys` says. The lowest sum that is chosen is found by
 bisection over the bits of float32, which order as the sums do: of pages in registers, a count for each bit. Then the pages above
-it are written in ascending order, and of those that tie with it the lowest ones. Long prefixes are cut into parts: a first launch
+it are written in ascending order, and of those that tie with it the lowest ones. Where a sum of masses is enough, the bisection
+adds up those above too. Long prefixes are cut into parts: a first launch
 counts the pages of each part by bins of their sums; a second lists those at or above the bin in which the lowest chosen sum must
 be, and the last program of a prefix and set to have listed its part chooses among these. Where too many share that bin, it
 chooses among all pages. Lengths are read on the device alone, and sums are added up again in each pass. Legend: S keys of all
@@ -81,14 +82,25 @@ def items_of(mass, listed, index, items, keys, LISTED: tl.constexpr, PAGE: tl.co
 
 
 @triton.jit
+def weight_of(bits, least, ENOUGH: tl.constexpr):
+    """What the sums from one on add up to, if that is asked for."""
+    weight = 0.0
+    if ENOUGH:
+        weight = tl.sum(tl.where(bits >= least, bits.to(tl.float32, bitcast=True), 0.0), 0)
+    return weight
+
+
+@triton.jit
 def choose(
-    mass, listed, items, keys, count, row, LISTED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    mass, listed, items, keys, count, enough, row, ENOUGH: tl.constexpr, LISTED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Write the `count` items with the largest sums, in their order; of equal ones the first."""
+    """Write the `count` items with the largest sums, in their order; of equal ones the first. With ENOUGH fewer, where their sums
+    add up to `enough`."""
     item = tl.arange(0, BLOCK)
     page, bits = items_of(mass, listed, item, items, keys, LISTED, PAGE, BLOCK_P)
-    # the lowest sum that is chosen: at least `count` items reach `least`, and `above` of them, fewer, reach `beyond`
+    # the lowest sum that is chosen: at least `count` items reach `least`, and `above` of them, fewer, reach `beyond`; or their
+    # sums are enough, and the `weight` of those beyond is not
     least = tl.min(tl.where(item < items, bits, 0x7FFFFFFF), 0)
     beyond = tl.max(bits, 0) + 1
     for start in range(BLOCK, items, BLOCK):
@@ -96,17 +108,27 @@ def choose(
         least = tl.minimum(least, tl.min(tl.where(start + item < items, more, 0x7FFFFFFF), 0))
         beyond = tl.maximum(beyond, tl.max(more, 0) + 1)
     above = items * 0
+    weight = 0.0
     while beyond - least > 1:
         middle = least + (beyond - least) // 2
         reach = tl.sum((bits >= middle).to(tl.int32), 0)
+        gathered = weight_of(bits, middle, ENOUGH)
         for start in range(BLOCK, items, BLOCK):
             page, more = items_of(mass, listed, start + item, items, keys, LISTED, PAGE, BLOCK_P)
             reach += tl.sum((more >= middle).to(tl.int32), 0)
-        least = tl.where(reach >= count, middle, least)
-        beyond = tl.where(reach >= count, beyond, middle)
-        above = tl.where(reach >= count, above, reach)
-    tl.store(row, count)
+            gathered += weight_of(more, middle, ENOUGH)
+        stays = reach >= count
+        if ENOUGH:
+            stays = stays | (gathered >= enough)
+        least = tl.where(stays, middle, least)
+        beyond = tl.where(stays, beyond, middle)
+        above = tl.where(stays, above, reach)
+        weight = tl.where(stays, weight, gathered)
     ties = count - above
+    if ENOUGH:
+        each = least.to(tl.float32, bitcast=True)
+        wanted = tl.where(each > 0, tl.ceil((enough - weight) / tl.where(each > 0, each, 1.0)), ties.to(tl.float32))
+        ties = tl.minimum(tl.maximum(wanted, 1.0), ties.to(tl.float32)).to(tl.int32)
     done = items * 0
     tied = items * 0
     for start in range(0, items, BLOCK):
@@ -117,6 +139,7 @@ def choose(
         tl.store(row + done + tl.cumsum(number, 0), page, mask=chosen)
         done += tl.sum(number, 0)
         tied += tl.sum(tie, 0)
+    tl.store(row, done)
 
 
 @triton.jit
@@ -172,10 +195,12 @@ def parted_kernel(
     selected_stride,
     slot,
     ratio,
+    enough,
     SETS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     RATIO: tl.constexpr,
+    ENOUGH: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -215,7 +240,7 @@ def parted_kernel(
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == PARTS - 1:
             row = selected + tl.load(owner + sequence) * selected_stride + (slot * SETS + own) * (PAGES + 1)
             items = tl.where(items <= LISTED, items, pages)
-            choose(mine, listed, items, keys, count, row, LISTED, PAGE, TILE, TILE_P)
+            choose(mine, listed, items, keys, count, enough, row, ENOUGH, LISTED, PAGE, TILE, TILE_P)
 
 
 @triton.jit(do_not_specialize=["slot"])
@@ -229,10 +254,12 @@ def whole_kernel(
     selected_stride,
     slot,
     ratio,
+    enough,
     SETS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     RATIO: tl.constexpr,
+    ENOUGH: tl.constexpr,
     TILE: tl.constexpr,
     TILE_P: tl.constexpr,
 ):
@@ -244,7 +271,7 @@ def whole_kernel(
     row = selected + tl.load(owner + sequence) * selected_stride + (slot * SETS + own) * (PAGES + 1)
     if keys > 0:
         count = count_of(keys, ratio, PAGES, PAGE, RATIO)
-        choose(mine, captured, tl.cdiv(keys, PAGE), keys, count, row, 0, PAGE, TILE, TILE_P)
+        choose(mine, captured, tl.cdiv(keys, PAGE), keys, count, enough, row, ENOUGH, 0, PAGE, TILE, TILE_P)
 
 
 def launch(
@@ -259,6 +286,7 @@ def launch(
     k: int,
     page: int,
     ratio: float = 0.0,
+    enough: float = 0.0,
     scratch: Tensor | None = None,
 ) -> None:
     """Write count and pages of each sequence and set into its row of selected [E, W]."""
@@ -266,8 +294,9 @@ def launch(
     sequences = owner.shape[0]
     together = power_of_two(page, WIDEST)
     chosen = {"SETS": sets, "PAGES": numbers_of(k, page) - 1, "PAGE": page, "RATIO": ratio > 0}
+    chosen["ENOUGH"] = enough > 0
     state = (owner, selected)
-    strides = (mass.stride(0), selected.stride(0), slot, ratio)
+    strides = (mass.stride(0), selected.stride(0), slot, ratio, enough)
     mean_pages = -(-mass.shape[1] // (sequences * page))
     if mean_pages <= TILE:
         tile = power_of_two(mean_pages, TILE // together, least=LEAST)

@@ -74,7 +74,7 @@ def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
     )  # fmt: skip
     g.add_op(
         "top_keys", mass, inputs["candidates"], inputs["cu_keys"], inputs["owner"], g[index_sets(chosen).name],
-        name="select", ratio=chosen.ratio, **_place(step, policy, layer),
+        name="select", ratio=chosen.ratio, enough=chosen.mass, **_place(step, policy, layer),
     )  # fmt: skip
 
 

@@ -282,7 +282,7 @@ _NOTATION: Final = {
     ),
     "top_keys": _Operator(
         "mass:float32=sets,S captured:int32=B cu_keys:int32=B+1 owner:int64=B selected:int32=E,W",
-        "mass captured cu_keys owner selected", "selected", "slot:n sets:n k:n page:n ratio?:x", whole="S B E W",
+        "mass captured cu_keys owner selected", "selected", "slot:n sets:n k:n page:n ratio?:x enough?:x", whole="S B E W",
         moved="mass captured cu_keys owner selected=B,sets*numbers", rules=_selection(), quotients=_NUMBERS,
     ),
     "transfer": _Operator(

@@ -4,7 +4,8 @@ MAGE (arXiv 2602.14209, section 4, equation 3 and Algorithm 1): `page` 1 is the 
 keys in its prefix, whose masses are mass[s, cu_keys[b]] and the P - 1 after it (`key_mass`), none below 0. A page is `page`
 neighbouring keys from a multiple of `page` on, cut at P. Chosen are the pages with the largest sums of mass, added up in float32;
 ties go to the lower page. Their count is the least of k / page and the pages that there are; with a `ratio` above 0 also of the
-pages that hold ceil(ratio * P) keys, the product in float32.
+pages that hold ceil(ratio * P) keys, the product in float32. With `enough` above 0 they are no more than the fewest of these
+whose masses add up to it, in float32: near that sum one page more or less may be chosen.
 
 `selected` is a state with one row for each sequence: that of sequence b is owner[b]. For every sparse layer (`slot` is its index
 among them) and every set it holds 1 + k / page numbers: the count, and the indices of the chosen pages, ascending. What is behind
@@ -21,7 +22,7 @@ from mosaic.registrar.tiles import Tile, Tiled, Tiles
 
 def infer(
     mass: Spec, captured: Spec, cu_keys: Spec, owner: Spec, selected: Spec,
-    *, slot: int, sets: int, k: int, page: int, ratio: float = 0.0,
+    *, slot: int, sets: int, k: int, page: int, ratio: float = 0.0, enough: float = 0.0,
 ) -> tuple[()]:  # fmt: skip
     require(
         len(mass.shape) == 2 and mass == Spec((sets, mass.shape[1]), "float32"),
@@ -32,6 +33,7 @@ def infer(
     )
     require_selection(selected, owner, captured, cu_keys.shape[0] - 1, slot, sets, k, page)
     require(0 <= ratio <= 1, f"ratio must be a share of the keys, or 0 for none, not {ratio}")
+    require(enough >= 0, f"enough must be a sum of masses, or 0 for none, not {enough}")
     return ()
 
 
