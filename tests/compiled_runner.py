@@ -24,6 +24,18 @@ from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 __all__ = ["CompiledRunner"]
 
 
+class Counted(Launched):
+    """A launched step whose plan is counted when its outcome is there."""
+
+    def __init__(self, inner: Launched, runner: CompiledRunner) -> None:
+        self.requests, self._inner, self._runner = inner.requests, inner, runner
+
+    def results(self) -> list[StepResult]:
+        results = self._inner.results()
+        self._runner.peak_bytes = max(self._runner.peak_bytes, results[0].plan.total_bytes)
+        return results
+
+
 class CompiledRunner:
     """A checkpoint of these tensors, compiled.
 
@@ -36,13 +48,15 @@ class CompiledRunner:
     ----------
     peak_bytes
         The most that a plan in force has taken since the last `check`.
+    planned_bytes
+        Of each pool the same, launched steps included whose outcome nobody has.
     """
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], /, **options: Any) -> None:
         self._config, self._tensors, self._options = config, tensors, options
         self._compile()
         self.checked: Plan | None = None
-        self.peak_bytes = 0
+        self.peak_bytes, self.planned_bytes = 0, dict[str, int]()
 
     def _compile(self) -> None:
         with TemporaryDirectory() as folder:
@@ -67,12 +81,17 @@ class CompiledRunner:
 
     def launch(self, requests: Sequence[StepRequest]) -> Launched:
         """Begin a step."""
-        return self.model.launch(requests)
+        launched = self.model.launch(requests)
+        for pool, size in self.model.memory().planned.items():
+            self.planned_bytes[pool] = max(self.planned_bytes.get(pool, 0), size)
+        return Counted(launched, self)
+
+    def prepare(self, requests: Sequence[StepRequest]) -> None:
+        """Pack a step that may follow."""
+        self.model.prepare(requests)
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
-        results = self.model.step(requests)
-        self.peak_bytes = max(self.peak_bytes, results[0].plan.total_bytes)
-        return results
+        return self.launch(requests).results()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return self.model.exclusive()
@@ -81,7 +100,7 @@ class CompiledRunner:
         return self.model.open_rows(state)
 
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
-        self.checked, self.peak_bytes = self.model.check(sizes, more=more), 0
+        self.checked, self.peak_bytes, self.planned_bytes = self.model.check(sizes, more=more), 0, {}
         return self.checked
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from test_session import FAMILIES
+from torch import Tensor
 
 import mosaic
 from mosaic.decoding import Generation, GenerationConfig
 from mosaic.decoding.session import Session
 from mosaic.errors import UsageError
 from mosaic.models.parts import CANVAS, ENTERED, GUIDED, KEPT, KV, STAYING, Commit
+from mosaic.models.parts.windows import OPEN
 from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
@@ -43,11 +45,16 @@ class Telling:
     def __init__(self, model: CompiledModel) -> None:
         self._model, self.told, self.architecture = model, list[tuple[str, int]](), model.architecture
         self.asked: list[tuple[StepRequest, ...]] = []
+        self.prepared: list[tuple[StepRequest, ...]] = []
 
     def launch(self, requests: Sequence[StepRequest]) -> Launched:
         self.told.append(("launch", len(self.asked)))
         self.asked.append(tuple(requests))
         return Told(self._model.launch(requests), len(self.asked) - 1, self.told)
+
+    def prepare(self, requests: Sequence[StepRequest]) -> None:
+        self.prepared.append(tuple(requests))
+        self._model.prepare(requests)
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         return self.launch(requests).results()
@@ -67,11 +74,12 @@ class Telling:
     @property
     def early(self) -> int:
         """Steps that were launched before the outcome of the one before was waited for."""
-        return sum(
-            self.told.index(("launch", number + 1)) < self.told.index(("wait", number))
-            for number in range(len(self.asked) - 1)
-            if ("wait", number) in self.told
-        )
+        return sum(self.is_early(number) for number in range(1, len(self.asked)))
+
+    def is_early(self, number: int) -> bool:
+        """Whether a step was."""
+        before = ("wait", number - 1)
+        return before in self.told and self.told.index(("launch", number)) < self.told.index(before)
 
 
 @pytest.fixture(scope="module", params=["sdar", "llada2"])
@@ -84,9 +92,14 @@ def model(request: pytest.FixtureRequest) -> Iterator[CompiledModel]:
 
 def drawn(rng: random.Random) -> dict[str, Any]:
     return {
+        "ahead": rng.choice([None, True]),
         "gen_length": rng.randint(1, 40), "threshold": rng.choice([0.09, 0.1, 0.12, 0.5]), "steps": rng.randint(1, 8),
         "temperature": rng.choice([0.0, 0.7]), "seed": rng.randrange(99), "stop_at_eos": rng.random() < 0.5,
     }  # fmt: skip
+
+
+def a_prompt(rng: random.Random) -> Tensor:
+    return torch.tensor(rng.choices(range(9), k=rng.randint(1, 30)))
 
 
 def same(found: Generation, expected: Generation) -> None:
@@ -100,13 +113,13 @@ def test_answers_are_those_of_steps_that_wait(model: CompiledModel) -> None:
     rng, early, vain, masks = random.Random(0), 0, 0, 0
     for _ in range(7):
         ways = [drawn(rng) for _ in range(rng.randint(1, 3))]
-        prompts = [torch.randint(0, 9, (rng.randint(1, 30),)) for _ in ways]
+        prompts = [a_prompt(rng) for _ in ways]
         telling, kept = Telling(model), []
         with Session(telling) as session:
             for number, (prompt, way) in enumerate(zip(prompts, ways, strict=True)):
-                kept.append(session.submit(prompt, GenerationConfig(**way), ahead=True, request_id=number))
+                kept.append(session.submit(prompt, GenerationConfig(**way), request_id=number))
                 if rng.random() < 0.3:
-                    gone = session.submit(prompt, GenerationConfig(**ways[0]), ahead=True)
+                    gone = session.submit(prompt, GenerationConfig(**ways[0]))
                     session.advance(rng.randint(0, 4))
                     session.cancel(gone)
                 session.advance(rng.randint(0, 6))
@@ -116,7 +129,7 @@ def test_answers_are_those_of_steps_that_wait(model: CompiledModel) -> None:
         early += telling.early
         for number, (live, prompt, way) in enumerate(zip(kept, prompts, ways, strict=True)):
             with Session(model) as alone:
-                waited = alone.submit(prompt, GenerationConfig(**way), request_id=number)
+                waited = alone.submit(prompt, GenerationConfig(**way), ahead=False, request_id=number)
                 while alone.live:
                     alone.advance()
             assert live.generation is not None and waited.generation is not None
@@ -141,6 +154,50 @@ def test_a_step_is_launched_before_the_last_one_is_waited_for(model: CompiledMod
     for first, *later in blocks:
         assert first[0].phase.tokens == ENTERED and all(one[0] is later[0][0] for one in later)
         assert later[0][0].phase.tokens == STAYING
+
+
+def test_what_may_follow_is_prepared_while_a_step_runs(model: CompiledModel) -> None:
+    """Of one request every step but the first two, and nothing is launched before it is known to be asked for."""
+    rng, prepared = random.Random(4), 0
+    for _ in range(4):
+        prompt, way = a_prompt(rng), drawn(rng) | {"stop_at_eos": False, "ahead": None}
+        telling = Telling(model)
+        with Session(telling) as session:
+            session.submit(prompt, GenerationConfig(**way))
+            while session.live:
+                session.advance()
+            assert session.launched_in_vain == 0
+        ready = {id(one) for (one,) in telling.prepared}
+        early = {n for n in range(1, len(telling.asked)) if telling.is_early(n)}
+        first = len(prompt) >= 8
+        late = [one for n, (one,) in enumerate(telling.asked) if n > first and n not in early]
+        assert {id(one) for one in late} <= ready
+        prepared += len(late)
+    assert prepared > 10
+
+
+def test_requests_at_different_steps_of_their_blocks_share_a_forward(model: CompiledModel) -> None:
+    """What one of them needs, where a block begins, serves those that are within theirs."""
+    telling, mixed = Telling(model), 0
+    with Session(telling) as session:
+        lives = [
+            session.submit(
+                torch.arange(n), GenerationConfig(gen_length=20, threshold=1.0, stop_at_eos=False), request_id=n
+            )
+            for n in (1, 4, 6)
+        ]
+        while session.live:
+            session.advance()
+    assert len(telling.asked) == max(live.steps for live in lives)
+    for asked in telling.asked:
+        assert len({one.phase for one in asked}) == 1
+        starts = {bool((one.values["entered"] == OPEN).any()) for one in asked}
+        mixed += starts == {True, False}
+    assert mixed >= 4
+    for live, n in zip(lives, (1, 4, 6), strict=True):
+        (waited,) = model.generate([torch.arange(n)], gen_length=20, threshold=1.0, stop_at_eos=False, ahead=False)
+        assert live.generation is not None
+        same(live.generation, waited)
 
 
 def test_what_cannot_be_launched_ahead_is_refused() -> None:
@@ -213,11 +270,11 @@ def test_what_goes_wrong_on_the_host_loses_no_decision(model: CompiledModel) -> 
     rng, faults = random.Random(1), 0
     for _ in range(6):
         ways: list[dict[str, Any]] = [{**drawn(rng), "temperature": 0.0} for _ in range(rng.randint(1, 3))]
-        prompts = [torch.randint(0, 9, (rng.randint(1, 30),)) for _ in ways]
+        prompts = [a_prompt(rng) for _ in ways]
         faulty = Faulty(model, rng)
         with Session(faulty) as session:
             kept = [
-                session.submit(prompt, GenerationConfig(**way), ahead=True, request_id=number, on_step=faulty.shown)
+                session.submit(prompt, GenerationConfig(**way), request_id=number, on_step=faulty.shown)
                 for number, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
             ]
             while session.live:
@@ -226,7 +283,7 @@ def test_what_goes_wrong_on_the_host_loses_no_decision(model: CompiledModel) -> 
                 except Fault:
                     faults += 1
         for number, (live, prompt, way) in enumerate(zip(kept, prompts, ways, strict=True)):
-            (waited,) = model.generate([prompt], GenerationConfig(**way))
+            (waited,) = model.generate([prompt], GenerationConfig(**way), ahead=False)
             assert live.generation is not None, number
             same(live.generation, waited)
     assert faults > 20 and model.state_rows == {}
@@ -245,15 +302,15 @@ def test_a_step_whose_outcome_is_lost_has_decided_all_the_same(model: CompiledMo
 
     for _ in range(4):
         way: dict[str, Any] = {**drawn(rng), "temperature": 0.0, "steps": 8}  # a token a step at least, in every step
-        prompt = torch.randint(0, 9, (rng.randint(1, 30),))
+        prompt = a_prompt(rng)
         with Session(Losing(model)) as session:
-            live = session.submit(prompt, GenerationConfig(**way), ahead=True)
+            live = session.submit(prompt, GenerationConfig(**way))
             while session.live:
                 try:
                     session.advance()
                 except KeyboardInterrupt:
                     lost += 1
-        (waited,) = model.generate([prompt], GenerationConfig(**way))
+        (waited,) = model.generate([prompt], GenerationConfig(**way), ahead=False)
         assert live.generation is not None and torch.equal(live.generation.token_ids, waited.token_ids)
     assert lost > 5
 

@@ -123,7 +123,7 @@ def test_the_benchmark_sets_engines_side_by_side(
     assert (greedy["setting"], drawn["setting"]) == ("sdar, greedy", "sdar, T=1") and greedy["equal"] == 1.0
     ours, plain = greedy["engines"]["mosaic"], greedy["engines"]["plain"]
     # a prefill, and one of the block's 32 tokens a step; plain stores the finished block too
-    assert ours["passes"] == 33 and plain["passes"] == 34 and plain["rows"] == 32 * 32 > ours["rows"]
+    assert ours["passes"] == 33 and plain["passes"] == 34 and plain["rows"] == ours["rows"] == 32 * 32
     assert greedy["ratio"] == pytest.approx(greedy["from"]["step"] * greedy["from"]["passes"])
     assert ours["peak_bytes"] > result["engines"]["mosaic"]["weights_bytes"] < plain["peak_bytes"]
     rows = benchmark.rows_of(result["points"])

@@ -80,14 +80,11 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[
     family, options = WAYS[way]
     runner = runner_of(family)
     committed: list[int] = []
-    highest: dict[str, int] = {}
 
     def measure(step: decoding.Step) -> None:
-        for pool, size in step.plan.pools.items():
-            highest[pool] = max(highest.get(pool, 0), size)
-        held, kept = runner.model.workspace.committed_bytes(), highest
-        if highest.get("state/kv") and not runner.model.state_rows:  # the last sequence is closed
-            kept = {**step.plan.pools, "state/kv": 0}
+        held, kept = runner.model.workspace.committed_bytes(), runner.planned_bytes
+        if kept.get("state/kv") and not runner.model.state_rows:  # the last sequence is closed
+            kept = {pool: 0 if pool.startswith("state/") else size for pool, size in step.plan.pools.items()}
         assert held == {pool: kept[pool] for pool in held}  # to the byte, the most that a step has needed
         committed.append(step.peak_bytes)
 

@@ -1,4 +1,4 @@
-"""Block diffusion over a canvas on the device: a step is launched before the host knows what the one before it decided.
+"""Block diffusion over a canvas on the device: the next step is packed, or launched, before the last one's outcome is known.
 
 The tokens, and what becomes of them, are those of `sdar.decode`. There each step waits for the host to read the last one's
 decisions and to pack them into the next step's inputs. Here steps read their windows from a canvas on the device and write
@@ -6,16 +6,19 @@ their decisions to it, so the next step needs nothing that the host does not kno
 the schedule commits. All rows of a block are unembedded in each of its steps, as which of them are open is known on the
 device only.
 
-Where a rule takes as many tokens as it likes, the host has to guess whether the block will be done. A wrong guess costs a
-step that decides nothing; it is launched, and its outcome is not read.
+Where a rule takes as many tokens as it likes, the outcome says whether the block is done. So the next step is one of two: both
+are packed meanwhile. With `ahead=True` the host guesses and launches. A wrong guess costs a step that decides nothing; its
+outcome is not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,75 +47,98 @@ def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Seque
     quotas
         What the steps of a block commit: at least, as their rule may take more, or exactly.
     """
-    block = canvas.config.block_length or 0
-    prefix, length = whole_blocks(canvas.config, canvas.prompt_len)
-    if prefix:
-        yield canvas.fill(0, prefix)
-    asked = _Requests(canvas, phase, sampling, quotas)
-    taken = steps = 0
-    for number, start in enumerate(range(prefix, length, block)):
+    asked = _Requests(canvas, phase, sampling, quotas, guesses=exactly or bool(canvas.config.ahead))
+    if asked.prefix:
+        yield canvas.fill(0, asked.prefix)
+    masked, taken, steps = canvas.masked.numpy(), 0, 0
+    for number in range(asked.blocks):
         canvas.block = number
-        positions, open_ = asked.positions(start), canvas.masked[start : start + block]
+        positions = asked.positions(number)
+        places = positions.numpy()
         for step, quota in enumerate(quotas):
-            left, last = int(open_.sum()), start + block == length
+            left = int(np.count_nonzero(masked[places]))
             expected = quota if exactly else max(quota, taken // max(steps, 1))
-            request = asked.request(number, start, step)
-            if left <= quota:
-                canvas.following = None if last else asked.request(number + 1, start + block, 0, later=1)
-            elif left > expected:
-                canvas.following = asked.request(number, start, step + 1, later=1)
-            result = yield request
+            canvas.following = partial(asked.following, number, step, left, expected)
+            result = yield asked.request(number, step)
             # by what stands there: a step before it may have been interrupted on the host, and decided on the device
-            committed = canvas.masked[positions] & (result.chosen != OPEN)
-            canvas.take(positions, replace(result, committed=committed))
-            taken, steps = taken + left - int(open_.sum()), steps + 1
+            committed = masked[places] & (result.chosen.numpy() != OPEN)
+            canvas.take(positions, result, torch.from_numpy(committed))
+            decided = int(np.count_nonzero(committed))
+            taken, steps = taken + decided, steps + 1
             if canvas.finished:
                 return
-            if not open_.any():
+            if decided == left:
                 break
 
 
 class _Requests:
-    """The requests of one canvas. Those that are alike are one object, which is packed once."""
+    """The requests of one canvas. Those that are alike are one object, which is packed once.
 
-    def __init__(self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int]) -> None:
-        self._canvas, self._sampling, self._quotas = canvas, sampling, quotas
+    Attributes
+    ----------
+    prefix
+        Tokens of the prompt that are filled in before the first block.
+    blocks
+        Blocks to decode.
+    """
+
+    def __init__(
+        self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int], *, guesses: bool
+    ) -> None:
+        self._canvas, self._sampling, self._quotas, self._guesses = canvas, sampling, quotas, guesses
         self._phases = [
             attending(replace(phase, tokens=STAYING if step else ENTERED), canvas.config, step)
             for step in range(len(quotas))
         ]
-        self._block = canvas.config.block_length or 0
+        self._noisy = phase.noisy
+        self._block = block = canvas.config.block_length or 1
+        self.prefix, length = whole_blocks(canvas.config, canvas.prompt_len)
+        self.blocks = (length - self.prefix) // block
         self._made: dict[tuple[int, int, Phase, int], StepRequest] = {}
 
-    def positions(self, start: int) -> Tensor:
+    def positions(self, number: int) -> Tensor:
         """Return the positions of a block that are ever decided, int64."""
+        start = self.prefix + number * self._block
         return torch.arange(max(start, self._canvas.prompt_len), start + self._block)
 
-    def request(self, number: int, start: int, step: int, *, later: int = 0) -> StepRequest:
-        """Return the request for a step of a block, which is so many steps later than the one that comes next."""
-        canvas, phase = self._canvas, self._phases[step]
-        now = canvas.step + later
-        key = number, self._quotas[step] if step else 0, phase, now if phase.noisy or not step else 0
+    def following(self, number: int, step: int, left: int, expected: int) -> tuple[StepRequest | None, ...]:
+        """Return what may come after a step that finds `left` open positions, the likeliest first; only that one where it guesses.
+
+        Parameters
+        ----------
+        expected
+            Positions that the step is expected to decide, at least its quota.
+        """
+        within, after = left > self._quotas[step], left <= expected or not self._guesses
+        found: list[StepRequest | None] = [self.request(number, step + 1, later=1)] if within else []
+        if after:
+            place = len(found) if left > expected else 0
+            found.insert(place, self.request(number + 1, 0, later=1) if number + 1 < self.blocks else None)
+        return tuple(found)
+
+    def request(self, number: int, step: int, *, later: int = 0) -> StepRequest:
+        """Return the request for a step of a block, which is `later` steps after the one that comes next."""
+        phase, now = self._phases[step], self._canvas.step + later
+        if step == later == 0:
+            self._made = {key: made for key, made in self._made.items() if key[0] == number}
+        key = number, self._quotas[step] if step else 0, phase, now if self._noisy else 0
         if key not in self._made:
-            if step == 0:
-                self._made.clear()
-            self._made[key] = self._make(phase, number, start, step, now)
+            self._made[key] = self._make(phase, number, step, now)
         return self._made[key]
 
-    def _make(self, phase: Phase, number: int, start: int, step: int, now: int) -> StepRequest:
-        canvas, end = self._canvas, start + self._block
-        first = start - self._block if step == 0 and number else start
-        positions = self.positions(start)
+    def _make(self, phase: Phase, number: int, step: int, now: int) -> StepRequest:
+        canvas, start = self._canvas, self.prefix + number * self._block
+        first, end = start - self._block if step == 0 and number else start, start + self._block
+        positions = self.positions(number)
         made = canvas.ask(
             phase, positions, window=(first, end), sampling=self._sampling, quota=self._quotas[step],
             threshold=canvas.config.threshold or 0.0, values=selection(canvas, start, step),
         )  # fmt: skip
-        if phase.noisy:
+        if self._noisy:
             made = replace(made, keys=row_keys(canvas.config.seed, canvas.request, now, positions))
-        if step:
-            return made
         entered = torch.full((end - first,), STAYS)
-        entered[start - first :] = canvas.tokens[start:end].masked_fill(canvas.masked[start:end], OPEN)
+        if step == 0:
+            entered[start - first :] = canvas.tokens[start:end].masked_fill(canvas.masked[start:end], OPEN)
         return replace(made, values={**made.values, "entered": entered})
 
 

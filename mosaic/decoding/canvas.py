@@ -69,6 +69,12 @@ class Decision:
     token_ids: Tensor
     confidence: Tensor
 
+    @classmethod
+    def nothing(cls) -> Decision:
+        """Return that of a step that decides nothing."""
+        none = torch.empty(0, dtype=torch.int64)
+        return cls(positions=none, token_ids=none.clone(), confidence=torch.empty(0))
+
 
 @dataclass(slots=True, kw_only=True)
 class Canvas:
@@ -108,8 +114,8 @@ class Canvas:
     last
         What the last step decided.
     following
-        What is asked for next, whatever the step decides that is asked for now, unless it ends more than was expected: so
-        that it can be launched ahead.
+        Gives what may be asked for next, the likeliest first, None where that is nothing; it is called while the step runs that
+        is asked for now. The only one is launched before the outcome of that step is known; several are packed.
     """
 
     prompt: Tensor
@@ -126,7 +132,7 @@ class Canvas:
     block: int = 0
     settled: int | None = None
     last: Decision | None = None
-    following: StepRequest | None = None
+    following: Callable[[], tuple[StepRequest | None, ...]] = tuple
     _held: dict[State, StateRows] = field(default_factory=dict)
     _decided: tuple[tuple[object, ...], int, int | None] = field(default=((), 0, None), init=False)
 
@@ -168,7 +174,8 @@ class Canvas:
         now = self.step, self.settled
         if self._decided[0] != now:
             masked = self.masked.numpy()[self.prompt_len : self.end]
-            decided = self.prompt_len + int(masked.argmax()) if masked.any() else self.end
+            first = int(masked.argmax())
+            decided = self.prompt_len + first if masked[first] else self.end
             final = decided if self.settled is None else min(decided, max(self.settled, self.prompt_len))
             self._decided = now, final, self._first_eos(final)
         return self._decided[1:]
@@ -176,10 +183,9 @@ class Canvas:
     def _first_eos(self, final: int) -> int | None:
         if not self.config.stop_at_eos or not self.architecture.eos_token_ids:
             return None
-        found = torch.isin(
-            self.tokens[self.prompt_len : final], torch.tensor(self.architecture.eos_token_ids)
-        ).nonzero()
-        return self.prompt_len + int(found[0]) if found.numel() else None
+        tokens = self.tokens.numpy()[self.prompt_len : final]
+        found = [int(ends.argmax()) for eos in self.architecture.eos_token_ids if (ends := tokens == eos).any()]
+        return self.prompt_len + min(found) if found else None
 
     @property
     def finished(self) -> bool:
@@ -264,13 +270,13 @@ class Canvas:
         """Make the request that writes the keys and values of [start, end): a prefill, or the commit of a block."""
         return self.ask(phase, torch.empty(0, dtype=torch.int64), window=(start, end))
 
-    def take(self, positions: Tensor, result: StepResult) -> None:
-        """Write what a step has committed of the positions that it was asked to decide."""
+    def take(self, positions: Tensor, result: StepResult, committed: Tensor | None = None) -> None:
+        """Write what a step has committed of the positions that it was asked to decide: bool [n], the result's own if not given."""
         # The device waits meanwhile: NumPy indexes a few elements in a fraction of the time that PyTorch takes.
-        places, committed = positions.numpy(), result.committed.numpy()
-        taken, scores = places[committed], result.score.numpy()[committed]
+        places, taking = positions.numpy(), (result.committed if committed is None else committed).numpy()
+        taken, scores = places[taking], result.score.numpy()[taking]
         tokens = self.tokens.numpy()
-        tokens[taken] = result.chosen.numpy()[committed]
+        tokens[taken] = result.chosen.numpy()[taking]
         self.masked.numpy()[taken] = False
         self.confidence.numpy()[taken] = scores
         self.last = Decision(

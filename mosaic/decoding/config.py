@@ -86,9 +86,9 @@ class GenerationConfig:
     stop_at_eos
         End at the first end-of-sequence token.
     ahead
-        Launch a step before the outcome of the last one is read: its tokens are on the device (sdar, llada2). The answer is
-        the same; a step may be launched in vain. None: where the schedule alone says what each step decides, so that none is
-        (sdar with remasking "low_confidence_static").
+        Where tokens are while they are decoded (sdar, llada2); the answer is the same. None: on the device, where they can be.
+        The next step is packed while one runs. It is launched before that one's outcome is read where the schedule alone says
+        which it is. True: also where that is a guess, so a step may be launched in vain. False: on the host.
 
     Raises
     ------
@@ -279,7 +279,7 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     if "ahead" in traits.options and found.ahead is None:
         every = isinstance(found.attention, SparseAttention) and found.attention.selects == "every"
         told = every or found.eviction is not None or found.block_cache is not None
-        found = replace(found, ahead=found.remasking == "low_confidence_static" and not told)
+        found = replace(found, ahead=False if told or found.remasking == "sequential" else None)
     if found.block_cache is not None and found.block_commit is None:
         found = replace(found, block_commit=BLOCK_COMMITS[0])
     if chosen == "llada2" and found.steps is not None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from mosaic.decoding.algorithms import algorithm_of
-from mosaic.decoding.canvas import Canvas, Steps
+from mosaic.decoding.canvas import Canvas, Decision, Steps
 from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.streaming import DraftStreamer, OnStep, Step, Streamer
 
@@ -113,10 +113,9 @@ class LiveRequest:
         """The options, those that were left out included."""
         return self._canvas.config
 
-    @property
-    def following(self) -> StepRequest | None:
-        """What it will ask for next, as far as that is known before the outcome of `pending`."""
-        return self._canvas.following
+    def following(self) -> tuple[StepRequest | None, ...]:
+        """Return what it may ask for next, as far as that is known before the outcome of `pending`: as for `Canvas`."""
+        return self._canvas.following()
 
     def begin(self) -> None:
         """Take the rows of all states, and ask for the first step."""
@@ -136,7 +135,7 @@ class LiveRequest:
         """Go on with an outcome, to the next step or the end. Where the algorithm raises, the request has failed."""
         assert self.pending is not None
         canvas, phase = self._canvas, self.pending.phase
-        canvas.last = canvas.following = None
+        canvas.last, canvas.following = None, tuple
         block = canvas.block
         self.steps += 1
         try:
@@ -184,17 +183,16 @@ class LiveRequest:
         return self._canvas.final if self._canvas.eos is None else self._canvas.eos + 1
 
     def _report(self, phase: str, block: int, result: StepResult) -> Step:
-        canvas, last = self._canvas, self._canvas.last
-        nothing = torch.empty(0, dtype=torch.int64)
+        canvas, last = self._canvas, self._canvas.last or Decision.nothing()
         return Step(
             request=self.number,
             step=self.steps,
             block=block,
             phase=phase,
-            masked=int(canvas.masked.numpy()[canvas.prompt_len : canvas.end].sum()),
-            positions=last.positions if last else nothing,
-            token_ids=last.token_ids if last else nothing.clone(),
-            confidence=last.confidence if last else torch.empty(0),
+            masked=int(np.count_nonzero(canvas.masked.numpy()[canvas.prompt_len : canvas.end])),
+            positions=last.positions,
+            token_ids=last.token_ids,
+            confidence=last.confidence,
             plan=result.plan,
             peak_bytes=result.plan.total_bytes,
             seconds=result.seconds,

@@ -42,7 +42,7 @@ def decode(canvas: Canvas) -> Steps:
     block, steps = config.block_length, config.steps
     assert block is not None and steps is not None
     quotas = schedule(block, steps)
-    if config.ahead:
+    if config.ahead is not False:
         exactly = config.remasking == "low_confidence_static"
         yield from decode_ahead(canvas, _phase(config), _sampling(config), quotas, exactly=exactly)
         return
@@ -93,7 +93,7 @@ def _denoise_block(canvas: Canvas, progress: Progress, quotas: list[int], *, unw
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
     """Return the prefill, and the first step of the last block."""
-    if config.ahead:
+    if config.ahead is not False:
         return ahead_shapes(config, _phase(config), prompt_len)
     most = None
     if config.remasking == "sequential":

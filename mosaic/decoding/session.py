@@ -257,14 +257,14 @@ class Session(ClosesOnExit):
         if not self._launched:
             group = self._next_group()
             asked = [request.pending for request in group if request.pending is not None]
-            if not any(request.config.ahead for request in group):
+            if not any(one.phase.tokens.computes for one in asked):
                 return group, self._runner.step(_of_one_phase(asked)) if group else []
             self._launch(asked)
         first = self._launched[0]
         waiting = self._waiting_for(first)
         group = [request for _, request in waiting]
-        if len(self._launched) == 1 and (following := self._following(group)):
-            self._launch(following)
+        if len(self._launched) == 1:
+            self._get_ready(group)
         results = first.launched.results()
         del self._launched[0]
         return group, [results[place] for place, _ in waiting]
@@ -277,15 +277,23 @@ class Session(ClosesOnExit):
         places = {id(one): place for place, one in enumerate(step.requests)}
         return [(places[id(request.pending)], request) for request in self.live if id(request.pending) in places]
 
-    def _following(self, group: Sequence[LiveRequest]) -> list[StepRequest]:
-        """The step that follows, where nobody else waits and it is one step, whatever is decided meanwhile."""
-        following = [request.following for request in group if request.following is not None]
-        if not len(following) == len(group) == len(self._live):
-            return []
-        if len(following) == 1:
-            return following
-        alike = len({group_of(asked, self._runner.architecture) for asked in following}) == 1
-        return following if alike else []
+    def _get_ready(self, group: Sequence[LiveRequest]) -> None:
+        """Launch the step that follows, where nobody else waits and it is one step, whatever is decided meanwhile. Where the
+        outcome decides which step that is, prepare those that it may be."""
+        if len(group) < len(self._live):
+            return
+        following = [request.following() for request in group]
+        certain = all(len(requests) == 1 for requests in following)
+        for asked in zip(*following, strict=False):
+            step = [request for request in asked if request is not None]
+            if len(step) < len(group):
+                continue
+            if len(step) > 1 and len({group_of(one.covering, self._runner.architecture) for one in step}) > 1:
+                continue
+            if certain:
+                self._launch(step)
+            else:
+                self._runner.prepare(_of_one_phase(step))
 
     def _next_group(self) -> list[LiveRequest]:
         """Requests whose steps can be one, those of the request that has waited longest."""
@@ -295,9 +303,7 @@ class Session(ClosesOnExit):
         for request in self.live:
             asked = request.pending
             assert asked is not None
-            covering = asked.phase.covering
-            shared = asked if covering is asked.phase else replace(asked, phase=covering)
-            groups.setdefault(group_of(shared, self._runner.architecture), []).append(request)
+            groups.setdefault(group_of(asked.covering, self._runner.architecture), []).append(request)
         longest = min(self.live, key=lambda request: request.waiting_since, default=None)
         return next((group for group in groups.values() if longest in group), [])
 
@@ -318,4 +324,4 @@ def _of_one_phase(asked: list[StepRequest]) -> list[StepRequest]:
     """The same requests for a step that serves them all."""
     if len({request.phase for request in asked}) < 2:
         return asked
-    return [replace(request, phase=request.phase.covering) for request in asked]
+    return [request.covering for request in asked]

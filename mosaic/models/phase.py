@@ -4,7 +4,7 @@ two where it is cut."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -85,10 +85,13 @@ class Phase:
     held: tuple[State, ...] = ()
     graph: GraphOf = "whole"
     states: tuple[State, ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found = dict.fromkeys(state for part in self.parts for state in part.states)
         object.__setattr__(self, "states", tuple(found))
+        own = [getattr(self, entry.name) for entry in fields(self) if entry.compare]
+        object.__setattr__(self, "_hash", hash(tuple(own)))
         returns = self.commit is not None or self.guidance is not None or self.logits is not None
         if not self.head.decides and (returns or not self.states):
             raise UsageError("a phase without head only fills a state: give it one, and no commit, guidance or logits.")
@@ -102,6 +105,10 @@ class Phase:
             raise UsageError(f"a phase that is not cut has no {self.graph}.")
         if self.tokens.computes and (self.commit is None or self.guidance is not None):
             raise UsageError("a canvas on the device is for phases that commit, without guidance.")
+
+    def __hash__(self) -> int:
+        """Found once: phases are in the keys of all that is kept of steps."""
+        return self._hash
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -219,7 +226,7 @@ def _bucketed(phase: Phase) -> BucketedStep:
 @lru_cache(maxsize=256)
 def _covering(phase: Phase) -> Phase:
     """What `Phase.covering` gives: every turn of a session asks for every request."""
-    return replace(phase, cache=phase.cache.covering)
+    return replace(phase, tokens=phase.tokens.covering, cache=phase.cache.covering)
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
@@ -26,7 +26,8 @@ from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.launched import Launched
 from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
-from mosaic.runtime.packing import pack_step
+from mosaic.runtime.packing import PackedStep, pack_step
+from mosaic.runtime.recent import Recent
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
+KEPT_PACKED: Final = 4
+"""Packed steps that are kept: the one that runs, and those that may follow."""
 _log = logging.getLogger(__name__)
 
 
@@ -67,7 +70,9 @@ class CompiledModel(Face):
         super().__init__(engine)
         self.model = engine.model
         self._warned = False
-        self._packed = _Packed((), -1, None)
+        self._kept = Recent[Hashable, tuple[tuple[StepRequest, ...], PackedStep]](
+            KEPT_PACKED
+        )  # requests, whose ids are keys
         self._sides = [_Side(), _Side()]
 
     # --- calls ----------------------------------------------------------------------------------------------------
@@ -256,11 +261,7 @@ class CompiledModel(Face):
         with self._engine.turn():
             started = perf_counter()
             asked = tuple(requests)
-            if not self._packed.serves(asked, self._engine.changes):
-                packed = pack_step(asked, self.architecture, states=self._engine.states)
-                self._packed = _Packed(asked, self._engine.changes, packed)
-                self._warn_beyond(max(request.start + request.token_ids.numel() for request in asked))
-            ran = self._engine.run(self._packed.step, config)
+            ran = self._engine.run(self._packed(asked), config)
             side = self._sides[0]
             if side.last is not None:
                 side.last.keep()  # before the next outcome arrives where it is
@@ -269,6 +270,29 @@ class CompiledModel(Face):
                 self._engine.unsettled = side.last.settle
             self._sides.reverse()
             return side.last
+
+    def prepare(self, requests: Sequence[StepRequest]) -> None:
+        """Pack a step that may be launched next, while one runs; if it reads its tokens from a canvas on the device.
+
+        It is written to where a device copies its inputs from, if a step of this size has run. Nothing else changes, and the
+        step may never be launched.
+        """
+        with self._engine.turn():
+            asked = tuple(requests)
+            if asked[0].phase.tokens.computes:
+                self._engine.prepare(self._packed(asked))
+
+    def _packed(self, asked: tuple[StepRequest, ...]) -> PackedStep:
+        """The step of some requests. Where it reads its tokens on the device, it is packed once, while nobody's rows change."""
+        if not asked or not asked[0].phase.tokens.computes:  # the host may have written other tokens
+            return self._pack(asked)
+        key = self._engine.changes, *map(id, asked)
+        return self._kept.find(key, lambda: (asked, self._pack(asked)))[1]
+
+    def _pack(self, asked: tuple[StepRequest, ...]) -> PackedStep:
+        packed = pack_step(asked, self.architecture, states=self._engine.states)
+        self._warn_beyond(max(request.start + request.token_ids.numel() for request in asked))
+        return packed
 
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
         """Plan steps of these sizes, beside the rows that are open, and return the plan that takes the most memory.
@@ -346,21 +370,6 @@ class CompiledModel(Face):
         with self._engine.turns:
             super().close()
             self._sides = [_Side(), _Side()]  # views of results hold on to addresses
-
-
-class _Packed(NamedTuple):
-    """Requests and the step that they were packed into, while nobody's rows changed."""
-
-    requests: tuple[StepRequest, ...]
-    changes: int
-    step: Any
-
-    def serves(self, requests: tuple[StepRequest, ...], changes: int) -> bool:
-        """Whether these requests, themselves, are the step, which reads its tokens on the device."""
-        alike = len(requests) == len(self.requests) and changes == self.changes
-        if not alike or not requests or not requests[0].phase.tokens.computes:  # the host may have written other tokens
-            return False
-        return all(a is b for a, b in zip(requests, self.requests, strict=True))
 
 
 @dataclass(slots=True)

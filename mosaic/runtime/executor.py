@@ -178,6 +178,11 @@ class Executor:
         self._follow()
         self._writer.write(values)
 
+    def prepare(self, values: Mapping[str, Tensor | Numbers]) -> None:
+        """Write what a device's inputs are copied from, as far as that is; `write` of the same mapping then only copies."""
+        self._follow()
+        self._writer.fill(values)
+
     @property
     def outputs(self) -> Mapping[str, Tensor]:
         """Views by name, valid from one `run` to the next."""

@@ -31,7 +31,8 @@ class HostInputs:
         self._images: list[tuple[Tensor, Tensor]] = []  # of each span: the device's bytes, and their image
         self._written: dict[str, Numbers] = {}
         self._sent: torch.cuda.Event | None = None
-        self._last: Mapping[str, Tensor | Numbers] | None = None  # what the images have, where they have all of it
+        self._last: Mapping[str, Tensor | Numbers] | None = None  # what the images have
+        self._there: dict[str, Tensor] = {}  # of that, what is on the device already
         names, tensors = [*inputs], [*inputs.values()]
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return
@@ -47,28 +48,29 @@ class HostInputs:
         On a device the copy is given to the current stream, and values that are there already come after it. The same
         mapping as before is not read again: nobody changes what it holds.
         """
-        if self._images and self._last is values:
-            self._send()
+        self.fill(values)
+        self._send()
+        for name, value in (self._there if self._images else values).items():
+            fill_rows(self.views[name], _tensor(value))
+
+    def fill(self, values: Mapping[str, Tensor | Numbers]) -> None:
+        """Write what the host has of them into the images, if there are any; the device's memory stays as it is."""
+        if not self._images or self._last is values:
             return
         if self._sent is not None:
             self._sent.synchronize()  # long since done, but for steps that were launched ahead
-        there = {}
-        self._last = None
+        self._last, self._there = None, {}
         for name, value in values.items():
-            if self._images and isinstance(value, Numbers) and self._written.get(name) == value:
+            if isinstance(value, Numbers) and self._written.get(name) == value:
                 continue
             self._written.pop(name, None)  # whoever is interrupted writes it again
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                self._there[name] = value
+                continue
+            fill_rows(self._targets[name], _tensor(value))
             if isinstance(value, Numbers):
-                fill_rows(self._targets[name], value.tensor())
                 self._written[name] = value
-            elif self._images and value.device.type != "cpu":
-                there[name] = value
-            else:
-                fill_rows(self._targets[name], value)
-        self._last = None if there else values
-        self._send()
-        for name, value in there.items():
-            fill_rows(self.views[name], value)
+        self._last = values
 
     def _send(self) -> None:
         """Copy the images."""
@@ -77,3 +79,7 @@ class HostInputs:
         if self._images:
             self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._sent.record(torch.cuda.current_stream(self._images[0][0].device))
+
+
+def _tensor(value: Tensor | Numbers) -> Tensor:
+    return value.tensor() if isinstance(value, Numbers) else value

@@ -54,6 +54,7 @@ class Launched:
     ) -> None:  # fmt: skip
         self.requests = tuple(requests)
         self._declared = self.requests[0].phase.results
+        self._parts = _parts_of(self.requests, self._declared)
         self._copy, self._started, self._turns = copy, started, turns
         self._results: list[StepResult] | None = None
         self._failed: BucketOverflow | None = None
@@ -108,21 +109,13 @@ class Launched:
                 outputs = self._outputs()
                 if PLACE in outputs:
                     outputs = _placed(outputs, self.requests)
-                own = {KEPT if name == PLACE else name: per for name, per in self._declared.items() if per != "step"}
-                self._results = self._cut(outputs, own)
+                self._results = self._cut(outputs)
                 self._arriving = None
 
-    def _cut(self, outputs: Mapping[str, Tensor], declared: Mapping[str, ResultPer]) -> list[StepResult]:
-        seconds = perf_counter() - self._started
-        bounds = {
-            per: [0, *accumulate(_count(request, per) for request in self.requests)] for per in {*declared.values()}
-        }
-        found = []
-        for number in range(len(self.requests)):
-            mine = dict(_NOTHING)
-            for name, per in declared.items():
-                start, end = bounds[per][number : number + 2]
-                mine[name] = outputs[name][start:end].clone()
+    def _cut(self, outputs: Mapping[str, Tensor]) -> list[StepResult]:
+        seconds, found = perf_counter() - self._started, []
+        for parts in self._parts:
+            mine = _NOTHING | {name: outputs[name][part].clone() for name, part in parts.items()}
             decided = {name: mine.pop(name) for name in ("token", "score", "chosen")}
             committed = mine.pop("committed").bool()
             found.append(StepResult(**decided, committed=committed, plan=self._ran.plan, seconds=seconds, values=mine))
@@ -145,6 +138,13 @@ def _placed(outputs: Mapping[str, Tensor], requests: Sequence[StepRequest]) -> d
         else:
             found[name] = value.masked_fill(~kept, float("-inf") if value.is_floating_point() else 0)
     return found
+
+
+def _parts_of(requests: Sequence[StepRequest], declared: Mapping[str, ResultPer]) -> list[dict[str, slice]]:
+    """Where the values of each request stand, by the names of its results."""
+    own = {KEPT if name == PLACE else name: per for name, per in declared.items() if per != "step"}
+    bounds = {per: [0, *accumulate(_count(request, per) for request in requests)] for per in {*own.values()}}
+    return [{name: slice(*bounds[per][at : at + 2]) for name, per in own.items()} for at in range(len(requests))]
 
 
 def _count(request: StepRequest, per: ResultPer) -> int:

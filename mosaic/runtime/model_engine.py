@@ -182,6 +182,12 @@ class ModelEngine(Engine):
         self._poison_fresh_rows()
         return self._ran(executor, step.inputs)
 
+    def prepare(self, step: PackedStep) -> None:
+        """Write what a step takes to where it is copied from, if it is bound; nothing that a step before it reads changes."""
+        bound = self._bound.get((step.key, None))
+        if bound is not None and step.size.phase.bucketed is None:
+            bound[1].prepare(step.inputs)
+
     def _ran(self, executor: Executor, inputs: Mapping[str, Tensor | Numbers]) -> Ran:
         self.held.begin(self.current)
         executor.write(inputs)
@@ -268,10 +274,13 @@ class ModelEngine(Engine):
         plan = bound or self.plans.plan(size, config)
         if not self.weights.serves(plan):
             self._move(plan)
-        # a plan for the exact numbers serves no other step
-        asked = size.rounded().dims(self.model.architecture).items()
-        serves_again = bound is not None or all(plan.dims.get(name, value) == value for name, value in asked)
+        serves_again = bound is not None or self._serves_again(plan, size)
         return self.bind(plan, self.weights.places, self.weights.adopted, key=key if serves_again else None)
+
+    def _serves_again(self, plan: Plan, size: StepSize) -> bool:
+        """Whether a plan is for the rounded size; one for the exact numbers serves no other step."""
+        asked = size.rounded().dims(self.model.architecture).items()
+        return all(plan.dims.get(name, value) == value for name, value in asked)
 
     def _move(self, plan: Plan) -> None:
         """Load the weights again, to where another plan wants them."""

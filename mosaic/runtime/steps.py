@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torch import Tensor
@@ -100,6 +100,18 @@ class StepRequest:
     logit_rows: Tensor | None = None
     states: Mapping[State, StateRows] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    _covering: StepRequest | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def covering(self) -> StepRequest:
+        """The same request for a step of the phase that covers its own; the same object whenever it is asked for."""
+        phase = self.phase.covering
+        if phase is self.phase:
+            return self
+        if self._covering is None:
+            object.__setattr__(self, "_covering", replace(self, phase=phase))
+        assert self._covering is not None
+        return self._covering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +158,9 @@ class StepRunner(Protocol):
 
     def launch(self, requests: Sequence[StepRequest]) -> Launched:
         """Begin a step without waiting for its outcome; `step` waits."""
+
+    def prepare(self, requests: Sequence[StepRequest]) -> None:
+        """Do of a step what can be done before it is launched, while another one runs; it may never be launched."""
 
     def open_rows(self, state: State, /) -> StateRows:
         """Start an owner's rows of a state."""

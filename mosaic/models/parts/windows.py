@@ -42,6 +42,11 @@ class Windows(Part):
 
     computes: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def covering(self) -> Windows:
+        """Windows whose steps serve requests of these as well: where both wait, they share such a step."""
+        return self
+
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return ids, positions, and where sequences begin."""
         return (
@@ -110,6 +115,11 @@ class OnDevice(Windows):
 
     computes: ClassVar[frozenset[str]] = frozenset({"token_ids", "current"})
     enters: bool
+
+    @property
+    def covering(self) -> OnDevice:
+        """Those that tokens enter: of a request that has none, every token stays."""
+        return ENTERED
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return, beside positions and bounds, the rows of the canvas that tokens and decisions lie in."""
