@@ -80,6 +80,9 @@ class Recorder:
     def launch(self, requests: Sequence[StepRequest]) -> Launched:
         raise AssertionError
 
+    def prepare(self, requests: Sequence[StepRequest]) -> None:
+        raise AssertionError
+
     def open_rows(self, state: State, /) -> Any:
         return self.model.open_rows(state)
 
@@ -385,6 +388,9 @@ class Chance:
     def launch(self, requests: Sequence[StepRequest]) -> Launched:
         raise AssertionError
 
+    def prepare(self, requests: Sequence[StepRequest]) -> None:
+        raise AssertionError
+
     def open_rows(self, state: State, /) -> Any:
         return Rows()
 
@@ -408,7 +414,7 @@ def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_sh
                 prompt, options = drawn(rng)
                 config = GenerationConfig(
                     gen_length=options["gen_length"], stop_at_eos=False, eviction=eviction, block_cache=keys[0],
-                    block_commit=keys[1],
+                    block_commit=keys[1], ahead=False,
                 )  # fmt: skip
                 length = -(-(len(prompt) + config.gen_length) // BLOCK) * BLOCK
                 truth = Truth(config, [*prompt.tolist(), *[MASK] * (length - len(prompt))], len(prompt))
@@ -451,9 +457,9 @@ def test_models_whose_tokens_cannot_be_evicted_are_refused(config: Any, message:
 
 def test_steps_are_not_launched_ahead_with_a_block_cache() -> None:
     static = GenerationConfig(remasking="low_confidence_static")
-    assert resolve(static, ARCH).ahead
+    assert resolve(static, ARCH).ahead is None
     for config in (replace(static, eviction="focus"), replace(static, block_cache="dc")):
-        assert not resolve(config, ARCH).ahead
+        assert resolve(config, ARCH).ahead is False
     found = resolve(replace(static, eviction="focus-public", block_cache="dc+"), ARCH)
     assert found.eviction == PRESETS["focus-public"] and found.block_commit == "exact"
     assert resolve(static, ARCH).block_commit is None

@@ -112,7 +112,7 @@ class Runner:
         drawn = torch.tensor([token(p) for p in at.tolist()], dtype=torch.int64)
         return SimpleNamespace(
             token=drawn, score=at / 64, committed=committed, chosen=torch.where(committed, drawn, request.current),
-            plan=SimpleNamespace(total_bytes=1_000 + len(self.stepped)), seconds=len(self.stepped) / 8,
+            plan=SimpleNamespace(total_bytes=1_000 + len(self.stepped)), seconds=len(self.stepped) / 8, values={},
         )  # fmt: skip
 
 
