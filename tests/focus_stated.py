@@ -41,6 +41,8 @@ class Generated:
     ----------
     tensors
         float64, by checkpoint name.
+    selected
+        Keys of the prefix that steps after a block's first attend to, in layers that are not exact; 0: all.
 
     Attributes
     ----------
@@ -60,10 +62,13 @@ class Generated:
     eviction: Eviction | None = None
     cache: str | None = None
     commit: str = "exact"
+    selected: int = 0
+    exact_layers: int = 2
     steps: list[StatedStep] = field(default_factory=list)
     written: dict[tuple[int, int], int] = field(default_factory=dict)
     keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     history: list[int] = field(default_factory=list)
+    sets: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def run(self) -> Tensor:
         """The answer's tokens."""
@@ -157,6 +162,8 @@ class Generated:
             scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(group, 1)) * arch.head_size**-0.5
             blocks = torch.arange(end) // arch.block
             scores = scores.masked_fill(blocks > torch.tensor(kept)[:, None] // arch.block, -math.inf)
+            if step is not None and self.selected and self.start and layer >= self.exact_layers:
+                scores = self.sparse(layer, scores, first=step == 0)
             y = torch.einsum("nts,snh->tnh", scores.softmax(-1), v.repeat_interleave(group, 1)).flatten(1)
             x = x + y @ self.weight("output", layer).T
             h = self.norm(x, self.weight("ffn_norm", layer))
@@ -164,6 +171,22 @@ class Generated:
             x = x + (torch.nn.functional.silu(gate) * up) @ self.weight("down", layer).T
         logits = self.norm(x, self.weight("final_norm")) @ self.weight("embedding" if arch.tied else "head").T
         return dict(zip(kept, logits, strict=True))
+
+    def sparse(self, layer: int, scores: Tensor, *, first: bool) -> Tensor:
+        """MAGE (Kwon et al. 2026), equation 3: the block's first step attends to all keys, and selects for each key-value head; the
+        others attend to these keys of the prefix, and to the block."""
+        group = self.arch.heads // self.arch.kv_heads
+        for head in range(self.arch.kv_heads):
+            own = slice(head * group, (head + 1) * group)
+            if first:
+                mass = scores[own, :, : self.start].softmax(-1).mean((0, 1)).tolist()
+                best = sorted(range(self.start), key=lambda place: (-mass[place], place))
+                self.sets[layer, head] = best[: self.selected]
+            else:
+                left = torch.ones(self.start, dtype=torch.bool)
+                left[self.sets[layer, head]] = False
+                scores[own, :, : self.start] = scores[own, :, : self.start].masked_fill(left, -math.inf)
+        return scores
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 

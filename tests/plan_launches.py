@@ -78,6 +78,7 @@ LAUNCHES = [
            sliced="k v positions"),
     Launch("linear", "x:f6,4 weight:f3,4 bias:f3", "y:f6,3", 2 * 6 * 4 * 3, free="weight bias", optional="bias", sliced="x y"),
     Launch("linear_add", "x:f6,4 weight:f3,4 y:f6,3", "y", 2 * 6 * 4 * 3, free="x weight y", sliced="x y"),
+    Launch("minimum", "x:i6 other:i6", "y:i6", sliced="x other y"),
     Launch("moe_combine", "y:f12,4 order:l12 scores:f6,2 x:f6,4", "x", 2 * 6 * 2 * 4, free="y order scores x"),
     Launch("moe_gather", "x:f6,4 order:l12", "y:f12,4", attrs={"top_k": 2}, free="order"),
     Launch("moe_route", "x:f6,4 weight:f8,4 bias:f8", "scores:f6,2 experts:l6,2", 2 * 6 * 4 * 8,

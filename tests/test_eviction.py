@@ -26,6 +26,7 @@ from mosaic.models import load
 from mosaic.models.architecture import Architecture
 from mosaic.models.eviction import PRESETS, Eviction
 from mosaic.models.parts.focus import Focus
+from mosaic.models.sparse import SparseAttention, sparse_attention
 from mosaic.models.state import State
 from mosaic.models.step import StepSize, most_rows
 from mosaic.planner.planner import Planner
@@ -153,6 +154,48 @@ def test_generation_is_that_of_the_paper_in_float64(
             assert any(all(map(int.__ge__, (size.tokens, size.keys[0], size.rows), asked)) for size in largest)
         gone += sum(len(step.computed) - len(step.kept) for step in steps)
     assert (gone > 0) == (READINGS[name] is not None)
+
+
+@pytest.mark.parametrize(("name", "keys", "exact_layers"), [
+    ("focus", KEYS[0], 2), ("focus", KEYS[4], 1), ("none", KEYS[3], 0),
+])  # fmt: skip
+def test_queries_are_evicted_and_keys_selected_by_the_same_steps(
+    model: CompiledModel, name: str, keys: tuple[str | None, str | None], exact_layers: int
+) -> None:
+    """The tokens, and what each step computes, keeps and decides, as in float64; not those of attention to all keys."""
+    rng = random.Random(f"sparse {name}")
+    prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(rng.randint(30, 50))])
+    config = GenerationConfig(
+        eviction=READINGS[name],
+        block_cache=keys[0],
+        block_commit=keys[1],
+        gen_length=21,
+        threshold=0.6,
+        stop_at_eos=False,
+    )
+    recorder, attention = Recorder(model), SparseAttention(k=5, exact_layers=exact_layers)
+    (found,) = generate_ids(recorder, [prompt], replace(config, attention=attention))
+    stated = Generated(
+        ARCH, EXACTLY, prompt, 21, 0.6, [1] * BLOCK, eviction=READINGS[name], cache=keys[0], commit=keys[1] or "exact",
+        selected=5, exact_layers=exact_layers,
+    )  # fmt: skip
+    assert torch.equal(found.token_ids, stated.run()) and recorder.of_requests() == [stated.steps]
+    assert not torch.equal(found.token_ids, generate_ids(model, [prompt], config)[0].token_ids)
+
+
+@pytest.mark.parametrize("way", ["mage", "quest"])
+def test_sparse_attention_to_every_key_changes_nothing_that_eviction_does(model: CompiledModel, way: str) -> None:
+    """With as many keys selected as there are; requests in their first steps share them with others."""
+    rng = random.Random(way)
+    prompts = [torch.tensor([rng.randrange(8, MASK) for _ in range(count)]) for count in (3, 30, 16)]
+    config = GenerationConfig(eviction="focus", block_cache="dc+", gen_length=16, stop_at_eos=False, threshold=0.6)
+    expected = Recorder(model)
+    exact = generate_ids(expected, prompts, config)
+    attention = replace(sparse_attention(way), exact_layers=1, page=2 if way == "quest" else 1)
+    found = Recorder(model)
+    for mine, other in zip(generate_ids(found, prompts, replace(config, attention=attention)), exact, strict=True):
+        assert torch.equal(mine.token_ids, other.token_ids)
+    assert found.of_requests() == expected.of_requests()
 
 
 def done_in(request: StepRequest, result: StepResult) -> StatedStep:

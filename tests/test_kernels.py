@@ -752,6 +752,11 @@ def memory_cases(dtype: torch.dtype) -> list[Case]:
             "moe_combine",
             {"y": randn(600, 64, dtype=dtype), "order": order, "scores": randn(300, 2, dtype=dtype), "x": x.clone()},
         ),
+        Case(
+            "minimum",
+            {"x": rows[:7].int(), "other": torch.tensor([3, 9, 1, 0, 5, 2, 8], dtype=torch.int32)},
+            {"y": torch.empty(7, dtype=torch.int32)},
+        ),
         Case("moe_gather", {"x": x, "order": order}, {"y": torch.empty(600, 64, dtype=dtype)}, {"top_k": 2}),
         Case("moe_route", {"x": x, "weight": randn(8, 64, dtype=dtype)}, route, {"top_k": 2, "normalize": True}),
         router_case(300, 64, 8, dtype, bias=True, top_k=2, normalize=True, groups=4, top_groups=2, scale=2.5),

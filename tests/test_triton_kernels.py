@@ -490,6 +490,7 @@ def test_cases_cover_every_kernel() -> None:
         "rotary_store",
         "split_linear_add",
         "zeros",
+        "minimum",
     }
 
 

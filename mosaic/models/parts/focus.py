@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.errors import UsageError
@@ -83,7 +84,7 @@ class Focus(Cut):
         return (
             Input(name="first", dtype="int32", per="sequence", value=lambda window: _block(window).start),
             Input(name="listed", dtype="int32", per="sequence", width=arch.block, value=self._listed(arch)),
-            Input(name="votes", dtype="uint8", per="token", value=self._votes),
+            Input(name="block_votes", dtype="uint8", per="token", value=self._votes),
             Input(name="status", dtype="uint8", per="token", value=self._status),
             Input(name="progress", dtype="int32", per="sequence", value=lambda window: _block(window).processed),
             Input(name="decoded", dtype="int32", per="sequence", value=self._decoded),
@@ -153,7 +154,7 @@ class Focus(Cut):
         if layer in self.layers:
             where = step.kv, inputs["extents"], inputs["cu_extents"], step.cu_seqlens
             step.g.add_op(
-                "token_importance", q, *where, inputs["votes"], inputs["first"], inputs["listed"], name="importance",
+                "token_importance", q, *where, inputs["block_votes"], inputs["first"], inputs["listed"], name="importance",
                 layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
                 pool=self.eviction.pool,
             )  # fmt: skip
@@ -171,8 +172,16 @@ class Focus(Cut):
         )  # fmt: skip
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
-        """Return, of the second graph, how many keys each sequence sees."""
-        return {} if step.phase.graph == "prefix" else {"seen": lambda: self._seen(step)}
+        """Return, of the second graph, how many keys each sequence sees: of all, or where sparse attention tells sequences apart
+        that attend to all keys, of those that do."""
+        if step.phase.graph == "prefix":
+            return {}
+        told = {name: partial(self._seen_of, step, name) for name in ("seen_exactly", "seen_sparsely")}
+        return {"seen": lambda: self._seen(step), **told}
+
+    def _seen_of(self, step: StepGraph, name: str) -> Buffer:
+        seen: Buffer = step.g.add_op("minimum", step.inputs.given(name), self._seen(step), name=f"kept_{name}")
+        return seen
 
     def _seen(self, step: StepGraph) -> Buffer:
         return step.g.carry("focus_seen", (step.seqs,), "int32")

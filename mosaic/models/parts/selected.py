@@ -239,8 +239,9 @@ class Selected(Kept):
 
 
 def _votes(window: Window) -> Any:
-    votes = window.token_ids.new_zeros(window.length)
-    votes[max(window.request.values["votes_from"] - window.start, 0) :] = 1
+    votes, first = window.token_ids.new_zeros(window.length), window.request.values["votes_from"]
+    places = window.request.values.get("positions")  # of tokens that stand apart
+    votes[max(first - window.start, 0) if places is None else int((places < first).sum()) :] = 1
     return votes.byte()
 
 

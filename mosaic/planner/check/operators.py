@@ -156,6 +156,7 @@ _NOTATION: Final = {
     ),
     "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O"),
     "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O"),
+    "minimum": _Operator("x:int32=*B other:int32=*B y:int32=*B", "x other", "y"),
     "moe_combine": _Operator("x=C,D scores=C,K order=C*K y=C*K,D", "y order scores x", "x", flops="2*C*K*D"),
     "moe_gather": _Operator("x:a=C,D order=C*top_k y:a=C*top_k,D", "x order", "y", "top_k:n"),
     "moe_route": _Operator(
