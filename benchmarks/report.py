@@ -15,6 +15,7 @@ from benchmarks import (
     ablation,
     block,
     decoding,
+    eviction,
     fit,
     kv_attention,
     paired,
@@ -203,6 +204,18 @@ def sparse_section(results: Sequence[Result]) -> str:
     )  # fmt: skip
 
 
+def eviction_section(results: Sequence[Result]) -> str:
+    """Tokens per second with and without token eviction, per model."""
+    return "\n\n".join(
+        titled(
+            f"{r['model']}, blocks of {r['block']}, prompts of {r['prompt']:,} tokens",
+            table(eviction.HEADER, list(eviction.rows_of(r))),
+            source_line(r),
+        )
+        for r in results
+    )
+
+
 def kv_attention_section(results: Sequence[Result]) -> str:
     """Attention over kept keys against its bound."""
     return "\n\n".join(
@@ -233,6 +246,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "paired": ("paired", paired_section),
     "block": ("block", block_section),
     "sparse": ("sparse", sparse_section),
+    "eviction": ("eviction", eviction_section),
     "kv-attention": ("kv-attention", kv_attention_section),
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),

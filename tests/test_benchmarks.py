@@ -21,6 +21,7 @@ from benchmarks import (
     ablation,
     block,
     cases,
+    eviction,
     fit,
     kv_attention,
     paired,
@@ -349,6 +350,21 @@ def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
     exact, _, mage, _ = (1e9 * point["floor_s"] for point in points)
     assert exact == pytest.approx(weights + 2 * 3 * layer)
     assert mage == pytest.approx(weights + 2 * layer + 2 * (layer + layer / 2 + layer * 16 / 64))
+
+
+def test_generations_with_token_eviction_are_timed_beside_whole_blocks() -> None:
+    tiny = load({**block.with_block("sdar-8b", 8, 3).config, **SMALL})
+    with mosaic.compile(tiny, device="cpu", seed=1) as model:
+        points = [
+            {"requests": 2, "steps_of_block": 4, "way": way}
+            | eviction.measured(model, way, prompt=9, requests=2, steps=4)
+            for way in (eviction.WHOLE, "focus, dc+")
+        ]
+        assert model.state_rows == {}
+    rows = [*eviction.rows_of({"points": points})]
+    assert all(len(row) == len(eviction.HEADER) for row in rows) and rows[0][-1] == "1.00"
+    # a step of the prefill, and those of the blocks that the answers touch: with evictions at least as many
+    assert points[0]["steps"] == 1 + 4 * 4 and all(point["steps"] >= points[0]["steps"] - 4 for point in points)
 
 
 def test_attention_over_kept_keys_is_timed_against_its_bound() -> None:
