@@ -134,6 +134,6 @@ def _most(sizes: Sequence[StepSize]) -> StepSize:
     """One request's size that is at least as large as each of these, of one phase."""
     keys = [seen for size in sizes for seen in size.keys]
     return replace(
-        sizes[0], windows=(max(size.tokens for size in sizes),), keys=(max(keys),) if keys else (),
+        sizes[0], windows=(max(size.windows[0] for size in sizes),), keys=(max(keys),) if keys else (),
         rows=max(size.rows for size in sizes), states=most_rows(sizes),
     )  # fmt: skip

@@ -23,8 +23,10 @@ FEWEST_ROWS: Final = 16
 FEWEST_KEYS: Final = 64
 FEWEST_EXTENTS: Final = 16
 MOST_DOUBLED: Final = 256
+MOST_PADDED: Final = 64
 """What decoding steps are planned for at least, and up to how many rows plans are for powers of two: a few rows take about as
-long as one, and a generation whose masks get fewer then needs few plans, each of which is captured once."""
+long as one, and a generation whose masks get fewer then needs few plans, each of which is captured once. Tokens of padded windows
+are rounded so up to `MOST_PADDED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +122,9 @@ class StepSize:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all windows together."""
-        return sum(self.windows)
+        """Tokens that the step computes: those of all windows together, rounded up where its phase's windows are padded."""
+        count = sum(self.windows)
+        return bucket(count, doubled=MOST_PADDED) if self.phase.tokens.padded else count
 
     @property
     def has_rows(self) -> bool:

@@ -38,9 +38,12 @@ class Windows(Part):
     ----------
     computes
         Inputs, of those that other parts declare, that the step computes itself.
+    padded
+        Whether a step is planned for a rounded number of tokens: its last ones, which belong to no sequence, come to nothing.
     """
 
     computes: ClassVar[frozenset[str]] = frozenset()
+    padded: ClassVar[bool] = False
 
     @property
     def covering(self) -> Windows:
@@ -75,8 +78,10 @@ class Apart(Windows):
     """Windows of tokens that need not stand side by side: those between them have keys already, and are not computed.
 
     `StepRequest.values["positions"]`, int32 [T], ascending, says where they stand; the first is `start`. Rows to decide are numbers
-    of these tokens.
+    of these tokens. Windows have other lengths in every step, so plans are for rounded numbers of tokens.
     """
+
+    padded: ClassVar[bool] = True
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return ids, positions, and where sequences begin."""
