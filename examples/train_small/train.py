@@ -51,7 +51,7 @@ CONTINUED = (
     ),
 )  # fmt: skip
 """What follows on the shipped checkpoint: tasks with long answers, and a share of everything that it knows."""
-SHORT = (Stage(share=1.0, lengths={128: 0.7, 256: 0.3}, tasks={128: 1.0, 256: 0.4}, long={256: 0.7}),)
+SHORT = (Stage(share=1.0, lengths={128: 0.8, 256: 0.2}, tasks={128: 1.0, 256: 0.3}, long={256: 0.7}),)
 """What a checkpoint may need after that: a few steps on short rows, where small tasks have suffered; a CPU will do."""
 TOY_STAGES = (
     Stage(share=0.7, lengths={64: 1.0}, tasks={}, whole=0.1),

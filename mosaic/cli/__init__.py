@@ -13,7 +13,20 @@ from contextlib import suppress
 
 import typer
 
-from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, policies, quality, show
+from mosaic.cli import (
+    bench,
+    calibrate,
+    check,
+    devices,
+    estimation,
+    generate,
+    models,
+    pack,
+    plan,
+    policies,
+    quality,
+    show,
+)
 from mosaic.cli.output import degrade_output, note, noted_warnings
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
@@ -57,6 +70,7 @@ measure = typer.Typer(invoke_without_command=True)
 measure.callback()(bench.bench)
 measure.command()(quality.quality)
 measure.command()(policies.policies)
+measure.command()(estimation.estimation)
 app.add_typer(measure, name="bench")
 
 

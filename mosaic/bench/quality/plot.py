@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from mosaic.bench.quality.evaluation import DEPTHS
 from mosaic.errors import MissingExtra
 
-__all__ = ["png"]
+__all__ = ["estimation_png", "png"]
 
 
 def png(result: Mapping[str, Any], title: str = "") -> bytes:
@@ -68,3 +68,53 @@ def _map(axes: Any, task: str, cells: Mapping[str, Mapping[str, Any]]) -> None:
     axes.set_xlabel("context, tokens", fontsize=8)
     axes.set_ylabel("depth", fontsize=8)
     axes.set_title(f"{task}: exact match, %", fontsize=9)
+
+
+def estimation_png(result: Mapping[str, Any], title: str = "") -> bytes:
+    """Draw a result of `estimate`: unions over k, recall by share of masks left, estimation accuracy by set of keys.
+
+    Raises
+    ------
+    MissingExtra
+        If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("matplotlib", "viz", "the picture") from None
+    figure = Figure(figsize=(13.5, 3.8), layout="constrained")
+    union, recall, accuracy = figure.subplots(1, 3, width_ratios=(1, 1, 1.5))
+    for index, (ratio, sizes) in enumerate(result["unions"].items()):
+        color, label = _INKS[index % len(_INKS)], f"k = {float(ratio):.3g} of the prefix"
+        ordered = sorted(sizes)
+        union.step(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))], color=color, label=label)
+        points = sorted((float(left), value) for left, value in result["recall"].get(ratio, {}).items())
+        recall.plot([x for x, _ in points], [y for _, y in points], color=color, marker="o", markersize=3, label=label)
+    union.set_xlabel("union of the tokens' sets over k", fontsize=8)
+    union.set_ylabel("share of blocks, layers and heads", fontsize=8)
+    union.set_title("first step of a block", fontsize=9)
+    recall.set_xlabel("share of masks left", fontsize=8)
+    recall.set_title("first step's set in the block's oracle", fontsize=9)
+    recall.invert_xaxis()
+    later = result["later"] or result["first"]
+    names = [name for name in next(iter(later.values())) if name != "recall"]
+    for index, shares in enumerate(later.values()):
+        places = [row + (index - 1) * 0.25 for row in range(len(names))]
+        accuracy.barh(places, [shares[name] for name in names], height=0.22, color=_INKS[index % len(_INKS)])
+    accuracy.set_yticks(range(len(names)), names, fontsize=7)
+    accuracy.invert_yaxis()
+    accuracy.set_title("estimation accuracy, later steps", fontsize=9)
+    for axes in (union, recall, accuracy):
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in (recall, accuracy):
+        (axes.set_ylim if axes is recall else axes.set_xlim)(0, 1)
+    union.legend(frameon=False, fontsize=7)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()
+
+
+_INKS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
