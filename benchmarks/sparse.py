@@ -28,7 +28,8 @@ from mosaic.decoding import GenerationConfig, Session
 from mosaic.devices import load_device
 from mosaic.errors import DoesNotFit
 from mosaic.models import Model
-from mosaic.models.sparse import PRESETS, SparseAttention, sparse_attention
+from mosaic.models.reuse import REUSES, PrefixReuse
+from mosaic.models.sparse import PRESETS, SparseAttention, attention_policy
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.launched import Launched
 from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
@@ -72,7 +73,13 @@ def _shortened(request: StepRequest) -> StepRequest:
 
 
 def measured(
-    model: CompiledModel, attention: str | SparseAttention, *, prefix: int, requests: int, steps: int, staggered: bool
+    model: CompiledModel,
+    attention: str | SparseAttention | PrefixReuse,
+    *,
+    prefix: int,
+    requests: int,
+    steps: int,
+    staggered: bool,
 ) -> list[float]:
     """Milliseconds of the steps of some blocks, in the middle of a generation."""
     quota = BLOCK // steps
@@ -102,8 +109,20 @@ def _reaching(model: Model, positions: int) -> Model:
     return model if factor == 1 else model.with_rope_scaling("yarn", factor)
 
 
+def _policy(name: str, k: int) -> SparseAttention | PrefixReuse:
+    """What a preset's name stands for, with so many keys where some are selected."""
+    chosen = attention_policy(name)
+    return replace(chosen, k=k) if isinstance(chosen, SparseAttention) else chosen
+
+
 def floor_s(
-    model: Model, attention: str | SparseAttention, *, prefix: int, requests: int, steps: int, bandwidth: float
+    model: Model,
+    attention: str | SparseAttention | PrefixReuse,
+    *,
+    prefix: int,
+    requests: int,
+    steps: int,
+    bandwidth: float,
 ) -> float:
     """Seconds of reading what the steps of one block touch, once each."""
     arch = model.architecture
@@ -112,14 +131,17 @@ def floor_s(
     of_layer = 2 * item * arch.kv_heads * arch.head_size * prefix  # keys and values
     if attention == EXACT:
         return steps * (weights + requests * arch.layers * of_layer) / bandwidth
-    chosen = sparse_attention(attention)
+    chosen = attention_policy(attention)
+    if isinstance(chosen, PrefixReuse):
+        return (steps * weights + chosen.refreshing(steps) * requests * arch.layers * of_layer) / bandwidth
     sparse = arch.layers - chosen.exact_layers
     selecting = chosen.selecting(steps)
     every = chosen.selects == "every"
     exactly = 0 if every else selecting
     ranked = of_layer / chosen.page if chosen.by == "bounds" else of_layer / 2
     attended = of_layer * min(chosen.k / prefix, 1.0)
-    kept = steps * chosen.exact_layers * of_layer + sparse * (
+    whole = steps if chosen.reuse is None else chosen.reuse.refreshing(steps)
+    kept = whole * chosen.exact_layers * of_layer + sparse * (
         exactly * of_layer + (steps - exactly) * attended + selecting * ranked
     )
     return (steps * weights + requests * kept) / bandwidth
@@ -152,11 +174,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch", type=token_counts, default=(1,), help="requests")
     parser.add_argument("--steps", type=token_counts, default=(32,), help="steps of a block")
     parser.add_argument("--k", type=int, default=1024, help="keys that are selected")
-    parser.add_argument("--attention", default=f"{EXACT},{','.join(PRESETS)}", help="presets, separated by commas")
+    parser.add_argument(
+        "--attention", default=f"{EXACT},{','.join([*PRESETS, *REUSES])}", help="presets, separated by commas"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     asked = parser.parse_args(arguments)
     device, on_card, clock = load_device(asked.device), asked.device != "cpu", Clock.start(asked.minutes)
-    named = {name: name if name == EXACT else replace(PRESETS[name], k=asked.k) for name in asked.attention.split(",")}
+    named = {name: name if name == EXACT else _policy(name, asked.k) for name in asked.attention.split(",")}
     cases = [
         case for case in product(asked.prefix, asked.batch, asked.steps, (False, True), named) if case[1] > 1 or not case[3]
     ]  # fmt: skip

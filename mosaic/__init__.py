@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mosaic.devices import DEVICES, Device, load_device
     from mosaic.errors import MosaicError
     from mosaic.models.eviction import Eviction
+    from mosaic.models.reuse import PrefixReuse
     from mosaic.models.sparse import SparseAttention
     from mosaic.planner.check import check_plan
     from mosaic.planner.custom import plan_graph, plan_program
@@ -41,6 +42,7 @@ _PUBLIC = {
     "Operator": "mosaic.registrar.operator",
     "Plan": "mosaic.planner.plan",
     "Planner": "mosaic.planner.planner",
+    "PrefixReuse": "mosaic.models.reuse",
     "Program": "mosaic.registrar.program",
     "Request": "mosaic.planner.request",
     "SparseAttention": "mosaic.models.sparse",
@@ -65,6 +67,7 @@ __all__ = [
     "Operator",
     "Plan",
     "Planner",
+    "PrefixReuse",
     "Program",
     "Request",
     "SparseAttention",

@@ -39,6 +39,7 @@ from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
+from mosaic.models.reuse import PrefixReuse
 from mosaic.models.sparse import SparseAttention
 from mosaic.planner import Planner, Request
 from mosaic.runtime.weights import fill_randomly, save_checkpoint
@@ -350,6 +351,12 @@ def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
     exact, _, mage, _ = (1e9 * point["floor_s"] for point in points)
     assert exact == pytest.approx(weights + 2 * 3 * layer)
     assert mage == pytest.approx(weights + 2 * layer + 2 * (layer + layer / 2 + layer * 16 / 64))
+    # what is kept of a prefix is read of no key; one step of two refreshes
+    once, beside = (
+        1e9 * sparse.floor_s(tiny, attention, **asked, bandwidth=1e9)
+        for attention in (PrefixReuse(), SparseAttention(k=16, exact_layers=1, reuse=PrefixReuse()))
+    )
+    assert once == pytest.approx(weights + 3 * layer) and beside == pytest.approx(mage - layer)
 
 
 def test_generations_with_token_eviction_are_timed_beside_whole_blocks() -> None:

@@ -17,8 +17,7 @@ import pytest
 from mosaic import cli
 from mosaic.cli.attention import report_steps
 from mosaic.devices import DEVICES
-from mosaic.models import PRESETS
-from mosaic.models.sparse import sparse_attention
+from mosaic.models import PRESETS, sparse
 
 
 class Outcome:
@@ -72,6 +71,27 @@ def test_plan_sets_sparse_steps_of_a_block_beside_the_exact_one(mosaic: Any) -> 
     assert later["predicted_step_ms"] == found["predicted_step_ms"] and later["total_bytes"] == found["total_bytes"]
 
 
+def test_plan_sets_steps_that_reuse_beside_the_exact_one(mosaic: Any) -> None:
+    """They read no prefix; what is kept of it is in the plan, of all layers or of those that are exact beside sparse ones."""
+    ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention")
+    shown = mosaic(*ask, "flashblock", "--reuse-steps", "2")
+    assert (
+        shown.code == 0
+        and "prefix_outputs_all" in shown.out
+        and "attention reuse(steps=2), one block of 4" in shown.out
+    )
+    found = mosaic(*ask, "flashblock", "--reuse-steps", "2", "--json").json["steps"]
+    exact, first, later = (found[name] for name in ("exact", "first", "later"))
+    assert later["predicted_step_ms"] < 0.7 * exact["predicted_step_ms"]
+    assert first["predicted_step_ms"] < 1.2 * exact["predicted_step_ms"]
+    assert exact["reused_bytes"] == 0 < later["reused_bytes"] == first["reused_bytes"]
+    ms = 2 * first["predicted_step_ms"] + 2 * later["predicted_step_ms"]
+    assert f"{ms:,.1f} ms reusing" in shown.out
+    both = mosaic(*ask, "mage+flashblock", "--k", "1024", "--json").json
+    assert both["steps"]["later"]["selected_bytes"] > 0 and both["steps"]["later"]["reused_bytes"] > 0
+    assert {"prefix_outputs_2", "prefix_sums_2"} <= {buffer["name"] for buffer in both["buffers"]}
+
+
 FACES: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "--device", "h200", "--ctx", "4k"),
     "generate": ("generate", "--prompt", "hello", "--gen-length", "4"),
@@ -86,6 +106,15 @@ FACES: dict[str, tuple[str, ...]] = {
         (("--k", "5"), "--k, --page and --exact-layers go with --attention"),
         (("--page", "0"), "--k, --page and --exact-layers go with --attention"),
         (("--exact-layers", "0"), "--k, --page and --exact-layers go with --attention"),
+        (
+            ("--reuse-steps", "4"),
+            "--reuse-steps and --reuse-change go with --attention, such as --attention flashblock",
+        ),
+        (("--attention", "flashblock", "--reuse-steps", "0"), "serves 0 steps; it must be an integer of at least 1"),
+        (("--attention", "mage", "--reuse-change", "-0.5"), "change is -0.5; it must be a number of at least 0"),
+        (("--attention", "flashblock", "--k", "8"), "'flashblock' selects no keys; leave k out"),
+        (("--attention", "flashblok"), "unknown attention 'flashblok'. Did you mean 'flashblock'?"),
+        (("--attention", "flashblock", "--model", "small"), "so its keys change in every step and no output over them"),
         (("--attention", "mage", "--k", "0"), "k is 0; it must be an integer of at least 1"),
         (("--attention", "mage", "--k", "-3"), "k is -3; it must be an integer of at least 1"),
         (("--attention", "mage", "--page", "0"), "page is 0; it must be an integer of at least 1"),
@@ -119,6 +148,8 @@ def test_a_selection_as_large_as_the_prefix_generates_what_exact_attention_does(
     assert whole["token_ids"] == exact["token_ids"] and exact["config"]["attention"] is None
     said = few["config"]["attention"]
     assert (said["k"], said["page"], said["exact_layers"]) == (4, 2, 1)
+    again = mosaic(*ask, "--attention", "mage+flashblock", "--k", "64", "--reuse-steps", "1").json
+    assert again["token_ids"] == exact["token_ids"] and again["config"]["attention"]["reuse"]["steps"] == 1
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -321,9 +352,12 @@ def test_steps_of_sparse_attention_are_planned_side_by_side(mosaic: Any, little:
 
 def test_a_block_has_as_many_first_steps_as_select(capsys: pytest.CaptureFixture[str]) -> None:
     took = {"exact": 5.0, "first": 7.0, "later": 2.0}
-    found = {name: {"predicted_step_ms": ms, "total_bytes": 0, "selected_bytes": 0} for name, ms in took.items()}
+    found = {
+        name: {"predicted_step_ms": ms, "total_bytes": 0, "selected_bytes": 0, "reused_bytes": 0}
+        for name, ms in took.items()
+    }
     for preset, selecting in (("mage", 1), ("sparsed", 7), ("oracle", 32)):
-        report_steps(found, sparse_attention(preset), 32)
+        report_steps(found, sparse.PRESETS[preset], 32)
         said = f"a block of 32 steps: 160.0 ms exact, {selecting * 7.0 + (32 - selecting) * 2.0:.1f} ms sparse"
         assert said in " ".join(capsys.readouterr().out.split())
 

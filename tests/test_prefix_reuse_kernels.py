@@ -134,7 +134,7 @@ def joined_case(seed: int, dtype: torch.dtype, *, fresh: bool, longest: int = 12
 
     slot, owner = rng.randrange(slots), rng.sample(range(owners), len(windows))
     kept = torch.full((owners, slots, block, heads, size), float("nan"), dtype=dtype)
-    sums = torch.full((owners, slots, block, heads), float("nan"))
+    sums = torch.full((owners + 1, slots, block, heads), float("nan"))
     new_rows, new_sums = (
         torch.full((rows, heads * size), float("nan"), dtype=dtype),
         torch.full((rows, heads), float("nan")),

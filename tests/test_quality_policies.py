@@ -26,6 +26,7 @@ from mosaic.bench.quality.vocabulary import EOS, MASK, vocabulary
 from mosaic.decoding import GenerationConfig, generate_ids
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models import load
+from mosaic.models.reuse import PrefixReuse
 from mosaic.models.sparse import PRESETS
 from mosaic.runtime.compiled import CompiledModel
 
@@ -55,6 +56,9 @@ def test_policies_and_schedules_are_read_as_they_are_written() -> None:
     assert (found.k, found.page, found.by, found.ratio) == (144, 16, "bounds", 1 / 7)  # whole pages
     found = policy("mage:k=24:per=query_head:carried=true:ratio=0.5", 1000).options["attention"]
     assert (found.k, found.per, found.carried, found.ratio) == (24, "query_head", True, 0.5)
+    assert policy("flashblock:reuse_steps=4", 9).options["attention"] == PrefixReuse(steps=4)
+    both = policy("mage+flashblock:k=24:reuse_change=1/4", 9).options["attention"]
+    assert (both.k, both.reuse) == (24, PrefixReuse(change=0.25))
     assert all(policy(name, 9).options["attention"] == preset for name, preset in PRESETS.items())
     assert schedule("dynamic:threshold=0.95")["threshold"] == 0.95 and schedule("static:8")["steps"] == 8
     refused: dict[str, tuple[type[Exception], str]] = {

@@ -23,7 +23,7 @@ from mosaic.errors import UnknownName, UsageError
 from mosaic.models.parts import NO_HEAD, Commit
 from mosaic.models.parts.selected import Selected, Summarized
 from mosaic.models.phase import Phase
-from mosaic.models.sparse import SparseAttention, sparse_attention
+from mosaic.models.sparse import PRESETS, SparseAttention
 from mosaic.models.step import StepSize
 from mosaic.planner import Planner, Request
 from mosaic.runtime.compiled import CompiledModel
@@ -91,13 +91,7 @@ class Plain:
             sparse = self.attention is not None and layer >= self.attention.exact_layers
             if sparse and mode in ("capture", "select"):
                 self.select(layer, q, kept, start)
-            heads = []
-            for head in range(HEADS):
-                k, v = kept[:, :, head // (HEADS // KV_HEADS)].unbind(1)
-                keys = list(range(len(kept)))
-                if sparse and mode in ("select", "sparse", "carry"):
-                    keys = self.sets[layer, head] + keys[start - (BLOCK if mode == "carry" else 0) :]
-                heads.append(torch.softmax(q[:, head] @ k[keys].T * SIZE**-0.5, -1) @ v[keys])
+            heads = self.attended(layer, q, kept, start, mode)
             if sparse and mode == "carry":
                 self.select(layer, q, whole, start)
             h = h + torch.cat(heads, 1) @ w[names.output.format(layer=layer)].T
@@ -105,6 +99,18 @@ class Plain:
             gate, up, down = (w[getattr(names, part).format(layer=layer)] for part in ("gate", "up", "down"))
             h = h + (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
         return self.norm(h, w[names.final_norm]) @ w[names.head].T
+
+    def attended(self, layer: int, q: Tensor, kept: Tensor, start: int, mode: str) -> list[Tensor]:
+        """What each query head attends to."""
+        heads = []
+        sparse = self.attention is not None and layer >= self.attention.exact_layers
+        for head in range(HEADS):
+            k, v = kept[:, :, head // (HEADS // KV_HEADS)].unbind(1)
+            keys = list(range(len(kept)))
+            if sparse and mode in ("select", "sparse", "carry"):
+                keys = self.sets[layer, head] + keys[start - (BLOCK if mode == "carry" else 0) :]
+            heads.append(torch.softmax(q[:, head] @ k[keys].T * SIZE**-0.5, -1) @ v[keys])
+        return heads
 
     def select(self, layer: int, q: Tensor, kept: Tensor, start: int) -> None:
         chosen = self.attention
@@ -159,7 +165,6 @@ class Plain:
         first = len(prompt) // BLOCK * BLOCK
         for start in range(0, first, BLOCK):
             self.forward(tokens[start : start + BLOCK], start, "exact")
-        selects = "" if self.attention is None else self.attention.selects
         for start in range(first, length, BLOCK):
             carries = self.attention is not None and self.attention.carried and start > first
             if start > first:
@@ -168,16 +173,20 @@ class Plain:
             for step, quota in enumerate(schedule(BLOCK, steps)):
                 if not open_.any():
                     break
-                exactly = 1 if self.attention is None else max(math.ceil(self.attention.exact_steps * steps), 1)
-                mode = {"": "exact", "every": "select", "first": "capture" if step < exactly else "sparse"}[selects]
-                mode = "carry" if carries and not step else mode
-                logits = self.forward(tokens[start : start + BLOCK], start, mode)
+                logits = self.denoise(tokens[start : start + BLOCK], start, step, steps, carries=carries)
                 score, token = torch.softmax(logits, -1).max(-1)
                 best = torch.where(open_, score, -1.0).argsort(descending=True, stable=True)[:quota]
                 best = best[open_[best]]
                 tokens[start + best] = token[best]
                 open_[best] = False
         return tokens[len(prompt) : len(prompt) + gen_length]
+
+    def denoise(self, ids: Tensor, start: int, step: int, steps: int, *, carries: bool) -> Tensor:
+        """Logits of a step of a block."""
+        selects = "" if self.attention is None else self.attention.selects
+        exactly = 1 if self.attention is None else max(math.ceil(self.attention.exact_steps * steps), 1)
+        mode = {"": "exact", "every": "select", "first": "capture" if step < exactly else "sparse"}[selects]
+        return self.forward(ids, start, "carry" if carries and not step else mode)
 
 
 WAYS = {
@@ -248,7 +257,7 @@ def test_other_families_attend_so(family: str) -> None:
         expected = [one.token_ids for one in other.generate(prompts, gen_length=20)]
         for way in ("mage", "oracle", "sparsed", "quest"):
             for k, same in ((512, True), (2, False)):
-                attention = replace(sparse_attention(way), k=k, exact_layers=0, page=2 if way == "quest" else 1)
+                attention = replace(PRESETS[way], k=k, exact_layers=0, page=2 if way == "quest" else 1)
                 found = [one.token_ids for one in other.generate(prompts, gen_length=20, attention=attention)]
                 assert all(map(torch.equal, found, expected)) == same
 
@@ -354,7 +363,7 @@ def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:
 
 def test_plans_summarize_final_keys_and_rank_pages_before_a_layer_attends() -> None:
     """One row of the state for each whole page that the sequence owns; nothing on a stream of its own."""
-    chosen = replace(sparse_attention("quest"), exact_layers=1)
+    chosen = replace(PRESETS["quest"], exact_layers=1)
     last = f"layers.{LAYERS - 1}"
     phases = {
         "denoise": Phase(cache=Selected(attention=chosen, selects=True), commit=Commit(score="confidence", rule="top")),
@@ -424,7 +433,8 @@ def test_what_a_model_cannot_is_refused(model: CompiledModel) -> None:
         model.generate(prompt, attention="mages")
     for other in (512, True, ["mage"], {"k": 4}):
         with pytest.raises(
-            UsageError, match=r"it must be SparseAttention\(…\), or one of mage, oracle, sparsed, quest"
+            UsageError,
+            match=r"it must be SparseAttention\(…\), PrefixReuse\(…\), or one of mage, oracle, sparsed, quest, flashblock",
         ):
             model.generate(prompt, attention=other)
     for every in ("oracle", "quest"):

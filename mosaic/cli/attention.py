@@ -1,13 +1,15 @@
-"""`mosaic plan --attention`: the steps of one block over kept keys, exact and sparse side by side."""
+"""`mosaic plan --attention`: the steps of one block over kept keys, exact and sparse or reusing, side by side."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mosaic.cli.output import results
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
+    from mosaic.models.parts import CachePolicy
+    from mosaic.models.reuse import PrefixReuse
     from mosaic.models.sparse import SparseAttention
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
@@ -16,10 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["figures", "report_steps", "requests_of"]
 
 
-def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention) -> dict[str, Request]:
+def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention | PrefixReuse) -> dict[str, Request]:
     """Return the steps of one block at the end of a context: exact, the block's first, and a later one."""
     from mosaic.models.parts import KEPT, Commit
-    from mosaic.models.parts.selected import Selected
     from mosaic.models.phase import Phase
     from mosaic.planner.request import Request
     from mosaic.units import parse_tokens
@@ -29,13 +30,9 @@ def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention) -
     if ctx is None or ctx == "auto":
         raise UsageError("--attention plans a block over the keys of a context: give one, such as --ctx 128k.")
     keys, commit = parse_tokens(ctx), Commit(score="confidence", rule="dynamic")
-    several = 2 * arch.block <= keys and attention.selects == "first"
+    several = 2 * arch.block <= keys and getattr(attention, "selects", "first") == "first"
     windows = {"exact": arch.block, "first": 2 * arch.block if several else arch.block, "later": arch.block}
-    caches: dict[str, Any] = {
-        "exact": KEPT,
-        "first": Selected(attention=attention, selects=True),
-        "later": Selected(attention=attention, selects=attention.selects == "every"),
-    }
+    caches = {"exact": KEPT, "first": _policy(attention, first=True), "later": _policy(attention, first=False)}
     return {
         name: Request(
             seq_lens=(min(window, keys),), key_lens=(keys,), masked=min(arch.block, keys),
@@ -45,40 +42,70 @@ def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention) -
     }  # fmt: skip
 
 
+def _policy(attention: SparseAttention | PrefixReuse, *, first: bool) -> CachePolicy:
+    """How a block's first step attends, or a later one."""
+    from mosaic.models.parts.reused import Reused
+    from mosaic.models.parts.selected import Selected
+    from mosaic.models.sparse import SparseAttention
+
+    if not isinstance(attention, SparseAttention):
+        return Reused(reuse=attention, refreshes=first)
+    selects = first or attention.selects == "every"
+    return Selected(attention=attention, selects=selects, refreshes=first and attention.reuse is not None)
+
+
 def figures(plans: dict[str, Plan]) -> dict[str, dict[str, float]]:
-    """Return of each step its predicted milliseconds and its bytes: in all, of states, and of what is selected, by what."""
+    """Return of each step its predicted milliseconds and its bytes: in all, of states, and of what is selected, by what; and of
+    what is kept of the attention to a prefix."""
     return {
         name: {
             "predicted_step_ms": plan.predicted_step_ms,
             "total_bytes": plan.total_bytes,
             "state_bytes": plan.components["state"],
-            "selected_bytes": sum(
-                size for pool, size in plan.pools.items() if pool.startswith(("state/selected", "state/pages"))
-            ),
+            "selected_bytes": _bytes(plan, "state/selected", "state/pages"),
+            "reused_bytes": _bytes(plan, "state/prefix_"),
         }
         for name, plan in plans.items()
     }
 
 
-def report_steps(found: dict[str, dict[str, float]], attention: SparseAttention, block: int) -> None:
+def _bytes(plan: Plan, *pools: str) -> int:
+    return sum(size for pool, size in plan.pools.items() if pool.startswith(pools))
+
+
+def report_steps(found: dict[str, dict[str, float]], attention: SparseAttention | PrefixReuse, block: int) -> None:
     """Print the steps side by side, and what a block of as many steps as tokens takes."""
     from rich.table import Table
 
+    from mosaic.models.sparse import SparseAttention
     from mosaic.units import format_bytes
 
+    sparse = isinstance(attention, SparseAttention)
     table = Table(
         box=None, padding=(0, 2), title=f"attention {attention}, one block of {block} tokens", title_justify="left"
     )
-    for name in ("step", "predicted", "in all", "selection"):
+    kept = {"selection": "selected_bytes", "outputs": "reused_bytes"}
+    for name in ("step", "predicted", "in all", *kept):
         table.add_column(name, justify="left" if name == "step" else "right")
-    said = {"exact": "exact", "first": "sparse, first of a block", "later": "sparse, later"}
+    word = "sparse" if sparse else "reusing"
+    said = {"exact": "exact", "first": f"{word}, first of a block", "later": f"{word}, later"}
     for name, row in found.items():
         table.add_row(
             said[name], f"{row['predicted_step_ms']:,.2f} ms", format_bytes(int(row["total_bytes"])),
-            format_bytes(int(row["selected_bytes"])),
+            *(format_bytes(int(row[key])) for key in kept.values()),
         )  # fmt: skip
     results().print(table)
     first, later, exact = (found[name]["predicted_step_ms"] for name in ("first", "later", "exact"))
-    selecting = attention.selecting(block)
-    sparse = selecting * first + (block - selecting) * later
-    results().print(f"a block of {block} steps: {block * exact:,.1f} ms exact, {sparse:,.1f} ms sparse")
+    like_first = _like_first(attention, block)
+    other = like_first * first + (block - like_first) * later
+    results().print(f"a block of {block} steps: {block * exact:,.1f} ms exact, {other:,.1f} ms {word}")
+
+
+def _like_first(attention: SparseAttention | PrefixReuse, steps: int) -> int:
+    """How many of a block's steps select or refresh."""
+    from mosaic.models.sparse import SparseAttention
+
+    selecting = attention.selecting(steps) if isinstance(attention, SparseAttention) else 0
+    reuse = attention.reuse if isinstance(attention, SparseAttention) else attention
+    every = steps if reuse is None or reuse.steps is None else reuse.steps
+    return len({*range(selecting), *(range(0, steps, every) if reuse is not None else ())})

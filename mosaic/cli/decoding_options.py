@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
@@ -12,6 +13,7 @@ from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
     from mosaic.models.eviction import Eviction as EvictionOptions
+    from mosaic.models.reuse import PrefixReuse
     from mosaic.models.sparse import SparseAttention
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "MinimalTopK",
     "Page",
     "Remasking",
+    "ReuseChange",
+    "ReuseSteps",
     "RopeScaling",
     "SmallBlockLength",
     "Steps",
@@ -47,9 +51,9 @@ __all__ = [
     "TopK",
     "TopP",
     "Where",
+    "attention_options",
     "eviction_options",
     "given",
-    "sparse_options",
 ]  # fmt: skip
 
 Steps: TypeAlias = Annotated[
@@ -89,7 +93,10 @@ Ahead: TypeAlias = Annotated[
 ]
 Attention: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="SDAR, LLaDA2.0, Fast-dLLM v2: sparse attention, mage, oracle, sparsed or quest; default exact."),
+    typer.Option(
+        help="SDAR, LLaDA2.0, Fast-dLLM v2: mage, oracle, sparsed or quest (sparse), flashblock (reuse), or both as "
+        "mage+flashblock; default exact."
+    ),
 ]
 K: TypeAlias = Annotated[int | None, typer.Option("--k", help="With --attention: keys that are selected.")]
 Page: TypeAlias = Annotated[int | None, typer.Option(help="With --attention: keys that are selected together.")]
@@ -108,6 +115,12 @@ BlockCache: TypeAlias = Annotated[
 ]
 BlockCommit: TypeAlias = Annotated[
     str | None, typer.Option(help="With --block-cache: keys of finished blocks, exact (default) or cached.")
+]
+ReuseSteps: TypeAlias = Annotated[
+    int | None, typer.Option(help="With --attention: steps that an output over the prefix serves, where it is reused.")
+]
+ReuseChange: TypeAlias = Annotated[
+    float | None, typer.Option(help="With --attention: relative change of queries from which on it is not reused.")
 ]
 RopeScaling: TypeAlias = Annotated[
     str | None, typer.Option(help="Reach beyond the trained context: linear, dynamic or yarn, and a factor: yarn:4.")
@@ -134,7 +147,7 @@ def given(context: typer.Context) -> dict[str, Any]:
 
     params = context.params
     found = {entry.name: params[entry.name] for entry in fields(GenerationConfig) if params.get(entry.name) is not None}
-    attention = sparse_options(params["attention"], params["k"], params["page"], params["exact_layers"])
+    attention = attention_options(params["attention"], {name: params[name] for name in ATTENTION_OPTIONS})
     eviction = eviction_options(params["eviction"], params["alpha"])
     chosen = {"attention": attention, "eviction": eviction}
     return found | {name: value for name, value in chosen.items() if value is not None}
@@ -158,9 +171,11 @@ def eviction_options(eviction: str | None, alpha: float | None) -> EvictionOptio
     return None
 
 
-def sparse_options(
-    attention: str | None, k: int | None, page: int | None, exact_layers: int | None
-) -> SparseAttention | None:
+ATTENTION_OPTIONS: Final = ("k", "page", "exact_layers", "reuse_steps", "reuse_change")
+"""What goes with --attention, by the names of parameters."""
+
+
+def attention_options(attention: str | None, options: Mapping[str, Any]) -> SparseAttention | PrefixReuse | None:
     """Return a preset with what is said beside it; None for exact attention.
 
     Raises
@@ -168,12 +183,13 @@ def sparse_options(
     UsageError
         If there is no such preset, a number cannot be, or one is given without a preset.
     """
-    from mosaic.models.sparse import sparse_attention
+    from mosaic.models.sparse import attention_policy, with_options
 
-    options: dict[str, Any] = {"k": k, "page": page, "exact_layers": exact_layers}
     changed = {name: value for name, value in options.items() if value is not None}
     if attention is not None:
-        return replace(sparse_attention(attention), **changed)
+        return with_options(attention_policy(attention), changed)
+    if {"reuse_steps", "reuse_change"} & changed.keys():
+        raise UsageError("--reuse-steps and --reuse-change go with --attention, such as --attention flashblock.")
     if changed:
         raise UsageError("--k, --page and --exact-layers go with --attention, such as --attention mage.")
     return None

@@ -70,6 +70,8 @@ def generate(
     k: o.K = None,
     page: o.Page = None,
     exact_layers: o.ExactLayers = None,
+    reuse_steps: o.ReuseSteps = None,
+    reuse_change: o.ReuseChange = None,
     eviction: o.Eviction = None,
     alpha: o.Alpha = None,
     block_cache: o.BlockCache = None,

@@ -50,6 +50,8 @@ def plan(
     k: o.K = None,
     page: o.Page = None,
     exact_layers: o.ExactLayers = None,
+    reuse_steps: o.ReuseSteps = None,
+    reuse_change: o.ReuseChange = None,
     eviction: o.Eviction = None,
     alpha: o.Alpha = None,
     block_cache: o.BlockCache = None,
@@ -86,6 +88,8 @@ def plan(
                 k,
                 page,
                 exact_layers,
+                reuse_steps,
+                reuse_change,
                 eviction,
                 alpha,
                 block_cache,
@@ -103,13 +107,14 @@ def plan(
     from mosaic.planner.planner import Planner
     from mosaic.units import format_bytes
 
-    sparse = o.sparse_options(attention, k, page, exact_layers)
-    if sparse is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
+    given = (k, page, exact_layers, reuse_steps, reuse_change)
+    policy = o.attention_options(attention, dict(zip(o.ATTENTION_OPTIONS, given, strict=True)))
+    if policy is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
     evicting = o.eviction_options(eviction, alpha)
-    if evicting is not None and (sparse, masked, mask_ratio) != (None, None, None):
+    if evicting is not None and (policy, masked, mask_ratio) != (None, None, None):
         raise UsageError("--eviction plans whole blocks; leave --attention, --masked and --mask-ratio out.")
     if block_cache is not None and evicting is None:
         raise UsageError("--block-cache goes with --eviction, such as --eviction focus.")
@@ -119,7 +124,7 @@ def plan(
     with compiling() as progress:
         planner = Planner(described, device=device, budget=budget, host_budget=host_budget, progress=progress)
         planner.verify_checkpoint()
-        steps = {} if sparse is None else requests_of(planner, ctx, sparse)
+        steps = {} if policy is None else requests_of(planner, ctx, policy)
         others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
         if evicting is not None:
             whole, cut = blocks_of(planner, ctx, seq_lens, evicting, block_cache)
@@ -146,15 +151,15 @@ def plan(
             note("nothing written, since the plan does not fit.")
         raise typer.Exit(3)
     export(made.document, targets)
-    if as_json and sparse is not None:
+    if as_json and policy is not None:
         print_json({**made.document, "steps": figures(others)})
         return
     if as_json and evicting is not None:
         print_json({**made.document, "graphs": graphs})
         return
     report_plan(made.document, as_json, explain)
-    if sparse is not None:
-        report_steps(figures(others), sparse, described.architecture.block)
+    if policy is not None:
+        report_steps(figures(others), policy, described.architecture.block)
     if evicting is not None:
         report_graphs(graphs, evicting)
 

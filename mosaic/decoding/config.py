@@ -12,9 +12,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.decoding.algorithm import Algorithm, Traits
+from mosaic.decoding.reusing import reuse_of
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.eviction import BLOCK_CACHES, BLOCK_COMMITS, Eviction, token_eviction
-from mosaic.models.sparse import SparseAttention, sparse_attention
+from mosaic.models.reuse import PrefixReuse
+from mosaic.models.sparse import SparseAttention, attention_policy
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -72,8 +74,9 @@ class GenerationConfig:
     edit_threshold, max_post_steps
         LLaDA2.1's: probability above which a token is replaced, and steps after a block's last mask.
     attention
-        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle", "sparsed",
-        "quest" (sdar, llada2, fast-dllm-v2). None: exact.
+        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle", "sparsed", "quest"; or what
+        is attended to of a prefix kept for several steps, a `PrefixReuse` or "flashblock"; or both, such as
+        "mage+flashblock" (sdar, llada2, fast-dllm-v2). None: exact.
     eviction
         Tokens that are unlikely to be decided are dropped after two layers, an `Eviction` or a preset's name: "focus",
         "focus-public" (sdar, llada2). None: all are computed. A block may then take more than `steps`.
@@ -121,7 +124,7 @@ class GenerationConfig:
     minimal_topk: int = 1
     edit_threshold: float = 0.9
     max_post_steps: int = 16
-    attention: str | SparseAttention | None = None
+    attention: str | SparseAttention | PrefixReuse | None = None
     eviction: str | Eviction | None = None
     block_cache: str | None = None
     block_commit: str | None = None
@@ -143,7 +146,7 @@ class GenerationConfig:
             if isinstance(value, str) and value not in known:
                 raise UnknownName(what, value, known)
         if self.attention is not None:
-            sparse_attention(self.attention)
+            attention_policy(self.attention)
         if self.eviction is not None:
             token_eviction(self.eviction)
         for name in ("gen_length", "steps", "block_length", "small_block_length", "minimal_topk"):
@@ -249,7 +252,7 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     traits = chosen.traits if isinstance(chosen, Algorithm) else ALGORITHMS[chosen]
     _check_model(name, traits, architecture)
     if config.attention is not None:
-        attention = sparse_attention(config.attention)
+        attention = attention_policy(config.attention)
         attention.check(architecture)
         config = replace(config, attention=attention)
     if config.eviction is not None:
@@ -278,7 +281,7 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
         (_check_blocks if traits.blockwise else _check_canvas)(found, architecture)
     if "ahead" in traits.options and found.ahead is None:
         every = isinstance(found.attention, SparseAttention) and found.attention.selects == "every"
-        told = every or found.eviction is not None or found.block_cache is not None
+        told = every or _measures(found) or found.eviction is not None or found.block_cache is not None
         found = replace(found, ahead=False if told or found.remasking == "sequential" else None)
     if found.block_cache is not None and found.block_commit is None:
         found = replace(found, block_commit=BLOCK_COMMITS[0])
@@ -359,6 +362,10 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
         raise UsageError(
             "ahead: attention that selects in every step commits a block in a step of its own; leave one out."
         )
+    if config.ahead and _measures(config):
+        raise UsageError(
+            "ahead: how much queries change is known when a step's outcome is read; leave one out, or reuse for so many steps."
+        )
     _check_computing(config)
     if config.cache == "prefix":
         raise UsageError("cache 'prefix': what precedes the block is always cached on this model; leave cache out.")
@@ -373,6 +380,12 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
         )
 
 
+def _measures(config: GenerationConfig) -> bool:
+    """Whether a step's outcome says how the next one attends."""
+    reuse = reuse_of(config)
+    return reuse is not None and reuse.change is not None
+
+
 def _check_computing(config: GenerationConfig) -> None:
     """Check what concerns the tokens that steps compute."""
     given = [name for name in ("eviction", "block_cache") if getattr(config, name) is not None]
@@ -384,6 +397,8 @@ def _check_computing(config: GenerationConfig) -> None:
         raise UsageError(
             "eviction: 'sequential' decides the first masks whatever their importance, which may be dropped; leave one out."
         )
+    if config.eviction is not None and reuse_of(config) is not None:
+        raise UsageError("eviction: rows that are dropped keep no output over their prefix to reuse; leave one out.")
     if config.block_commit is not None and config.block_cache is None:
         raise UsageError(
             f"block_commit '{config.block_commit}' is about tokens that a block cache has frozen; give block_cache 'dc' or 'dc+'."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
+from mosaic.decoding.reusing import Refreshes
 from mosaic.decoding.selecting import attending, committing, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
@@ -62,20 +63,22 @@ def _denoise_block(canvas: Canvas, start: int, end: int) -> Steps:
     """Denoise the block, small block by small block."""
     config, small = canvas.config, canvas.config.small_block_length
     assert small is not None
-    sampling, cached, step = Sampling.of(config, scaled=True), False, 0
+    sampling, cached, step, refreshes = Sampling.of(config, scaled=True), False, 0, Refreshes(config)
     for first in range(start, end, small):
         while len(positions := canvas.open_rows(first, first + small)):
-            narrow = cached and not canvas.masked[first]
+            window = (first, first + small) if cached and not canvas.masked[first] else (start, end)
+            again = refreshes.now(*window)
             result = yield canvas.ask(
-                attending(_phase(config), config, step),
+                attending(_phase(config), config, step, refreshes=again),
                 positions,
-                window=(first, first + small) if narrow else (start, end),
+                window=window,
                 key_len=end,
                 sampling=sampling,
                 quota=1,
                 threshold=config.threshold or 0.0,
-                values=selection(canvas, start, step),
+                values=selection(canvas, start, step, refreshes=again),
             )
+            refreshes.take(*window, result, refreshed=again)
             canvas.take(positions, result)
             step += 1
             cached = config.cache == "dual"
@@ -100,7 +103,8 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     last = denoised[-1] if denoised else 0
     fullest = max(denoised, key=lambda key_len: (most_rows[key_len], key_len), default=0)
     committed = (end - 1 - prefix) // block * block + prefix
-    phases = dict.fromkeys(attending(_phase(config), config, step) for step in (0, block - 1))
+    steps = ((0, None), (block - 1, False))
+    phases = dict.fromkeys(attending(_phase(config), config, step, refreshes=again) for step, again in steps)
     return [
         cached_shape(committing(_NEXT if predicts else COMMIT, config), prefix, prefix, int(predicts)),
         *(cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)) for phase in phases),

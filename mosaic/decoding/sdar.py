@@ -14,6 +14,7 @@ from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.evicting import Progress, computing
 from mosaic.decoding.llada import schedule
+from mosaic.decoding.reusing import Refreshes
 from mosaic.decoding.selecting import attending, commits_within, committing, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
@@ -74,16 +75,19 @@ def _denoise_block(canvas: Canvas, progress: Progress, quotas: list[int], *, unw
     if unwritten and not commits_within(config):
         yield canvas.fill(first, start, committing(COMMIT, config))
         first = start
+    refreshes = Refreshes(config)
     for step, quota in enumerate(chain(quotas, repeat(quotas[-1]))):
         positions = canvas.open_rows(start, end)
         if config.remasking == "sequential":
             positions = positions[:quota]
+        again = refreshes.now(start, end)
         asked = canvas.ask(
-            attending(phase, config, step), positions, window=(first, end), places=progress.places(first, end),
+            attending(phase, config, step, refreshes=again), positions, window=(first, end), places=progress.places(first, end),
             sampling=sampling, quota=quota, threshold=config.threshold or 0.0,
-            values=selection(canvas, start, step) | progress.values(),
+            values=selection(canvas, start, step, refreshes=again) | progress.values(),
         )  # fmt: skip
         result = yield asked
+        refreshes.take(start, end, result, refreshed=again)
         progress.take(asked, result)
         canvas.take(positions, result)
         first = start
@@ -109,7 +113,7 @@ def block_shapes(config: GenerationConfig, phase: Phase, prompt_len: int, most: 
     rows = block if several else length - prompt_len
     rows = rows if most is None else min(rows, most)
     within, commit = commits_within(config), committing(COMMIT, config)
-    first, later = attending(phase, config, 0), attending(phase, config, (config.steps or 1) - 1)
+    first, later = attending(phase, config, 0), attending(phase, config, (config.steps or 1) - 1, refreshes=False)
     return [
         cached_shape(commit, prefix, prefix),
         cached_shape(commit, block if several and not within else 0, length - block),

@@ -1,4 +1,4 @@
-"""Sparse attention in block diffusion: what each step of a block is asked beside what it decides."""
+"""Sparse attention and reuse in block diffusion: what each step of a block is asked beside what it decides."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mosaic.decoding.canvas import whole_blocks
+from mosaic.decoding.reusing import reuse_of
+from mosaic.models.parts.reused import Reused
 from mosaic.models.parts.selected import Selected, Summarized
 from mosaic.models.sparse import SparseAttention
 
@@ -13,16 +15,19 @@ if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.phase import Phase
+    from mosaic.models.reuse import PrefixReuse
 
 __all__ = ["attending", "commits_within", "committing", "selection"]
 
 
-def attending(phase: Phase, config: GenerationConfig, step: int) -> Phase:
-    """Return the phase of a step of a block, counted from 0."""
-    chosen = config.attention
-    if not isinstance(chosen, SparseAttention):
-        return phase
-    return replace(phase, cache=Selected(attention=chosen, selects=_selects(chosen, config, step)))
+def attending(phase: Phase, config: GenerationConfig, step: int, *, refreshes: bool | None = None) -> Phase:
+    """Return the phase of a step of a block, counted from 0; `refreshes`, if it is not as the number of the step says."""
+    chosen, reuse = config.attention, reuse_of(config)
+    again = reuse is not None and (_refreshes(reuse, step) if refreshes is None else refreshes)
+    if isinstance(chosen, SparseAttention):
+        policy = Selected(attention=chosen, selects=_selects(chosen, config, step), refreshes=again)
+        return replace(phase, cache=policy)
+    return phase if reuse is None else replace(phase, cache=Reused(reuse=reuse, refreshes=again))
 
 
 def committing(phase: Phase, config: GenerationConfig) -> Phase:
@@ -33,15 +38,18 @@ def committing(phase: Phase, config: GenerationConfig) -> Phase:
     return replace(phase, cache=Summarized(attention=chosen))
 
 
-def selection(canvas: Canvas, start: int, step: int) -> dict[str, Any]:
-    """Return what a step of the block at `start` says of its selection: the keys before it, how it attends, and who votes."""
-    chosen, config = canvas.config.attention, canvas.config
+def selection(canvas: Canvas, start: int, step: int, *, refreshes: bool | None = None) -> dict[str, Any]:
+    """Return what a step of the block at `start` says of how it attends: the keys before it, which it reads, and who votes."""
+    chosen, config, reuse = canvas.config.attention, canvas.config, reuse_of(canvas.config)
+    reusing = {}
+    if reuse is not None:
+        reusing = {"prefix": start, "refreshes": _refreshes(reuse, step) if refreshes is None else refreshes}
     if not isinstance(chosen, SparseAttention):
-        return {}
+        return reusing
     selects, before = _selects(chosen, config, step), start - (config.block_length or 0)
     ranked = start // chosen.page * chosen.page if chosen.by == "bounds" else start  # the keys that are selected from
     carries = chosen.carried and step == 0 and before >= whole_blocks(config, canvas.prompt_len)[0]
-    return {
+    return reusing | {
         "captured": before if carries else ranked,
         "candidates": ranked if selects else 0,
         "exactly": selects and not carries and chosen.selects == "first",
@@ -57,3 +65,7 @@ def commits_within(config: GenerationConfig) -> bool:
 
 def _selects(chosen: SparseAttention, config: GenerationConfig, step: int) -> bool:
     return step < chosen.selecting(config.steps or config.block_length or 1)
+
+
+def _refreshes(reuse: PrefixReuse, step: int) -> bool:
+    return step == 0 or (reuse.steps is not None and step % reuse.steps == 0)

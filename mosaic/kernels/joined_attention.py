@@ -1,13 +1,13 @@
 """joined_attention: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
 
 Contract: joined_attention(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, seen[B] int32, cu_seqlens[B+1]
-int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[E, Z*M*N] float32, owner[B] int64, fresh[T, N*H] or None,
+int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64, fresh[T, N*H] or None,
 fresh_sums[T, N] float32 or None, refreshed[B] int32 or None, all whole; layer, slot, rows, kv_heads, head_size, scale, block)
 -> y[T, N*H]; updates kept and kept_sums; y may overwrite q. Which rows have which keys and which of both outputs, the contract says
 (`mosaic.registrar.operators.joined_attention`; FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the
 softmax over both sets of keys gives y_1 + (y_2 - y_1) * sigmoid(s_2 - s_1).
-Legend: T query rows, R rows, L layers, B sequences, X extents, E owners, Z slots, M rows of a block, N query heads, K KV heads,
-G heads of a group, H size.
+Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads,
+K KV heads, G heads of a group, H size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def bind(
     shape = (-1, kv_heads, group, head_size)
     q_KTGH, y_KTGH = (x.view(shape).transpose(0, 1) for x in (q, y))
     kept_EMKGH = kept.view(kept.shape[0], -1, rows, *shape[1:])[:, slot]
-    sums_EMKG = kept_sums.view(kept.shape[0], -1, rows, *shape[1:3])[:, slot]
+    sums_EMKG = kept_sums.view(kept_sums.shape[0], -1, rows, *shape[1:3])[:, slot]
     fresh_TKGH = None if fresh is None else fresh.view(shape)
     fresh_TKG = None if fresh_sums is None else fresh_sums.view(shape[:3])
 
@@ -131,7 +131,7 @@ def check(
     check_shapes(
         "joined_attention",
         prefix=(prefix, counts, torch.int32),
-        kept_sums=(kept_sums, (kept.shape[0], kept.shape[1] // head_size), torch.float32),
+        kept_sums=(kept_sums, (kept_sums.shape[0], kept.shape[1] // head_size), torch.float32),
         fresh=(fresh, (q.shape[0], q.shape[1]), q.dtype),
         fresh_sums=(fresh_sums, (q.shape[0], heads), torch.float32),
         refreshed=(refreshed, counts, torch.int32),
@@ -165,7 +165,7 @@ def reference(
     kept, kept_sums = kept.clone(), kept_sums.clone().to(q.dtype)
     outputs, log_sums = (
         kept.view(kept.shape[0], -1, rows, heads, head_size),
-        kept_sums.view(kept.shape[0], -1, rows, heads),
+        kept_sums.view(kept_sums.shape[0], -1, rows, heads),
     )
     owned = pieces(extents, cu_extents)
     for sequence, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):

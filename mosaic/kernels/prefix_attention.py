@@ -36,16 +36,11 @@ def reference(
     row_start: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return both in plain PyTorch, with whole score matrices; rows that see no key are NaN."""
-    tables = {"extents": extents, "cu_extents": cu_extents, "seen": seen, "cu_seqlens": cu_seqlens}
-    sizes = {
-        "layer": layer,
-        "kv_heads": kv_heads,
-        "head_size": head_size,
-        "scale": scale,
-        "block": block,
-        "row_start": row_start,
-    }
-    y = kv_attention.reference(q=q, kv=kv, **tables, positions=positions, **sizes)
+    given: dict[str, Any] = {
+        "extents": extents, "cu_extents": cu_extents, "seen": seen, "cu_seqlens": cu_seqlens, "layer": layer, "kv_heads": kv_heads,
+        "head_size": head_size, "scale": scale, "block": block, "row_start": row_start,
+    }  # fmt: skip
+    y = kv_attention.reference(q=q, kv=kv, positions=positions, **given)
     sums = torch.full((q.shape[0], q.shape[1] // head_size), float("nan"), dtype=q.dtype)
     owned = pieces(extents, cu_extents)
     for sequence, start, end in windows(cu_seqlens, row_start, q.shape[0]):

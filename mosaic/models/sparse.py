@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName, UsageError
+from mosaic.models.reuse import REUSES, PrefixReuse
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["PRESETS", "Per", "SparseAttention", "sets_of", "sparse_attention"]
+__all__ = ["PRESETS", "Per", "SparseAttention", "attention_policy", "sets_of", "with_options"]
 
 Selects: TypeAlias = Literal["first", "every"]
 Per: TypeAlias = Literal["kv_head", "query_head"]
@@ -63,6 +64,8 @@ class SparseAttention:
     statistic
         By what keys are ranked: the "mean" or the "max" of the softmax over the prefix, or of the bounds, of all voting rows
         and heads of a set.
+    reuse
+        When exact layers attend to the prefix; in other steps they reuse what they kept of it. None: in every step.
     voters
         Rows that vote: all of the "block" that the step forwards, or those of the "answer", without the tokens of a prompt that
         ends in the block.
@@ -90,6 +93,7 @@ class SparseAttention:
     per: Per = "kv_head"
     statistic: Statistic = "mean"
     voters: Voters = "block"
+    reuse: PrefixReuse | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("k", 1), ("page", 1), ("exact_layers", 0)):
@@ -124,6 +128,11 @@ class SparseAttention:
         if self.mass and (self.by, self.statistic) != ("mass", "mean"):
             raise UsageError(
                 "attention: mass is a share of the mean attention; leave it out, or by='bounds' and statistic='max'."
+            )
+        if self.reuse is not None and not (isinstance(self.reuse, PrefixReuse) and self.exact_layers):
+            raise UsageError(
+                f"attention: reuse is {self.reuse!r}; it must be PrefixReuse(…), of exact layers, of which there are "
+                f"{self.exact_layers}."
             )
         if self.by == "bounds" and self.page == 1:
             raise UsageError(
@@ -192,8 +201,10 @@ def sets_of(per: Per, arch: Architecture) -> int:
     return arch.kv_heads if per == "kv_head" else arch.heads
 
 
-def sparse_attention(value: str | SparseAttention) -> SparseAttention:
+def attention_policy(value: str | SparseAttention | PrefixReuse) -> SparseAttention | PrefixReuse:
     """Return the options that a preset's name stands for, or those that are given.
+
+    Presets of both kinds are named together with a "+" between them: exact layers then reuse.
 
     Raises
     ------
@@ -202,13 +213,44 @@ def sparse_attention(value: str | SparseAttention) -> SparseAttention:
 
     Examples
     --------
-    >>> sparse_attention("mage").k, str(sparse_attention("oracle"))
-    (512, 'oracle')
+    >>> str(attention_policy("oracle")), str(attention_policy("mage+flashblock"))
+    ('oracle', 'sparse(reuse=flashblock)')
     """
-    if isinstance(value, SparseAttention):
+    if isinstance(value, SparseAttention | PrefixReuse):
         return value
+    names = ", ".join([*PRESETS, *REUSES])
     if not isinstance(value, str):
-        raise UsageError(f"attention is {value!r}; it must be SparseAttention(…), or one of {', '.join(PRESETS)}.")
-    if value not in PRESETS:
-        raise UnknownName("attention", value, [*PRESETS])
-    return PRESETS[value]
+        raise UsageError(f"attention is {value!r}; it must be SparseAttention(…), PrefixReuse(…), or one of {names}.")
+    name, _, reuse = value.partition("+")
+    if reuse and name in PRESETS and reuse in REUSES:
+        return replace(PRESETS[name], reuse=REUSES[reuse])
+    if value not in PRESETS and value not in REUSES:
+        raise UnknownName(
+            "attention", value, [*PRESETS, *REUSES, *(f"{name}+{reuse}" for name in PRESETS for reuse in REUSES)]
+        )
+    return PRESETS[value] if value in PRESETS else REUSES[value]
+
+
+def with_options(policy: SparseAttention | PrefixReuse, options: Mapping[str, Any]) -> SparseAttention | PrefixReuse:
+    """Return a policy with options by name: fields of `SparseAttention`, and `reuse_steps` and `reuse_change` of what it reuses.
+
+    Raises
+    ------
+    UsageError
+        If a value cannot be, or there is nothing that it is an option of.
+
+    Examples
+    --------
+    >>> str(with_options(PRESETS["mage"], {"k": 256, "reuse_steps": 4}))
+    'sparse(k=256, reuse=reuse(steps=4))'
+    """
+    named = {"reuse_steps": "steps", "reuse_change": "change"}
+    reuse = {named[name]: value for name, value in options.items() if name in named}
+    others = {name: value for name, value in options.items() if name not in named}
+    if isinstance(policy, PrefixReuse):
+        if others:
+            raise UsageError(f"attention: '{policy}' selects no keys; leave {', '.join(others)} out.")
+        return replace(policy, **reuse)
+    if reuse:
+        others["reuse"] = replace(policy.reuse or PrefixReuse(), **reuse)
+    return replace(policy, **others)

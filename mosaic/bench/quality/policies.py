@@ -1,6 +1,7 @@
 """What is compared: policies of attention and schedules of steps, as a command line names them.
 
-`exact`, `mage:ratio=1/16`, `quest:k=256:page=8`: a preset, then options of `SparseAttention` or `GenerationConfig`.
+`exact`, `mage:ratio=1/16`, `quest:k=256:page=8`, `flashblock:reuse_steps=4`: a preset, then options of `SparseAttention`, of
+`PrefixReuse` (`reuse_steps`, `reuse_change`) or of `GenerationConfig`.
 `dynamic`, `dynamic:threshold=0.95`, `static:16`: tokens above a threshold, or so many steps a block.
 """
 
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.sparse import PRESETS, SparseAttention
+from mosaic.models.reuse import REUSES
+from mosaic.models.sparse import PRESETS, SparseAttention, attention_policy, with_options
 
 __all__ = ["Policy", "policy", "schedule"]
 
@@ -47,9 +49,9 @@ def policy(text: str, longest: int) -> Policy:
     512
     """
     name, given = _parts(text)
-    if name not in (*PRESETS, "exact"):
-        raise UnknownName("policy", name, ("exact", *PRESETS))
-    known = {entry.name for entry in fields(SparseAttention)}
+    if name.partition("+")[0] not in (*PRESETS, *REUSES, "exact"):
+        raise UnknownName("policy", name, ("exact", *PRESETS, *REUSES))
+    known = {entry.name for entry in fields(SparseAttention)} - {"reuse"} | {"reuse_steps", "reuse_change"}
     sparse = {key: value for key, value in given.items() if key in known}
     others = _of_generation(text, {key: value for key, value in given.items() if key not in known}, known)
     if name == "exact":
@@ -57,9 +59,9 @@ def policy(text: str, longest: int) -> Policy:
             raise UsageError(f"policy {text}: exact attention selects nothing; leave {', '.join(sparse)} out.")
         return Policy(name=text, options=others)
     if "ratio" in sparse and "k" not in sparse:
-        page = sparse.get("page", PRESETS[name].page)
+        page = sparse.get("page", getattr(attention_policy(name), "page", 1))
         sparse["k"] = max(-(-math.ceil(sparse["ratio"] * longest) // page), 1) * page
-    return Policy(name=text, options={"attention": replace(PRESETS[name], **sparse), **others})
+    return Policy(name=text, options={"attention": with_options(attention_policy(name), sparse), **others})
 
 
 def schedule(text: str) -> Mapping[str, Any]:

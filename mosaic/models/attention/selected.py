@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.models.attention.kept import KeptTogether, attend, extents_of
+from mosaic.models.attention.reused import Reusing
 from mosaic.models.parts.selected import Selected, index_sets, page_extrema
 from mosaic.models.sparse import sets_of
 
@@ -25,7 +26,12 @@ class SelectedTogether(KeptTogether):
 
     def begin(self, step: StepGraph) -> None:
         """Nothing is being selected yet."""
+        policy = step.phase.cache
+        assert isinstance(policy, Selected)
         self._selecting = False
+        self._reusing: Reusing | None = None
+        if policy.reuse is not None:
+            self._reusing = Reusing(step, policy.reuse, policy.attention.exact_layers, refreshes=policy.refreshes)
 
     def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
         """As ever; what stores keys waits for the selection of the layer before, which reads others where these will lie."""
@@ -39,7 +45,7 @@ class SelectedTogether(KeptTogether):
         policy = step.phase.cache
         assert isinstance(policy, Selected)
         if layer < policy.attention.exact_layers:
-            return attend(step, layer, q)
+            return attend(step, layer, q) if self._reusing is None else self._reusing.attend(step, layer, q)
         if not policy.selects:
             return _attend_selected(step, policy, layer, q, "seen")
         if policy.attention.selects == "every":

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from mosaic.models.inputs import Input
 from mosaic.models.parts.cache import KV, Kept
+from mosaic.models.parts.part import ResultPer
+from mosaic.models.parts.reused import CHANGE, check_reuse, reuse_inputs, reuse_states
+from mosaic.models.reuse import PrefixReuse
 from mosaic.models.sparse import Per, SparseAttention, sets_of
 from mosaic.models.state import State
 
@@ -147,10 +150,13 @@ class Selected(Kept):
         The options.
     selects
         Whether requests may select in the step.
+    refreshes
+        Whether exact layers may attend to the whole prefix in the step, where they reuse what they kept of it.
     """
 
     attention: SparseAttention
     selects: bool
+    refreshes: bool = False
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return, beside those of kept keys, where selections lie and of how many keys; and who selects from what."""
@@ -188,7 +194,24 @@ class Selected(Kept):
             *own,
             *(selecting if self.selects else ()),
             *(mixed if self.selects and first else ()),
+            *(reuse_inputs(self.reuse, self.attention.exact_layers, refreshes=self.refreshes) if self.reuse else ()),
         )
+
+    @property
+    def reuse(self) -> PrefixReuse | None:
+        """When exact layers attend to the prefix, if not in every step."""
+        return self.attention.reuse
+
+    def check(self, request: Any, arch: Architecture) -> None:
+        """Check, beside what kept keys need, that a request reuses only what has a place."""
+        Kept.check(self, request, arch)
+        if self.reuse is not None:
+            check_reuse(request, refreshes=self.refreshes)
+
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        """By how much the queries of the last exact layer have changed, where that is measured."""
+        return {} if self.reuse is None or self.reuse.change is None else {CHANGE: "sequence"}
 
     @property
     def bounded(self) -> bool:
@@ -197,14 +220,16 @@ class Selected(Kept):
 
     @property
     def covering(self) -> Selected:
-        """The policy of steps in which requests may select."""
-        return self if self.selects else replace(self, selects=True)
+        """The policy of steps in which requests may select, and refresh."""
+        found = replace(self, selects=True, refreshes=self.reuse is not None)
+        return self if found == self else found
 
     @property
     def states(self) -> Sequence[State]:
-        """Keys and values, what was selected, and what pages are ranked by."""
+        """Keys and values, what was selected, what pages are ranked by, and what exact layers keep."""
         more = (page_extrema(self.attention),) if self.bounded else ()
-        return KV, index_sets(self.attention), *more
+        kept = () if self.reuse is None else reuse_states(self.reuse, self.attention.exact_layers)
+        return KV, index_sets(self.attention), *more, *kept
 
     def rows(self, owned: Sequence[int]) -> Mapping[State, int]:
         """Return a row of keys and values a token, and one of extrema for each whole page where there are such."""

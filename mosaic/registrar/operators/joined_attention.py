@@ -7,9 +7,9 @@ keys before its block, at the positions 0 to P - 1, and seen[b] keys in all, its
 `fresh_sums` (`prefix_attention`); elsewhere, and where the step has none, in the states `kept` and `kept_sums`. With P = 0
 there are none. The two are joined as one softmax would have them. A row in no sequence, or that sees no key, is left as it was.
 
-The states have a row for each request; that of sequence b is owner[b]. For every layer that keeps (`slot` is this one's index
-among them) a row has those of `rows` tokens: kept[owner, slot, p - P, N*H], and kept_sums[owner, slot, p - P, N]. What is fresh
-is written there, but for rows below P, whose block is the one before. Nothing is ever sliced. y may overwrite q.
+The states have a row for each request; that of sequence b is owner[b], in both. For every layer that keeps (`slot` is this one's
+index among them) a row has those of `rows` tokens: kept[owner, slot, p - P, N*H], and kept_sums[owner, slot, p - P, N]. What is
+fresh is written there, but for rows below P, whose block is the one before. Nothing is ever sliced. y may overwrite q.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def infer(
     require(scale > 0, f"scale must be positive, not {scale}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
     require_kept(q, kept, owner, cu_seqlens, rows, slot)
-    sums = Spec((kept.shape[0], exact(kept.shape[1]) / head_size), "float32")
+    sums = Spec((kept_sums.shape[0], exact(kept.shape[1]) / head_size), "float32")
     require(kept_sums == sums, f"kept_sums must be {sums}, not {kept_sums}")
     require(
         (fresh is None) == (fresh_sums is None) == (refreshed is None), "fresh, fresh_sums and refreshed go together"
@@ -98,7 +98,7 @@ OPERATOR = Operator(
     updates=("kept", "kept_sums"),
     whole=frozenset(
         {
-            "q", "y", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions", "prefix", "kept", "kept_sums", "owner",
+            "q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions", "prefix", "kept", "kept_sums", "owner",
             "fresh", "fresh_sums", "refreshed",
         }
     ),
