@@ -310,7 +310,9 @@ def write_plots(folder: Path) -> list[Path]:
         written.append(_fit_plot(limits, baseline_limits(load_results("speed")), folder))
     for model, mine in by_model(load_results("ablation")).items():
         written.append(_ablation_plot(model, mine[-1]["limits"], folder))
-    return written + small_models.write_plots(load_results("training"), load_results("quality"), folder)
+    return written + small_models.write_plots(
+        load_results("training"), load_results("quality"), load_results("estimation"), folder
+    )
 
 
 def _new_figure(columns: int = 1) -> tuple[Any, Any]:

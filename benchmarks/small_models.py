@@ -2,6 +2,8 @@
 
 python examples/train_small/train.py --family llada --out DIRECTORY      (its curves.json is training-<model>.json)
 mosaic bench quality --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --per-task 50 --out quality-<model>.json
+mosaic bench policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16 --out policies-<model>.json
+mosaic bench estimation --lengths 2k --out estimation-<model>.json
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.record import source_line, table
-from mosaic.bench.quality.items import TASKS
-from mosaic.bench.quality.plot import png
+from mosaic.bench.quality.items import LONG_TASKS, TASKS
+from mosaic.bench.quality.plot import estimation_png, png
 from mosaic.viz.palette import COLORS
 
-__all__ = ["SECTIONS", "quality_section", "training_section", "write_plots"]
+__all__ = ["SECTIONS", "estimation_section", "policies_section", "quality_section", "training_section", "write_plots"]
 
 Result = Mapping[str, Any]
 _LINES: Final = ("logits and head", "ffn", "attention", "hidden", "inputs", "statistics", "weights", "other")
 
 
 def name_of(result: Result) -> str:
-    """The checkpoint that a training made."""
-    return f"small-{result['family']}"
+    """The checkpoint that a training made, and whether it went on from another."""
+    return f"small-{result['family']}" + (", continued" if result.get("from") else "")
 
 
 def training_section(results: Sequence[Result]) -> str:
@@ -32,14 +34,15 @@ def training_section(results: Sequence[Result]) -> str:
     parts = []
     for result in results:
         lengths = sorted({int(n) for e in result["evaluations"] for n in e["by_length"].get("retrieval", {})})
+        tasks = [*TASKS, *(task for task in LONG_TASKS if any(task in e["by_task"] for e in result["evaluations"]))]
         rows = [
             (
-                f"{entry['step']:,}", f"{entry['seconds']:.0f}", *(_share(entry["by_task"], task) for task in TASKS),
+                f"{entry['step']:,}", f"{entry['seconds']:.0f}", *(_share(entry["by_task"], task) for task in tasks),
                 *(_share(entry["by_length"].get("retrieval", {}), str(length)) for length in lengths),
             )
             for entry in result["evaluations"]
         ]  # fmt: skip
-        header = ("step", "seconds", *TASKS, *(f"retrieval, {length:,}" for length in lengths))
+        header = ("step", "seconds", *tasks, *(f"retrieval, {length:,}" for length in lengths))
         facts = (
             f"**{name_of(result)}**: {result['model']['parameters']:,} parameters, {result['steps']:,} steps, "
             f"{result['tokens'] / 1e6:,.0f} million tokens, {result['wall_s']:.0f} s in all. Exact match of small "
@@ -68,9 +71,118 @@ def quality_section(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
+def policies_section(results: Sequence[Result]) -> str:
+    """Policies side by side, per run and schedule: all answers together, exact answers by task, and forced canvases."""
+    parts = []
+    for result in results:
+        asked = result["settings"]
+        for schedule, by_policy in result["schedules"].items():
+            first = next(iter(by_policy))
+            title = (
+                f"**{result['model']}, {schedule}**: contexts of {', '.join(f'{n:,}' for n in asked['lengths'])} tokens, "
+                f"{len(result['items']):,} answers under each policy"
+            )
+            title += ", items to choose settings on" if asked["split"] == "choose" else ""
+            header = (
+                "policy", "exact", f"against {first}", "p", "tokens right", "forwards", f"of {first}'s", "tokens / forward",
+                "tokens/s",
+            )  # fmt: skip
+            rows = [
+                (name, *_figures(found["groups"]["all"], found["tokens_per_s"])) for name, found in by_policy.items()
+            ]
+            tasks = [group for group in by_policy[first]["groups"] if "," not in group and group != "all"]
+            by_task = [
+                (name, *(_changed(found["groups"][task]) for task in tasks)) for name, found in by_policy.items()
+            ]
+            tables = [table(header, rows), table(("exact by task", *tasks), by_task)]
+            if any("replay" in found for found in by_policy.values()):
+                tables.append(_replayed(by_policy))
+            parts.append("\n\n".join((title, *tables, source_line(dict(result)))))
+    return "\n\n".join(parts)
+
+
+def _figures(group: Result, tokens_per_s: float) -> tuple[str, ...]:
+    change = p = times = ""
+    if "against" in group:
+        exact, forwards = group["against"]["exact"], group["against"]["forwards"]
+        change = f"{exact['difference']:+.1%} ({exact['low']:+.1%} to {exact['high']:+.1%})"
+        p = f"{exact['p']:.2g}"
+        times = f"{forwards['ratio']:.3f} ({forwards['low']:.3f} to {forwards['high']:.3f})"
+    return (
+        f"{group['exact']:.1%}", change, p, f"{group['tokens_right']:.1%}", f"{group['forwards']:.1f}", times,
+        f"{group['tokens_per_forward']:.2f}", f"{tokens_per_s:,.0f}",
+    )  # fmt: skip
+
+
+def _changed(group: Result) -> str:
+    """Exact answers; with a star where the interval of the change leaves out 0."""
+    exact = group.get("against", {}).get("exact")
+    clear = exact is not None and (exact["low"] > 0 or exact["high"] < 0)
+    return f"{group['exact']:.1%}{'*' if clear else ''}"
+
+
+def _replayed(by_policy: Mapping[str, Any]) -> str:
+    """The same tokens or others in a block's later steps, on the canvases of the first policy."""
+    rows = []
+    for name, found in by_policy.items():
+        group = found.get("replay", {}).get("all", {})
+        if "later" in group:
+            later = group["later"]
+            rows.append(
+                (
+                    name, f"{group['count']:,}", f"{later['rows_agree']:.2%}", f"{later['committed_agree']:.2%}",
+                    f"{later['own'] / max(later['committed'], 1):.3f}",
+                )
+            )  # fmt: skip
+    header = (
+        "on forced canvases, a block's later steps", "answers", "same token", "same, of those committed",
+        "would commit, of those committed",
+    )  # fmt: skip
+    return table(header, rows)
+
+
+def estimation_section(results: Sequence[Result]) -> str:
+    """Estimation accuracy by set of keys, the size of unions, and both by layer, per run."""
+    parts = []
+    for result in results:
+        ratios = list(result["unions"])
+        shown = [f"k = {float(ratio):.3g} of the prefix" for ratio in ratios]
+        unions = {ratio: sum(sizes) / len(sizes) for ratio, sizes in result["unions"].items()}
+        rows: list[tuple[str, ...]] = [
+            ("union of the tokens' sets over k", *(f"{unions[ratio]:.2f}" for ratio in ratios))
+        ]
+        for when, words in (("first", "first step"), ("later", "later steps")):
+            names = dict.fromkeys(name for ratio in ratios for name in result[when].get(ratio, {}))
+            rows += [(f"{words}: {name}", *(f"{result[when][ratio][name]:.1%}" for ratio in ratios)) for name in names]
+        layers = list(next(iter(result["by_head"].values()), {}))
+        measured = ("union", "oracle", "mage", "recall")
+        middle = ratios[len(ratios) // 2]
+        by_layer = [(layer, *(_mean(result["by_head"][middle][layer], what) for what in measured)) for layer in layers]
+        settings = result["settings"]
+        title = (
+            f"**{result['model']}**: {settings['items']} answers of each of {', '.join(settings['tasks'])}, contexts of "
+            f"{', '.join(f'{n:,}' for n in settings['lengths'])} tokens"
+        )
+        header = (f"layer, {shown[len(ratios) // 2]}", *measured)
+        parts.append(
+            "\n\n".join((title, table(("", *shown), rows), table(header, by_layer), source_line(dict(result))))
+        )
+    return "\n\n".join(parts)
+
+
+def _mean(by_head: Mapping[str, Mapping[str, float]], what: str) -> str:
+    values = [measures[what] for measures in by_head.values() if what in measures]
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    return f"{mean:.2f}" if what == "union" else f"{mean:.1%}"
+
+
 SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Any]], str]]]] = {
     "training": ("training", training_section),
     "quality": ("quality", quality_section),
+    "policies": ("policies", policies_section),
+    "estimation": ("estimation", estimation_section),
 }
 """Marker in docs/small-models.md -> kind of result, and what writes the section."""
 
@@ -79,8 +191,10 @@ def _share(shares: Mapping[str, Mapping[str, Any]], name: str) -> str:
     return f"{shares[name]['exact']:.0%}" if name in shares else ""
 
 
-def write_plots(trainings: Sequence[Result], qualities: Sequence[Result], folder: Path) -> list[Path]:
-    """Draw loss curves, and exact match by task, length and depth."""
+def write_plots(
+    trainings: Sequence[Result], qualities: Sequence[Result], estimations: Sequence[Result], folder: Path
+) -> list[Path]:
+    """Draw loss curves, exact match by task, length and depth, and how well sets of keys serve a block."""
     written = []
     if trainings:
         written.append(_curves(trainings, folder / "training-small.png"))
@@ -89,6 +203,10 @@ def write_plots(trainings: Sequence[Result], qualities: Sequence[Result], folder
             file = folder / f"quality-{result['model']}.png"
             file.write_bytes(png(result, f"{result['model']}, {result['card']}"))
             written.append(file)
+    for result in estimations:
+        file = folder / f"estimation-{result['model']}.png"
+        file.write_bytes(estimation_png(result, result["model"]))
+        written.append(file)
     return written
 
 

@@ -305,9 +305,55 @@ def test_the_small_models_sections_show_shares(tmp_path: Path) -> None:
     assert "| 9 | 510 | 95% |  |  |  |  |  | 95% | 95% | 95% |" in text
     text = small_models.quality_section([quality])
     assert "| story | 95.0% | 20 |" in text and "| exact by context | 256 | 8,192 |" in text and "Half of it." in text
-    written = small_models.write_plots([training], [quality], tmp_path)
+    written = small_models.write_plots([training], [quality], [], tmp_path)
     assert [file.name for file in written] == ["training-small.png", "quality-small-sdar.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+
+
+def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    group = {"count": 9, "exact": 0.9, "tokens_right": 0.99, "forwards": 20.0, "tokens_per_forward": 5.5}
+    change = {
+        "exact": {"difference": -0.1, "low": -0.2, "high": -0.05, "gained": 0, "lost": 1, "p": 0.03},
+        "tokens_right": {"difference": 0.0, "low": 0.0, "high": 0.0},
+        "forwards": {"ratio": 1.1, "low": 1.05, "high": 1.2},
+    }
+    later = {"rows": 9, "rows_agree": 0.5, "committed": 4, "committed_agree": 0.75, "own": 2}
+    figures = {"seconds": 2.0, "tokens_per_s": 1234.5, "groups": {"all": group, "chain": group, "chain, 2048": group}}
+    sparse = {**group, "exact": 0.8, "against": change}
+    policies = {
+        "model": "small-sdar", "card": "cpu", "environment": ENVIRONMENT, "items": [{}] * 9,
+        "settings": {"lengths": [2048, 4096], "split": "choose"},
+        "schedules": {
+            "dynamic": {
+                "exact": figures,
+                "mage": {
+                    **figures, "groups": {"all": sparse, "chain": sparse, "chain, 2048": sparse},
+                    "replay": {"all": {"count": 3, "later": later}},
+                },
+            }
+        },
+    }  # fmt: skip
+    text = small_models.policies_section([policies])
+    assert (
+        "**small-sdar, dynamic**: contexts of 2,048, 4,096 tokens, 9 answers under each policy, items to choose" in text
+    )
+    assert "| exact | 90.0% |  |  | 99.0% | 20.0 |  | 5.50 | 1,234 |" in text
+    assert "| mage | 80.0% | -10.0% (-20.0% to -5.0%) | 0.03 | 99.0% | 20.0 | 1.100 (1.050 to 1.200) | 5.50 |" in text
+    assert "| exact by task | chain |" in text and "| mage | 80.0%* |" in text and "| exact | 90.0% |\n" in text
+    assert "| mage | 3 | 50.00% | 75.00% | 0.500 |" in text
+    sets = {"oracle": 0.5, "recall": 0.25}
+    estimation = {
+        "model": "small-sdar", "card": "cpu", "environment": ENVIRONMENT, "unions": {"0.25": [1.0, 2.0]}, "first": {"0.25": sets},
+        "later": {"0.25": sets}, "recall": {"0.25": {"0.500": 0.25}}, "by_task": {},
+        "by_head": {"0.25": {"0": {"0": {"union": 1.0, **sets}, "1": {"union": 2.0, "oracle": 0.7}}}},
+        "settings": {"items": 2, "tasks": ["chain"], "lengths": [2048]},
+    }  # fmt: skip
+    text = small_models.estimation_section([estimation])
+    assert "| union of the tokens' sets over k | 1.50 |" in text and "| later steps: oracle | 50.0% |" in text
+    assert "| 0 | 1.50 | 60.0% |  | 25.0% |" in text
+    (written,) = small_models.write_plots([], [], [estimation], tmp_path)
+    assert written.name == "estimation-small-sdar.png" and written.read_bytes().startswith(b"\x89PNG")
 
 
 def test_steps_of_a_block_are_timed_exact_and_sparse() -> None:

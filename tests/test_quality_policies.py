@@ -121,7 +121,10 @@ def test_intervals_hold_what_was_drawn_from() -> None:
     for _ in range(200):
         base = rng.exponential(50, 60)  # differs far more from item to item than between policies
         values = base * 1.1 + rng.normal(2, 1, 60)
-        found, times = difference(values - 0.1 * base, base), ratio(base * rng.normal(1.2, 0.1, 60), base)
+        found, times = (
+            difference([*(values - 0.1 * base)], [*base]),
+            ratio([*(base * rng.normal(1.2, 0.1, 60))], [*base]),
+        )
         inside += found["low"] <= 2 <= found["high"]
         ratios += times["low"] <= 1.2 <= times["high"]
         assert found["low"] <= found["difference"] <= found["high"] < found["low"] + 1

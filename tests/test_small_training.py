@@ -293,7 +293,7 @@ def test_the_split_keeps_its_share_for_evaluation() -> None:
 
 
 def test_no_evaluation_item_occurs_in_the_training_stream(small: SimpleNamespace) -> None:
-    stages = (*small.train.STAGES, *small.train.CONTINUED)
+    stages = (*small.train.STAGES, *small.train.CONTINUED, *small.train.LAST)
     keys: list[tuple[str | int, ...]] = []
     prompts = set()
     for index, stage in enumerate(stages):
@@ -546,7 +546,7 @@ def test_a_training_goes_on_from_a_checkpoint(
          "--reserve", "1", "--tokens", "512", "--workers", "1"]
     )  # fmt: skip
     curves = json.loads((tmp_path / "on" / "curves.json").read_text())
-    assert curves["peak_learning_rate"] == small.train.RATE_CONTINUED < small.train.RATE
+    assert curves["peak_learning_rate"] == small.train.RATES["long"] < small.train.RATES["first"]
     assert curves["stages"][0]["long"] and curves["from"] == str(tmp_path / "first")
     with pytest.raises(SystemExit, match="not those of a llada"):
         small.checkpoint.restore(small.model.Transformer(small.model.SIZES["llada"].toy()), tmp_path / "first")

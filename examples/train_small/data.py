@@ -49,6 +49,8 @@ class Stage:
         Row length -> share of its rows that hold arithmetic, sorting and stories; the others are documents.
     long
         Row length -> share of the documents whose questions have long answers; a row has at least 256 tokens then.
+    stories
+        Share of the small tasks that are stories.
     whole
         Share of rows of which the document is masked in places, too.
     """
@@ -57,6 +59,7 @@ class Stage:
     lengths: Mapping[int, float]
     tasks: Mapping[int, float] = field(default_factory=lambda: {128: 0.8, 256: 0.5, 512: 0.2})
     long: Mapping[int, float] = field(default_factory=dict)
+    stories: float = 0.3
     whole: float = 0.0
 
 
@@ -82,7 +85,9 @@ def log_uniform(rng: Random, low: int, high: int) -> int:
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
 
-def row(rng: Random, length: int, tasks: float, long: float = 0.0) -> tuple[list[int], list[Span]]:
+def row(
+    rng: Random, length: int, tasks: float, long: float = 0.0, stories: float = 0.3
+) -> tuple[list[int], list[Span]]:
     """One conversation of `length` tokens and its answers.
 
     Parameters
@@ -91,21 +96,23 @@ def row(rng: Random, length: int, tasks: float, long: float = 0.0) -> tuple[list
         Probability of small tasks.
     long
         Probability that a document's questions have long answers.
+    stories
+        Probability that a small task is a story.
     """
     if rng.random() < tasks:
-        return _tasks(rng, length)
+        return _tasks(rng, length, stories)
     if long and rng.random() < long:
         return _counting(rng, length) if rng.random() < COUNTING else _gathering(rng, length)
     return _retrieval(rng, length)
 
 
-def _tasks(rng: Random, length: int) -> tuple[list[int], list[Span]]:
+def _tasks(rng: Random, length: int, share: float) -> tuple[list[int], list[Span]]:
     """Arithmetic, sorting and stories, one after the other."""
     ids: list[int] = []
     spans: list[Span] = []
     most = 1 + int(rng.random() * max(1, length // 48))
     while len(spans) < most:
-        turn = stories.draw(rng, evaluation=False) if rng.random() < 0.3 else arithmetic.draw(
+        turn = stories.draw(rng, evaluation=False) if rng.random() < share else arithmetic.draw(
             rng, pick(rng, OPERATIONS), evaluation=False
         )  # fmt: skip
         question, answer = _encoded(turn)
@@ -256,7 +263,7 @@ def make_batch(seed: int, stage_index: int, index: int, stage: Stage, num_tokens
     lengths = list(stage.lengths)
     length = rng.choices(lengths, [stage.lengths[length] for length in lengths])[0]
     rows = [
-        row(rng, length, stage.tasks.get(length, 0.0), stage.long.get(length, 0.0))
+        row(rng, length, stage.tasks.get(length, 0.0), stage.long.get(length, 0.0), stage.stories)
         for _ in range(max(1, num_tokens // length))
     ]
     tokens = np.array([ids for ids, _ in rows], dtype=np.uint16)

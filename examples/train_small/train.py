@@ -51,14 +51,19 @@ CONTINUED = (
     ),
 )  # fmt: skip
 """What follows on the shipped checkpoint: tasks with long answers, and a share of everything that it knows."""
-SHORT = (Stage(share=1.0, lengths={128: 0.8, 256: 0.2}, tasks={128: 1.0, 256: 0.3}, long={256: 0.7}),)
-"""What a checkpoint may need after that: a few steps on short rows, where small tasks have suffered; a CPU will do."""
+LAST = (
+    Stage(
+        share=1.0, lengths={128: 0.35, 256: 0.2, 512: 0.15, 1024: 0.15, 2048: 0.1, 8192: 0.05},
+        tasks={128: 1.0, 256: 0.35, 512: 0.1}, long=LONG, stories=0.6,
+    ),
+)  # fmt: skip
+"""A short end on all tasks after that, in which stories count more: among long answers they suffer most."""
 TOY_STAGES = (
     Stage(share=0.7, lengths={64: 1.0}, tasks={}, whole=0.1),
     Stage(share=0.3, lengths={64: 0.3, 128: 0.7}, tasks={}),
 )
 TOY_CONTINUED = (Stage(share=1.0, lengths={64: 0.3, 256: 0.7}, tasks={}, long={256: 0.8}),)
-RATE, RATE_CONTINUED = 2e-3, 1e-3  # peaks
+RATES = {"first": 2e-3, "long": 1e-3, "last": 3e-4}  # peaks
 WARMUP, DECAY_FROM = 0.02, 0.6  # shares of the training time
 LOG_EVERY = 50
 
@@ -72,7 +77,7 @@ class Settings:
     seconds: float = 560.0
     reserve: float = 45.0
     tokens: int = 65_536
-    rate: float = RATE
+    rate: float = RATES["first"]
     start: Path | None = None
     stages: str = "first"
     optimizer: str = "muon"
@@ -90,11 +95,11 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument("--seconds", type=float, default=560.0, help="wall time of everything")
     parser.add_argument("--reserve", type=float, default=45.0, help="of it, for the last evaluation and saving")
     parser.add_argument("--tokens", type=int, default=65_536, help="of a batch")
-    parser.add_argument("--rate", type=float, help=f"peak learning rate; {RATE}, and {RATE_CONTINUED} with --from")
+    parser.add_argument("--rate", type=float, help=f"peak learning rate; by --stages {RATES}")
     parser.add_argument(
         "--from", dest="start", type=Path, help="checkpoint to go on from; adds tasks with long answers"
     )
-    parser.add_argument("--stages", choices=("first", "long", "short"), help="first, and long with --from")
+    parser.add_argument("--stages", choices=("first", "long", "last"), help="first, and long with --from")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="of the layers' matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=min(14, max(1, (os.cpu_count() or 2) - 2)))
@@ -102,10 +107,8 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument("--dry-run", action="store_true", help="measure every row length for a few steps and stop")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     found = vars(parser.parse_args(arguments))
-    if found["rate"] is None:
-        found["rate"] = RATE_CONTINUED if found["start"] else RATE
-    if found["stages"] is None:
-        found["stages"] = "long" if found["start"] else "first"
+    found["stages"] = found["stages"] or ("long" if found["start"] else "first")
+    found["rate"] = found["rate"] or RATES[found["stages"]]
     return Settings(**found)
 
 
@@ -211,8 +214,8 @@ def small_sets(settings: Settings, stage: Stage) -> list[Any]:
     """Items to watch a stage by: retrieval at its row lengths, everything else, and long answers if it has them."""
     if settings.toy:
         return evaluation_set(seed=1, tasks=("retrieval", "pair"), lengths=(128,), per_cell=1)
-    if settings.stages == "short":
-        return evaluation_set(seed=1, tasks=TASKS, lengths=(256,), per_cell=1, per_task=12)
+    if settings.stages == "last":  # a minute of training
+        return evaluation_set(seed=1, tasks=(*TASKS, "frequent"), lengths=(1024,), per_cell=1, per_task=24)
     lengths = [length for length in stage.lengths if length >= 256]
     items = evaluation_set(seed=1, tasks=TASKS, lengths=lengths, per_cell=2, per_task=24)
     if stage.long:  # at one length: an answer takes as many passes over its context as it has tokens
@@ -233,7 +236,7 @@ def train(settings: Settings, started: float, stages: Sequence[Stage]) -> None:
         {
             "environment": environment(shlex.join(["python", *sys.argv])), "card": device_name(cpu),
             "family": settings.family, "model": trainer.model.describe(), "tokens_per_step": settings.tokens,
-            "peak_learning_rate": settings.rate, "from": str(settings.start or ""), "seed": settings.seed,
+            "peak_learning_rate": settings.rate, "from": str(settings.start or ""), "stage": settings.stages, "seed": settings.seed,
             "stages": [asdict(stage) for stage in stages],
         },
     )  # fmt: skip
@@ -364,8 +367,8 @@ def say(text: str) -> None:
 def main(arguments: Sequence[str]) -> None:
     started = time.monotonic()
     settings = parse(arguments)
-    full = {"first": STAGES, "long": CONTINUED, "short": SHORT}
-    toy = {"first": TOY_STAGES, "long": TOY_CONTINUED, "short": TOY_CONTINUED}
+    full = {"first": STAGES, "long": CONTINUED, "last": LAST}
+    toy = {"first": TOY_STAGES, "long": TOY_CONTINUED, "last": TOY_CONTINUED}
     stages = (toy if settings.toy else full)[settings.stages]
     run: Callable[[], None] = (
         (lambda: dry_run(settings, stages)) if settings.dry_run else (lambda: train(settings, started, stages))
