@@ -78,7 +78,9 @@ class Generated:
         self.masked = torch.arange(length) >= count
         prefix = count // block * block
         for start in range(0, prefix, block):
-            self.forward(list(range(start, start + block)), start + block, None)
+            logits = self.forward(list(range(start, start + block)), start + block, None)
+        if self.arch.shifted and prefix == count:
+            self.first_of(prefix, logits)
         for start in range(prefix, length, block):
             self.block(start, last=start + block == length)
             if not self.masked[count : count + self.gen_length].any():
@@ -104,9 +106,17 @@ class Generated:
                 return
         if not last:
             again = [place for place in places if self.commit == "exact" or place not in frozen]
-            self.forward(again, start + len(places), None)
+            logits = self.forward(again, start + len(places), None)
+            if self.arch.shifted:
+                self.first_of(start + len(places), logits)
+
+    def first_of(self, start: int, logits: dict[int, Tensor]) -> None:
+        """Where a token's row predicts the next one, a block's last one decides the next block's first."""
+        self.tokens[start], self.masked[start] = logits[start - 1].argmax(), False
 
     def decide(self, logits: dict[int, Tensor]) -> dict[int, int]:
+        if self.arch.shifted:
+            logits = {place + 1: row for place, row in logits.items() if place + 1 < self.start + self.arch.block}
         open_ = [place for place in sorted(logits) if self.masked[place]]
         score = {place: float(logits[place].softmax(0).max()) for place in open_}
         quota = self.quotas[min(len(self.of_block), len(self.quotas) - 1)]
@@ -122,6 +132,13 @@ class Generated:
 
     def weight(self, name: str, layer: int = 0) -> Tensor:
         return self.tensors[getattr(self.arch.names, name).format(layer=layer)]
+
+    def projected(self, h: Tensor, name: str, layer: int) -> Tensor:
+        y = h @ self.weight(name, layer).T
+        if self.arch.qkv_bias:
+            stem = getattr(self.arch.names, name).format(layer=layer).removesuffix("weight")
+            y = y + self.tensors[f"{stem}bias"]
+        return y.view(len(h), -1, self.arch.head_size)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.arch.norm_eps).rsqrt() * weight
@@ -141,10 +158,7 @@ class Generated:
         x = self.weight("embedding")[self.tokens[places]]
         for layer in range(arch.layers):
             h = self.norm(x, self.weight("attention_norm", layer))
-            q, k, v = (
-                (h @ self.weight(name, layer).T).view(len(kept), -1, arch.head_size)
-                for name in ("query", "key", "value")
-            )
+            q, k, v = (self.projected(h, name, layer) for name in ("query", "key", "value"))
             if arch.head_norms:
                 q, k = self.norm(q, self.weight("query_norm", layer)), self.norm(k, self.weight("key_norm", layer))
             q, k = self.turned(q, kept), self.turned(k, kept)

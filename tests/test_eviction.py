@@ -14,10 +14,13 @@ import pytest
 import torch
 from compiled_runner import CompiledRunner
 from focus_stated import Generated, StatedStep
+from reference_runner import random_tensors
 from test_cut import ARCH, CONFIG, TENSORS
-from test_decoding import MASK
+from test_decoding import CONFIGS, MASK
+from test_session import FAMILIES
 from torch import Tensor
 
+import mosaic
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission, generate_ids, resolve
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.llada import schedule
@@ -196,6 +199,64 @@ def test_sparse_attention_to_every_key_changes_nothing_that_eviction_does(model:
     for mine, other in zip(generate_ids(found, prompts, replace(config, attention=attention)), exact, strict=True):
         assert torch.equal(mine.token_ids, other.token_ids)
     assert found.of_requests() == expected.of_requests()
+
+
+@pytest.fixture(scope="module")
+def shifted() -> Iterator[CompiledRunner]:
+    """Of Fast-dLLM v2: a token's row predicts the next one."""
+    config = {**CONFIGS["fast-dllm-v2"], "num_hidden_layers": 4}
+    found = CompiledRunner(config, random_tensors(load(config).architecture, 3), debug="poison")
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(("name", "cache"), [("focus", None), ("focus", "dc+"), ("focus-public", "dc+")])
+def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
+    shifted: CompiledRunner, name: str, cache: str | None
+) -> None:
+    """A token that is kept decides the next one; requests get what they get alone."""
+    rng, arch = random.Random(f"{name} {cache}"), shifted.architecture
+    exactly = {key: tensor.double() for key, tensor in random_tensors(arch, 3).items()}
+    prompts = [drawn(rng)[0] for _ in range(3)]
+    config = GenerationConfig(
+        eviction=READINGS[name], block_cache=cache, gen_length=19, threshold=0.6, top_p=1.0, stop_at_eos=False
+    )
+    together = generate_ids(shifted.model, prompts, config)
+    for mine, prompt in zip(together, prompts, strict=True):
+        recorder, stated = Recorder(shifted.model), Generated(arch, exactly, prompt, 19, 0.6, [1], cache=cache)
+        stated.eviction = READINGS[name]
+        generate_ids(recorder, [prompt], config)
+        assert torch.equal(mine.token_ids, stated.run())
+        steps = [(asked[0], results[0]) for asked, results in recorder.steps if asked[0].phase.cut is not None]
+        for (request, result), step in zip(steps, stated.steps, strict=True):
+            places = positions_of(request)
+            rows, kept, committed = places[request.rows], result.values["kept"], result.committed
+            assert places.tolist() == step.computed
+            assert rows[kept].tolist() == [place for place in rows.tolist() if place - 1 in step.kept]
+            assert dict(zip(rows[committed].tolist(), result.chosen[committed].tolist(), strict=True)) == step.decided
+            assert int(result.values["reach"]) > max(step.kept)
+
+
+def test_llada2_evicts_as_sdar_does() -> None:
+    """Experts route the rows that are kept: requests get what they get alone, with a large alpha what they get without eviction."""
+    rng, config = random.Random(3), {**FAMILIES["llada2"], "num_hidden_layers": 3}
+    options = GenerationConfig(
+        gen_length=16, threshold=0.5, stop_at_eos=False, block_cache="dc+", block_commit="cached"
+    )
+    with mosaic.compile(config, device="cpu", host_budget=0, debug="poison", seed=3) as experts:
+        for name, view in experts.weights().items():
+            if not name.startswith("=") and view.dim() > 1:
+                view.mul_(8)  # attention that is not all but even
+        prompts = [torch.tensor([rng.randrange(8, 60) for _ in range(count)]) for count in (3, 16)]
+        plain, whole, few = (
+            generate_ids(experts, prompts, replace(options, eviction=eviction))
+            for eviction in (None, Eviction(alpha=1e6), Eviction(alpha=1.0))
+        )
+        for number, prompt in enumerate(prompts):
+            assert torch.equal(plain[number].token_ids, whole[number].token_ids)
+            (alone,) = generate_ids(experts, [prompt], replace(options, eviction=Eviction(alpha=1.0)))
+            assert torch.equal(alone.token_ids, few[number].token_ids)
+        assert not all(torch.equal(one.token_ids, other.token_ids) for one, other in zip(plain, few, strict=True))
 
 
 def done_in(request: StepRequest, result: StepResult) -> StatedStep:
@@ -482,13 +543,24 @@ def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_sh
         {"block_cache": "dc", "block_commit": "cached", "attention": "oracle"}, UsageError,
         "block_commit 'cached': attention that selects",
     ),
+    (
+        {"block_cache": "dc", "algorithm": "fast-dllm-v2"}, UsageError,
+        "on this model a token predicts its right neighbour, so it is computed until that is decided; use 'dc\\+'",
+    ),
+    (
+        {"eviction": "focus", "small_block_length": 4, "algorithm": "fast-dllm-v2"}, UsageError,
+        "not small blocks of 4; leave small_block_length out",
+    ),
+    (
+        {"block_cache": "dc+", "cache": "dual", "algorithm": "fast-dllm-v2"}, UsageError,
+        "cache 'dual' and block_cache 'dc\\+' both say which tokens of a block are computed; give one",
+    ),
     ({"algorithm": "llada2.1", "eviction": "focus"}, UsageError, "eviction means nothing to the algorithm 'llada2.1'"),
 ])  # fmt: skip
-def test_options_that_cannot_be_are_refused(
-    model: CompiledModel, options: dict[str, Any], error: type[MosaicError], message: str
-) -> None:
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], error: type[MosaicError], message: str) -> None:
+    arch = load({**CONFIGS["fast-dllm-v2"], "num_hidden_layers": 4} if "v2" in str(options) else CONFIG).architecture
     with pytest.raises(error, match=message) as caught:
-        model.generate(torch.arange(8, 20), gen_length=8, **options)
+        resolve(GenerationConfig(gen_length=8, **options), arch)
     assert "\n" not in str(caught.value)
 
 

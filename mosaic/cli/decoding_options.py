@@ -105,13 +105,16 @@ ExactLayers: TypeAlias = Annotated[
 ]
 Eviction: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="SDAR, LLaDA2.0: drop tokens after two layers, focus or focus-public; default all are computed."),
+    typer.Option(
+        help="SDAR, LLaDA2.0, Fast-dLLM v2: drop tokens after two layers, focus or focus-public; default none."
+    ),
 ]
 Alpha: TypeAlias = Annotated[
     float | None, typer.Option(help="With --eviction: tokens kept for each that is expected to be decided; at least 1.")
 ]
 BlockCache: TypeAlias = Annotated[
-    str | None, typer.Option(help="SDAR, LLaDA2.0: leave decided tokens out of a block's later steps, dc or dc+.")
+    str | None,
+    typer.Option(help="SDAR, LLaDA2.0, Fast-dLLM v2: leave decided tokens out of a block's later steps, dc or dc+."),
 ]
 BlockCommit: TypeAlias = Annotated[
     str | None, typer.Option(help="With --block-cache: keys of finished blocks, exact (default) or cached.")

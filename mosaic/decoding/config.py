@@ -79,10 +79,10 @@ class GenerationConfig:
         "mage+flashblock" (sdar, llada2, fast-dllm-v2). None: exact.
     eviction
         Tokens that are unlikely to be decided are dropped after two layers, an `Eviction` or a preset's name: "focus",
-        "focus-public" (sdar, llada2). None: all are computed. A block may then take more than `steps`.
+        "focus-public" (sdar, llada2, fast-dllm-v2). None: all are computed. A block may then take more than `steps`.
     block_cache
         Within a block, decided tokens are computed no more: "dc" after one step more, "dc+" once their right neighbour has
-        been decided as long, too (sdar, llada2). None: the whole block is computed in each step.
+        been decided as long, too (sdar, llada2, fast-dllm-v2). None: the whole block is computed in each step.
     block_commit
         With `block_cache`, the keys of a finished block: "exact", those of its final tokens, or "cached", where tokens are
         computed no more those of then. Either way the first step of the next block writes what is left to write.
@@ -199,7 +199,18 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         defaults={"threshold": 0.85},
     ),
     "fast-dllm-v2": Traits(
-        options=frozenset({"block_length", "small_block_length", "threshold", "cache", "top_p", "attention"}),
+        options=frozenset(
+            {
+                "block_length",
+                "small_block_length",
+                "threshold",
+                "cache",
+                "top_p",
+                "attention",
+                "eviction",
+                "block_cache",
+            }
+        ),
         blockwise=True,
         shifted=True,
         defaults={"threshold": 0.95, "top_p": 0.95},
@@ -283,7 +294,7 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
         every = isinstance(found.attention, SparseAttention) and found.attention.selects == "every"
         told = every or _measures(found) or found.eviction is not None or found.block_cache is not None
         found = replace(found, ahead=False if told or found.remasking == "sequential" else None)
-    if found.block_cache is not None and found.block_commit is None:
+    if "block_commit" in traits.options and found.block_cache is not None and found.block_commit is None:
         found = replace(found, block_commit=BLOCK_COMMITS[0])
     if chosen == "llada2" and found.steps is not None:
         found = replace(found, steps=max(min(found.steps, found.gen_length // found.minimal_topk), 1))
@@ -309,7 +320,8 @@ def _lengths(name: str, config: GenerationConfig, architecture: Architecture) ->
     if name == "dream":
         return {}
     block = architecture.block
-    return {"block_length": block, "steps": config.block_length or block, "small_block_length": math.gcd(block, 8)}
+    small = block if config.eviction is not None else math.gcd(block, 8)
+    return {"block_length": block, "steps": config.block_length or block, "small_block_length": small}
 
 
 def _own_block(config: GenerationConfig, architecture: Architecture) -> int:
@@ -399,6 +411,21 @@ def _check_computing(config: GenerationConfig) -> None:
         )
     if config.eviction is not None and reuse_of(config) is not None:
         raise UsageError("eviction: rows that are dropped keep no output over their prefix to reuse; leave one out.")
+    if config.eviction is not None and config.small_block_length not in (None, config.block_length):
+        raise UsageError(
+            f"eviction: importance says which of a block's tokens are decided, not small blocks of {config.small_block_length}; "
+            "leave small_block_length out."
+        )
+    if config.block_cache == "dc" and config.algorithm == "fast-dllm-v2":
+        raise UsageError(
+            "block_cache 'dc': on this model a token predicts its right neighbour, so it is computed until that is decided; use "
+            "'dc+'."
+        )
+    if config.block_cache is not None and config.cache is not None:
+        raise UsageError(
+            f"cache '{config.cache}' and block_cache '{config.block_cache}' both say which tokens of a block are computed; give "
+            "one."
+        )
     if config.block_commit is not None and config.block_cache is None:
         raise UsageError(
             f"block_commit '{config.block_commit}' is about tokens that a block cache has frozen; give block_cache 'dc' or 'dc+'."

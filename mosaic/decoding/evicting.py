@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mosaic.models.eviction import Eviction
 from mosaic.models.parts.cut import KEPT
-from mosaic.models.parts.focus import BlockProgress, Focus
+from mosaic.models.parts.focus import REACH, BlockProgress, Focus
 from mosaic.models.parts.windows import APART
 
 if TYPE_CHECKING:
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "computing"]
 
 
-def computing(phase: Phase, config: GenerationConfig) -> Phase:
-    """Return the phase of a block's steps: which tokens their windows have, and where they are cut."""
+def computing(phase: Phase, config: GenerationConfig, *, shifted: bool = False) -> Phase:
+    """Return the phase of a block's steps: which tokens their windows have, and where they are cut.
+
+    Where row i-1 predicts position i (`shifted`), the rows to decide do not say whether a block's last position was kept.
+    """
     if config.block_cache is not None:
         phase = replace(phase, tokens=APART)
     if isinstance(config.eviction, Eviction):
-        phase = replace(phase, cut=Focus(eviction=config.eviction))
+        phase = replace(phase, cut=Focus(eviction=config.eviction, reports=shifted))
     return phase
 
 
@@ -101,7 +104,8 @@ class Progress:
         decided = ~self.canvas.masked
         computed = decided[tokens]  # those that are decided are kept, of the others those that the step says
         computed[request.rows] = result.values.get(KEPT, torch.ones(request.rows.numel(), dtype=torch.bool))
-        self.processed = max(self.processed, int(tokens[computed][-1]) + 1 - self.start)
+        reach = int(result.values[REACH]) if REACH in result.values else int(tokens[computed][-1]) + 1
+        self.processed = max(self.processed, reach - self.start)
         self.step += 1
         self.decoded = int(result.committed.sum())
         if self.canvas.config.block_cache is not None:

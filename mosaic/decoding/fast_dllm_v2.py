@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
+from mosaic.decoding.evicting import Progress, computing
 from mosaic.decoding.reusing import Refreshes
 from mosaic.decoding.selecting import attending, committing, selection
 from mosaic.models.parts import KEPT, Commit
@@ -28,9 +29,10 @@ _NEXT: Final = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
 
 
 def _phase(config: GenerationConfig) -> Phase:
-    return Phase(
+    phase = Phase(
         cache=KEPT, head=Sampling.of(config, scaled=True).head, commit=Commit(score="confidence", rule="dynamic")
     )
+    return computing(phase, config, shifted=True)
 
 
 def _fill_and_predict(canvas: Canvas, start: int, end: int) -> Steps:
@@ -49,35 +51,34 @@ def decode(canvas: Canvas) -> Steps:
         yield from _fill_and_predict(canvas, 0, prefix)
     elif prefix:
         yield canvas.fill(0, prefix, committing(COMMIT, canvas.config))
+    progress = Progress(canvas)
     for number, start in enumerate(range(prefix, canvas.length, block)):
         canvas.block = number
         if canvas.finished:
             return
-        yield from _denoise_block(canvas, start, start + block)
+        progress.enter(start)
+        yield from _denoise_block(canvas, progress, start + block)
         if canvas.finished:
             return
         yield from _fill_and_predict(canvas, start, start + block)
 
 
-def _denoise_block(canvas: Canvas, start: int, end: int) -> Steps:
+def _denoise_block(canvas: Canvas, progress: Progress, end: int) -> Steps:
     """Denoise the block, small block by small block."""
-    config, small = canvas.config, canvas.config.small_block_length
+    config, small, start = canvas.config, canvas.config.small_block_length, progress.start
     assert small is not None
     sampling, cached, step, refreshes = Sampling.of(config, scaled=True), False, 0, Refreshes(config)
     for first in range(start, end, small):
         while len(positions := canvas.open_rows(first, first + small)):
             window = (first, first + small) if cached and not canvas.masked[first] else (start, end)
             again = refreshes.now(*window)
-            result = yield canvas.ask(
-                attending(_phase(config), config, step, refreshes=again),
-                positions,
-                window=window,
-                key_len=end,
-                sampling=sampling,
-                quota=1,
-                threshold=config.threshold or 0.0,
-                values=selection(canvas, start, step, refreshes=again),
-            )
+            asked = canvas.ask(
+                attending(_phase(config), config, step, refreshes=again), positions, window=window,
+                places=progress.places(*window), key_len=end, sampling=sampling, quota=1, threshold=config.threshold or 0.0,
+                values=selection(canvas, start, step, refreshes=again) | progress.values(),
+            )  # fmt: skip
+            result = yield asked
+            progress.take(asked, result)
             refreshes.take(*window, result, refreshed=again)
             canvas.take(positions, result)
             step += 1

@@ -16,19 +16,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from mosaic.errors import UsageError
 from mosaic.models.eviction import Eviction
 from mosaic.models.inputs import Input
-from mosaic.models.parts.cut import Cut, KeptRows
+from mosaic.models.parts.cut import COUNT, PLACE, Cut, KeptRows
 from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import Supply, Window
+    from mosaic.models.parts.part import ResultPer
     from mosaic.models.transformer import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["HISTORY", "BlockProgress", "Focus"]
+__all__ = ["HISTORY", "REACH", "BlockProgress", "Focus"]
 
 HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_rows=1)
 """Of each request what its steps have decoded: a sum, or an average, and of how many steps."""
+REACH: Final = "reach"
+"""What comes of it in `StepResult.values`: int32 [1], the first position beyond all that steps of the block have kept."""
 _STATUS_MASKED, _STATUS_UNPROCESSED = 1, 2
 
 
@@ -67,12 +70,15 @@ class Focus(Cut):
         The options.
     guess
         Whether the second graph is launched at the size that steps before have needed (`Cut.guesses`).
+    reports
+        Whether an outcome has `REACH`: where a request cannot tell from the rows that it decides, as in shifted models.
     """
 
     layers: ClassVar[tuple[int, int]] = (0, 1)
     layer: int = field(default=1, init=False)
     eviction: Eviction
     guess: bool = False
+    reports: bool = False
 
     @property
     def guesses(self) -> bool:
@@ -182,6 +188,16 @@ class Focus(Cut):
     def _seen_of(self, step: StepGraph, name: str) -> Buffer:
         seen: Buffer = step.g.add_op("minimum", step.inputs.given(name), self._seen(step), name=f"kept_{name}")
         return seen
+
+    def finish(self, step: StepGraph) -> None:
+        """Report how far the block is processed."""
+        if self.reports:
+            step.g.add_op("copy", self._seen(step), out=step.g.output(REACH, (step.seqs,), "int32"), name="report")
+
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        """Return, beside those of every cut, how far the block is processed."""
+        return {COUNT: "step", PLACE: "row", **({REACH: "sequence"} if self.reports else {})}
 
     def _seen(self, step: StepGraph) -> Buffer:
         return step.g.carry("focus_seen", (step.seqs,), "int32")
