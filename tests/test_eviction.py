@@ -29,7 +29,8 @@ from mosaic.models import load
 from mosaic.models.architecture import Architecture
 from mosaic.models.eviction import PRESETS, Eviction
 from mosaic.models.parts.focus import Focus
-from mosaic.models.sparse import SparseAttention, sparse_attention
+from mosaic.models.sparse import PRESETS as SPARSE
+from mosaic.models.sparse import SparseAttention
 from mosaic.models.state import State
 from mosaic.models.step import StepSize, most_rows
 from mosaic.planner.planner import Planner
@@ -194,7 +195,7 @@ def test_sparse_attention_to_every_key_changes_nothing_that_eviction_does(model:
     config = GenerationConfig(eviction="focus", block_cache="dc+", gen_length=16, stop_at_eos=False, threshold=0.6)
     expected = Recorder(model)
     exact = generate_ids(expected, prompts, config)
-    attention = replace(sparse_attention(way), exact_layers=1, page=2 if way == "quest" else 1)
+    attention = replace(SPARSE[way], exact_layers=1, page=2 if way == "quest" else 1)
     found = Recorder(model)
     for mine, other in zip(generate_ids(found, prompts, replace(config, attention=attention)), exact, strict=True):
         assert torch.equal(mine.token_ids, other.token_ids)
