@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 _BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 16, "steps": 16}
 _FAST: dict[str, Any] = {"gen_length": 32, "block_length": 16, "algorithm": "fast-dllm"}
+BESIDE = mosaic.SparseAttention(k=16, exact_layers=1, reuse=mosaic.PrefixReuse(steps=3))
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "llada": ("llada", _BLOCKS),
     "llada sampled": ("llada", {**_BLOCKS, "temperature": 0.8}),
@@ -64,6 +65,13 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "sdar static ahead": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4, "ahead": True}),
     "llada2 ahead": ("llada2", {"gen_length": 64, "threshold": 0.3, "temperature": 0.7, "ahead": True}),
     "sdar sequential": ("sdar", {"gen_length": 40, "remasking": "sequential", "temperature": 1.0}),
+    "sdar reusing": ("sdar", {"gen_length": 40, "threshold": 0.3, "attention": "flashblock"}),
+    "sdar reusing by steps": ("sdar", {"gen_length": 40, "steps": 4, "attention": mosaic.PrefixReuse(steps=2)}),
+    "sdar reusing by change": (
+        "sdar",
+        {"gen_length": 40, "threshold": 0.5, "attention": mosaic.PrefixReuse(change=0.2)},
+    ),
+    "llada2 sparse and reusing": ("llada2", {"gen_length": 64, "threshold": 0.3, "attention": BESIDE}),
     "fast-dllm-v2": ("fast-dllm-v2", {"gen_length": 40, "small_block_length": 4, "threshold": 0.3}),
     "fast-dllm-v2 dual": ("fast-dllm-v2", {"gen_length": 40, "small_block_length": 4, "cache": "dual"}),
     "llada2": ("llada2", {"gen_length": 64, "threshold": 0.3}),
@@ -124,7 +132,17 @@ def test_the_card_generates_the_cpus_tokens(way: str, debug: Any, opened: Any) -
 
 
 @pytest.mark.parametrize(
-    "way", ["llada", "llada sampled", "fast-dllm dual", "sdar", "sdar static ahead", "fast-dllm-v2", "llada2.1"]
+    "way",
+    [
+        "llada",
+        "llada sampled",
+        "fast-dllm dual",
+        "sdar",
+        "sdar static ahead",
+        "sdar reusing",
+        "fast-dllm-v2",
+        "llada2.1",
+    ],
 )
 def test_steps_are_replayed_and_ask_pytorch_for_nothing(way: str, opened: Any) -> None:
     """Once every size has run twice, all of a generation's steps are graphs, which give the tokens of the first run."""
