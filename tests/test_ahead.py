@@ -15,6 +15,7 @@ from torch import Tensor
 
 import mosaic
 from mosaic.decoding import Generation, GenerationConfig
+from mosaic.decoding.ahead import TRIED
 from mosaic.decoding.session import Session
 from mosaic.errors import UsageError
 from mosaic.models.parts import CANVAS, ENTERED, GUIDED, KEPT, KV, STAYING, Commit
@@ -157,7 +158,7 @@ def test_a_step_is_launched_before_the_last_one_is_waited_for(model: CompiledMod
 
 
 def test_what_may_follow_is_prepared_while_a_step_runs(model: CompiledModel) -> None:
-    """Of one request every step but the first two, and nothing is launched before it is known to be asked for."""
+    """Of one request every step but the first two, and few are launched before it is known that they are asked for."""
     rng, prepared = random.Random(4), 0
     for _ in range(4):
         prompt, way = a_prompt(rng), drawn(rng) | {"stop_at_eos": False, "ahead": None}
@@ -166,7 +167,7 @@ def test_what_may_follow_is_prepared_while_a_step_runs(model: CompiledModel) -> 
             session.submit(prompt, GenerationConfig(**way))
             while session.live:
                 session.advance()
-            assert session.launched_in_vain == 0
+            assert session.launched_in_vain == 0 or len(telling.asked) > TRIED
         ready = {id(one) for (one,) in telling.prepared}
         early = {n for n in range(1, len(telling.asked)) if telling.is_early(n)}
         first = len(prompt) >= 8
@@ -174,6 +175,20 @@ def test_what_may_follow_is_prepared_while_a_step_runs(model: CompiledModel) -> 
         assert {id(one) for one in late} <= ready
         prepared += len(late)
     assert prepared > 10
+
+
+def test_a_step_that_is_hardly_in_vain_is_launched(model: CompiledModel) -> None:
+    """Each step decides one token: after 16 of them a block with more masks left is taken to go on."""
+    telling = Telling(model)
+    with Session(telling) as session:
+        live = session.submit(torch.arange(8), gen_length=32, threshold=1.0, steps=8, stop_at_eos=False)
+        while session.live:
+            session.advance()
+        assert session.launched_in_vain == 0
+    assert live.steps == 33  # a prefill, and eight steps of each block
+    early = [number for number in range(33) if telling.is_early(number)]
+    assert early == [9, 17, *range(18, 33)]  # the first steps of blocks follow steps that leave nothing
+    assert TRIED == 16
 
 
 def test_requests_at_different_steps_of_their_blocks_share_a_forward(model: CompiledModel) -> None:
@@ -188,7 +203,8 @@ def test_requests_at_different_steps_of_their_blocks_share_a_forward(model: Comp
         ]
         while session.live:
             session.advance()
-    assert len(telling.asked) == max(live.steps for live in lives)
+    # an answer may end before its block does: the step that was launched for the rest of it is in vain
+    assert 0 <= len(telling.asked) - max(live.steps for live in lives) <= 1
     for asked in telling.asked:
         assert len({one.phase for one in asked}) == 1
         starts = {bool((one.values["entered"] == OPEN).any()) for one in asked}

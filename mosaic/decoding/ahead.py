@@ -7,8 +7,9 @@ the schedule commits. All rows of a block are unembedded in each of its steps, a
 device only.
 
 Where a rule takes as many tokens as it likes, the outcome says whether the block is done. So the next step is one of two: both
-are packed meanwhile. With `ahead=True` the host guesses and launches. A wrong guess costs a step that decides nothing; its
-outcome is not read.
+are packed meanwhile. Where a block has more masks than any step of the request has decided so far, of `TRIED` or more, the host
+takes it that the block goes on, and launches. With `ahead=True` it always guesses. A wrong guess costs a step that decides
+nothing; its outcome is not read.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.runtime.steps import StepRequest
 
-__all__ = ["ahead_shapes", "decode_ahead"]
+__all__ = ["TRIED", "ahead_shapes", "decode_ahead"]
 
+TRIED: Final = 16
+"""Steps after which a request's next one is taken to decide no more than any of them. It decides more with a chance of 1 in 17 at
+most. That costs a step where a block had no more masks left; waiting costs about a sixteenth of one (H200, SDAR-8B)."""
 STAYS: Final = OPEN - 1
 """Of a window that enters the canvas: a token that is there already."""
 
@@ -47,24 +51,27 @@ def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Seque
     quotas
         What the steps of a block commit: at least, as their rule may take more, or exactly.
     """
-    asked = _Requests(canvas, phase, sampling, quotas, guesses=exactly or bool(canvas.config.ahead))
+    asked = _Requests(canvas, phase, sampling, quotas)
     if asked.prefix:
         yield canvas.fill(0, asked.prefix)
-    masked, taken, steps = canvas.masked.numpy(), 0, 0
+    masked, taken = canvas.masked.numpy(), list[int]()
     for number in range(asked.blocks):
         canvas.block = number
         positions = asked.positions(number)
         places = positions.numpy()
         for step, quota in enumerate(quotas):
             left = int(np.count_nonzero(masked[places]))
-            expected = quota if exactly else max(quota, taken // max(steps, 1))
-            canvas.following = partial(asked.following, number, step, left, expected)
+            expected = quota if exactly else max(quota, sum(taken) // max(len(taken), 1))
+            most = expected
+            if not (exactly or canvas.config.ahead):
+                most = max(quota, *taken) if len(taken) >= TRIED else left
+            canvas.following = partial(asked.following, number, step, left, expected, most)
             result = yield asked.request(number, step)
             # by what stands there: a step before it may have been interrupted on the host, and decided on the device
             committed = masked[places] & (result.chosen.numpy() != OPEN)
             canvas.take(positions, result, torch.from_numpy(committed))
             decided = int(np.count_nonzero(committed))
-            taken, steps = taken + decided, steps + 1
+            taken.append(decided)
             if canvas.finished:
                 return
             if decided == left:
@@ -82,10 +89,8 @@ class _Requests:
         Blocks to decode.
     """
 
-    def __init__(
-        self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int], *, guesses: bool
-    ) -> None:
-        self._canvas, self._sampling, self._quotas, self._guesses = canvas, sampling, quotas, guesses
+    def __init__(self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int]) -> None:
+        self._canvas, self._sampling, self._quotas = canvas, sampling, quotas
         self._phases = [
             attending(replace(phase, tokens=STAYING if step else ENTERED), canvas.config, step)
             for step in range(len(quotas))
@@ -101,15 +106,17 @@ class _Requests:
         start = self.prefix + number * self._block
         return torch.arange(max(start, self._canvas.prompt_len), start + self._block)
 
-    def following(self, number: int, step: int, left: int, expected: int) -> tuple[StepRequest | None, ...]:
-        """Return what may come after a step that finds `left` open positions, the likeliest first; only that one where it guesses.
+    def following(self, number: int, step: int, left: int, expected: int, most: int) -> tuple[StepRequest | None, ...]:
+        """Return what may come after a step that finds `left` open positions, the likeliest first.
 
         Parameters
         ----------
         expected
             Positions that the step is expected to decide, at least its quota.
+        most
+            Positions that it is taken not to exceed.
         """
-        within, after = left > self._quotas[step], left <= expected or not self._guesses
+        within, after = left > self._quotas[step], left <= most
         found: list[StepRequest | None] = [self.request(number, step + 1, later=1)] if within else []
         if after:
             place = len(found) if left > expected else 0
