@@ -22,17 +22,27 @@ __all__ = ["SECTIONS", "estimation_section", "policies_section", "quality_sectio
 
 Result = Mapping[str, Any]
 _LINES: Final = ("logits and head", "ffn", "attention", "hidden", "inputs", "statistics", "weights", "other")
+_STAGES: Final = {"first": "", "long": ", then long answers", "last": ", then a last stage on everything"}
 
 
 def name_of(result: Result) -> str:
-    """The checkpoint that a training made, and whether it went on from another."""
-    return f"small-{result['family']}" + (", continued" if result.get("from") else "")
+    """The checkpoint that a training made, and what it went on with."""
+    return f"small-{result['family']}{_STAGES[_stage(result)]}"
+
+
+def _stage(result: Result) -> str:
+    return str(result.get("stage") or ("long" if result.get("from") else "first"))
+
+
+def _in_order(results: Sequence[Result]) -> list[Result]:
+    """Trainings of a model one after the other, as they were run."""
+    return sorted(results, key=lambda result: (result["family"], [*_STAGES].index(_stage(result))))
 
 
 def training_section(results: Sequence[Result]) -> str:
     """Size, time and held-out exact match at the end of every stage, per model."""
     parts = []
-    for result in results:
+    for result in _in_order(results):
         lengths = sorted({int(n) for e in result["evaluations"] for n in e["by_length"].get("retrieval", {})})
         tasks = [*TASKS, *(task for task in LONG_TASKS if any(task in e["by_task"] for e in result["evaluations"]))]
         rows = [
@@ -214,8 +224,9 @@ def _curves(trainings: Sequence[Result], file: Path) -> Path:
     """Loss by row length over the training time."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * len(trainings), 3.8), dpi=150, layout="constrained")
-    for axis, result in zip(figure.subplots(1, len(trainings), squeeze=False)[0], trainings, strict=True):
+    figure = Figure(figsize=(4.4 * len(trainings), 3.6), dpi=150, layout="constrained")
+    axes = figure.subplots(1, len(trainings), squeeze=False)[0]
+    for axis, result in zip(axes, _in_order(trainings), strict=True):
         lengths = sorted({int(length) for point in result["curve"] for length in point["loss"]})
         for color, length in zip(_LINES, lengths, strict=False):
             found = [(p["seconds"], p["loss"].get(str(length), math.nan)) for p in result["curve"]]
@@ -224,7 +235,7 @@ def _curves(trainings: Sequence[Result], file: Path) -> Path:
         axis.set_ylim(bottom=0)
         axis.set_xlabel("seconds")
         axis.set_ylabel("loss")
-        axis.set_title(name_of(result))
+        axis.set_title(name_of(result), fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=7)
     figure.savefig(file, metadata={"Software": None})
