@@ -156,8 +156,8 @@ def ahead_shapes(config: GenerationConfig, phase: Phase, prompt_len: int) -> Sha
     first, rows = (2 * block, block) if length - prefix > block else (block, length - prompt_len)
     found = [cached_shape(COMMIT, prefix, prefix)]
     last = (config.steps or 1) - 1
-    for tokens, window, step in ((ENTERED, first, 0), (STAYING, block, 1), (STAYING, block, last)):
-        asked = attending(replace(phase, tokens=tokens), config, step)
-        size = cached_shape(asked, window, length, rows)
-        found.append(None if size is None else replace(size, states={**size.states, CANVAS: length}))
+    later = {attending(replace(phase, tokens=STAYING), config, step): block for step in (1, last)}
+    entered = attending(replace(phase, tokens=ENTERED), config, 0)
+    for asked, window in ((entered, first), *later.items()):
+        found.append(cached_shape(asked, window, length, rows, states={CANVAS: length}))
     return found

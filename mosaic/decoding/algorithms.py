@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from types import ModuleType
 from typing import Final
 
 from mosaic.decoding import dream, fast_dllm, fast_dllm_v2, llada, llada2, sdar
 from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
+from mosaic.decoding.sharing import SharedSizes
 from mosaic.models.architecture import Architecture
-from mosaic.models.phase import Phase
-from mosaic.models.state import State
-from mosaic.models.step import StepSize, most_rows
+from mosaic.models.step import StepSize
 
 __all__ = ["algorithm_of", "canvas_length", "largest_steps", "shapes", "shared_sizes"]
 
@@ -81,59 +79,12 @@ def largest_steps(
 def _of_canvas(size: StepSize, length: int) -> StepSize:
     """The same step of a sequence that has rows for its whole canvas."""
     cache = size.phase.cache
-    return (
-        size if cache.kept is None else replace(size, owned=(length,), states={**size.states, **cache.rows((length,))})
-    )
+    rows = cache.rows((length,))
+    if cache.kept is None or (size.owned == (length,) and rows.items() <= size.states.items()):
+        return size
+    return replace(size, owned=(length,), states={**size.states, **rows})
 
 
 def shared_sizes(requests: Sequence[Sequence[StepSize]]) -> list[StepSize]:
-    """Return the largest steps that requests may come to share, whatever each of them is at when they meet.
-
-    Of several requests, one whose largest steps of a phase differ counts with the most of each: window, keys and rows.
-
-    Parameters
-    ----------
-    requests
-        The largest steps of each.
-    """
-    if len(requests) == 1:
-        return list(requests[0])
-    packed: dict[Phase, list[StepSize]] = {}
-    for largest in requests:
-        for size in _most_by_phase(tuple(largest)):
-            packed.setdefault(size.phase, []).append(size)
-    return [
-        StepSize(
-            phase=phase,
-            windows=tuple([size.windows[0] for size in group]),
-            keys=tuple([seen for size in group for seen in size.keys]),
-            owned=tuple([owned for size in group for owned in size.owned]),
-            rows=sum([size.rows for size in group]),
-            states=_sums(size.states for size in group),
-        )
-        for phase, group in packed.items()
-    ]
-
-
-def _sums(states: Iterable[Mapping[State, int]]) -> dict[State, int]:
-    found: dict[State, int] = {}
-    for rows in states:
-        for state, count in rows.items():
-            found[state] = found.get(state, 0) + count
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _most_by_phase(largest: tuple[StepSize, ...]) -> tuple[StepSize, ...]:
-    """Of each phase one size that is at least as large as each of a request's."""
-    phases = dict.fromkeys(size.phase for size in largest)
-    return tuple(_most([size for size in largest if size.phase == phase]) for phase in phases)
-
-
-def _most(sizes: Sequence[StepSize]) -> StepSize:
-    """One request's size that is at least as large as each of these, of one phase."""
-    keys = [seen for size in sizes for seen in size.keys]
-    return replace(
-        sizes[0], windows=(max(size.windows[0] for size in sizes),), keys=(max(keys),) if keys else (),
-        rows=max(size.rows for size in sizes), states=most_rows(sizes),
-    )  # fmt: skip
+    """Return the largest steps that requests may come to share, given the largest steps of each: as for `SharedSizes`."""
+    return SharedSizes().beside(requests)

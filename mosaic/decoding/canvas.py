@@ -287,9 +287,16 @@ class Canvas:
         self.step += 1
 
 
-def cached_shape(phase: Phase, tokens: int, key_len: int, rows: int = 0) -> StepSize | None:
-    """Return the size of one request's cached step; None where there are no tokens, as for a prompt shorter than a block."""
-    return StepSize(phase=phase, windows=(tokens,), keys=(key_len,), rows=rows) if tokens > 0 else None
+def cached_shape(
+    phase: Phase, tokens: int, key_len: int, rows: int = 0, *, states: Mapping[State, int] | None = None
+) -> StepSize | None:
+    """Return the size of one request's cached step; None where there are no tokens, as for a prompt shorter than a block.
+
+    `states` are rows of other states than those of keys and values.
+    """
+    if tokens <= 0:
+        return None
+    return StepSize(phase=phase, windows=(tokens,), keys=(key_len,), rows=rows, states=states or {})
 
 
 def whole_blocks(config: GenerationConfig, prompt_len: int) -> tuple[int, int]:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mosaic.decoding.algorithms import canvas_length, largest_steps, shared_sizes
+from mosaic.decoding.algorithms import canvas_length, largest_steps
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import check_prompt
+from mosaic.decoding.sharing import SharedSizes
 from mosaic.decoding.streaming import OnStep, Step, Streamer
 from mosaic.errors import UsageError
 from mosaic.models.step import StepSize, most_rows
@@ -85,6 +86,7 @@ class Session(ClosesOnExit):
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._live: dict[int, LiveRequest] = {}
+        self._shared = SharedSizes()  # of those that are live
         self._launched: list[_Asked] = []  # in order: those whose outcomes requests do not have yet
         self.launched_in_vain = 0
         """Steps that were launched ahead, and whose outcome nobody waited for."""
@@ -168,11 +170,10 @@ class Session(ClosesOnExit):
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], Counter[State]]:
         """The largest steps that the live requests and these may come to share, and the rows that these take."""
-        demands = [request.largest for request in self.live] + [described.largest for described in more]
         rows: Counter[State] = Counter()
         for described in more:
             rows.update(described.demand)
-        return shared_sizes(demands) if demands else [], rows
+        return self._shared.beside([described.largest for described in more]), rows
 
     def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
         """Whether every one of these steps fits, with these rows taken."""
@@ -193,13 +194,19 @@ class Session(ClosesOnExit):
         self._submitted += 1
         request.waiting_since = self._turns
         self._live[request.number] = request
+        self._shared.add(request.number, request.largest)
         return request
 
     def _start(self, request: LiveRequest) -> None:
         """Take the rows that were counted on, so that nobody else gets them meanwhile, and have it ask for its first step."""
         request.begin()
         if request.generation is not None:
-            self._live.pop(request.number, None)
+            self._forget(request)
+
+    def _forget(self, request: LiveRequest) -> bool:
+        """Take a request that ends from those that are live; False if it was none of them."""
+        self._shared.remove(request.number)
+        return self._live.pop(request.number, None) is not None
 
     def advance(self, steps: int = 1) -> list[Step]:
         """Run steps, each for the group of requests that has waited longest; fewer, where nothing is left to do.
@@ -242,7 +249,7 @@ class Session(ClosesOnExit):
             except BaseException as error:
                 raised.append(error)
             if request.generation is not None:
-                self._live.pop(request.number, None)
+                self._forget(request)
         if raised:
             raise raised[0]
 
@@ -310,7 +317,7 @@ class Session(ClosesOnExit):
     def cancel(self, request: LiveRequest) -> None:
         """End a request now: what is final becomes its `generation`. A request that has ended stays as it is."""
         with self._runner.exclusive():
-            if self._live.pop(request.number, None) is not None and request.generation is None:
+            if self._forget(request) and request.generation is None:
                 request.end("cancelled")
 
     def close(self) -> None:

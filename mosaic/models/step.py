@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import lt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -92,15 +93,16 @@ class StepSize:
             object.__setattr__(self, "rows", 0)
         if not self.windows or min(self.windows) < 1:
             raise UsageError(f"a step has at least one window, of at least one token; got {list(self.windows)}.")
-        if self.tokens > MAX_TOKENS:
-            raise UsageError(f"at most {MAX_TOKENS:,} tokens (positions are 32-bit), got {self.tokens:,}.")
-        if self.has_rows and not 1 <= self.rows <= self.tokens:
-            raise UsageError(f"masked rows must be between 1 and the {self.tokens:,} tokens, got {self.rows:,}.")
-        if not 0 <= self.logit_rows <= self.tokens:
-            raise UsageError(f"logit rows must be between 0 and the {self.tokens:,} tokens, got {self.logit_rows:,}.")
-        if (self.phase.graph == "suffix") != (self.kept > 0) or self.kept > self.tokens:
+        tokens = self.tokens
+        if tokens > MAX_TOKENS:
+            raise UsageError(f"at most {MAX_TOKENS:,} tokens (positions are 32-bit), got {tokens:,}.")
+        if self.has_rows and not 1 <= self.rows <= tokens:
+            raise UsageError(f"masked rows must be between 1 and the {tokens:,} tokens, got {self.rows:,}.")
+        if not 0 <= self.logit_rows <= tokens:
+            raise UsageError(f"logit rows must be between 0 and the {tokens:,} tokens, got {self.logit_rows:,}.")
+        if (self.phase.graph == "suffix") != (self.kept > 0) or self.kept > tokens:
             raise UsageError(
-                f"the second graph of a step that is cut computes 1 to {self.tokens:,} rows, got {self.kept:,}."
+                f"the second graph of a step that is cut computes 1 to {tokens:,} rows, got {self.kept:,}."
             )
         self._check_keys()
 
@@ -112,11 +114,14 @@ class StepSize:
             return
         if not len(self.owned) == len(self.keys) == len(self.windows):
             raise UsageError(f"{len(self.windows)} windows need one number of keys each, got {len(self.keys)}.")
-        for window, keys, owned in zip(self.windows, self.keys, self.owned, strict=True):
-            if keys < window:
-                raise UsageError(f"a window of {window:,} tokens sees at least its own keys, got {keys:,}.")
-            if owned < keys:
-                raise UsageError(f"a window that sees {keys:,} keys has rows for as many tokens, got {owned:,}.")
+        if any(map(lt, self.keys, self.windows)):
+            window, keys = next(
+                (window, keys) for window, keys in zip(self.windows, self.keys, strict=True) if keys < window
+            )
+            raise UsageError(f"a window of {window:,} tokens sees at least its own keys, got {keys:,}.")
+        if any(map(lt, self.owned, self.keys)):
+            keys, owned = next((keys, owned) for keys, owned in zip(self.keys, self.owned, strict=True) if owned < keys)
+            raise UsageError(f"a window that sees {keys:,} keys has rows for as many tokens, got {owned:,}.")
         if self.states[kept] < max(self.owned):
             raise UsageError(f"{max(self.owned):,} keys do not fit {self.states[kept]:,} rows of the state.")
 

@@ -155,11 +155,11 @@ class ModelEngine(Engine):
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
         """Return the same steps where the rows of their sequences lie in as many extents as they may come to lie in."""
-        found = []
+        found, now = [], {state: table.most_extents(0) for state, table in self._tables.items()}
         for size in sizes:
-            table = None if size.phase.cache.kept is None else self._tables.get(size.phase.cache.kept)
-            extents = size.extents if table is None else table.most_extents(len(size.windows))
-            found.append(replace(size, extents=max(size.extents, extents)))
+            kept = size.phase.cache.kept
+            extents = now[kept] + len(size.windows) if kept in now else 0
+            found.append(replace(size, extents=extents) if extents > size.extents else size)
         return found
 
     # --- running --------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""The sizes of the steps that requests may come to share: what admission asks of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mosaic.models.step import StepSize, most_rows
+
+if TYPE_CHECKING:
+    from mosaic.models.phase import Phase
+    from mosaic.models.state import State
+
+__all__ = ["SharedSizes"]
+
+
+class SharedSizes:
+    """The largest steps that live requests may come to share, whatever each of them is at when they meet.
+
+    Of several requests, one whose largest steps of a phase differ counts with the most of each: window, keys and rows. What the
+    live ones share is joined once, until one of them goes, so one more is a question about that one alone.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, Sequence[StepSize]] = {}
+        self._joined: dict[Phase, StepSize] | None = {}
+
+    def add(self, number: int, largest: Sequence[StepSize]) -> None:
+        """Add a live request, with the largest steps that it asks for."""
+        self._live[number] = largest
+        if self._joined is not None:
+            self._joined = _with(self._joined, [largest])
+
+    def remove(self, number: int) -> None:
+        """Forget a request, if it is live."""
+        if self._live.pop(number, None) is not None:
+            self._joined = None
+
+    def beside(self, more: Sequence[Sequence[StepSize]]) -> list[StepSize]:
+        """Return the sizes with the largest steps of other requests added; nothing changes."""
+        if len(self._live) + len(more) == 1:
+            return [size for largest in (*self._live.values(), *more) for size in largest]
+        if self._joined is None:
+            self._joined = _with({}, self._live.values())
+        return list(_with(self._joined, more).values())
+
+
+def _with(joined: Mapping[Phase, StepSize], more: Iterable[Sequence[StepSize]]) -> dict[Phase, StepSize]:
+    """What requests share by phase, with the largest steps of others."""
+    found = {phase: [size] for phase, size in joined.items()}
+    for largest in more:
+        own: dict[Phase, list[StepSize]] = {}
+        for size in largest:
+            own.setdefault(size.phase, []).append(size)
+        for phase, sizes in own.items():
+            found.setdefault(phase, []).append(_most(sizes))
+    return {phase: _join(sizes) for phase, sizes in found.items()}
+
+
+def _join(sizes: Sequence[StepSize]) -> StepSize:
+    """The step that does what several of one phase do."""
+    if len(sizes) == 1:
+        return sizes[0]
+    return StepSize(
+        phase=sizes[0].phase,
+        windows=tuple([window for size in sizes for window in size.windows]),
+        keys=tuple([seen for size in sizes for seen in size.keys]),
+        owned=tuple([owned for size in sizes for owned in size.owned]),
+        rows=sum([size.rows for size in sizes]),
+        states=_sums(size.states for size in sizes),
+    )
+
+
+def _sums(states: Iterable[Mapping[State, int]]) -> dict[State, int]:
+    found: dict[State, int] = {}
+    for rows in states:
+        for state, count in rows.items():
+            found[state] = found.get(state, 0) + count
+    return found
+
+
+def _most(sizes: Sequence[StepSize]) -> StepSize:
+    """One request's size that is at least as large as each of these, of one phase."""
+    if len(sizes) == 1:
+        return sizes[0]
+    keys = [seen for size in sizes for seen in size.keys]
+    return replace(
+        sizes[0], windows=(max(size.windows[0] for size in sizes),), keys=(max(keys),) if keys else (),
+        rows=max(size.rows for size in sizes), states=most_rows(sizes),
+    )  # fmt: skip
