@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from mosaic import models
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.config import resolve
+from mosaic.decoding.sharing import SharedSizes
 from mosaic.errors import DoesNotFit
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
@@ -105,6 +106,57 @@ def test_what_fits_without_a_plan_is_what_fits_by_plan(
                 )
                 assert plans.asked.budget_bytes == refused.available_bytes < refused.needed_bytes <= least
     assert 0.1 < sum(answers) / len(answers) < 0.9
+
+
+def shared(requests: Sequence[Sequence[StepSize]]) -> dict[Any, Any]:
+    """What requests share by phase, by its definition: of each the most of a phase, one after another."""
+    found: dict[Any, Any] = {}
+    for phase in {size.phase for largest in requests for size in largest}:
+        own = [[size for size in largest if size.phase == phase] for largest in requests]
+        most = [sizes for sizes in own if sizes]
+        keys = [max(sum(size.keys) for size in sizes) for sizes in most if sizes[0].keys]
+        found[phase] = (
+            tuple(max(size.tokens for size in sizes) for sizes in most), tuple(keys),
+            tuple(max(sum(size.owned) for size in sizes) for sizes in most if sizes[0].keys),
+            sum(max(size.rows for size in sizes) for sizes in most),
+            {
+                state: sum(max(size.states.get(state, 0) for size in sizes) for sizes in most)
+                for sizes in most
+                for size in sizes
+                for state in size.states
+            },
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("family", ["llada", "sdar"])
+def test_what_requests_share_is_the_same_however_they_came(family: str) -> None:
+    """Over random requests that come and go, asked about beside others; in the order in which they came."""
+    rng, arch, number = random.Random(family), models.load(CONFIGS[family]).architecture, 0
+    live, known = dict[int, list[StepSize]](), SharedSizes()
+
+    def one() -> list[StepSize]:
+        chosen = GenerationConfig(gen_length=rng.choice((8, 64, 128)), **rng.choice(WAYS[family]))
+        return largest_steps(resolve(chosen, arch), arch, rng.randrange(1, 300), 0)
+
+    for _ in range(150):
+        if live and rng.random() < 0.45:
+            gone = rng.choice([*live, number + 1])
+            known.remove(gone)
+            live.pop(gone, None)
+        else:
+            number += 1
+            live[number] = one()
+            known.add(number, live[number])
+        more = [one() for _ in range(rng.choice((0, 0, 1, 2)))]
+        asked, found = [*live.values(), *more], known.beside(more)
+        if len(asked) == 1:
+            assert found == asked[0]
+            continue
+        assert len(found) == len({size.phase for size in found})
+        assert shared(asked) == {
+            size.phase: (size.windows, size.keys, size.owned, size.rows, dict(size.states)) for size in found
+        }
 
 
 def test_submitting_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

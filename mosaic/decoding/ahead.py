@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -91,10 +91,7 @@ class _Requests:
 
     def __init__(self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int]) -> None:
         self._canvas, self._sampling, self._quotas = canvas, sampling, quotas
-        self._phases = [
-            attending(replace(phase, tokens=STAYING if step else ENTERED), canvas.config, step)
-            for step in range(len(quotas))
-        ]
+        self._phases = [_phase_of(phase, canvas.config, step) for step in range(len(quotas))]
         self._noisy = phase.noisy
         self._block = block = canvas.config.block_length or 1
         self.prefix, length = whole_blocks(canvas.config, canvas.prompt_len)
@@ -149,6 +146,12 @@ class _Requests:
         return replace(made, values={**made.values, "entered": entered})
 
 
+@lru_cache(maxsize=1024)
+def _phase_of(phase: Phase, config: GenerationConfig, step: int) -> Phase:
+    """The phase of a step of a block, counted from 0: the first one enters the block's tokens into the canvas."""
+    return attending(replace(phase, tokens=STAYING if step else ENTERED), config, step)
+
+
 def ahead_shapes(config: GenerationConfig, phase: Phase, prompt_len: int) -> Shapes:
     """Return the prefill, and of the last block the first step and a later one."""
     block = config.block_length or 0
@@ -156,8 +159,7 @@ def ahead_shapes(config: GenerationConfig, phase: Phase, prompt_len: int) -> Sha
     first, rows = (2 * block, block) if length - prefix > block else (block, length - prompt_len)
     found = [cached_shape(COMMIT, prefix, prefix)]
     last = (config.steps or 1) - 1
-    later = {attending(replace(phase, tokens=STAYING), config, step): block for step in (1, last)}
-    entered = attending(replace(phase, tokens=ENTERED), config, 0)
-    for asked, window in ((entered, first), *later.items()):
+    later = {_phase_of(phase, config, step): block for step in (1, max(last, 1))}
+    for asked, window in ((_phase_of(phase, config, 0), first), *later.items()):
         found.append(cached_shape(asked, window, length, rows, states={CANVAS: length}))
     return found

@@ -7,6 +7,7 @@ does that: its window holds both blocks. As attention is causal by blocks, this 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
     return Sampling.of(config, scaled=config.remasking != "sequential")
 
 
+@lru_cache(maxsize=256)
 def _phase(config: GenerationConfig) -> Phase:
     dynamic = config.remasking in (None, "low_confidence_dynamic")  # LLaDA2 has no other
     commit = Commit(score="confidence", rule="dynamic" if dynamic else "top")
