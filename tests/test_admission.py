@@ -116,7 +116,7 @@ def shared(requests: Sequence[Sequence[StepSize]]) -> dict[Any, Any]:
         most = [sizes for sizes in own if sizes]
         keys = [max(sum(size.keys) for size in sizes) for sizes in most if sizes[0].keys]
         found[phase] = (
-            tuple(max(size.tokens for size in sizes) for sizes in most), tuple(keys),
+            tuple(max(sum(size.windows) for size in sizes) for sizes in most), tuple(keys),
             tuple(max(sum(size.owned) for size in sizes) for sizes in most if sizes[0].keys),
             sum(max(size.rows for size in sizes) for sizes in most),
             {
