@@ -33,13 +33,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llada": {**CONFIGS["llada"], "d_model": 64, "mlp_hidden_size": 96},
     "dream": {**CONFIGS["dream"], **_HF},
     "llada-moe": {**MOE, "eos_token_id": 7},
-    "sdar": {**CONFIGS["sdar"], **_HF},
+    "sdar": {**CONFIGS["sdar"], **_HF, "num_hidden_layers": 3},
     "fast-dllm-v2": {**CONFIGS["fast-dllm-v2"], **_HF},
-    "llada2": {**LLADA2, "eos_token_id": 7},
+    "llada2": {**LLADA2, "eos_token_id": 7, "num_hidden_layers": 3},
 }
 _BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 16, "steps": 16}
 _FAST: dict[str, Any] = {"gen_length": 32, "block_length": 16, "algorithm": "fast-dllm"}
 BESIDE = mosaic.SparseAttention(k=16, exact_layers=1, reuse=mosaic.PrefixReuse(steps=3))
+_STATIC = {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4}
+SPARSE = mosaic.SparseAttention(k=8, exact_layers=1)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "llada": ("llada", _BLOCKS),
     "llada sampled": ("llada", {**_BLOCKS, "temperature": 0.8}),
@@ -72,6 +74,11 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         {"gen_length": 40, "threshold": 0.5, "attention": mosaic.PrefixReuse(change=0.2)},
     ),
     "llada2 sparse and reusing": ("llada2", {"gen_length": 64, "threshold": 0.3, "attention": BESIDE}),
+    "sdar evicting": ("sdar", {"gen_length": 40, "threshold": 0.3, "eviction": "focus"}),
+    "sdar evicting, dc+": ("sdar", {**_STATIC, "eviction": "focus-public", "block_cache": "dc+"}),
+    "sdar dc": ("sdar", {**_STATIC, "block_cache": "dc", "block_commit": "cached"}),
+    "sdar evicting and selecting": ("sdar", {**_STATIC, "eviction": "focus", "attention": SPARSE}),
+    "llada2 evicting": ("llada2", {"gen_length": 64, "threshold": 0.3, "eviction": "focus", "block_cache": "dc+"}),
     "fast-dllm-v2": ("fast-dllm-v2", {"gen_length": 40, "small_block_length": 4, "threshold": 0.3}),
     "fast-dllm-v2 dual": ("fast-dllm-v2", {"gen_length": 40, "small_block_length": 4, "cache": "dual"}),
     "llada2": ("llada2", {"gen_length": 64, "threshold": 0.3}),
@@ -140,6 +147,7 @@ def test_the_card_generates_the_cpus_tokens(way: str, debug: Any, opened: Any) -
         "sdar",
         "sdar static ahead",
         "sdar reusing",
+        "sdar evicting",
         "fast-dllm-v2",
         "llada2.1",
     ],
