@@ -54,24 +54,24 @@ def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Seque
     asked = _Requests(canvas, phase, sampling, quotas)
     if asked.prefix:
         yield canvas.fill(0, asked.prefix)
-    masked, taken = canvas.masked.numpy(), list[int]()
+    masked, steps, taken, largest = canvas.masked.numpy(), 0, 0, 0
     for number in range(asked.blocks):
         canvas.block = number
         positions = asked.positions(number)
         places = positions.numpy()
         for step, quota in enumerate(quotas):
             left = int(np.count_nonzero(masked[places]))
-            expected = quota if exactly else max(quota, sum(taken) // max(len(taken), 1))
+            expected = quota if exactly else max(quota, taken // max(steps, 1))
             most = expected
             if not (exactly or canvas.config.ahead):
-                most = max(quota, *taken) if len(taken) >= TRIED else left
+                most = max(quota, largest) if steps >= TRIED else left
             canvas.following = partial(asked.following, number, step, left, expected, most)
             result = yield asked.request(number, step)
             # by what stands there: a step before it may have been interrupted on the host, and decided on the device
             committed = masked[places] & (result.chosen.numpy() != OPEN)
             canvas.take(positions, result, torch.from_numpy(committed))
             decided = int(np.count_nonzero(committed))
-            taken.append(decided)
+            steps, taken, largest = steps + 1, taken + decided, max(largest, decided)
             if canvas.finished:
                 return
             if decided == left:
