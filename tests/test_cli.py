@@ -240,6 +240,28 @@ def test_generation_with_eviction_by_command(mosaic: Any) -> None:
     assert (said["block_cache"], said["block_commit"]) == ("dc+", "cached")
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--alphas", "x"), "alphas are numbers such as 1.2,1.5, got 'x'"),
+        (("--alphas", "0.5"), "alpha is 0.5; it must be a number of at least 1"),
+        (("--model", "llada-8b"), "a preset with random weights"),
+        (("--model", "small"), "attends in both directions"),
+        (("--plot", "x.pdf"), "--plot writes PNG"),
+    ],
+)
+def test_decodability_that_cannot_be_measured_is_refused(more: tuple[str, ...], message: str, mosaic: Any) -> None:
+    refused = mosaic("bench", "decodability", *more)
+    assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
+def test_decodability_is_measured_by_one_command(mosaic: Any, tmp_path: Path) -> None:
+    ask = ("bench", "decodability", "--tasks", "addition", "--items", "1", "--alphas", "1.5")
+    ran = mosaic(*ask, "--out", str(tmp_path / "found.json"))
+    assert ran.code == 0 and "AUC" in ran.out and "alpha 1.5" in ran.out
+    assert json.loads((tmp_path / "found.json").read_text())["schema"] == "mosaic.decodability/1"
+
+
 def test_the_quality_bench_asks_with_the_eviction_it_is_given(mosaic: Any) -> None:
     ran = mosaic(*FACES["quality"], "--model", "small-sdar", "--eviction", "focus", "--alpha", "1.8", "--json")
     assert ran.code == 0 and ran.json["settings"]["options"]["eviction"]["alpha"] == 1.8

@@ -17,6 +17,7 @@ from mosaic.cli import (
     bench,
     calibrate,
     check,
+    decodability,
     devices,
     estimation,
     generate,
@@ -71,6 +72,7 @@ measure.callback()(bench.bench)
 measure.command()(quality.quality)
 measure.command()(policies.policies)
 measure.command()(estimation.estimation)
+measure.command()(decodability.decodability)
 app.add_typer(measure, name="bench")
 
 

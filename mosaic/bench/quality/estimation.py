@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.runtime.compiled import CompiledModel
 
-__all__ = ["PAGES", "SCHEMA", "EstimationSettings", "Plain", "canvases", "estimate", "measures", "union_sizes"]
+__all__ = [
+    "PAGES",
+    "SCHEMA",
+    "EstimationSettings",
+    "Plain",
+    "canvases",
+    "estimate",
+    "items_of",
+    "measures",
+    "union_sizes",
+]
 
 SCHEMA: Final = "mosaic.estimation/1"
 PAGES: Final = (16, 8, 4, 2)
@@ -266,7 +276,7 @@ def estimate(
         raise UsageError(
             "sets of keys are measured on SDAR models only: give small-sdar, or a checkpoint of its family."
         )
-    items = _items(settings)
+    items = items_of(settings)
     plain = Plain(model.weights(), arch)
     means, unions = _Means(), defaultdict[str, list[float]](list)
     for done, item in enumerate(items):
@@ -285,9 +295,24 @@ def estimate(
     }
 
 
-def _items(settings: EstimationSettings) -> list[Any]:
-    """The first items of every task and length, which are at all depths."""
-    found = evaluation_set(settings.seed, tasks=settings.tasks, lengths=settings.lengths, per_task=settings.items)
+class _Asked(Protocol):
+    """Which items are measured."""
+
+    @property
+    def tasks(self) -> Sequence[str]: ...
+    @property
+    def lengths(self) -> Sequence[int]: ...
+    @property
+    def items(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def items_of(settings: _Asked) -> list[Any]:
+    """Return the first items of every task and length, which are at all depths."""
+    found = evaluation_set(
+        settings.seed, tasks=tuple(settings.tasks), lengths=tuple(settings.lengths), per_task=settings.items
+    )
     assert not seen_in_training(found)
     cells: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for item in found:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from mosaic.bench.quality.evaluation import DEPTHS
 from mosaic.errors import MissingExtra
 
-__all__ = ["estimation_png", "png"]
+__all__ = ["decodability_png", "estimation_png", "png"]
 
 
 def png(result: Mapping[str, Any], title: str = "") -> bytes:
@@ -110,6 +110,54 @@ def estimation_png(result: Mapping[str, Any], title: str = "") -> bytes:
     for axes in (recall, accuracy):
         (axes.set_ylim if axes is recall else axes.set_xlim)(0, 1)
     union.legend(frameon=False, fontsize=7)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()
+
+
+def decodability_png(result: Mapping[str, Any], title: str = "") -> bytes:
+    """Draw a result of `decodability.measure`: tokens decided per step, decided share by rank of each signal, computed per decided.
+
+    Raises
+    ------
+    MissingExtra
+        If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("matplotlib", "viz", "the picture") from None
+    figure = Figure(figsize=(12.5, 3.6), layout="constrained")
+    histogram, signals, ways = figure.subplots(1, 3)
+    counts = {int(count): steps for count, steps in result["decoded_per_step"].items()}
+    histogram.bar(list(counts), list(counts.values()), color=_INKS[0])
+    histogram.set_xlabel("tokens decided in a step", fontsize=8)
+    histogram.set_title("steps", fontsize=9)
+    for index, (name, row) in enumerate(result["signals"].items()):
+        shares = [part / of if of else 0.0 for part, of in zip(row["decoded"], row["masked"], strict=True)]
+        places = [place + (index - 1) * 0.27 for place in range(len(shares))]
+        auc = "" if row["auc"] is None else f" (AUC {row['auc']:.3f})"
+        signals.bar(places, shares, width=0.25, color=_INKS[index], label=name + auc)
+    fifths = [f"{100 * place // len(shares)}-{100 * (place + 1) // len(shares)}" for place in range(len(shares))]
+    signals.set_xticks(range(len(shares)), fifths)
+    signals.set_xlabel("rank among masked tokens, percent", fontsize=8)
+    signals.set_title("share decided", fontsize=9)
+    signals.set_ylim(0, 1.35 * max(bar.get_height() for bar in signals.patches))
+    signals.legend(frameon=False, fontsize=7, loc="upper left")
+    names = list(result["ways"])
+    ratios = [result["ways"][name]["computed_per_decoded"] for name in names]
+    ways.barh(range(len(names)), ratios, color=_INKS[0], height=0.6)
+    for row, ratio in enumerate(ratios):
+        ways.text(ratio, row, f" {ratio:.2f}, {result['ways'][names[row]]['steps']} steps", va="center", fontsize=7)
+    ways.set_yticks(range(len(names)), names)
+    ways.set_xlim(0, 1.5 * max(ratios))
+    ways.invert_yaxis()
+    ways.set_title("tokens computed for one decided", fontsize=9)
+    for axes in (histogram, signals, ways):
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
     if title:
         figure.suptitle(title, fontsize=10)
     content = io.BytesIO()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mosaic.decoding import ALGORITHMS, Algorithm, Canvas, GenerationConfig, resolve
 from mosaic.decoding.algorithms import algorithm_of
+from mosaic.models.parts.cut import KEPT
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Steps
@@ -27,12 +28,17 @@ __all__ = ["Agreement", "Decided", "Records", "forced", "recording"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What one step decided: positions int64 [M] of its open rows, tokens int64 [M], and bool [M], which were committed."""
+    """What one step decided: positions int64 [M] of its open rows, tokens int64 [M], and bool [M], which were committed.
+
+    Of the tokens of its block it computed `computed` in all layers, and of the block before `again`.
+    """
 
     positions: Tensor
     token_ids: Tensor
     committed: Tensor
     block: int
+    computed: int = 0
+    again: int = 0
 
 
 Records: TypeAlias = dict[int, list[Decided]]
@@ -124,7 +130,17 @@ def _watched(
 
 
 def _decided(canvas: Canvas, request: StepRequest, result: StepResult) -> Decided:
+    tokens = request.values.get("positions")
+    if tokens is None:
+        tokens = torch.arange(request.start, request.start + request.token_ids.numel())
+    positions, block = tokens.long()[request.rows.clamp(max=tokens.numel() - 1)], canvas.config.block_length or 1
+    positions = torch.where(
+        request.rows < tokens.numel(), positions, request.rows + request.start
+    )  # one just past the window
+    again = int((tokens < int(positions[0]) // block * block).sum())
+    kept = result.values.get(KEPT)
+    dropped = 0 if kept is None else int((~kept).sum())
     return Decided(
-        positions=request.rows + request.start, token_ids=result.token.clone(), committed=result.committed.clone(),
-        block=canvas.block,
+        positions=positions, token_ids=result.token.clone(), committed=result.committed.clone(), block=canvas.block,
+        computed=tokens.numel() - again - dropped, again=again,
     )  # fmt: skip
