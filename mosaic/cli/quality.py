@@ -28,7 +28,10 @@ def quality(
         str, typer.Option(help="small, small-sdar, or a checkpoint directory of examples/train_small.")
     ] = "small",
     tasks: Annotated[
-        str, typer.Option(help="Of retrieval, pair, addition, subtraction, multiplication, sorting, story.")
+        str,
+        typer.Option(
+            help="Of retrieval, pair, addition, subtraction, multiplication, sorting, story; listing, chain, passage, frequent."
+        ),
     ] = "retrieval,pair,addition,subtraction,multiplication,sorting,story",
     lengths: Annotated[str, typer.Option(help="Contexts of the retrieval tasks.")] = "256,512,1k,2k",
     per_cell: Annotated[int, typer.Option(help="Retrieval items per length and tenth of depth.")] = 1,
