@@ -19,7 +19,7 @@ from torch import Tensor
 from mosaic.models.architecture import Architecture
 from mosaic.models.eviction import Eviction
 
-__all__ = ["Generated", "StatedStep"]
+__all__ = ["Dual", "Generated", "StatedStep"]
 
 FIRST_CUT = 1
 """The layer from whose attention on evicted rows are left out."""
@@ -174,8 +174,9 @@ class Generated:
             k, v = (torch.stack([self.keys[layer, place][part] for place in range(end)]) for part in (0, 1))
             group = arch.heads // arch.kv_heads
             scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(group, 1)) * arch.head_size**-0.5
-            blocks = torch.arange(end) // arch.block
-            scores = scores.masked_fill(blocks > torch.tensor(kept)[:, None] // arch.block, -math.inf)
+            if arch.block:
+                blocks = torch.arange(end) // arch.block
+                scores = scores.masked_fill(blocks > torch.tensor(kept)[:, None] // arch.block, -math.inf)
             if step is not None and self.selected and self.start and layer >= self.exact_layers:
                 scores = self.sparse(layer, scores, first=step == 0)
             y = torch.einsum("nts,snh->tnh", scores.softmax(-1), v.repeat_interleave(group, 1)).flatten(1)
@@ -204,9 +205,14 @@ class Generated:
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 
+    @property
+    def width(self) -> int:
+        """The length of a block."""
+        return self.arch.block
+
     def listed(self) -> list[int]:
         assert self.eviction is not None
-        places = range(self.start, self.start + self.arch.block)
+        places = range(self.start, self.start + self.width)
         return [place for place in places if self.eviction.importance == "block" or self.masked[place]]
 
     def importance(self, layer: int, queries: dict[int, Tensor]) -> Tensor:
@@ -257,3 +263,46 @@ class Generated:
             for n in counts[1:]:
                 average += Fraction(str(chosen.weight)) * (n - average)
         return max(average, Fraction(1))
+
+
+@dataclass
+class Dual(Generated):
+    """Fast-dLLM's dual cache on LLaDA: a block's first step computes the whole canvas, the others the block, over its keys.
+
+    These others evict; history is theirs alone.
+    """
+
+    own_block: int = 8
+
+    @property
+    def width(self) -> int:
+        return self.own_block
+
+    def run(self) -> Tensor:
+        count = len(self.prompt)
+        length = count + self.gen_length
+        self.tokens = torch.cat([self.prompt, torch.full((self.gen_length,), self.arch.mask_token_id)])
+        self.masked = torch.arange(length) >= count
+        self.reached = length
+        for start in range(count, length, self.width):
+            self.start, self.of_block = start, list[int]()
+            places = list(range(start, start + self.width))
+            self.decide(self.forward(list(range(length)), length, None))
+            while any(self.masked[places]):
+                logits = self.forward(places, length, len(self.of_block))
+                self.steps.append(StatedStep(places, sorted(logits), self.decide(logits)))
+                self.of_block.append(len(self.steps[-1].decided))
+                self.history.append(len(self.steps[-1].decided))
+        return self.tokens[count:]
+
+    def decide(self, logits: dict[int, Tensor]) -> dict[int, int]:
+        """The most confident token of the block, and all that reach the threshold."""
+        open_ = [
+            place for place in sorted(logits) if self.masked[place] and self.start <= place < self.start + self.width
+        ]
+        score = {place: float(logits[place].softmax(0).max()) for place in open_}
+        best = min(open_, key=lambda place: (-score[place], place))
+        taken = [place for place in open_ if place == best or score[place] >= self.threshold]
+        for place in taken:
+            self.tokens[place], self.masked[place] = logits[place].argmax(), False
+        return {place: int(self.tokens[place]) for place in taken}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_runner import CompiledRunner
-from focus_stated import Generated, StatedStep
+from focus_stated import Dual, Generated, StatedStep
 from reference_runner import random_tensors
 from test_cut import ARCH, CONFIG, TENSORS
 from test_decoding import CONFIGS, MASK
@@ -236,6 +236,45 @@ def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
             assert rows[kept].tolist() == [place for place in rows.tolist() if place - 1 in step.kept]
             assert dict(zip(rows[committed].tolist(), result.chosen[committed].tolist(), strict=True)) == step.decided
             assert int(result.values["reach"]) > max(step.kept)
+
+
+@pytest.mark.parametrize("name", ["focus", "focus-public"])
+def test_the_active_block_of_a_dual_cache_is_evicted_from_as_in_float64(name: str) -> None:
+    """On LLaDA, which sees all keys: the tokens, those that each step keeps and decides, and what requests get alone."""
+    rng, config, eviction = random.Random(name), {**CONFIGS["llada"], "n_layers": 3}, PRESETS[name]
+    arch = load(config).architecture
+    tensors = random_tensors(arch, 3)
+    exactly = {key: tensor.double() for key, tensor in tensors.items()}
+    prompts = [torch.tensor([rng.randrange(8, MASK) for _ in range(count)]) for count in (3, 17)]
+    options = GenerationConfig(
+        algorithm="fast-dllm",
+        cache="dual",
+        block_length=8,
+        gen_length=24,
+        threshold=0.6,
+        stop_at_eos=False,
+        eviction=eviction,
+    )
+    dual = CompiledRunner(config, tensors, debug="poison")
+    together, gone = generate_ids(dual.model, prompts, options), 0
+    for mine, prompt in zip(together, prompts, strict=True):
+        recorder = Recorder(dual.model)
+        generate_ids(recorder, [prompt], options)
+        stated = Dual(arch, exactly, prompt, 24, 0.6, [1], eviction=replace(eviction, first_step="evicts"))
+        assert torch.equal(mine.token_ids, stated.run())
+        cut = [(asked[0], results[0]) for asked, results in recorder.steps if asked[0].phase.cut is not None]
+        for (request, result), step in zip(cut, stated.steps, strict=True):
+            rows, kept, committed = request.rows + request.start, result.values["kept"], result.committed
+            assert rows[kept].tolist() == [place for place in rows.tolist() if place in step.kept]
+            assert dict(zip(rows[committed].tolist(), result.chosen[committed].tolist(), strict=True)) == step.decided
+            gone += int((~kept).sum())
+    assert gone
+    plain, whole = (
+        generate_ids(dual.model, prompts, replace(options, eviction=eviction))
+        for eviction in (None, Eviction(alpha=1e6))
+    )
+    assert all(torch.equal(one.token_ids, other.token_ids) for one, other in zip(plain, whole, strict=True))
+    dual.close()
 
 
 def test_llada2_evicts_as_sdar_does() -> None:
@@ -566,12 +605,18 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], error: type
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    ("llada-8b", "eviction: this model attends in both directions"),
+    ("llada-8b", "eviction: this model attends in both directions"), ("dream-7b", "attends in both directions"),
     ({**CONFIG, "num_hidden_layers": 2}, "the model's 2 leave none to save"),
 ])  # fmt: skip
 def test_models_whose_tokens_cannot_be_evicted_are_refused(config: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         resolve(GenerationConfig(eviction="focus"), load(config).architecture)
+
+
+def test_rows_that_are_chosen_before_a_step_are_not_evicted() -> None:
+    config = GenerationConfig(eviction="focus", cache="dual", remasking="random", algorithm="llada", gen_length=8)
+    with pytest.raises(UsageError, match="eviction: 'random' chooses the rows of a step before it runs"):
+        resolve(config, load("llada-8b").architecture)
 
 
 def test_steps_are_not_launched_ahead_with_a_block_cache() -> None:

@@ -101,9 +101,10 @@ def quality(
     if described.path is None:
         raise UsageError(f"{model} is a preset with random weights: give small, small-sdar or a checkpoint directory.")
     check_vocabulary(Path(described.path))
-    for name in ("attention", "eviction"):
-        if name in settings.options:
-            settings.options[name].check(described.architecture)  # before the model is loaded
+    if "attention" in settings.options:
+        settings.options["attention"].check(described.architecture)  # before the model is loaded
+    if "eviction" in settings.options:
+        settings.options["eviction"].check(described.architecture, dual=cache == "dual")
 
     from mosaic.bench.environment import environment
     from mosaic.bench.meters import card

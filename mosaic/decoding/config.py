@@ -79,7 +79,8 @@ class GenerationConfig:
         "mage+flashblock" (sdar, llada2, fast-dllm-v2). None: exact.
     eviction
         Tokens that are unlikely to be decided are dropped after two layers, an `Eviction` or a preset's name: "focus",
-        "focus-public" (sdar, llada2, fast-dllm-v2). None: all are computed. A block may then take more than `steps`.
+        "focus-public" (sdar, llada2, fast-dllm-v2; fast-dllm and llada with cache "dual"). None: all are computed. A block may
+        then take more than `steps`.
     block_cache
         Within a block, decided tokens are computed no more: "dc" after one step more, "dc+" once their right neighbour has
         been decided as long, too (sdar, llada2, fast-dllm-v2). None: the whole block is computed in each step.
@@ -178,7 +179,7 @@ class GenerationConfig:
 
 ALGORITHMS: Final[Mapping[str, Traits]] = {
     "llada": Traits(
-        options=frozenset({"steps", "block_length", "remasking", "cfg_scale", "cache"}),
+        options=frozenset({"steps", "block_length", "remasking", "cfg_scale", "cache", "eviction"}),
         blockwise=False,
         remasking=("low_confidence", "random"),
     ),
@@ -188,7 +189,7 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         defaults={"steps": 512, "alg": "origin"},
     ),
     "fast-dllm": Traits(
-        options=frozenset({"block_length", "threshold", "factor", "cache", "top_p", "top_k"}),
+        options=frozenset({"block_length", "threshold", "factor", "cache", "top_p", "top_k", "eviction"}),
         blockwise=False,
     ),
     "sdar": Traits(
@@ -269,7 +270,7 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
         config = replace(config, attention=attention)
     if config.eviction is not None:
         eviction = token_eviction(config.eviction)
-        eviction.check(architecture)
+        eviction.check(architecture, dual=config.cache == "dual")
         config = replace(config, eviction=eviction)
     for entry in fields(config):
         taken = entry.name in traits.options or entry.name in _COMMON
@@ -349,6 +350,10 @@ def _check_canvas(config: GenerationConfig, architecture: Architecture) -> None:
                 f"steps {config.steps} is not divisible by the {blocks} blocks of {config.block_length} in gen_length "
                 f"{config.gen_length}; use steps {-(-config.steps // blocks) * blocks}."
             )
+    if config.eviction is not None and config.remasking == "random":
+        raise UsageError(
+            "eviction: 'random' chooses the rows of a step before it runs, which may be dropped; leave one out."
+        )
     if config.cache and config.cfg_scale:
         raise UsageError(f"cfg_scale {config.cfg_scale} needs whole sequences; leave out cache '{config.cache}'.")
     if config.algorithm == "fast-dllm" and not architecture.shifted and (config.top_p, config.top_k) != (1.0, 0):

@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "computing"]
 
 
-def computing(phase: Phase, config: GenerationConfig, *, shifted: bool = False) -> Phase:
+def computing(phase: Phase, config: GenerationConfig, *, shifted: bool = False, dual: bool = False) -> Phase:
     """Return the phase of a block's steps: which tokens their windows have, and where they are cut.
 
+    `dual`: of a model that attends in both directions, over a dual cache; all positions have keys, so every such step evicts.
     Where row i-1 predicts position i (`shifted`), the rows to decide do not say whether a block's last position was kept.
     """
     if config.block_cache is not None:
         phase = replace(phase, tokens=APART)
     if isinstance(config.eviction, Eviction):
-        phase = replace(phase, cut=Focus(eviction=config.eviction, reports=shifted))
+        eviction = replace(config.eviction, first_step="evicts") if dual else config.eviction
+        block = config.block_length or 0 if dual else 0
+        phase = replace(phase, cut=Focus(eviction=eviction, reports=shifted, block=block))
     return phase
 
 
@@ -72,9 +75,9 @@ class Progress:
     def __post_init__(self) -> None:
         self.frozen = torch.zeros(self.canvas.length, dtype=torch.bool)
 
-    def enter(self, start: int) -> None:
-        """Begin the block at `start`: the one before it is final."""
-        self.start, self.step, self.processed = start, 0, 0
+    def enter(self, start: int, *, processed: int = 0) -> None:
+        """Begin the block at `start`, of which so many positions have keys: the one before it is final."""
+        self.start, self.step, self.processed = start, 0, processed
         if self.canvas.config.block_commit != "cached":
             self.frozen[:start] = False
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape
+from mosaic.decoding.evicting import Progress, computing
 from mosaic.decoding.llada import candidates, counts
 from mosaic.models.parts import KEPT, WHOLE, Commit
 from mosaic.models.phase import Phase
@@ -28,13 +29,15 @@ def _sampling(config: GenerationConfig, architecture: Architecture) -> Sampling:
 
 
 def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool = False) -> Phase:
-    """The phase of a step; the first one of a block on a shifted model commits one row, whatever its confidence."""
+    """The phase of a step; the first one of a block computes all tokens, and on a shifted model commits one row, whatever its
+    confidence."""
     rule: Any = "factor" if config.factor is not None else "top" if config.threshold is None else "threshold"
-    return Phase(
+    phase = Phase(
         cache=WHOLE if config.cache is None else KEPT,
         head=_sampling(config, architecture).head,
         commit=Commit(score="confidence", rule="top" if first and architecture.shifted and config.cache else rule),
     )
+    return phase if first else computing(phase, config, dual=True)
 
 
 def decode(canvas: Canvas) -> Steps:
@@ -46,25 +49,31 @@ def decode(canvas: Canvas) -> Steps:
     config, block = canvas.config, canvas.config.block_length
     assert block is not None
     sampling, shifted = _sampling(config, canvas.architecture), canvas.architecture.shifted
+    progress = Progress(canvas)
     rule: dict[str, Any] = {"threshold": config.factor if config.factor is not None else config.threshold or 0.0}
     for number in range(config.gen_length // block):
         canvas.block, start = number, canvas.prompt_len + number * block
         ends = {None: canvas.length, "prefix": canvas.length, "dual": start + block}
         window = (0, canvas.length)
+        progress.enter(start, processed=block)
         quotas = iter(counts(config) if config.steps else ())
         while len(positions := canvas.open_rows(start, start + block)):
             first = config.cache is not None and window[0] == 0
             quota = next(quotas, 1)
             positions = positions[:1] if first and shifted else candidates(canvas, positions, quota)
-            result = yield canvas.ask(
+            asked = canvas.ask(
                 _phase(config, canvas.architecture, first=first),
                 positions,
                 window=window,
                 key_len=canvas.length,
                 sampling=sampling,
                 quota=1 if first and shifted else quota,
+                values={} if first else progress.values(),
                 **rule,
             )
+            result = yield asked
+            if not first:
+                progress.take(asked, result)
             canvas.take(positions, result)
             if canvas.finished:
                 return
@@ -80,7 +89,8 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     if not config.cache:
         return [StepSize(phase=phase, windows=(length,), rows=rows)]
     if not architecture.shifted:
-        return [cached_shape(phase, length, length, rows)]
+        later = phase.cut is not None
+        return [cached_shape(first, length, length, rows), cached_shape(phase, block if later else 0, length, rows)]
     later = min(rows, block - 1)
     window = config.gen_length if config.cache == "prefix" else block
     return [cached_shape(first, length, length, 1), cached_shape(phase, window if later else 0, length, later)]

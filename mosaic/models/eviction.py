@@ -103,18 +103,18 @@ class Eviction:
         """The options that are not the paper's main text."""
         return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
 
-    def check(self, arch: Architecture) -> None:
-        """Check that tokens of a model can be evicted so.
+    def check(self, arch: Architecture, *, dual: bool = False) -> None:
+        """Check that tokens of a model can be evicted so; `dual`: of the active block, whose keys a dual cache keeps.
 
         Raises
         ------
         UsageError
-            If it attends in both directions, or has fewer than three layers.
+            If it attends in both directions and there is no such cache, or has fewer than three layers.
         """
-        if not arch.block:
+        if not arch.block and (arch.shifted or not dual):
             raise UsageError(
                 "eviction: this model attends in both directions, so it has no blocks with keys of their own; token eviction is "
-                "for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
+                "for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2), and on LLaDA for the active block of cache 'dual'."
             )
         if arch.layers < 3:
             raise UsageError(

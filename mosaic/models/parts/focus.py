@@ -72,6 +72,9 @@ class Focus(Cut):
         Whether the second graph is launched at the size that steps before have needed (`Cut.guesses`).
     reports
         Whether an outcome has `REACH`: where a request cannot tell from the rows that it decides, as in shifted models.
+    block
+        Of a model that attends in both directions, the length of its windows, each of which is a block. All positions of its
+        sequences have keys, which all rows see. 0: the model attends block by block.
     """
 
     layers: ClassVar[tuple[int, int]] = (0, 1)
@@ -79,17 +82,22 @@ class Focus(Cut):
     eviction: Eviction
     guess: bool = False
     reports: bool = False
+    block: int = 0
 
     @property
     def guesses(self) -> bool:
         """As `guess` says."""
         return self.guess
 
+    def length(self, arch: Architecture) -> int:
+        """Return the length of a block."""
+        return self.block or arch.block
+
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return where blocks begin, what is listed and who votes, and what may be evicted."""
         return (
             Input(name="first", dtype="int32", per="sequence", value=lambda window: _block(window).start),
-            Input(name="listed", dtype="int32", per="sequence", width=arch.block, value=self._listed(arch)),
+            Input(name="listed", dtype="int32", per="sequence", width=self.length(arch), value=self._listed(self.length(arch))),
             Input(name="block_votes", dtype="uint8", per="token", value=self._votes),
             Input(name="status", dtype="uint8", per="token", value=self._status),
             Input(name="progress", dtype="int32", per="sequence", value=lambda window: _block(window).processed),
@@ -100,12 +108,12 @@ class Focus(Cut):
             ),
         )  # fmt: skip
 
-    def _listed(self, arch: Architecture) -> Any:
+    def _listed(self, length: int) -> Any:
         def value(window: Window) -> list[int]:
             masked = _block(window).masked
             if self.eviction.importance == "block":
-                return list(range(arch.block))
-            return [*masked, *[-1] * (arch.block - len(masked))]
+                return list(range(length))
+            return [*masked, *[-1] * (length - len(masked))]
 
         return value
 
@@ -137,14 +145,14 @@ class Focus(Cut):
     def check(self, request: Any, arch: Architecture) -> None:
         """Check that a model can be cut so, and that a request says how far it is, with a window that has its masked positions and
         ends in its block."""
-        self.eviction.check(arch)
-        block = request.values.get("block")
+        self.eviction.check(arch, dual=self.block > 0)
+        block, length = request.values.get("block"), self.length(arch)
         if not isinstance(block, BlockProgress):
             raise UsageError('eviction: a request says how far it is in its block: values={"block": BlockProgress(…)}.')
         rows = _rows(request)
-        if max(rows) >= arch.block or not rows.keys() >= {*block.masked}:
+        if max(rows) >= length or not rows.keys() >= {*block.masked}:
             raise UsageError(
-                f"eviction: a window ends in its request's block, which is [{block.start}, {block.start + arch.block}), and has "
+                f"eviction: a window ends in its request's block, which is [{block.start}, {block.start + length}), and has "
                 f"its masked positions {[block.start + offset for offset in block.masked]}; got "
                 f"{[block.start + offset for offset in rows]}."
             )
@@ -180,7 +188,7 @@ class Focus(Cut):
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
         """Return, of the second graph, how many keys each sequence sees: of all, or where sparse attention tells sequences apart
         that attend to all keys, of those that do."""
-        if step.phase.graph == "prefix":
+        if step.phase.graph == "prefix" or self.block:
             return {}
         told = {name: partial(self._seen_of, step, name) for name in ("seen_exactly", "seen_sparsely")}
         return {"seen": lambda: self._seen(step), **told}
