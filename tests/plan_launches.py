@@ -59,8 +59,9 @@ LAUNCHES = [
     Launch("joined_attention", "q:f6,8 kv:f9,16 extents:l5,4 cu_extents:i3 seen:i2 cu_seqlens:i3 positions:i6 prefix:i2 kept:f7,48 "
            "kept_sums:f5,24 owner:l2 fresh:f6,8 fresh_sums:f6,4 refreshed:i2", "y:f6,8 kept kept_sums", 4 * 3 * 6 * 8,
            {"layer": 1, "slot": 1, "rows": 3, "kv_heads": 2, "head_size": 2, "scale": 0.5, "block": 3},
-           moved="q extents cu_extents seen cu_seqlens positions prefix owner fresh fresh_sums refreshed y kv=48 kept=48",
-           loose="kv kept kept_sums", optional="fresh fresh_sums refreshed block", inplace="y/q",
+           moved="q extents cu_extents seen cu_seqlens positions prefix owner fresh fresh_sums refreshed y kv=48 kept=48 "
+           "kept_sums=12",
+           loose="kv kept kept_sums", optional="kept kept_sums owner fresh fresh_sums refreshed block", inplace="y/q",
            sliced="q positions fresh fresh_sums y", whole="T"),
     Launch("key_mass",
            "q:f6,8 kv:f9,16 extents:l5,4 cu_extents:i3 captured:i2 cu_keys:i3 votes:u6 cu_seqlens:i3 logsumexp:f6,4", "mass:f4,7",

@@ -104,7 +104,7 @@ def test_prefix_attention(name: str, dtype: torch.dtype) -> None:
 # --- joined with the keys of a block -----------------------------------------------------------------------------------
 
 
-def joined_case(seed: int, dtype: torch.dtype, *, fresh: bool, longest: int = 12) -> Case:
+def joined_case(seed: int, dtype: torch.dtype, *, fresh: bool, held: bool = True, longest: int = 12) -> Case:
     """Blocks behind prefixes of some blocks or none: whole ones, parts of them, and with `fresh` those beside the block before.
 
     What is known of the prefix is random, where it has a place; other places are NaN.
@@ -115,7 +115,7 @@ def joined_case(seed: int, dtype: torch.dtype, *, fresh: bool, longest: int = 12
     windows, prefixes, refreshed = [], [], []
     for number in range(rng.randint(2, 4)):
         prefix = rng.choice([0, rng.randint(1, longest)]) * block if number else block
-        new = bool(fresh and (rng.random() < 0.6 or not number))
+        new = bool(fresh and (rng.random() < 0.6 or not number or not held))
         whole = prefix + block if rng.random() < 0.8 else prefix + rng.randint(1, block)
         first = rng.randint(prefix, whole - 1) if rng.random() < 0.5 else prefix
         if new and prefix and rng.random() < 0.6:
@@ -151,6 +151,8 @@ def joined_case(seed: int, dtype: torch.dtype, *, fresh: bool, longest: int = 12
         "prefix": torch.tensor(prefixes, dtype=torch.int32), "kept": kept.flatten(1), "kept_sums": sums.flatten(1),
         "owner": torch.tensor(owner),
     }  # fmt: skip
+    if not held:
+        operands = {name: tensor for name, tensor in operands.items() if name not in ("kept", "kept_sums", "owner")}
     if fresh:
         operands |= {"fresh": new_rows, "fresh_sums": strided(new_sums)}
         operands["refreshed"] = torch.tensor(refreshed, dtype=torch.int32)
@@ -167,11 +169,14 @@ def stated_join(case: Case) -> dict[str, Tensor]:
     size, kv_heads, block, rows = attrs["head_size"], attrs["kv_heads"], attrs["block"], attrs["rows"]
     heads = given["q"].shape[1] // size
     y, magnitude = (torch.full(given["q"].shape, float("nan"), dtype=F64) for _ in range(2))
-    kept, sums = given["kept"].clone(), given["kept_sums"].clone()
-    outputs, log_sums = kept.view(len(kept), -1, rows, heads, size), sums.view(len(sums), -1, rows, heads)
+    states = {name: given[name].clone() for name in ("kept", "kept_sums") if name in given}
+    if states:
+        outputs = states["kept"].view(len(states["kept"]), -1, rows, heads, size)
+        log_sums = states["kept_sums"].view(len(states["kept_sums"]), -1, rows, heads)
     entries, bounds = given["extents"].tolist(), given["cu_extents"].tolist()
     for b, (first, last) in enumerate(pairwise(given["cu_seqlens"].tolist())):
-        before, seen, mine = int(given["prefix"][b]), int(given["seen"][b]), int(given["owner"][b])
+        before, seen = int(given["prefix"][b]), int(given["seen"][b])
+        mine = int(given["owner"][b]) if states else 0
         places = rows_of(given["kv"], entries[bounds[b] : bounds[b + 1]], attrs["layer"], kv_heads, size, seen)
         both = torch.stack(places).double().repeat_interleave(heads // kv_heads, 2)  # [keys, 2, heads, size]
         new = "refreshed" in given and bool(given["refreshed"][b])
@@ -188,9 +193,9 @@ def stated_join(case: Case) -> dict[str, Tensor]:
             if len(scores):
                 weights = torch.softmax(scores, 0)[..., None]
                 y[row], magnitude[row] = ((weights * x).sum(0).flatten() for x in (v, v.abs()))
-            if before and new and position >= before:
+            if states and before and new and position >= before:
                 outputs[at], log_sums[at] = given["fresh"][row].view(heads, size), given["fresh_sums"][row]
-    return {"y": y, "magnitude": magnitude, "kept": kept, "kept_sums": sums}
+    return {"y": y, "magnitude": magnitude, **states}
 
 
 def assert_joined(case: Case, found: dict[str, Tensor], slack: float = 1.0) -> dict[str, Tensor]:
@@ -200,23 +205,27 @@ def assert_joined(case: Case, found: dict[str, Tensor], slack: float = 1.0) -> d
     bound = (2.1 * score_error(case) + gamma(200, dtype)) * expected["magnitude"] + 2 * rounding(expected["y"], dtype)
     bound = slack * bound + 2 * (slack - 1) * unit(dtype) * expected["magnitude"]  # as `weights_error`
     assert_within(found["y"][written], expected["y"][written], bound[written])
-    for name in ("kept", "kept_sums"):
+    for name in expected.keys() & {"kept", "kept_sums"}:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
     assert found["y"][~written].isnan().all()
     return expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("fresh", [True, False])
-def test_joined_attention(fresh: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("fresh", "held"), [(True, True), (False, True), (True, False)])
+def test_joined_attention(fresh: bool, held: bool, dtype: torch.dtype) -> None:
     for seed in range(8):
-        case = joined_case(seed + 8 * DTYPES.index(dtype), dtype, fresh=fresh)
+        case = joined_case(seed + 8 * DTYPES.index(dtype), dtype, fresh=fresh, held=held)
         stated = replace(case, operands={name: tensor.clone() for name, tensor in case.operands.items()})
         reference = case.reference()
         case.launch()
-        found = {name: {**case.operands, **case.outputs}[name] for name in ("y", "kept", "kept_sums")}
+        found = {
+            name: tensor
+            for name, tensor in {**case.operands, **case.outputs}.items()
+            if name in ("y", "kept", "kept_sums")
+        }
         expected = assert_joined(stated, found)
-        for name in ("y", "kept"):
+        for name in ("y", "kept") if held else ("y",):
             torch.testing.assert_close(reference[name], expected[name].double(), equal_nan=True)
 
 
@@ -338,6 +347,7 @@ def test_change_of_queries(fresh: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
     check_allocates_nothing(prefix_case("blocks of 4", dtype))
+    check_allocates_nothing(joined_case(2, dtype, fresh=True, held=False))
     for fresh in (True, False):
         check_allocates_nothing(joined_case(2, dtype, fresh=fresh))
         check_allocates_nothing(change_case(2, dtype, fresh=fresh))

@@ -66,6 +66,12 @@ def test_joined_attention_in_triton(fresh: bool, dtype: torch.dtype, seeds: tupl
         assert_joined(case, run(case, DEVICE), slack=2)
 
 
+def test_joined_attention_without_states_in_triton() -> None:
+    for seed in (1, 4, 6):
+        case = joined_case(seed, F32, fresh=True, held=False)
+        assert_joined(case, run(case, DEVICE), slack=2)
+
+
 def test_joined_attention_over_its_queries_in_triton() -> None:
     case = joined_case(6, F32, fresh=True)
     apart, over = run(case, DEVICE)["y"], run(case, DEVICE, alias={"y": "q"})["q"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -27,6 +27,7 @@ from mosaic.models.sparse import PRESETS, SparseAttention
 from mosaic.models.step import StepSize
 from mosaic.planner import Planner, Request
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.steps import StepRequest, StepResult
 
 LAYERS, HEADS, KV_HEADS, SIZE, BLOCK, MASK = 4, 4, 2, 8, 4, 63
 CONFIG: dict[str, Any] = {
@@ -359,6 +360,65 @@ def test_selection_runs_beside_the_feed_forward(model: CompiledModel) -> None:
             joined = [f"layers.{layer}/select", f"layers.{layer + 1}/store"]
             assert ("wait", *(ops[name]["index"] for name in joined)) in edges
             assert [ops[name]["index"] for name in names] == sorted(ops[name]["index"] for name in names)
+
+
+def test_log_sum_exps_come_from_where_the_plan_says(model: CompiledModel) -> None:
+    """From a read of the keys beside the main stream, or from the attention to the prefix: the same sets, the same answers. Long
+    prefixes are read once less."""
+    policy = Selected(attention=WAYS["one layer exact"], selects=True)
+    phase = Phase(cache=policy, commit=Commit(score="confidence", rule="top"))
+    taken = {}
+    for keys in (400, 2_000_000):
+        planner, request = (
+            Planner(CONFIG, device="h200"),
+            Request(seq_lens=(8,), key_lens=(keys,), phase=phase, masked=4),
+        )
+        best = planner.plan(request, limit=False)
+        for way in ("apart", "inside"):
+            plan = planner.plan(request, config={**best.config, "statistics": way}, limit=False)
+            assert plan.check() == () and plan.config["statistics"] == way
+            kernels = [op["kernel"] for op in plan.document["ops"]]
+            assert kernels.count("prefix_logsumexp") == (LAYERS - 1) * (way == "apart")
+            assert (
+                kernels.count("prefix_attention")
+                == kernels.count("joined_attention")
+                == (LAYERS - 1) * (way == "inside")
+            )
+            assert plan.predicted_step_ms >= best.predicted_step_ms
+        taken[keys] = best.config["statistics"]
+    assert taken == {400: "apart", 2_000_000: "inside"}
+    prompts, answers = [torch.arange(n) % 60 for n in (1, 9, 50)], {}
+    for way in ("apart", "inside"):
+        session_of = Stating(model, way)
+        with Session(session_of) as session:
+            live = [
+                session.submit(prompt, gen_length=14, attention=WAYS["one layer exact"], ahead=False)
+                for prompt in prompts
+            ]
+            while session.live:
+                session.advance()
+            answers[way] = [one.generation for one in live]
+            assert session_of.selected > 3
+    for mine, other in zip(answers["apart"], answers["inside"], strict=True):
+        assert mine is not None and other is not None and torch.equal(mine.token_ids, other.token_ids)
+        torch.testing.assert_close(mine.confidence, other.confidence)
+
+
+class Stating(Telling):
+    """A model that takes log-sum-exps from where it is told."""
+
+    def __init__(self, model: CompiledModel, way: str) -> None:
+        super().__init__(model)
+        self.way, self.selected = way, 0
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        cache = requests[0].phase.cache
+        selects = isinstance(cache, Selected) and cache.selects
+        self.selected += selects
+        found = self._model.step(requests, config={"statistics": self.way} if selects else None)
+        if selects:
+            assert found[0].plan is not None and found[0].plan.config["statistics"] == self.way
+        return found
 
 
 def test_plans_summarize_final_keys_and_rank_pages_before_a_layer_attends() -> None:

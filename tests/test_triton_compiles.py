@@ -108,6 +108,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         if tokens == 64:
             window |= {"fresh": x[:64], "fresh_sums": fresh["logsumexp"], "refreshed": attrs["seen"]}
         yield "joined_attention", {**attrs, **window}
+        if tokens == 64:  # without states
+            states = ("kept", "kept_sums", "owner")
+            yield "joined_attention", {**attrs, **{name: value for name, value in window.items() if name not in states}}
     compared = {
         "q": x[:32],
         "kept": kept["kept"][:, : 32 * hidden],

@@ -117,7 +117,7 @@ def run(case: Case, device: str = "cpu", alias: dict[str, str] | None = None, **
     for name, output in case.outputs.items():
         output.fill_(float("nan") if output.is_floating_point() else -7)
         given[name] = given[alias[name]] if alias and name in alias else moved(output, device)
-    written = written_by(case.kernel) | set((alias or {}).values())
+    written = (written_by(case.kernel) & given.keys()) | set((alias or {}).values())
     for name in written:
         fill_outside(given[name])
     before = {name: whole(t).clone() for name, t in given.items()}

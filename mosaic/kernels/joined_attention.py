@@ -1,11 +1,11 @@
 """joined_attention: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
 
 Contract: joined_attention(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, seen[B] int32, cu_seqlens[B+1]
-int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64, fresh[T, N*H] or None,
-fresh_sums[T, N] float32 or None, refreshed[B] int32 or None, all whole; layer, slot, rows, kv_heads, head_size, scale, block)
--> y[T, N*H]; updates kept and kept_sums; y may overwrite q. Which rows have which keys and which of both outputs, the contract says
-(`mosaic.registrar.operators.joined_attention`; FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the
-softmax over both sets of keys gives y_1 + (y_2 - y_1) * sigmoid(s_2 - s_1).
+int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64 or none of these,
+fresh[T, N*H], fresh_sums[T, N] float32, refreshed[B] int32 or none of these, all whole; layer, slot, rows, kv_heads, head_size,
+scale, block) -> y[T, N*H]; updates kept and kept_sums; y may overwrite q. Which rows have which keys and which of both outputs, the
+contract says (`mosaic.registrar.operators.joined_attention`; FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps
+s_1, s_2 the softmax over both sets of keys gives y_1 + (y_2 - y_1) * sigmoid(s_2 - s_1).
 Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads,
 K KV heads, G heads of a group, H size.
 """
@@ -32,9 +32,9 @@ __all__ = ["bind", "check", "launch", "reference"]
 
 def bind(
     *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    prefix: Tensor, kept: Tensor, kept_sums: Tensor, owner: Tensor, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int,
-    head_size: int, scale: float, block: int = 0, fresh: Tensor | None = None, fresh_sums: Tensor | None = None,
-    refreshed: Tensor | None = None, scratch: Tensor | None = None,
+    prefix: Tensor, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int, scale: float, block: int = 0,
+    kept: Tensor | None = None, kept_sums: Tensor | None = None, owner: Tensor | None = None, fresh: Tensor | None = None,
+    fresh_sums: Tensor | None = None, refreshed: Tensor | None = None, scratch: Tensor | None = None,
 ) -> Run:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H], and keep what is fresh; lengths and positions are read on the host."""
     group = check(
@@ -45,14 +45,17 @@ def bind(
     converted, tiles = parted(found, 1)
     shape = (-1, kv_heads, group, head_size)
     q_KTGH, y_KTGH = (x.view(shape).transpose(0, 1) for x in (q, y))
-    kept_EMKGH = kept.view(kept.shape[0], -1, rows, *shape[1:])[:, slot]
-    sums_EMKG = kept_sums.view(kept_sums.shape[0], -1, rows, *shape[1:3])[:, slot]
-    fresh_TKGH = None if fresh is None else fresh.view(shape)
-    fresh_TKG = None if fresh_sums is None else fresh_sums.view(shape[:3])
+    places = None
+    if kept is not None and kept_sums is not None:
+        places = (
+            kept.view(kept.shape[0], -1, rows, *shape[1:])[:, slot],
+            kept_sums.view(kept_sums.shape[0], -1, rows, *shape[1:3])[:, slot],
+        )
+    both = None if fresh is None or fresh_sums is None else (fresh.view(shape), fresh_sums.view(shape[:3]))
 
     def run() -> None:
-        owned, owners, counts, prefixes = pieces(extents, cu_extents), owner.tolist(), seen.tolist(), prefix.tolist()
-        new = [0] * len(counts) if refreshed is None else refreshed.tolist()
+        owned, counts, prefixes = pieces(extents, cu_extents), seen.tolist(), prefix.tolist()
+        owners, new = ([0] * len(counts) if numbers is None else numbers.tolist() for numbers in (owner, refreshed))
         for sequence, start, end in windows(cu_seqlens, 0, q.shape[0]):
             before = prefixes[sequence]
             own = [
@@ -66,14 +69,17 @@ def bind(
             for first, last in _runs(at, limits, before):
                 mine, place = slice(start + first, start + last), slice(at[first] - before, at[last - 1] - before + 1)
                 earlier: tuple[Tensor, Tensor] | None = None
+                there: tuple[Tensor, Tensor] | None = None
+                if places is not None and at[first] >= before:
+                    there = places[0][owners[sequence], place], places[1][owners[sequence], place]
                 if before and new[sequence]:
-                    assert fresh_TKGH is not None and fresh_TKG is not None
-                    earlier = fresh_TKGH[mine], fresh_TKG[mine]
-                    if at[first] >= before:
-                        kept_EMKGH[owners[sequence], place].copy_(earlier[0])
-                        sums_EMKG[owners[sequence], place].copy_(earlier[1])
+                    assert both is not None
+                    earlier = both[0][mine], both[1][mine]
+                    if there is not None:
+                        there[0].copy_(earlier[0])
+                        there[1].copy_(earlier[1])
                 elif before:
-                    earlier = kept_EMKGH[owners[sequence], place], sums_EMKG[owners[sequence], place]
+                    earlier = there
                 some = [limit - before for limit in limits[first:last]]
                 if some[0] > 0:
                     finish = _joining(y_KTGH[:, mine], earlier, sums, given, given_sums)
@@ -121,17 +127,19 @@ def _joining(
 
 def check(
     q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    prefix: Tensor, kept: Tensor, kept_sums: Tensor, owner: Tensor, fresh: Tensor | None, fresh_sums: Tensor | None,
-    refreshed: Tensor | None, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int,
+    prefix: Tensor, kept: Tensor | None, kept_sums: Tensor | None, owner: Tensor | None, fresh: Tensor | None,
+    fresh_sums: Tensor | None, refreshed: Tensor | None, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int,
 ) -> int:  # fmt: skip
     """Check the operands; return the query heads of a KV head."""
     group = kv_attention.check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
-    check_kept("joined_attention", q, kept, owner, cu_seqlens, rows, slot)
+    if kept is not None and kept_sums is not None and owner is not None:
+        check_kept("joined_attention", q, kept, owner, cu_seqlens, rows, slot)
+        sums = kept_sums.shape[0], kept.shape[1] // head_size
+        check_shapes("joined_attention", kept_sums=(kept_sums, sums, torch.float32))
     heads, counts = group * kv_heads, (cu_seqlens.shape[0] - 1,)
     check_shapes(
         "joined_attention",
         prefix=(prefix, counts, torch.int32),
-        kept_sums=(kept_sums, (kept_sums.shape[0], kept.shape[1] // head_size), torch.float32),
         fresh=(fresh, (q.shape[0], q.shape[1]), q.dtype),
         fresh_sums=(fresh_sums, (q.shape[0], heads), torch.float32),
         refreshed=(refreshed, counts, torch.int32),
@@ -156,20 +164,20 @@ def check_kept(kernel: str, q: Tensor, kept: Tensor, owner: Tensor, cu_seqlens: 
 
 def reference(
     *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    prefix: Tensor, kept: Tensor, kept_sums: Tensor, owner: Tensor, layer: int, slot: int, rows: int, kv_heads: int,
-    head_size: int, scale: float, block: int = 0, fresh: Tensor | None = None, fresh_sums: Tensor | None = None,
-    refreshed: Tensor | None = None,
+    prefix: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int, scale: float, block: int = 0,
+    kept: Tensor | None = None, kept_sums: Tensor | None = None, owner: Tensor | None = None, fresh: Tensor | None = None,
+    fresh_sums: Tensor | None = None, refreshed: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return y and both states in plain PyTorch, a row at a time; rows that see no key are NaN."""
     y, heads = torch.full_like(q, float("nan")), q.shape[1] // head_size
-    kept, kept_sums = kept.clone(), kept_sums.clone().to(q.dtype)
-    outputs, log_sums = (
-        kept.view(kept.shape[0], -1, rows, heads, head_size),
-        kept_sums.view(kept_sums.shape[0], -1, rows, heads),
-    )
+    states = {}
+    if kept is not None and kept_sums is not None and owner is not None:
+        states = {"kept": kept.clone(), "kept_sums": kept_sums.clone().to(q.dtype)}
+        outputs = states["kept"].view(kept.shape[0], -1, rows, heads, head_size)
+        log_sums = states["kept_sums"].view(kept_sums.shape[0], -1, rows, heads)
     owned = pieces(extents, cu_extents)
     for sequence, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        before, mine = int(prefix[sequence]), int(owner[sequence])
+        before, mine = int(prefix[sequence]), 0 if owner is None else int(owner[sequence])
         both = torch.cat([kept_tokens(kv, piece, layer, kv_heads, head_size) for piece in owned[sequence]], 2)
         both = both.repeat_interleave(heads // kv_heads, 1)[:, :, : int(seen[sequence])]
         for row in range(start, end):
@@ -181,12 +189,12 @@ def reference(
             if before and refreshed is not None and refreshed[sequence]:
                 assert fresh is not None and fresh_sums is not None
                 earlier, sums = fresh[row].view(heads, head_size), fresh_sums[row].to(q.dtype)
-                if place >= 0:
+                if states and place >= 0:
                     outputs[mine, slot, place], log_sums[mine, slot, place] = earlier, sums
-            else:
+            elif before:
                 earlier, sums = outputs[mine, slot, place], log_sums[mine, slot, place]
             if before:
                 scores, v_NSH = torch.cat([scores, sums[:, None]], 1), torch.cat([v_NSH, earlier[:, None]], 1)
             if scores.shape[1]:
                 y[row] = (torch.softmax(scores, 1)[:, None] @ v_NSH).flatten()
-    return {"y": y, "kept": kept, "kept_sums": kept_sums}
+    return {"y": y, **states}

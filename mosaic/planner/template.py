@@ -466,7 +466,7 @@ def compile_body(graph: Any) -> Body:
     def op_record(op: Any) -> OpRecord:
         ways = op.operator.on(graph.backend)
         rate = ways[0].rate or op.operator.rate if len(ways) == 1 else op.operator.rate
-        updates = [op.operands[name].id for name in op.operator.updates]
+        updates = [op.operands[name].id for name in op.operator.updates if name in op.operands]
         inplace = [
             [op.operands[w].id, op.operands[r].id] for w, r in op.inplace if w in op.operands and r in op.operands
         ]

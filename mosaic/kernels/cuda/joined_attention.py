@@ -1,11 +1,12 @@
 """joined_attention on CUDA: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
 
 Contract: joined_attention(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, seen[B] int32, cu_seqlens[B+1]
-int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64, fresh[T, N*H] or None,
-fresh_sums[T, N] float32 or None, refreshed[B] int32 or None, all whole; layer, slot, rows, kv_heads, head_size, scale, block)
--> y[T, N*H]; updates kept and kept_sums, as `mosaic.registrar.operators.joined_attention` says (FlashBlock, arXiv 2602.05305);
-y may overwrite q. A tile is that of `kv_attention`. Its online softmax begins with what is given: the output over the prefix, as
-the sum of one exponential whose exponent is the log-sum-exp. A block's own keys are few, so no sequence is split.
+int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64 or none of these,
+fresh[T, N*H], fresh_sums[T, N] float32, refreshed[B] int32 or none of these, all whole; layer, slot, rows, kv_heads, head_size,
+scale, block) -> y[T, N*H]; updates kept and kept_sums, as `mosaic.registrar.operators.joined_attention` says
+(FlashBlock, arXiv 2602.05305); y may overwrite q. A tile is that of `kv_attention`. Its online softmax begins with what is given:
+the output over the prefix, as the sum of one exponential whose exponent is the log-sum-exp. A block's own keys are few, so no
+sequence is split.
 Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads,
 K KV heads, H size.
 """
@@ -59,6 +60,7 @@ def joined_attention_kernel(
     SIZE: tl.constexpr,
     KEPT: tl.constexpr,
     SEEN: tl.constexpr,
+    HELD: tl.constexpr,
     FRESH: tl.constexpr,
     SEQUENCES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -94,8 +96,9 @@ def joined_attention_kernel(
     known = here & (before > 0)
     old = known
     place = (slot * KEPT + position - before) * (HEADS * GROUP) + head
-    outputs = kept + tl.load(owner + number) * kept_stride + place.to(tl.int64)[:, None] * SIZE + column[None, :]
-    sums = kept_sums + tl.load(owner + number) * kept_sums_stride + place
+    mine = tl.load(owner + number)
+    outputs = kept + mine * kept_stride + place.to(tl.int64)[:, None] * SIZE + column[None, :]
+    sums = kept_sums + mine * kept_sums_stride + place
     if FRESH:
         new = tl.load(refreshed + number) != 0
         old = known & (new == 0)
@@ -104,11 +107,12 @@ def joined_attention_kernel(
         output = tl.load(fresh + fresh_place, mask=given[:, None] & inside, other=0.0)
         log_sum = tl.load(fresh_sums + at * fresh_sums_stride + head, mask=given, other=0.0)
         stays = given & (position >= before)
-        tl.store(outputs, output, mask=stays[:, None] & inside)
-        tl.store(sums, log_sum, mask=stays)
-        kept_output = tl.load(outputs, mask=old[:, None] & inside, other=0.0)
-        accumulator = tl.where(old[:, None], kept_output, output).to(tl.float32)
-        log_sum = tl.where(old, tl.load(sums, mask=old, other=0.0), log_sum)
+        if HELD:
+            tl.store(outputs, output, mask=stays[:, None] & inside)
+            tl.store(sums, log_sum, mask=stays)
+            output = tl.where(old[:, None], tl.load(outputs, mask=old[:, None] & inside, other=0.0), output)
+            log_sum = tl.where(old, tl.load(sums, mask=old, other=0.0), log_sum)
+        accumulator = output.to(tl.float32)
     else:
         accumulator = tl.load(outputs, mask=old[:, None] & inside, other=0.0).to(tl.float32)
         log_sum = tl.load(sums, mask=old, other=0.0)
@@ -146,9 +150,9 @@ def joined_attention_kernel(
 
 def launch(
     *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    prefix: Tensor, kept: Tensor, kept_sums: Tensor, owner: Tensor, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int,
-    head_size: int, scale: float, block: int = 0, fresh: Tensor | None = None, fresh_sums: Tensor | None = None,
-    refreshed: Tensor | None = None, scratch: Tensor | None = None,
+    prefix: Tensor, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int, scale: float, block: int = 0,
+    kept: Tensor | None = None, kept_sums: Tensor | None = None, owner: Tensor | None = None, fresh: Tensor | None = None,
+    fresh_sums: Tensor | None = None, refreshed: Tensor | None = None, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H], and keep what is fresh; y may be q itself."""
     group = check(
@@ -157,7 +161,9 @@ def launch(
     )  # fmt: skip
     sequences = cu_seqlens.shape[0] - 1
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
-    new, new_sums = (q, kept_sums) if fresh is None or fresh_sums is None else (fresh, fresh_sums)
+    # what is not there is not read either
+    states = (q, q) if kept is None or kept_sums is None else (kept, kept_sums)
+    new = (q, q) if fresh is None or fresh_sums is None else (fresh, fresh_sums)
     joined_attention_kernel[(tiles, heads)](
         q,
         kv,
@@ -167,19 +173,14 @@ def launch(
         cu_seqlens,
         positions,
         prefix,
-        kept,
-        kept_sums,
-        owner,
-        new,
-        new_sums,
+        *states,
+        prefix if owner is None else owner,
+        *new,
         prefix if refreshed is None else refreshed,
         y,
         q.stride(0),
         kv.stride(0),
-        kept.stride(0),
-        kept_sums.stride(0),
-        new.stride(0),
-        new_sums.stride(0),
+        *(tensor.stride(0) for tensor in (*states, *new)),
         y.stride(0),
         q.shape[0],
         sequences,
@@ -192,6 +193,7 @@ def launch(
         SIZE=head_size,
         KEPT=rows,
         SEEN=block,
+        HELD=kept is not None,
         FRESH=fresh is not None,
         SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
         BLOCK_Q=tile.rows,

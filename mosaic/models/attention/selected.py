@@ -24,6 +24,15 @@ class SelectedTogether(KeptTogether):
     name: ClassVar[str] = "together"
     by_rows: ClassVar[bool] = False  # the last layer selects too
 
+    def knobs(self, step: StepGraph) -> None:
+        """Choose where a step that attends exactly and selects by attention takes log-sum-exps from: a read of the keys of its own,
+        beside the main stream, or the attention to the prefix, which is apart from that to the block then."""
+        policy = step.phase.cache
+        assert isinstance(policy, Selected)
+        chosen = policy.attention
+        exactly = policy.selects and chosen.selects == "first" and not chosen.carried and chosen.by == "mass"
+        self._inside = exactly and step.g.choice("statistics", ("apart", "inside")) == "inside"
+
     def begin(self, step: StepGraph) -> None:
         """Nothing is being selected yet."""
         policy = step.phase.cache
@@ -52,27 +61,49 @@ class SelectedTogether(KeptTogether):
             _select(step, policy, layer, q)
             return _attend_selected(step, policy, layer, q, "seen")
         queries = step.g.add_op("copy", q, name="queries")
-        y = _attend_selected(step, policy, layer, attend(step, layer, q, "seen_exactly"), "seen_sparsely")
+        sums = None
+        if self._inside:
+            exact, sums = _attend_with_sums(step, layer, q)
+        else:
+            exact = attend(step, layer, q, "seen_exactly")
+        y = _attend_selected(step, policy, layer, exact, "seen_sparsely")
         if layer + 1 == step.arch.layers:
-            _select(step, policy, layer, queries)  # nothing follows that it could run beside
+            _select(step, policy, layer, queries, sums)  # nothing follows that it could run beside
             return y
         with step.g.stream(SELECT):  # beside the output projection and the feed-forward, as in the paper
-            _select(step, policy, layer, queries)
+            _select(step, policy, layer, queries, sums)
         self._selecting = True
         return y
 
 
-def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
-    """Rank the keys of each prefix that is selected from, and keep the best of every set."""
+def _attend_with_sums(step: StepGraph, layer: int, q: Buffer) -> tuple[Buffer, Buffer]:
+    """Attention to all keys of the sequences that select, over the queries' storage, and the log-sum-exps over their prefixes."""
+    g, arch, inputs, prefix = step.g, step.arch, step.inputs, step.inputs["candidates"]
+    sizes = {"layer": layer, "kv_heads": arch.kv_heads, "head_size": arch.head_size, "scale": arch.head_size**-0.5}
+    fresh, sums = g.add_op(
+        "prefix_attention", q, step.kv, *extents_of(step), prefix, step.cu_seqlens, step.positions, name="prefix_attention",
+        block=arch.block, span=step.span, keys=g.dim("keys"), parts=g.dim("parts"), **sizes,
+    )  # fmt: skip
+    y: Buffer = g.add_op(
+        "joined_attention", q, step.kv, *extents_of(step), inputs["seen_exactly"], step.cu_seqlens, step.positions, prefix, None,
+        None, None, fresh, sums, prefix, name="attention", slot=0, rows=arch.block, block=arch.block, **sizes,
+    )  # fmt: skip
+    g.add_alias(y, q)
+    return y, sums
+
+
+def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer, sums: Buffer | None = None) -> None:
+    """Rank the keys of each prefix that is selected from, and keep the best of every set; the rows' log-sum-exps may be known."""
     g, arch, inputs, chosen = step.g, step.arch, step.inputs, policy.attention
     if policy.bounded:
         _select_pages(step, policy, layer, q)
         return
-    sums = g.add_op(
-        "prefix_logsumexp", q, step.kv, *extents_of(step), inputs["candidates"], inputs["votes"], step.cu_seqlens,
-        name="logsumexp", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
-        span=step.span, keys=g.dim("keys"),
-    )  # fmt: skip
+    if sums is None:
+        sums = g.add_op(
+            "prefix_logsumexp", q, step.kv, *extents_of(step), inputs["candidates"], inputs["votes"], step.cu_seqlens,
+            name="logsumexp", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
+            span=step.span, keys=g.dim("keys"),
+        )  # fmt: skip
     mass = g.add_op(
         "key_mass", q, step.kv, *extents_of(step), inputs["candidates"], inputs["cu_keys"], inputs["votes"], step.cu_seqlens,
         sums, name="mass", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,

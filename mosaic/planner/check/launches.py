@@ -136,8 +136,9 @@ def _bind_operands(plan: Columns, i: int, known: Known, views: Mapping[str, _Vie
             return False
         _check_dtype(plan, i, entry, dtypes)
     for letter in known.whole:
-        if any(axis.loop is not None for axis in letters[letter]):
-            _fail(plan, i, f"needs all of {letter}, it sees {_shown(letters[letter])}")
+        axes = letters.get(letter, ())  # none of an optional operand that is not there
+        if any(axis.loop is not None for axis in axes):
+            _fail(plan, i, f"needs all of {letter}, it sees {_shown(axes)}")
     return True
 
 

@@ -118,12 +118,13 @@ _NOTATION: Final = {
     ),
     "joined_attention": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T "
-        "prefix:int32=B kept:a=S,W kept_sums:float32=U,V owner:int64=B fresh?:a=T,Q fresh_sums?:float32=T,N refreshed?:int32=B "
+        "prefix:int32=B kept?:a=S,W kept_sums?:float32=U,V owner?:int64=B fresh?:a=T,Q fresh_sums?:float32=T,N refreshed?:int32=B "
         "y:a=T,Q",
-        "q kv extents cu_extents seen cu_seqlens positions prefix kept kept_sums owner fresh? fresh_sums? refreshed?",
-        "y kept kept_sums", "layer:n slot:n rows:n kv_heads:n head_size:n scale:x block?:n", "4*rows*T*Q", "T Q R X E B S U W V",
+        "q kv extents cu_extents seen cu_seqlens positions prefix kept? kept_sums? owner? fresh? fresh_sums? refreshed?",
+        "y kept? kept_sums?", "layer:n slot:n rows:n kv_heads:n head_size:n scale:x block?:n", "4*rows*T*Q",
+        "T Q R X E B S U W V N",
         "q extents cu_extents seen cu_seqlens positions prefix owner fresh fresh_sums refreshed y "
-        "kv=B*rows,2*kv_heads*head_size kept=T,Q",
+        "kv=B*rows,2*kv_heads*head_size kept=T,Q kept_sums=T,kv_heads",
         rules=(
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
             *_kept_rows("slot"), ("divides", "head_size*V", "W"), ("divides", "W", "head_size*V"),

@@ -9,7 +9,8 @@ there are none. The two are joined as one softmax would have them. A row in no s
 
 The states have a row for each request; that of sequence b is owner[b], in both. For every layer that keeps (`slot` is this one's
 index among them) a row has those of `rows` tokens: kept[owner, slot, p - P, N*H], and kept_sums[owner, slot, p - P, N]. What is
-fresh is written there, but for rows below P, whose block is the one before. Nothing is ever sliced. y may overwrite q.
+fresh is written there, but for rows below P, whose block is the one before. Without states, whatever has a prefix is fresh.
+Nothing is ever sliced. y may overwrite q.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiled, Tiles, compute_dtype
 
 
 def infer(
-    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, seen: Spec, cu_seqlens: Spec, positions: Spec, prefix: Spec, kept: Spec,
-    kept_sums: Spec, owner: Spec, fresh: Spec | None = None, fresh_sums: Spec | None = None, refreshed: Spec | None = None,
+    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, seen: Spec, cu_seqlens: Spec, positions: Spec, prefix: Spec,
+    kept: Spec | None = None, kept_sums: Spec | None = None, owner: Spec | None = None,
+    fresh: Spec | None = None, fresh_sums: Spec | None = None, refreshed: Spec | None = None,
     *, layer: int, slot: int, rows: int, kv_heads: int, head_size: int, scale: float, block: int = 0,
 ) -> tuple[Spec]:  # fmt: skip
     columns, width = exact(q.shape[-1]), kv_heads * head_size
@@ -39,9 +41,12 @@ def infer(
     require(positions == Spec(q.shape[:1], "int32"), f"positions must be int32[{q.shape[0]}], not {positions}")
     require(scale > 0, f"scale must be positive, not {scale}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
-    require_kept(q, kept, owner, cu_seqlens, rows, slot)
-    sums = Spec((kept_sums.shape[0], exact(kept.shape[1]) / head_size), "float32")
-    require(kept_sums == sums, f"kept_sums must be {sums}, not {kept_sums}")
+    require((kept is None) == (kept_sums is None) == (owner is None), "kept, kept_sums and owner go together")
+    require(kept is not None or fresh is not None, "kept or fresh must be given: what is known of the prefix")
+    if kept is not None and kept_sums is not None and owner is not None:
+        require_kept(q, kept, owner, cu_seqlens, rows, slot)
+        sums = Spec((kept_sums.shape[0], exact(kept.shape[1]) / head_size), "float32")
+        require(kept_sums == sums, f"kept_sums must be {sums}, not {kept_sums}")
     require(
         (fresh is None) == (fresh_sums is None) == (refreshed is None), "fresh, fresh_sums and refreshed go together"
     )
@@ -72,10 +77,12 @@ def flops(q: Spec, *, rows: int, **_: object) -> Dim:
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count the keys and values of a block for every sequence, just stored, and as many kept rows as there are queries."""
-    q, sequences = specs["q"], specs["owner"].shape[0]
+    """Count the keys and values of a block for every sequence, just stored, and as many kept rows as there are queries, with a
+    log-sum-exp for each KV head."""
+    q, sequences = specs["q"], specs["cu_seqlens"].shape[0] - 1
     own = sequences * attrs["rows"] * 2 * attrs["kv_heads"] * attrs["head_size"] * ITEMSIZE[q.dtype]
-    return own + q.bytes + sum(spec.bytes for name, spec in specs.items() if name not in ("kv", "kept", "kept_sums"))
+    kept = q.bytes + 4 * q.shape[0] * attrs["kv_heads"] if "kept" in specs else 0
+    return own + kept + sum(spec.bytes for name, spec in specs.items() if name not in ("kv", "kept", "kept_sums"))
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -91,8 +98,8 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 OPERATOR = Operator(
     name="joined_attention",
     reads=(
-        "q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions", "prefix", "kept", "kept_sums", "owner", "fresh?",
-        "fresh_sums?", "refreshed?",
+        "q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions", "prefix", "kept?", "kept_sums?", "owner?",
+        "fresh?", "fresh_sums?", "refreshed?",
     ),
     writes=("y",),
     updates=("kept", "kept_sums"),
