@@ -89,8 +89,8 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     if not config.cache:
         return [StepSize(phase=phase, windows=(length,), rows=rows)]
     if not architecture.shifted:
-        later = phase.cut is not None
-        return [cached_shape(first, length, length, rows), cached_shape(phase, block if later else 0, length, rows)]
+        narrow = block if phase.cut is not None else 0
+        return [cached_shape(first, length, length, rows), cached_shape(phase, narrow, length, rows)]
     later = min(rows, block - 1)
     window = config.gen_length if config.cache == "prefix" else block
     return [cached_shape(first, length, length, 1), cached_shape(phase, window if later else 0, length, later)]
