@@ -139,7 +139,7 @@ def test_generation_is_that_of_the_paper_in_float64(
 ) -> None:
     """Under poison: the tokens, those that each step computes, keeps and decides."""
     rng, gone = random.Random(f"{name} {keys}"), 0
-    for slowly in (True, False):
+    for slowly in (True, False) if name == "focus" else (True,):
         prompt, options = drawn(rng, slowly=slowly)
         recorder = Recorder(model)
         config = GenerationConfig(eviction=READINGS[name], block_cache=keys[0], block_commit=keys[1], **options)
@@ -211,20 +211,20 @@ def shifted() -> Iterator[CompiledRunner]:
     found.close()
 
 
-@pytest.mark.parametrize(("name", "cache"), [("focus", None), ("focus", "dc+"), ("focus-public", "dc+")])
+@pytest.mark.parametrize(("name", "cache"), [("focus", "dc+"), ("focus-public", None)])
 def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
     shifted: CompiledRunner, name: str, cache: str | None
 ) -> None:
     """A token that is kept decides the next one; requests get what they get alone."""
     rng, arch = random.Random(f"{name} {cache}"), shifted.architecture
     exactly = {key: tensor.double() for key, tensor in random_tensors(arch, 3).items()}
-    prompts = [drawn(rng)[0] for _ in range(3)]
+    prompts = [torch.tensor([rng.randrange(8, MASK) for _ in range(count)]) for count in (BLOCK, 2 * BLOCK + 5)]
     config = GenerationConfig(
-        eviction=READINGS[name], block_cache=cache, gen_length=19, threshold=0.6, top_p=1.0, stop_at_eos=False
+        eviction=READINGS[name], block_cache=cache, gen_length=14, threshold=0.6, top_p=1.0, stop_at_eos=False
     )
     together = generate_ids(shifted.model, prompts, config)
     for mine, prompt in zip(together, prompts, strict=True):
-        recorder, stated = Recorder(shifted.model), Generated(arch, exactly, prompt, 19, 0.6, [1], cache=cache)
+        recorder, stated = Recorder(shifted.model), Generated(arch, exactly, prompt, 14, 0.6, [1], cache=cache)
         stated.eviction = READINGS[name]
         generate_ids(recorder, [prompt], config)
         assert torch.equal(mine.token_ids, stated.run())
@@ -250,7 +250,7 @@ def test_the_active_block_of_a_dual_cache_is_evicted_from_as_in_float64(name: st
         algorithm="fast-dllm",
         cache="dual",
         block_length=8,
-        gen_length=24,
+        gen_length=16,
         threshold=0.6,
         stop_at_eos=False,
         eviction=eviction,
@@ -260,7 +260,7 @@ def test_the_active_block_of_a_dual_cache_is_evicted_from_as_in_float64(name: st
     for mine, prompt in zip(together, prompts, strict=True):
         recorder = Recorder(dual.model)
         generate_ids(recorder, [prompt], options)
-        stated = Dual(arch, exactly, prompt, 24, 0.6, [1], eviction=replace(eviction, first_step="evicts"))
+        stated = Dual(arch, exactly, prompt, 16, 0.6, [1], eviction=replace(eviction, first_step="evicts"))
         assert torch.equal(mine.token_ids, stated.run())
         cut = [(asked[0], results[0]) for asked, results in recorder.steps if asked[0].phase.cut is not None]
         for (request, result), step in zip(cut, stated.steps, strict=True):
@@ -309,7 +309,7 @@ def done_in(request: StepRequest, result: StepResult) -> StatedStep:
     return StatedStep(computed, [place for place in computed if place not in dropped.tolist()], dict(decided))
 
 
-@pytest.mark.parametrize("keys", [KEYS[n] for n in (0, 2, 3)])
+@pytest.mark.parametrize("keys", [KEYS[n] for n in (0, 2)])
 def test_with_a_large_alpha_generation_is_that_without_eviction(
     model: CompiledModel, keys: tuple[str | None, str | None]
 ) -> None:
@@ -323,7 +323,7 @@ def test_with_a_large_alpha_generation_is_that_without_eviction(
         assert mine.steps == other.steps
 
 
-@pytest.mark.parametrize(("name", "keys"), [("focus", KEYS[4]), ("focus-public", KEYS[0]), ("none", KEYS[3])])
+@pytest.mark.parametrize(("name", "keys"), [("focus", KEYS[4]), ("focus-public", KEYS[0])])
 def test_requests_at_any_progress_share_steps_and_get_what_they_get_alone(
     model: CompiledModel, name: str, keys: tuple[str | None, str | None]
 ) -> None:
@@ -332,7 +332,7 @@ def test_requests_at_any_progress_share_steps_and_get_what_they_get_alone(
     base = GenerationConfig(
         eviction=READINGS[name], block_cache=keys[0], block_commit=keys[1], stop_at_eos=False, threshold=0.5
     )
-    asked = [(drawn(rng)[0], replace(base, gen_length=rng.choice([5, 16, 21]))) for _ in range(6)]
+    asked = [(drawn(rng)[0], replace(base, gen_length=rng.choice([5, 16]))) for _ in range(5)]
     with Session(recorder) as session:
         for number, (prompt, config) in enumerate(asked):
             live.append(session.submit(prompt, config, request_id=number))
@@ -551,7 +551,7 @@ class Chance:
         return True
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(3000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [15, pytest.param(3000, marks=pytest.mark.soak)])
 def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_should_be(count: int) -> None:
     """Each token is decided once, every key that is read was written in its block, by the step that the rules name."""
     for number in range(count):
