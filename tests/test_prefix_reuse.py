@@ -121,23 +121,22 @@ def test_answers_are_those_of_the_policy_in_float64(name: str, model: CompiledMo
     assert others and 0 < sum(refreshed) < len(refreshed)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_with_a_refresh_in_every_step_attention_is_exact(ahead: bool, model: CompiledModel) -> None:
+@pytest.mark.parametrize("chosen", [None, MAGE], ids=["exact", "mage"])
+def test_with_a_refresh_in_every_step_nothing_is_reused(chosen: SparseAttention | None, model: CompiledModel) -> None:
+    """Alone, in steps that tell how much queries changed; beside sparse layers, in steps that are launched ahead."""
     prompts = [torch.arange(n) % 60 for n in (1, 50)]
-    plain = model.generate(prompts, gen_length=10, ahead=ahead, **STATIC)
-    mage = model.generate(prompts, gen_length=10, ahead=ahead, attention=MAGE, **STATIC)
-    every = PrefixReuse(steps=1) if ahead else PrefixReuse(change=0.0)
-    for expected, attention in ((plain, every), (mage, replace(MAGE, reuse=PrefixReuse(steps=1)))):
-        found = model.generate(prompts, gen_length=10, ahead=ahead, attention=attention, **STATIC)
-        for mine, other in zip(found, expected, strict=True):
-            assert torch.equal(mine.token_ids, other.token_ids)
-            torch.testing.assert_close(mine.confidence, other.confidence)
+    every = PrefixReuse(change=0.0) if chosen is None else replace(chosen, reuse=PrefixReuse(steps=1))
+    expected = model.generate(prompts, gen_length=10, attention=chosen, **STATIC)
+    found = model.generate(prompts, gen_length=10, attention=every, **STATIC)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine.token_ids, other.token_ids)
+        torch.testing.assert_close(mine.confidence, other.confidence)
 
 
 @pytest.mark.parametrize("family", ["llada2", "fast-dllm-v2"])
 def test_other_families_reuse(family: str) -> None:
     """With a refresh in every step they answer as with exact attention, with one in the first alone they do not."""
-    prompts = [torch.arange(n) % 60 for n in (1, 9, 50)]
+    prompts = [torch.arange(n) % 60 for n in (1, 50)]
     dual: dict[str, Any] = {"cache": "dual", "small_block_length": 2} if family == "fast-dllm-v2" else {}
     with mosaic.compile(FAMILIES[family], device="cpu", host_budget=0, debug="poison", seed=3) as other:
         for name, view in other.weights().items():
@@ -148,6 +147,20 @@ def test_other_families_reuse(family: str) -> None:
             for way, same in ((PrefixReuse(steps=1), True), ("flashblock", False)):
                 found = [one.token_ids for one in other.generate(prompts, gen_length=20, attention=way, **more)]
                 assert all(map(torch.equal, found, expected)) == same, (way, more)
+
+
+def test_tokens_that_are_left_out_of_steps_reuse_nothing(model: CompiledModel) -> None:
+    """Rows stand apart then; with a refresh in every step answers are those without reuse."""
+    prompts = [torch.arange(n) % 60 for n in (3, 30)]
+    options: dict[str, Any] = {"gen_length": 10, "block_cache": "dc", **STATIC}
+    plain, every, half = (
+        [one.token_ids for one in model.generate(prompts, attention=attention, **options)]
+        for attention in (None, PrefixReuse(steps=1), PrefixReuse(steps=2, change=0.5))
+    )
+    assert all(map(torch.equal, every, plain)) and not all(map(torch.equal, half, plain))
+    for number, prompt in enumerate(prompts):
+        alone = model.generate(prompt, attention=PrefixReuse(steps=2, change=0.5), **options)[0].token_ids
+        assert torch.equal(alone, half[number])
 
 
 @pytest.mark.parametrize("name", ["two steps", "beside sparse layers, a bound"])
@@ -190,7 +203,7 @@ def test_what_is_kept_is_planned_memory(model: CompiledModel) -> None:
     seen = set()
     for chosen in (PrefixReuse(change=0.2), replace(MAGE, reuse=PrefixReuse())):
         with Session(model) as session:
-            session.submit(torch.arange(30), gen_length=9, attention=chosen, stop_at_eos=False)
+            session.submit(torch.arange(30), gen_length=5, attention=chosen, stop_at_eos=False)
             while session.live:
                 (step,) = session.advance()
                 found = [
