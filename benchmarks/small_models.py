@@ -107,7 +107,8 @@ def policies_section(results: Sequence[Result]) -> str:
             tables = [table(header, rows), table(("exact by task", *tasks), by_task)]
             if any("replay" in found for found in by_policy.values()):
                 tables.append(_replayed(by_policy))
-            parts.append("\n\n".join((title, *tables, source_line(dict(result)))))
+            note = (result["note"],) if "note" in result else ()
+            parts.append("\n\n".join((title, *tables, *note, source_line(dict(result)))))
     return "\n\n".join(parts)
 
 
