@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,7 +93,7 @@ class Session(ClosesOnExit):
         """Steps that were launched ahead, and whose outcome nobody waited for."""
         self._untold: list[Step] = []  # of calls of `advance` that raised
         self._submitted = self._turns = 0
-        self._closed = False
+        self._closed = self._giving = False
 
     @property
     def live(self) -> tuple[LiveRequest, ...]:
@@ -133,9 +134,10 @@ class Session(ClosesOnExit):
             If a future step would not fit the budget beside what is live.
         """
         chosen = replace(config or GenerationConfig(), **options)
-        number = self._submitted if request_id is None else request_id
-        submission = Submission(prompt=prompt, config=chosen, request_id=number, streamer=streamer, on_step=on_step)
-        return self.submit_all([submission])[0]
+        with self._runner.exclusive():  # the place is nobody else's
+            number = self._submitted if request_id is None else request_id
+            submission = Submission(prompt=prompt, config=chosen, request_id=number, streamer=streamer, on_step=on_step)
+            return self.submit_all([submission])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
         """Add several requests, or none where one of them is refused or cannot begin; as for `submit`."""
@@ -218,16 +220,27 @@ class Session(ClosesOnExit):
         -------
         list of Step
             What each step did for each of its requests, in order.
+
+        Raises
+        ------
+        UsageError
+            If a callback of this session calls it.
         """
         done, self._untold = self._untold, []
         try:
             for _ in range(steps):
                 with self._runner.exclusive():
+                    if self._giving:
+                        raise UsageError("a callback cannot advance its session: return, and advance it from outside.")
                     group, results = self._next_results()
                     if not group:
                         break
                     self._turns += 1
-                    self._give(group, results, done)
+                    self._giving = True  # others of the group wait for outcomes that are there
+                    try:
+                        self._give(group, results, done)
+                    finally:
+                        self._giving = False
         except BaseException:
             self._untold += done
             raise
@@ -321,10 +334,11 @@ class Session(ClosesOnExit):
                 request.end("cancelled")
 
     def close(self) -> None:
-        """Cancel what is live. Closing twice is fine."""
-        for request in self.live:
-            self.cancel(request)
-        self._closed = True
+        """Cancel what is live, all of it where a streamer raises too. Closing twice is fine."""
+        with self._runner.exclusive(), ExitStack() as ending:
+            self._closed = True
+            for request in reversed(self.live):
+                ending.callback(self.cancel, request)
 
 
 def _of_one_phase(asked: list[StepRequest]) -> list[StepRequest]:

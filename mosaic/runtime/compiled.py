@@ -279,7 +279,7 @@ class CompiledModel(Face):
         """
         with self._engine.turn():
             asked = tuple(requests)
-            if asked[0].phase.tokens.computes:
+            if not asked or asked[0].phase.tokens.computes:
                 self._engine.prepare(self._packed(asked))
 
     def _packed(self, asked: tuple[StepRequest, ...]) -> PackedStep:

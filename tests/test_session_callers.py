@@ -1,0 +1,108 @@
+"""Callers of a session: threads, callbacks and streamers that do what they should not get away with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Barrier, Thread
+from typing import Any
+
+import pytest
+import torch
+from test_decoding import CONFIGS
+from torch import Tensor
+
+import mosaic
+from mosaic.decoding import LiveRequest, Session, Step
+from mosaic.errors import UsageError
+from mosaic.runtime.compiled import CompiledModel
+
+WAY: dict[str, Any] = {"gen_length": 16, "threshold": 1.0, "stop_at_eos": False}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[CompiledModel]:
+    with mosaic.compile(CONFIGS["sdar"], device="cpu", host_budget=0) as compiled:
+        yield compiled
+
+
+def test_requests_of_threads_draw_tokens_of_their_own(model: CompiledModel) -> None:
+    """Submitted at once, while somebody else has the model: each draws what its place among all of them says."""
+    prompt, way = torch.arange(3), {**WAY, "temperature": 1.5}
+    with model.session() as session:
+        found, ready = list[LiveRequest](), Barrier(5)
+
+        def submit() -> None:
+            ready.wait()
+            found.append(session.submit(prompt, **way))
+
+        threads = [Thread(target=submit) for _ in range(4)]
+        with model.exclusive():
+            for thread in threads:
+                thread.start()
+            ready.wait()
+            for thread in threads:
+                thread.join(0.02)
+        for thread in threads:
+            thread.join()
+        while session.live:
+            session.advance()
+        for request in found:
+            with model.session() as alone:
+                expected = alone.submit(prompt, request_id=request.number, **way)
+                while alone.live:
+                    alone.advance()
+            assert request.generation is not None and expected.generation is not None
+            assert torch.equal(request.generation.token_ids, expected.generation.token_ids)
+    assert sorted(request.number for request in found) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ahead", [None, False])
+def test_a_callback_cannot_advance_its_session(model: CompiledModel, ahead: bool | None) -> None:
+    """Others of its step have not got their outcomes by then; it may advance another session, and everybody goes on."""
+    prompts, refused = [torch.arange(5), torch.arange(1, 6)], 0
+    with model.session() as session, model.session() as other:
+        beside = other.submit(prompts[0], ahead=ahead, **WAY)
+
+        def advance(_: Step) -> None:
+            nonlocal refused
+            other.advance()
+            refused += 1
+            session.advance()
+
+        requests = [session.submit(prompt, on_step=advance, ahead=ahead, **WAY) for prompt in prompts]
+        while session.live:
+            with pytest.raises(UsageError, match="a callback cannot advance its session"):
+                session.advance()
+        assert refused == sum(request.steps for request in requests)
+    expected = model.generate(prompts, ahead=ahead, **WAY)
+    for request, one in zip([*requests, beside], [*expected, expected[0]], strict=True):
+        assert request.generation is not None and torch.equal(request.generation.token_ids, one.token_ids)
+
+
+class Failing:
+    """A streamer that raises at the end."""
+
+    def put(self, _: Tensor) -> None: ...
+
+    def end(self) -> None:
+        raise OSError("gone")
+
+
+def test_a_session_is_closed_whatever_streamers_raise(model: CompiledModel) -> None:
+    """Every request ends, and nobody keeps rows."""
+    session = Session(model)
+    requests = [session.submit(torch.arange(5), streamer=Failing(), **WAY) for _ in range(3)]
+    session.advance(2)
+    with pytest.raises(OSError, match="gone"):
+        session.close()
+    assert session.live == () and model.state_rows == {}
+    assert {one.generation.finish for one in requests if one.generation is not None} == {"cancelled"}
+    with pytest.raises(UsageError, match="the session is closed"):
+        session.submit(torch.arange(5), **WAY)
+    session.close()
+
+
+def test_a_step_of_nobody_is_refused(model: CompiledModel) -> None:
+    for ask in (model.step, model.launch, model.prepare):
+        with pytest.raises(UsageError, match="a step needs at least one request"):
+            ask([])
