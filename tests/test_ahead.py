@@ -16,11 +16,14 @@ from torch import Tensor
 import mosaic
 from mosaic.decoding import Generation, GenerationConfig
 from mosaic.decoding.ahead import TRIED
+from mosaic.decoding.algorithms import largest_steps
+from mosaic.decoding.config import resolve
 from mosaic.decoding.session import Session
 from mosaic.errors import UsageError
 from mosaic.models.parts import CANVAS, ENTERED, GUIDED, KEPT, KV, STAYING, Commit
 from mosaic.models.parts.windows import OPEN
 from mosaic.models.phase import Phase
+from mosaic.models.sparse import SparseAttention
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan
@@ -189,6 +192,33 @@ def test_a_step_that_is_hardly_in_vain_is_launched(model: CompiledModel) -> None
     early = [number for number in range(33) if telling.is_early(number)]
     assert early == [9, 17, *range(18, 33)]  # the first steps of blocks follow steps that leave nothing
     assert TRIED == 16
+
+
+def test_the_largest_steps_are_those_that_are_taken(model: CompiledModel) -> None:
+    """Of each phase the longest window, and no more rows to decide, for answers of one block and of several."""
+    rng, lengths = random.Random(5), set()
+    for chosen in (None, SparseAttention(k=4, exact_layers=1, exact_steps=0.5)):
+        for gen_length in (3, 8, 21):
+            prompt = a_prompt(rng)
+            config = GenerationConfig(
+                gen_length=gen_length, threshold=1.0, steps=8, stop_at_eos=False, attention=chosen
+            )
+            telling = Telling(model)
+            with Session(telling) as session:
+                session.submit(prompt, config)
+                while session.live:
+                    session.advance()
+            taken, predicted = dict[Phase, tuple[int, int]](), dict[Phase, tuple[int, int]]()
+            for (one,) in telling.asked:
+                window, rows = taken.get(one.phase, (0, 0))
+                taken[one.phase] = max(window, len(one.token_ids)), max(rows, len(one.rows))
+            for size in largest_steps(resolve(config, model.architecture), model.architecture, len(prompt), 0):
+                window, rows = predicted.get(size.phase, (0, 0))
+                predicted[size.phase] = max(window, *size.windows), max(rows, size.rows)
+            for kind, (window, rows) in taken.items():  # short answers end before the last kind of step
+                assert window == predicted[kind][0] and rows <= predicted[kind][1]
+            lengths.add(len(predicted) - len(taken))
+    assert lengths == {0, 1}
 
 
 def test_requests_at_different_steps_of_their_blocks_share_a_forward(model: CompiledModel) -> None:
