@@ -8,8 +8,8 @@ device only.
 
 Where a rule takes as many tokens as it likes, the outcome says whether the block is done. So the next step is one of two: both
 are packed meanwhile. Where a block has more masks than any step of the request has decided so far, of `TRIED` or more, the host
-takes it that the block goes on, and launches. With `ahead=True` it always guesses. A wrong guess costs a step that decides
-nothing; its outcome is not read.
+takes it that the block goes on, and launches. With `ahead=True` it goes by the mean of the steps so far, from the first on. A wrong
+guess costs a step that decides nothing; its outcome is not read.
 """
 
 from __future__ import annotations

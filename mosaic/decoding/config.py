@@ -92,8 +92,8 @@ class GenerationConfig:
     ahead
         Where tokens are while they are decoded (sdar, llada2); the answer is the same. None: on the device, where they can be.
         The next step is packed while one runs. It is launched before that one's outcome is read where the schedule alone says
-        which it is, or the request's steps so far leave little doubt. True: always, so that more steps are launched in vain.
-        False: on the host.
+        which it is, or the request's steps so far leave little doubt. True: wherever the mean of its steps so far says that the
+        block goes on, so that more steps are launched in vain. False: on the host.
 
     Raises
     ------
