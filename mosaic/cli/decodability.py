@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mosaic.cli.output import note, print_json, results
+from mosaic.cli import along_answers as along
 from mosaic.cli.request import require_torch
 from mosaic.errors import UsageError
 
@@ -21,67 +17,36 @@ __all__ = ["decodability"]
 
 
 def decodability(
-    model: Annotated[str, typer.Option(help="small-sdar, or a checkpoint directory of examples/train_small.")] = (
-        "small-sdar"
-    ),
+    model: along.ModelName = "small-sdar",
     eviction: Annotated[str, typer.Option(help="Readings of FOCUS: focus or focus-public.")] = "focus",
     alphas: Annotated[str, typer.Option(help="Tokens kept for each that is expected to be decided.")] = "1.2,1.5,1.8",
     tasks: Annotated[str, typer.Option(help="Of listing, chain, passage, frequent, retrieval, pair, addition, …")] = (
         "listing,chain,passage,frequent"
     ),
-    lengths: Annotated[str, typer.Option(help="Contexts.")] = "2k",
-    items: Annotated[int, typer.Option(help="Answers per task and length.")] = 2,
-    schedule: Annotated[str, typer.Option(help="Steps of a block: dynamic, dynamic:threshold=0.95, static:16.")] = (
-        "dynamic"
-    ),
-    seed: Annotated[int, typer.Option(help="Of the evaluation set.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture, PNG; needs the extra 'viz'.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
+    lengths: along.Lengths = "2k",
+    items: along.Items = 2,
+    schedule: along.Schedule = "dynamic",
+    seed: along.Seed = 0,
+    out: along.Out = None,
+    plot: along.Plot = None,
+    as_json: along.AsJson = False,
 ) -> None:
     """Measure importance against decodability (FOCUS, figures 2 to 4 and 13, table 5), on a CPU in float32."""
     require_torch("`mosaic bench decodability`")
-    from mosaic.bench.environment import environment
     from mosaic.bench.quality.decodability import DecodabilitySettings, measure
+    from mosaic.bench.quality.plot import decodability_png
     from mosaic.bench.quality.policies import schedule as read_schedule
-    from mosaic.bench.quality.run import check_vocabulary
-    from mosaic.cli.exports import check_targets, say_written
-    from mosaic.files import write_atomic
-    from mosaic.models import load
-    from mosaic.runtime.compile import compile
     from mosaic.units import parse_lengths
 
-    check_targets([out, plot])
-    if plot is not None and plot.suffix != ".png":
-        raise UsageError(f"--plot writes PNG, got {plot}: give a name that ends in .png.")
+    along.check_files(out, plot)
     settings = DecodabilitySettings(
-        alphas=_numbers(alphas), preset=eviction, tasks=tuple(part.strip() for part in tasks.split(",")),
-        lengths=parse_lengths(lengths), items=items, seed=seed, options={**read_schedule(schedule), "ahead": False},
+        alphas=_numbers(alphas), preset=eviction, tasks=along.split(tasks), lengths=parse_lengths(lengths), items=items,
+        seed=seed, options={**read_schedule(schedule), "ahead": False},
     )  # fmt: skip
-    described = load(model)
-    if described.path is None:
-        raise UsageError(f"{model} is a preset with random weights: give small-sdar or a checkpoint directory.")
-    if not described.architecture.block:
-        raise UsageError(f"{model} attends in both directions: eviction is for block diffusion; give small-sdar.")
-    check_vocabulary(Path(described.path))
-    with compile(described, dtype="float32") as compiled:
-        found = measure(compiled, settings, progress=lambda done, total: note(f"{done} of {total} answers"))
-    result = {
-        "model": described.name, "card": None, "environment": environment(shlex.join(["mosaic", *sys.argv[1:]])), **found
-    }  # fmt: skip
-    if out is not None:
-        write_atomic(out, json.dumps(result, indent=1) + "\n")
-    if plot is not None:
-        from mosaic.bench.quality.plot import decodability_png
-
-        write_atomic(plot, decodability_png(result, described.name))
-    say_written([out, plot])
-    if as_json:
-        print_json(result)
-        return
-    for table in tables(result):
-        results().print(table)
-        results().print()
+    along.measure_along(
+        model, "eviction is for block diffusion", lambda compiled, progress: measure(compiled, settings, progress=progress),
+        decodability_png, tables, out=out, plot=plot, as_json=as_json,
+    )  # fmt: skip
 
 
 def _numbers(text: str) -> tuple[float, ...]:
