@@ -12,8 +12,8 @@ from test_decoding import CONFIGS
 from torch import Tensor
 
 import mosaic
-from mosaic.decoding import LiveRequest, Session, Step
-from mosaic.errors import UsageError
+from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, shapes
+from mosaic.errors import DoesNotFit, UsageError
 from mosaic.runtime.compiled import CompiledModel
 
 WAY: dict[str, Any] = {"gen_length": 16, "threshold": 1.0, "stop_at_eos": False}
@@ -106,3 +106,23 @@ def test_a_step_of_nobody_is_refused(model: CompiledModel) -> None:
     for ask in (model.step, model.launch, model.prepare):
         with pytest.raises(UsageError, match="a step needs at least one request"):
             ask([])
+
+
+def test_what_one_session_admits_leaves_room_for_the_steps_of_another(model: CompiledModel) -> None:
+    """Rows of the second stand beside the first one's steps, which are larger than its own."""
+    asked = GenerationConfig(**WAY)
+    budget = model.check(shapes(asked, [9, 9], model.architecture)).total_bytes
+    with mosaic.compile(CONFIGS["sdar"], device="cpu", host_budget=0, budget=budget) as tight:
+        with tight.session() as first, tight.session() as second:
+            for _ in range(2):
+                first.submit(torch.arange(9), asked)
+            refused = 0
+            for length in range(40, 0, -1):
+                try:
+                    second.submit(torch.arange(length), asked)
+                except DoesNotFit:
+                    refused += 1
+            while first.live or second.live:
+                first.advance()
+                second.advance()
+        assert refused and tight.state_rows == {}

@@ -2,7 +2,7 @@
 
 Requests share nothing but the steps, so each gets the tokens that it would get alone. Requests of one phase and one way of
 sampling are a group, and share a step. Groups take turns, the one that has waited longest first. A request is either
-refused when it is submitted, or it runs to its end: what is admitted fits in every future step.
+refused when it is submitted, or it runs to its end: what is admitted fits in every future step, beside other sessions of its model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
 __all__ = ["Session"]
+
+
+_SESSIONS: Final[WeakKeyDictionary[StepRunner, WeakSet[Session]]] = WeakKeyDictionary()
+"""Of each model: what one of them admits must leave room for the steps of the others."""
 
 
 class _Described(NamedTuple):
@@ -94,6 +99,9 @@ class Session(ClosesOnExit):
         self._untold: list[Step] = []  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
+        with runner.exclusive():
+            self._sessions = _SESSIONS.setdefault(runner, WeakSet())
+            self._sessions.add(self)
 
     @property
     def live(self) -> tuple[LiveRequest, ...]:
@@ -175,7 +183,10 @@ class Session(ClosesOnExit):
         rows: Counter[State] = Counter()
         for described in more:
             rows.update(described.demand)
-        return self._shared.beside([described.largest for described in more]), rows
+        sizes = self._shared.beside([described.largest for described in more])
+        if rows:  # which stand beside the steps of the model's other sessions, too
+            sizes += [size for other in self._sessions if other is not self for size in other._shared.beside([])]
+        return sizes, rows
 
     def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
         """Whether every one of these steps fits, with these rows taken."""
