@@ -65,6 +65,7 @@ def network_of(family: str) -> tuple[Transformer, dict[str, torch.Tensor]]:
     return network, tensors
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("prompt_len", [5, 19])
 @pytest.mark.parametrize("way", WAYS)
 def test_mosaic_generates_the_tokens_of_the_published_loop(way: str, prompt_len: int) -> None:

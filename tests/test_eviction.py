@@ -128,8 +128,9 @@ def drawn(rng: random.Random, *, slowly: bool = False) -> tuple[Tensor, dict[str
 
 
 CASES = [
-    *(("none", KEYS[n]) for n in (2, 3, 4)), *(("focus", KEYS[n]) for n in (0, 1, 4)),
-    *(("focus-public", KEYS[n]) for n in (0, 4)), ("ema", KEYS[2]), ("mixed", KEYS[3]),
+    ("none", KEYS[2]), ("focus", KEYS[0]), ("focus", KEYS[1]), ("focus-public", KEYS[4]), ("ema", KEYS[2]),
+    ("mixed", KEYS[3]), *(pytest.param("none", KEYS[n], marks=pytest.mark.soak) for n in (3, 4)),
+    pytest.param("focus", KEYS[4], marks=pytest.mark.soak), pytest.param("focus-public", KEYS[0], marks=pytest.mark.soak),
 ]  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def test_queries_are_evicted_and_keys_selected_by_the_same_steps(
     assert not torch.equal(found.token_ids, generate_ids(model, [prompt], config)[0].token_ids)
 
 
-@pytest.mark.parametrize("way", ["mage", "quest"])
+@pytest.mark.parametrize("way", [pytest.param("mage", marks=pytest.mark.soak), "quest"])
 def test_sparse_attention_to_every_key_changes_nothing_that_eviction_does(model: CompiledModel, way: str) -> None:
     """With as many keys selected as there are; requests in their first steps share them with others."""
     rng = random.Random(way)
@@ -211,7 +212,9 @@ def shifted() -> Iterator[CompiledRunner]:
     found.close()
 
 
-@pytest.mark.parametrize(("name", "cache"), [("focus", "dc+"), ("focus-public", None)])
+@pytest.mark.parametrize(
+    ("name", "cache"), [("focus", "dc+"), pytest.param("focus-public", None, marks=pytest.mark.soak)]
+)
 def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
     shifted: CompiledRunner, name: str, cache: str | None
 ) -> None:
@@ -238,7 +241,7 @@ def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
             assert int(result.values["reach"]) > max(step.kept)
 
 
-@pytest.mark.parametrize("name", ["focus", "focus-public"])
+@pytest.mark.parametrize("name", [pytest.param("focus", marks=pytest.mark.soak), "focus-public"])
 def test_the_active_block_of_a_dual_cache_is_evicted_from_as_in_float64(name: str) -> None:
     """On LLaDA, which sees all keys: the tokens, those that each step keeps and decides, and what requests get alone."""
     rng, config, eviction = random.Random(name), {**CONFIGS["llada"], "n_layers": 3}, PRESETS[name]

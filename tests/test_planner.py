@@ -137,13 +137,17 @@ def test_plans_of_presets_of_other_sizes_are_certified_optimal(name: str, device
     _certify(name, device)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("count", [5, pytest.param(30, marks=pytest.mark.soak)])
+def test_the_checker_accepts_every_plan(count: int) -> None:
+    settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])(_accepts)()
+
+
 @given(
     name=st.sampled_from(SHAPES), device=st.sampled_from(["rtx-4090", "h200", "cpu"]),
     lengths=st.lists(st.integers(1, 40000), min_size=1, max_size=5), ratio=st.fractions(Fraction(1, 100), 1),
     gib=st.integers(1, 64), dtype=st.sampled_from(["bfloat16", "float32"]), logit_rows=st.integers(0, 3),
 )  # fmt: skip
-def test_the_checker_accepts_every_plan(
+def _accepts(
     name: str, device: str, lengths: list[int], ratio: Fraction, gib: int, dtype: str, logit_rows: int
 ) -> None:
     planner = Planner(load(name).with_dtype(dtype), device=device, budget=gib * GIB)

@@ -105,7 +105,10 @@ WAYS: dict[str, SparseAttention | PrefixReuse] = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if name in ("two steps", "both") else ()) for name in WAYS],
+)
 def test_answers_are_those_of_the_policy_in_float64(name: str, model: CompiledModel) -> None:
     """Steps that are launched ahead attend alike; and exact attention would have answered otherwise."""
     source, others, refreshed = random.Random(name), 0, list[bool]()
