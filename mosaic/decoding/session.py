@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 
-_SESSIONS: Final[WeakKeyDictionary[StepRunner, WeakSet[Session]]] = WeakKeyDictionary()
-"""Of each model: what one of them admits must leave room for the steps of the others."""
+_SESSIONS: Final[WeakValueDictionary[int, WeakSet[Session]]] = WeakValueDictionary()
+"""Of each model, by its id: what one of them admits must leave room for the steps of the others. A session holds its model, so no
+other one gets its id while an entry lives."""
 
 
 class _Described(NamedTuple):
@@ -100,7 +101,7 @@ class Session(ClosesOnExit):
         self._submitted = self._turns = 0
         self._closed = self._giving = False
         with runner.exclusive():
-            self._sessions = _SESSIONS.setdefault(runner, WeakSet())
+            self._sessions = _SESSIONS.setdefault(id(runner), WeakSet())
             self._sessions.add(self)
 
     @property
