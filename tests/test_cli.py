@@ -195,8 +195,13 @@ def test_eviction_that_cannot_be_is_refused_alike(face: str, more: tuple[str, ..
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--ctx", "1k", "--eviction", "focus", "--masked", "3"), "leave --attention, --masked and --mask-ratio out"),
-        (("--ctx", "1k", "--eviction", "focus", "--attention", "mage"), "leave --attention, --masked"),
+        (("--ctx", "1k", "--eviction", "focus", "--masked", "3"), "leave --masked and --mask-ratio out"),
+        (
+            ("--seq-lens", "1k,1k", "--eviction", "focus", "--attention", "mage"),
+            "at the end of --ctx; leave --seq-lens",
+        ),
+        (("--ctx", "1k", "--eviction", "focus", "--attention", "flashblock"), "output over their prefix to reuse"),
+        (("--ctx", "1k", "--eviction", "focus", "--attention", "mage+flashblock"), "output over their prefix to reuse"),
         (("--ctx", "1k", "--block-cache", "dc"), "--block-cache goes with --eviction"),
         (("--eviction", "focus"), r"give one (--ctx 1k) or several (--seq-lens 1k,2k)"),
         (("--eviction", "focus", "--ctx", "auto"), "give one (--ctx 1k) or several"),
@@ -227,6 +232,24 @@ def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic:
     assert tight.code == 3 and least <= found["total_bytes"] and options
     assert all(option["predicted_ms"] > prefix["predicted_ms"] for option in options)
     assert not {option["what"] for option in options} & {"masked", "ctx", "seq-lens"}
+
+
+def test_plan_cuts_the_later_step_of_a_block_that_attends_sparsely(mosaic: Any) -> None:
+    """Eviction and selected keys in one step: steps of the attention alone, and graphs that read what it selects."""
+    ask = ("plan", "--device", "h200", "--model", "small-sdar", "--ctx", "8k", "--attention", "mage", "--k", "64")
+    both = (*ask, "--eviction", "focus", "--alpha", "1.2")
+    shown = mosaic(*both)
+    assert shown.code == 0 and "attention sparse(k=64)" in shown.out and "eviction eviction(alpha=1.2)" in shown.out
+    found, alone = mosaic(*both, "--json").json, mosaic(*ask, "--json").json
+    assert found["steps"] == alone["steps"] and "graphs" not in alone
+    whole, prefix, *suffixes = found["graphs"].values()
+    assert whole["predicted_ms"] == pytest.approx(alone["steps"]["later"]["predicted_step_ms"], rel=0.02)
+    assert whole["tokens"] == prefix["tokens"] == suffixes[-1]["tokens"] == 32
+    assert prefix["predicted_ms"] < whole["predicted_ms"] and len(suffixes) == 4
+    assert found["total_bytes"] == max(graph["total_bytes"] for graph in (prefix, *suffixes))
+    assert any(pool["name"].startswith("state/selected") for pool in found["pools"])
+    exact = mosaic("plan", "--device", "h200", "--model", "small-sdar", "--ctx", "8k", "--eviction", "focus", "--json")
+    assert suffixes[-1]["predicted_ms"] < exact.json["graphs"]["suffix_32"]["predicted_ms"]
 
 
 def test_generation_with_eviction_by_command(mosaic: Any) -> None:

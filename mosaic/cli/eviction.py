@@ -13,40 +13,39 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
 
-__all__ = ["figures", "report_graphs", "requests_of"]
+__all__ = ["block_of", "cut_of", "figures", "report_graphs"]
 
 
-def requests_of(
-    planner: Planner, ctx: str | None, seq_lens: str | None, eviction: Eviction, block_cache: str | None
-) -> tuple[Request, Request]:
-    """Return a step of one block at the end of each context, whole and with eviction."""
-    from dataclasses import replace
-
-    from mosaic.models.eviction import BLOCK_CACHES
+def block_of(planner: Planner, ctx: str | None, seq_lens: str | None) -> Request:
+    """Return a step of one block at the end of each context."""
     from mosaic.models.parts import KEPT, Commit
-    from mosaic.models.parts.focus import HISTORY, Focus
-    from mosaic.models.parts.windows import APART, WINDOWS
     from mosaic.models.phase import Phase
     from mosaic.planner.request import Request
     from mosaic.units import parse_lengths, parse_tokens
 
-    arch = planner.model.architecture
-    eviction.check(arch)
-    if block_cache not in (None, *BLOCK_CACHES):
-        raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
     if (ctx is None) == (seq_lens is None) or ctx == "auto":
         raise UsageError(
             "--eviction plans a block over the keys of each context: give one (--ctx 1k) or several (--seq-lens 1k,2k)."
         )
     keys = parse_lengths(seq_lens) if seq_lens is not None else (parse_tokens(str(ctx)),)
-    windows = tuple(min(arch.block, seen) for seen in keys)
-    whole = Request(
-        seq_lens=windows, key_lens=keys, masked=sum(windows), states={HISTORY: len(keys)},
-        phase=Phase(
-            tokens=WINDOWS if block_cache is None else APART, cache=KEPT, commit=Commit(score="confidence", rule="dynamic")
-        ),
-    )  # fmt: skip
-    return whole, replace(whole, phase=replace(whole.phase, cut=Focus(eviction=eviction)))
+    windows = tuple(min(planner.model.architecture.block, seen) for seen in keys)
+    phase = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"))
+    return Request(seq_lens=windows, key_lens=keys, masked=sum(windows), phase=phase)
+
+
+def cut_of(step: Request, eviction: Eviction, block_cache: str | None) -> tuple[Request, Request]:
+    """Return a step of blocks whole and with eviction; by a block cache's name, over windows of tokens that stand apart."""
+    from dataclasses import replace
+
+    from mosaic.models.eviction import BLOCK_CACHES
+    from mosaic.models.parts.focus import HISTORY, Focus
+    from mosaic.models.parts.windows import APART
+
+    if block_cache not in (None, *BLOCK_CACHES):
+        raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
+    phase = step.phase if block_cache is None else replace(step.phase, tokens=APART)
+    whole = replace(step, phase=phase, states={HISTORY: len(step.key_lens)})
+    return whole, replace(whole, phase=replace(phase, cut=Focus(eviction=eviction)))
 
 
 def figures(whole: Plan, graphs: list[Plan]) -> dict[str, dict[str, float]]:

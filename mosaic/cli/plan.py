@@ -10,9 +10,8 @@ import typer
 from mosaic.cli import decoding_options as o
 from mosaic.cli.attention import figures, report_steps, requests_of
 from mosaic.cli.completion import device_names, model_names, solver_names
+from mosaic.cli.eviction import block_of, cut_of, report_graphs
 from mosaic.cli.eviction import figures as eviction_figures
-from mosaic.cli.eviction import report_graphs
-from mosaic.cli.eviction import requests_of as blocks_of
 from mosaic.cli.output import note, print_json, report_plan, results
 from mosaic.errors import UsageError
 
@@ -114,8 +113,10 @@ def plan(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
     evicting = o.eviction_options(eviction, alpha)
-    if evicting is not None and (policy, masked, mask_ratio) != (None, None, None):
-        raise UsageError("--eviction plans whole blocks; leave --attention, --masked and --mask-ratio out.")
+    if evicting is not None and (masked, mask_ratio) != (None, None):
+        raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
+    if evicting is not None and policy is not None and getattr(policy, "reuse", policy) is not None:
+        raise UsageError("eviction: rows that are dropped keep no output over their prefix to reuse; leave one out.")
     if block_cache is not None and evicting is None:
         raise UsageError("--block-cache goes with --eviction, such as --eviction focus.")
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
@@ -126,14 +127,16 @@ def plan(
         planner.verify_checkpoint()
         steps = {} if policy is None else requests_of(planner, ctx, policy)
         others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+        run = {name: step for name, step in steps.items() if name != "exact"}
         if evicting is not None:
-            whole, cut = blocks_of(planner, ctx, seq_lens, evicting, block_cache)
-            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(cut, limit=False))
-        too_large = [name for name in ("first", "later") if steps and not others[name].fits]
-        if evicting is not None:
-            request = cut
-        elif steps:
-            request = steps[too_large[0] if too_large else "later"]
+            evicting.check(described.architecture)
+            blocks = run or {"later": block_of(planner, ctx, seq_lens)}
+            cut = {name: cut_of(step, evicting, block_cache) for name, step in blocks.items()}
+            whole, evicted = cut["later"]
+            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
+            run = {name: step for name, (_, step) in cut.items()}
+        if run:
+            request = next((step for step in run.values() if not planner.plan(step, limit=False).fits), run["later"])
         else:
             request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
         made = planner.plan(request, solver=solver)
@@ -151,11 +154,9 @@ def plan(
             note("nothing written, since the plan does not fit.")
         raise typer.Exit(3)
     export(made.document, targets)
-    if as_json and policy is not None:
-        print_json({**made.document, "steps": figures(others)})
-        return
-    if as_json and evicting is not None:
-        print_json({**made.document, "graphs": graphs})
+    if as_json and run:
+        of_steps = {"steps": figures(others)} if policy is not None else {}
+        print_json({**made.document, **of_steps, **({"graphs": graphs} if evicting is not None else {})})
         return
     report_plan(made.document, as_json, explain)
     if policy is not None:
