@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,48 @@ from mosaic.runtime.batch import fill_rows
 from mosaic.runtime.host_copy import bytes_of, spans, view_like
 from mosaic.runtime.numbers import Numbers
 
-__all__ = ["HostInputs"]
+__all__ = ["HostInputs", "Link", "PinnedLink", "Sent"]
+
+
+class Sent(Protocol):
+    """Copies that were given to a device."""
+
+    def synchronize(self) -> None:
+        """Wait until they are done."""
+
+
+class Link(Protocol):
+    """What brings bytes of the host to a device."""
+
+    def image(self, size: int) -> Tensor:
+        """Return memory of the host that the device copies from, uint8 [size]."""
+
+    def send(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Sent:
+        """Begin to copy images, which stay as they are until that is done: of each the device's bytes, and the image."""
+
+
+class PinnedLink:
+    """Pinned memory, copied on a CUDA device's current stream.
+
+    Parameters
+    ----------
+    device
+        Whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._sent = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def image(self, size: int) -> Tensor:
+        """Return pinned memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, copies: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """Give the copies to the stream; the event is that of the last call."""
+        for device, image in copies:
+            device.copy_(image, non_blocking=True)
+        self._sent.record(torch.cuda.current_stream(self._device))
+        return self._sent
 
 
 class HostInputs:
@@ -24,20 +66,26 @@ class HostInputs:
     ----------
     inputs
         Views of the executor's, by name.
+    link
+        To the device that they are on; a `PinnedLink` if not given, none on a CPU.
     """
 
-    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], link: Link | None = None) -> None:
         self.views, self._targets = inputs, dict(inputs)
         self._images: list[tuple[Tensor, Tensor]] = []  # of each span: the device's bytes, and their image
         self._written: dict[str, Numbers] = {}
-        self._sent: torch.cuda.Event | None = None
+        self._sent: Sent | None = None
         self._last: Mapping[str, Tensor | Numbers] | None = None  # what the images have
         self._there: dict[str, Tensor] = {}  # of that, what is on the device already
         names, tensors = [*inputs], [*inputs.values()]
-        if all(tensor.device.type == "cpu" for tensor in tensors):
+        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+        if link is None and device is not None:
+            link = PinnedLink(device)
+        self._link = link
+        if link is None:
             return
         for first, size, members in spans(tensors):
-            image = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            image = link.image(size)
             self._images.append((bytes_of(first, size), image))
             for place, offset in members:
                 self._targets[names[place]] = view_like(tensors[place], image, offset)
@@ -74,11 +122,8 @@ class HostInputs:
 
     def _send(self) -> None:
         """Copy the images."""
-        for device, image in self._images:
-            device.copy_(image, non_blocking=True)
-        if self._images:
-            self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record(torch.cuda.current_stream(self._images[0][0].device))
+        if self._link is not None and self._images:
+            self._sent = self._link.send(self._images)
 
 
 def _tensor(value: Tensor | Numbers) -> Tensor:

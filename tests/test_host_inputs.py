@@ -1,0 +1,113 @@
+"""Inputs on their way to a device whose copies take their time: what each step finds is what was written for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from mosaic.runtime.host_inputs import HostInputs
+from mosaic.runtime.numbers import Numbers
+
+ROWS = 9
+DTYPES = {"ids": torch.int64, "bounds": torch.int32, "votes": torch.uint8, "scale": torch.float32}
+
+
+class Queue:
+    """Copies that are done when somebody waits for them, or when the device gets to them; each image as it is then."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.sent = 0
+
+    def image(self, size: int) -> Tensor:
+        return torch.full((size,), 0xCC, dtype=torch.uint8)
+
+    def send(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Queue:
+        self.synchronize()  # copies are done in order
+        self.waiting, self.sent = list(copies), self.sent + 1
+        return self
+
+    def synchronize(self) -> None:
+        for device, image in self.waiting:
+            device.copy_(image)
+        self.waiting = []
+
+
+def views_of(memory: Tensor) -> dict[str, Tensor]:
+    """Two inputs side by side, and two far from these and from each other."""
+    places = {"ids": 0, "bounds": 8 * ROWS, "votes": 20_000, "scale": 40_000}
+    return {name: memory[at : at + ROWS * DTYPES[name].itemsize].view(DTYPES[name]) for name, at in places.items()}
+
+
+def drawn(rng: random.Random) -> Mapping[str, Tensor | Numbers]:
+    """Values of all inputs, some of fewer rows than there are: numbers, which may be those of before, and tensors."""
+    count = rng.choice([1, 4, ROWS])
+    start = rng.randrange(3)
+    return {
+        "ids": Numbers((range(start, start + count),), "int64"), "bounds": Numbers((rng.randrange(2),) * count, "int32"),
+        "votes": torch.tensor(rng.choices(range(9), k=count), dtype=torch.uint8), "scale": torch.rand(count),
+    }  # fmt: skip
+
+
+def found_in(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: view.clone() for name, view in views.items()}
+
+
+def padded(value: Tensor | Numbers) -> Tensor:
+    given = value.tensor() if isinstance(value, Numbers) else value
+    return torch.cat([given, given[-1:].expand(ROWS - len(given))])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_step_finds_what_was_written_for_it(seed: int) -> None:
+    """Steps are written again and again, some prepared before, others prepared and never written, at any time."""
+    rng, queue = random.Random(seed), Queue()
+    memory = torch.zeros(50_000, dtype=torch.uint8)
+    views = views_of(memory)
+    inputs, known = HostInputs(views, queue), [drawn(rng)]
+    assert inputs.views is views
+    for step in range(40):
+        values = rng.choice(known[-2:]) if rng.random() < 0.4 else drawn(rng)
+        known.append(values)
+        for prepared in rng.sample([*known[-3:], drawn(rng)], rng.randrange(3)):
+            before = found_in(views)
+            waiting = bool(queue.waiting)
+            inputs.fill(prepared)
+            for name, tensor in before.items():  # nothing but the step before comes to the device
+                assert waiting or torch.equal(views[name], tensor)
+        inputs.write(values)
+        assert queue.sent == step + 1
+        if rng.random() < 0.5:
+            queue.synchronize()
+            assert all(torch.equal(views[name], padded(value)) for name, value in values.items())
+        else:  # the host goes on while the copy waits; the next fill has it done first, as it was
+            expected = {name: padded(value) for name, value in values.items()}
+            inputs.fill(drawn(rng))
+            assert not queue.waiting
+            assert all(torch.equal(views[name], tensor) for name, tensor in expected.items())
+
+
+def test_numbers_that_are_there_are_not_written_again() -> None:
+    """But tensors are, whose contents may have changed, in another mapping."""
+    queue, memory = Queue(), torch.zeros(50_000, dtype=torch.uint8)
+    views = {name: view for name, view in views_of(memory).items() if name in ("ids", "scale")}
+    inputs, scale = HostInputs(views, queue), torch.ones(ROWS)
+    inputs.write({"ids": Numbers((range(ROWS),), "int64"), "scale": scale})
+    queue.synchronize()
+    scale.fill_(2)
+    inputs.write({"ids": Numbers((range(ROWS),), "int64"), "scale": scale})
+    queue.synchronize()
+    assert views["ids"].tolist() == [*range(ROWS)] and views["scale"].tolist() == [2.0] * ROWS
+
+
+def test_without_a_device_there_is_no_image() -> None:
+    view = torch.zeros(ROWS, dtype=torch.int64)
+    inputs, values = HostInputs({"ids": view}), {"ids": torch.tensor([7, 8])}
+    inputs.fill(values)
+    assert not view.any()
+    inputs.write(values)
+    assert view.tolist() == [7, *[8] * (ROWS - 1)]
