@@ -21,10 +21,11 @@ class Queue:
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Tensor, Tensor]] = []
-        self.sent = 0
+        self.images, self.sent = list[Tensor](), 0
 
     def image(self, size: int) -> Tensor:
-        return torch.full((size,), 0xCC, dtype=torch.uint8)
+        self.images.append(torch.full((size,), 0xCC, dtype=torch.uint8))
+        return self.images[-1]
 
     def send(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Queue:
         self.synchronize()  # copies are done in order
@@ -91,17 +92,39 @@ def test_each_step_finds_what_was_written_for_it(seed: int) -> None:
             assert all(torch.equal(views[name], tensor) for name, tensor in expected.items())
 
 
-def test_numbers_that_are_there_are_not_written_again() -> None:
+def test_numbers_that_are_there_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """But tensors are, whose contents may have changed, in another mapping."""
     queue, memory = Queue(), torch.zeros(50_000, dtype=torch.uint8)
     views = {name: view for name, view in views_of(memory).items() if name in ("ids", "scale")}
-    inputs, scale = HostInputs(views, queue), torch.ones(ROWS)
-    inputs.write({"ids": Numbers((range(ROWS),), "int64"), "scale": scale})
-    queue.synchronize()
-    scale.fill_(2)
-    inputs.write({"ids": Numbers((range(ROWS),), "int64"), "scale": scale})
-    queue.synchronize()
-    assert views["ids"].tolist() == [*range(ROWS)] and views["scale"].tolist() == [2.0] * ROWS
+    inputs, scale, made = HostInputs(views, queue), torch.ones(ROWS), list[Numbers]()
+    real = Numbers.tensor
+    monkeypatch.setattr(Numbers, "tensor", lambda numbers: (made.append(numbers), real(numbers))[1])
+    for value in (1, 2):
+        scale.fill_(value)
+        inputs.write({"ids": Numbers((range(ROWS),), "int64"), "scale": scale})
+        queue.synchronize()
+        assert views["ids"].tolist() == [*range(ROWS)] and views["scale"].tolist() == [value] * ROWS
+    assert len(made) == 1
+
+
+def test_numbers_whose_writing_was_interrupted_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are those that the image had before, or others, of which a part may be there."""
+    queue, memory = Queue(), torch.zeros(50_000, dtype=torch.uint8)
+    inputs = HostInputs({"ids": views_of(memory)["ids"]}, queue)
+    before, values = {"ids": Numbers((range(ROWS),), "int64")}, {"ids": Numbers((5, 6), "int64")}
+
+    def interrupted(_: Numbers) -> Tensor:
+        queue.images[0].fill_(0xEE)  # as if a part were written
+        raise KeyboardInterrupt
+
+    inputs.write(before)
+    for again in (before, {"ids": before["ids"]}, values):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Numbers, "tensor", interrupted)
+            inputs.write(values)
+        inputs.write(again)
+        queue.synchronize()
+        assert torch.equal(views_of(memory)["ids"], padded(again["ids"]))
 
 
 def test_without_a_device_there_is_no_image() -> None:
