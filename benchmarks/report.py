@@ -7,7 +7,7 @@ kind of result that was not recorded leaves its section as it is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -184,21 +184,20 @@ def paired_section(results: Sequence[Result]) -> str:
 
 def block_section(results: Sequence[Result]) -> str:
     """Steps of a block, prefills and generations over kept keys, per model."""
-    return "\n\n".join(
-        titled(
-            f"{r['model']}, blocks of {r['block']}, {r['k']:,} keys selected", table(block.HEADER, list(block.rows_of(r))),
-            source_line(r),
-        )
-        for r in results
-    )  # fmt: skip
+    return _of_blocks(results, block.HEADER, block.rows_of)
 
 
 def sparse_section(results: Sequence[Result]) -> str:
     """Blocks of sparse attention beside exact ones, per model."""
+    return _of_blocks(results, sparse.HEADER, sparse.rows_of)
+
+
+def _of_blocks(
+    results: Sequence[Result], header: Sequence[str], rows_of: Callable[[Result], Iterable[Sequence[str]]]
+) -> str:
     return "\n\n".join(
         titled(
-            f"{r['model']}, blocks of {r['block']}, {r['k']:,} keys selected", table(sparse.HEADER, list(sparse.rows_of(r))),
-            source_line(r),
+            f"{r['model']}, blocks of {r['block']}, {r['k']:,} keys selected", table(header, list(rows_of(r))), source_line(r)
         )
         for r in results
     )  # fmt: skip

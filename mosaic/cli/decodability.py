@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mosaic.cli import along_answers as along
+from mosaic.cli import answers
 from mosaic.cli.request import require_torch
 from mosaic.errors import UsageError
 
@@ -17,19 +17,19 @@ __all__ = ["decodability"]
 
 
 def decodability(
-    model: along.ModelName = "small-sdar",
+    model: answers.ModelName = "small-sdar",
     eviction: Annotated[str, typer.Option(help="Readings of FOCUS: focus or focus-public.")] = "focus",
     alphas: Annotated[str, typer.Option(help="Tokens kept for each that is expected to be decided.")] = "1.2,1.5,1.8",
     tasks: Annotated[str, typer.Option(help="Of listing, chain, passage, frequent, retrieval, pair, addition, …")] = (
         "listing,chain,passage,frequent"
     ),
-    lengths: along.Lengths = "2k",
-    items: along.Items = 2,
-    schedule: along.Schedule = "dynamic",
-    seed: along.Seed = 0,
-    out: along.Out = None,
-    plot: along.Plot = None,
-    as_json: along.AsJson = False,
+    lengths: answers.Lengths = "2k",
+    items: answers.Items = 2,
+    schedule: answers.Schedule = "dynamic",
+    seed: answers.Seed = 0,
+    out: answers.Out = None,
+    plot: answers.Plot = None,
+    as_json: answers.AsJson = False,
 ) -> None:
     """Measure importance against decodability (FOCUS, figures 2 to 4 and 13, table 5), on a CPU in float32."""
     require_torch("`mosaic bench decodability`")
@@ -38,12 +38,12 @@ def decodability(
     from mosaic.bench.quality.policies import schedule as read_schedule
     from mosaic.units import parse_lengths
 
-    along.check_files(out, plot)
+    answers.check_files(out, plot)
     settings = DecodabilitySettings(
-        alphas=_numbers(alphas), preset=eviction, tasks=along.split(tasks), lengths=parse_lengths(lengths), items=items,
+        alphas=_numbers(alphas), preset=eviction, tasks=answers.split(tasks), lengths=parse_lengths(lengths), items=items,
         seed=seed, options={**read_schedule(schedule), "ahead": False},
     )  # fmt: skip
-    along.measure_along(
+    answers.measure_along(
         model, "eviction is for block diffusion", lambda compiled, progress: measure(compiled, settings, progress=progress),
         decodability_png, tables, out=out, plot=plot, as_json=as_json,
     )  # fmt: skip

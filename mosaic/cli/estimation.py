@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mosaic.cli import along_answers as along
+from mosaic.cli import answers
 from mosaic.cli.request import require_torch
 from mosaic.errors import UsageError
 
@@ -18,18 +18,18 @@ __all__ = ["estimation"]
 
 
 def estimation(
-    model: along.ModelName = "small-sdar",
+    model: answers.ModelName = "small-sdar",
     ratios: Annotated[str, typer.Option(help="Keys of a set, as shares of the prefix.")] = "1/64,1/16,1/4",
     tasks: Annotated[str, typer.Option(help="Of listing, chain, passage, frequent, retrieval, pair.")] = (
         "listing,chain,passage,frequent"
     ),
-    lengths: along.Lengths = "2k",
-    items: along.Items = 2,
-    schedule: along.Schedule = "dynamic",
-    seed: along.Seed = 0,
-    out: along.Out = None,
-    plot: along.Plot = None,
-    as_json: along.AsJson = False,
+    lengths: answers.Lengths = "2k",
+    items: answers.Items = 2,
+    schedule: answers.Schedule = "dynamic",
+    seed: answers.Seed = 0,
+    out: answers.Out = None,
+    plot: answers.Plot = None,
+    as_json: answers.AsJson = False,
 ) -> None:
     """Measure recall and estimation accuracy of sets of keys (MAGE, figures 1 to 3), on a CPU in float32."""
     require_torch("`mosaic bench estimation`")
@@ -38,12 +38,12 @@ def estimation(
     from mosaic.bench.quality.policies import schedule as read_schedule
     from mosaic.units import parse_lengths
 
-    along.check_files(out, plot)
+    answers.check_files(out, plot)
     settings = EstimationSettings(
-        ratios=_ratios(ratios), tasks=along.split(tasks), lengths=parse_lengths(lengths), items=items, seed=seed,
+        ratios=_ratios(ratios), tasks=answers.split(tasks), lengths=parse_lengths(lengths), items=items, seed=seed,
         options=read_schedule(schedule),
     )  # fmt: skip
-    along.measure_along(
+    answers.measure_along(
         model, "sets of keys are of block diffusion", lambda compiled, progress: estimate(compiled, settings, progress=progress),
         estimation_png, tables, out=out, plot=plot, as_json=as_json,
     )  # fmt: skip

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mosaic.cli import answers
 from mosaic.cli import decoding_options as o
-from mosaic.cli.output import note, print_json, results
+from mosaic.cli.output import note
 from mosaic.cli.request import own_dtype, require_torch
-from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,26 +52,19 @@ def policies(
 ) -> None:
     """Compare policies of attention on the same questions: right answers, forwards, and the same tokens or others."""
     from mosaic.bench.quality.compare import CompareSettings, compare, configurations
-    from mosaic.bench.quality.run import check_vocabulary
-    from mosaic.cli.exports import check_targets, say_written
-    from mosaic.files import write_atomic
     from mosaic.models import load
     from mosaic.units import parse_lengths
 
-    check_targets([out])
+    answers.check_files(out, None)
     require_torch("`mosaic bench policies`")
     settings = CompareSettings(
-        policies=_listed(policies), schedules=_listed(schedules), tasks=_listed(tasks), lengths=parse_lengths(lengths),
-        per_cell=per_cell, per_task=per_task, seed=seed, split=split, batch=batch, replay=replay,
+        policies=answers.split(policies), schedules=answers.split(schedules), tasks=answers.split(tasks),
+        lengths=parse_lengths(lengths), per_cell=per_cell, per_task=per_task, seed=seed, split=split, batch=batch, replay=replay,
         seconds=seconds,
     )  # fmt: skip
-    described = load(model)
-    if described.path is None:
-        raise UsageError(f"{model} is a preset with random weights: give small-sdar or a checkpoint directory.")
-    check_vocabulary(Path(described.path))
+    described = answers.trained(load(model), model)
     configurations(settings, described.architecture)  # before the model is loaded
 
-    from mosaic.bench.environment import environment
     from mosaic.bench.meters import card
     from mosaic.devices import load_device
     from mosaic.runtime.compile import compile
@@ -83,26 +73,15 @@ def policies(
     dtype = dtype or own_dtype(model, device)
     said = {
         "model": described.name, "device": device, "card": where, "dtype": dtype,
-        "environment": environment(shlex.join(["mosaic", *sys.argv[1:]])),
+        "environment": answers.said_by(),
     }  # fmt: skip
 
     def keep(document: Mapping[str, Any]) -> None:
-        if out is not None:
-            write_atomic(out, json.dumps({**said, **document}, indent=1) + "\n")
+        answers.write_result({**said, **document}, out)
 
     with compile(described, device=device, budget=budget, dtype=dtype, threads=threads) as compiled:
         result = {**said, **compare(compiled, settings, progress=_progress, keep=keep)}
-    say_written([out])
-    if as_json:
-        print_json(result)
-        return
-    for table in tables(result):
-        results().print(table)
-        results().print()
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(","))
+    answers.show(result, tables, [out], as_json)
 
 
 def _progress(what: str, done: int, total: int) -> None:

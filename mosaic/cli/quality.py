@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mosaic.cli import answers
 from mosaic.cli import decoding_options as o
-from mosaic.cli.output import note, print_json, results
+from mosaic.cli.output import note
 from mosaic.cli.request import own_dtype, require_torch, scaled
-from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,18 +76,15 @@ def quality(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
 ) -> None:
     """Ask a model what it must know: facts at any depth of a document, arithmetic, sorting, stories."""
-    from mosaic.bench.quality.run import QualitySettings, check_vocabulary, run
-    from mosaic.cli.exports import check_targets, say_written
+    from mosaic.bench.quality.run import QualitySettings, run
     from mosaic.files import write_atomic
     from mosaic.models import load
     from mosaic.units import parse_lengths
 
-    check_targets([out, plot])
-    if plot is not None and plot.suffix != ".png":
-        raise UsageError(f"--plot writes PNG, got {plot}: give a name that ends in .png.")
+    answers.check_files(out, plot)
     require_torch("`mosaic bench quality`")
     settings = QualitySettings(
-        tasks=tuple(part.strip() for part in tasks.split(",")),
+        tasks=answers.split(tasks),
         lengths=parse_lengths(lengths),
         per_cell=per_cell,
         per_task=per_task,
@@ -97,16 +92,12 @@ def quality(
         batch=batch,
         options=o.given(context),
     )
-    described = scaled(load(model), rope_scaling)
-    if described.path is None:
-        raise UsageError(f"{model} is a preset with random weights: give small, small-sdar or a checkpoint directory.")
-    check_vocabulary(Path(described.path))
+    described = answers.trained(scaled(load(model), rope_scaling), model, instead="small, small-sdar")
     if "attention" in settings.options:
         settings.options["attention"].check(described.architecture)  # before the model is loaded
     if "eviction" in settings.options:
         settings.options["eviction"].check(described.architecture, dual=cache == "dual")
 
-    from mosaic.bench.environment import environment
     from mosaic.bench.meters import card
     from mosaic.devices import load_device
     from mosaic.runtime.compile import compile
@@ -114,26 +105,16 @@ def quality(
     where = card(load_device(device).backend == "cuda")
     dtype = dtype or own_dtype(model, device)
     with compile(described, device=device, budget=budget, dtype=dtype, threads=threads) as compiled:
-        source = environment(shlex.join(["mosaic", *sys.argv[1:]]))
         result = {
-            "model": described.name, "device": device, "card": where, "environment": source,
+            "model": described.name, "device": device, "card": where, "environment": answers.said_by(),
             **run(compiled, settings, progress=_progress),
         }  # fmt: skip
-    if out is not None:
-        import json
-
-        write_atomic(out, json.dumps(result, indent=1) + "\n")
+    answers.write_result(result, out)
     if plot is not None:
         from mosaic.bench.quality.plot import png
 
         write_atomic(plot, png(result, f"{described.name}, {_named(settings.options)}"))
-    say_written([out, plot])
-    if as_json:
-        print_json(result)
-        return
-    for table in tables(result):
-        results().print(table)
-        results().print()
+    answers.show(result, tables, [out, plot], as_json)
 
 
 def _named(options: Any) -> str:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mosaic.bench.quality.estimation import EstimationSettings, Plain, canvases, items_of
+from mosaic.bench.quality.estimation import EstimationSettings, Plain, canvases, items_of, plain_of
 from mosaic.bench.quality.evaluation import gen_length
 from mosaic.bench.quality.items import LONG_TASKS
 from mosaic.bench.quality.replay import Decided, Records, recording
 from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, generate_ids
-from mosaic.errors import UsageError
 from mosaic.models.eviction import Eviction, token_eviction
 
 if TYPE_CHECKING:
@@ -103,10 +102,7 @@ def measure(
     UsageError
         If the model is not an SDAR.
     """
-    arch = model.architecture
-    if not arch.block or "model.layers.0.self_attn.q_norm.weight" not in model.weights():
-        raise UsageError("importance is measured on SDAR models only: give small-sdar, or a checkpoint of its family.")
-    plain, items = Plain(model.weights(), arch), items_of(settings)
+    arch, plain, items = model.architecture, plain_of(model, "importance is"), items_of(settings)
     table, histogram = {signal: _Table() for signal in SIGNALS}, Counter[int]()
     ways: dict[str, Counter[str]] = {name: Counter() for name in settings.ways}
     for done, item in enumerate(items):

@@ -38,6 +38,7 @@ __all__ = [
     "estimate",
     "items_of",
     "measures",
+    "plain_of",
     "union_sizes",
 ]
 
@@ -271,13 +272,7 @@ def estimate(
     UsageError
         If the model is not an SDAR.
     """
-    arch = model.architecture
-    if not arch.block or "model.layers.0.self_attn.q_norm.weight" not in model.weights():
-        raise UsageError(
-            "sets of keys are measured on SDAR models only: give small-sdar, or a checkpoint of its family."
-        )
-    items = items_of(settings)
-    plain = Plain(model.weights(), arch)
+    arch, plain, items = model.architecture, plain_of(model, "sets of keys are"), items_of(settings)
     means, unions = _Means(), defaultdict[str, list[float]](list)
     for done, item in enumerate(items):
         prompt = torch.tensor(vocabulary().encode(item.prompt))
@@ -293,6 +288,19 @@ def estimate(
         **{name: {} for name in ("first", "later", "recall", "by_head", "by_task")},
         **means.nested(),
     }
+
+
+def plain_of(model: CompiledModel, what: str) -> Plain:
+    """Return a model's own forward in plain PyTorch.
+
+    Raises
+    ------
+    UsageError
+        If it is not an SDAR: `what` is measured on these only.
+    """
+    if not model.architecture.block or "model.layers.0.self_attn.q_norm.weight" not in model.weights():
+        raise UsageError(f"{what} measured on SDAR models only: give small-sdar, or a checkpoint of its family.")
+    return Plain(model.weights(), model.architecture)
 
 
 class _Asked(Protocol):

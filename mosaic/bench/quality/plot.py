@@ -20,20 +20,30 @@ def png(result: Mapping[str, Any], title: str = "") -> bytes:
     MissingExtra
         If matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("matplotlib", "viz", "the picture") from None
     maps = {task: cells for task, cells in result["by_length_and_depth"].items() if cells}
-    figure = Figure(figsize=(4.5 + 4.2 * len(maps), 3.6), layout="constrained")
+    figure = _figure(4.5 + 4.2 * len(maps), 3.6)
     axes = figure.subplots(1, 1 + len(maps), squeeze=False)[0]
     _bars(axes[0], result["by_task"])
     for place, (task, cells) in zip(axes[1:], maps.items(), strict=True):
         _map(place, task, cells)
+    return _png_of(figure, title)
+
+
+def _figure(width: float, height: float) -> Any:
+    """An empty figure, of so many inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("matplotlib", "viz", "the picture") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _png_of(figure: Any, title: str) -> bytes:
+    """The figure under its title, without the version of what drew it."""
     if title:
         figure.suptitle(title, fontsize=10)
     content = io.BytesIO()
-    figure.savefig(content, format="png")
+    figure.savefig(content, format="png", metadata={"Software": None})
     return content.getvalue()
 
 
@@ -78,11 +88,7 @@ def estimation_png(result: Mapping[str, Any], title: str = "") -> bytes:
     MissingExtra
         If matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("matplotlib", "viz", "the picture") from None
-    figure = Figure(figsize=(13.5, 3.8), layout="constrained")
+    figure = _figure(13.5, 3.8)
     union, recall, accuracy = figure.subplots(1, 3, width_ratios=(1, 1, 1.5))
     for index, (ratio, sizes) in enumerate(result["unions"].items()):
         color, label = _INKS[index % len(_INKS)], f"k = {float(ratio):.3g} of the prefix"
@@ -110,11 +116,7 @@ def estimation_png(result: Mapping[str, Any], title: str = "") -> bytes:
     for axes in (recall, accuracy):
         (axes.set_ylim if axes is recall else axes.set_xlim)(0, 1)
     union.legend(frameon=False, fontsize=7)
-    if title:
-        figure.suptitle(title, fontsize=10)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": None})
-    return content.getvalue()
+    return _png_of(figure, title)
 
 
 def decodability_png(result: Mapping[str, Any], title: str = "") -> bytes:
@@ -125,11 +127,7 @@ def decodability_png(result: Mapping[str, Any], title: str = "") -> bytes:
     MissingExtra
         If matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("matplotlib", "viz", "the picture") from None
-    figure = Figure(figsize=(12.5, 3.6), layout="constrained")
+    figure = _figure(12.5, 3.6)
     histogram, signals, ways = figure.subplots(1, 3)
     counts = {int(count): steps for count, steps in result["decoded_per_step"].items()}
     histogram.bar(list(counts), list(counts.values()), color=_INKS[0])
@@ -158,11 +156,7 @@ def decodability_png(result: Mapping[str, Any], title: str = "") -> bytes:
     for axes in (histogram, signals, ways):
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-    if title:
-        figure.suptitle(title, fontsize=10)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": None})
-    return content.getvalue()
+    return _png_of(figure, title)
 
 
 _INKS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")

@@ -1,4 +1,4 @@
-"""What commands share that measure a block-diffusion model along its own answers: options, the model, and where results go."""
+"""What commands share that ask a trained model questions: options, which models they take, and where results go."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mosaic.models import Model
     from mosaic.runtime.compiled import CompiledModel
 
 __all__ = [
@@ -30,7 +31,11 @@ __all__ = [
     "Seed",
     "check_files",
     "measure_along",
+    "said_by",
+    "show",
     "split",
+    "trained",
+    "write_result",
 ]
 
 ModelName: TypeAlias = Annotated[
@@ -62,6 +67,54 @@ def check_files(out: Path | None, plot: Path | None) -> None:
         raise UsageError(f"--plot writes PNG, got {plot}: give a name that ends in .png.")
 
 
+def trained(described: Model, asked: str, *, instead: str = "small-sdar") -> Model:
+    """Return a model that has weights and the vocabulary of the questions; refuse others, before they are loaded.
+
+    Parameters
+    ----------
+    asked
+        What was asked for, by name.
+    instead
+        What to give instead.
+    """
+    from mosaic.bench.quality.run import check_vocabulary
+
+    if described.path is None:
+        raise UsageError(f"{asked} is a preset with random weights: give {instead} or a checkpoint directory.")
+    check_vocabulary(Path(described.path))
+    return described
+
+
+def said_by() -> dict[str, Any]:
+    """Return the environment of results, with the command that was given."""
+    from mosaic.bench.environment import environment
+
+    return environment(shlex.join(["mosaic", *sys.argv[1:]]))
+
+
+def write_result(result: Result, out: Path | None) -> None:
+    """Write the results' JSON, if asked to, whole or not at all."""
+    from mosaic.files import write_atomic
+
+    if out is not None:
+        write_atomic(out, json.dumps(result, indent=1) + "\n")
+
+
+def show(
+    result: dict[str, Any], tables: Callable[[dict[str, Any]], list[Table]], files: list[Path | None], as_json: bool
+) -> None:
+    """Say what was written, and print the JSON or the tables."""
+    from mosaic.cli.exports import say_written
+
+    say_written(files)
+    if as_json:
+        print_json(result)
+        return
+    for table in tables(result):
+        results().print(table)
+        results().print()
+
+
 def measure_along(
     model: str, why: str, measure: Measure, picture: Callable[[Result, str], bytes],
     tables: Callable[[dict[str, Any]], list[Table]], *, out: Path | None, plot: Path | None, as_json: bool,
@@ -75,31 +128,17 @@ def measure_along(
     measure
         Takes the model, and what is told of answers done and answers in all.
     """
-    from mosaic.bench.environment import environment
-    from mosaic.bench.quality.run import check_vocabulary
-    from mosaic.cli.exports import say_written
     from mosaic.files import write_atomic
     from mosaic.models import load
     from mosaic.runtime.compile import compile
 
     described = load(model)
-    if described.path is None:
-        raise UsageError(f"{model} is a preset with random weights: give small-sdar or a checkpoint directory.")
-    if not described.architecture.block:
+    if described.path is not None and not described.architecture.block:
         raise UsageError(f"{model} attends in both directions: {why}; give small-sdar.")
-    check_vocabulary(Path(described.path))
-    with compile(described, dtype="float32") as compiled:
+    with compile(trained(described, model), dtype="float32") as compiled:
         found = measure(compiled, lambda done, total: note(f"{done} of {total} answers"))
-    command = shlex.join(["mosaic", *sys.argv[1:]])
-    result = {"model": described.name, "card": None, "environment": environment(command), **found}
-    if out is not None:
-        write_atomic(out, json.dumps(result, indent=1) + "\n")
+    result = {"model": described.name, "card": None, "environment": said_by(), **found}
+    write_result(result, out)
     if plot is not None:
         write_atomic(plot, picture(result, described.name))
-    say_written([out, plot])
-    if as_json:
-        print_json(result)
-        return
-    for table in tables(result):
-        results().print(table)
-        results().print()
+    show(result, tables, [out, plot], as_json)
