@@ -34,6 +34,11 @@ def _stage(result: Result) -> str:
     return str(result.get("stage") or ("long" if result.get("from") else "first"))
 
 
+def _lengths(results: Sequence[Result]) -> set[int]:
+    """Tokens of the rows that trainings saw."""
+    return {int(length) for result in results for point in result["curve"] for length in point["loss"]}
+
+
 def _in_order(results: Sequence[Result]) -> list[Result]:
     """Trainings of a model one after the other, as they were run."""
     return sorted(results, key=lambda result: (result["family"], [*_STAGES].index(_stage(result))))
@@ -227,9 +232,10 @@ def _curves(trainings: Sequence[Result], file: Path) -> Path:
 
     figure = Figure(figsize=(4.4 * len(trainings), 3.6), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(trainings), squeeze=False)[0]
+    everywhere = sorted(_lengths(trainings))  # a length has one colour
     for axis, result in zip(axes, _in_order(trainings), strict=True):
-        lengths = sorted({int(length) for point in result["curve"] for length in point["loss"]})
-        for color, length in zip(_LINES, lengths, strict=False):
+        for length in sorted(_lengths([result])):
+            color = _LINES[everywhere.index(length)]
             found = [(p["seconds"], p["loss"].get(str(length), math.nan)) for p in result["curve"]]
             axis.plot(*zip(*found, strict=True), color=COLORS[color], linewidth=1, label=f"{length:,} tokens")
         axis.set_yscale("symlog", linthresh=0.01)
