@@ -15,7 +15,7 @@ from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
-from mosaic.registrar.operators.top_keys import BINS, LISTED, parts_of
+from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, parts_of
 
 TOKENS, ROWS, SEQS, SPAN, EXTENTS, COLUMNS = (
     sympy.Symbol(name, positive=True, integer=True)
@@ -162,7 +162,7 @@ def test_parts_of_prefixes_fit_into_the_scratch_buffer() -> None:
         specs = {"owner": Spec((sequences,), "int64")}
         available = int(scratch_bytes("cuda", "top_keys", specs, {"sets": sets}))
         parts = parts_of(sequences * sets)
-        assert 4 * sequences * sets * (parts * BINS + 1 + LISTED) <= available
+        assert 4 * sequences * sets * (parts * BINS + 1 + PLACED + LISTED) <= available
         assert parts & (parts - 1) == 0 and (parts == 1 or parts * sequences * sets <= 256)
 
 

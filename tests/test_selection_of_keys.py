@@ -220,6 +220,8 @@ def top_case(seed: int, kind: str, ratio: float = 0.0, enough: float = 0.0, long
         mass = torch.randint(0, 6, (sets, columns), generator=generator) / 64  # sums are exact in any order
     if kind == "steep":
         mass = torch.exp2(-60 * mass)
+    if kind == "close":
+        mass = 1 + mass / 128  # as bounds of pages may be
     operands = {
         "mass": strided(mass), "captured": torch.tensor(prefixes, dtype=torch.int32), "cu_keys": cu_keys,
         "owner": torch.tensor(rng.sample(range(6), len(prefixes))),
@@ -254,7 +256,8 @@ def stated_selection(case: Case) -> Tensor:
 
 
 TOPS = [
-    ("floats", 0.0, 0.0), ("steep", 0.0, 0.0), ("ties", 0.0, 0.0), ("ties", 0.25, 0.0), ("ties", 0.0, 0.375), ("ties", 0.5, 1.0),
+    ("floats", 0.0, 0.0), ("steep", 0.0, 0.0), ("close", 0.0, 0.0), ("ties", 0.0, 0.0), ("ties", 0.25, 0.0), ("ties", 0.0, 0.375),
+    ("ties", 0.5, 1.0),
 ]  # fmt: skip
 
 

@@ -108,7 +108,8 @@ def test_pages_with_the_most_mass_in_triton(kind: str, ratio: float, enough: flo
 
 
 @pytest.mark.parametrize(
-    ("kind", "ratio", "enough", "seed"), [(*top, seed) for seed, top in zip((8, 9, 10, 11, 15, 16), TOPS, strict=True)]
+    ("kind", "ratio", "enough", "seed"),
+    [(*top, seed) for seed, top in zip((8, 9, 12, 10, 11, 15, 16), TOPS, strict=True)],
 )
 def test_prefixes_in_parts_in_triton(
     kind: str, ratio: float, enough: float, seed: int, monkeypatch: pytest.MonkeyPatch

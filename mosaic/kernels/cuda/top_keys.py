@@ -21,7 +21,7 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import floats_of
 from mosaic.kernels.top_keys import check, reference
-from mosaic.registrar.operators.top_keys import BINS, LISTED, numbers_of, parts_of
+from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, numbers_of, parts_of
 
 __all__ = ["launch", "reference"]
 
@@ -37,6 +37,8 @@ PASSED: Final = 1024
 PASS_WARPS: Final = 8
 WIDEST: Final = 16
 """Most masses of a page that are added up at a time."""
+SAMPLED: Final = 256
+"""Pages of a prefix, as far apart as can be, by whose sums its bins are placed."""
 _BINS: Final = tl.constexpr(BINS)
 
 
@@ -55,10 +57,32 @@ def bits_of(mass, index, keys, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def bin_of(bits, keys):
-    """A bin that ascends with the sum: 16 for each factor of two, from 1/16 of the mean mass of a key on."""
-    relative = (bits.to(tl.float32, bitcast=True) * keys.to(tl.float32)).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum((relative >> 19) - (127 - 4) * 16, 0), _BINS - 1)
+def sample_of(mass, number, keys, pages, PAGE: tl.constexpr, BLOCK_P: tl.constexpr, SAMPLED: tl.constexpr):
+    """Sums of some of the pages that a prefix's bins are placed by, as `bits_of` has them."""
+    return bits_of(mass, (number.to(tl.int64) * pages // SAMPLED).to(tl.int32), keys, PAGE, BLOCK_P)
+
+
+@triton.jit
+def bins_of(mass, keys, pages, count, PAGE: tl.constexpr, BLOCK_P: tl.constexpr, SAMPLED: tl.constexpr):
+    """Where the bins of a prefix begin, in bits, and the binary logarithm of their width: around the lowest chosen sum."""
+    sums = sample_of(mass, tl.arange(0, SAMPLED), keys, pages, PAGE, BLOCK_P, SAMPLED)
+    reach = tl.zeros([SAMPLED], tl.int32)  # how many are as large as each
+    for start in range(0, SAMPLED, 32):
+        some = sample_of(mass, start + tl.arange(0, 32), keys, pages, PAGE, BLOCK_P, SAMPLED)
+        reach += tl.sum((some[None, :] >= sums[:, None]).to(tl.int32), 1)
+    rank = count.to(tl.float32) * SAMPLED / tl.maximum(pages, 1).to(tl.float32)
+    beside = 4.0 * tl.sqrt(rank) + 4.0  # four standard deviations of the rank, were the sample random
+    least = tl.max(tl.where(reach > (rank + beside).to(tl.int32), sums, 0), 0)
+    largest = tl.max(tl.where(reach > tl.maximum(rank - beside, 0.0).to(tl.int32), sums, 0), 0)
+    # beyond the largest of a sample are many, of a long prefix: bins reach as far again
+    width = tl.where(rank < beside, 2, 1) * ((largest - least) // _BINS) + 1
+    return least, tl.sum(((width >> tl.arange(0, 32)) > 0).to(tl.int32), 0)
+
+
+@triton.jit
+def bin_of(bits, least, shift):
+    """A bin that ascends with the sum: the first of all sums below `least`, the last of all that are above the others."""
+    return tl.where(bits < least, 0, tl.minimum(((bits - least) >> shift) + 1, _BINS - 1))
 
 
 @triton.jit
@@ -155,14 +179,19 @@ def histogram_kernel(
     cu_keys,
     counts,
     arrived,
+    placed,
     mass_stride,
+    ratio,
     SETS: tl.constexpr,
+    PAGES: tl.constexpr,
     PAGE: tl.constexpr,
+    RATIO: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    SAMPLED: tl.constexpr,
 ):
-    """How many pages of one part of a prefix are in each bin."""
+    """How many pages of one part of a prefix are in each bin, and where these lie."""
     part = tl.program_id(0)
     own = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -170,15 +199,19 @@ def histogram_kernel(
     mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
     pages = tl.cdiv(keys, PAGE)
     share = share_of(pages, PARTS, BLOCK)
+    least, shift = bins_of(mine, keys, pages, count_of(keys, ratio, PAGES, PAGE, RATIO), PAGE, BLOCK_P, SAMPLED)
     bin = tl.arange(0, _BINS)
     histogram = tl.zeros([_BINS], tl.int32)
     for start in range(part * share, tl.minimum(pages, part * share + share), BLOCK):
         index = start + tl.arange(0, BLOCK)
-        histogram += tl.histogram(bin_of(bits_of(mine, index, keys, PAGE, BLOCK_P), keys), _BINS, mask=index < pages)
+        bins = bin_of(bits_of(mine, index, keys, PAGE, BLOCK_P), least, shift)
+        histogram += tl.histogram(bins, _BINS, mask=index < pages)
     pair = sequence * SETS + own
     tl.store(counts + (pair * PARTS + part) * _BINS + bin, histogram)
     if part == 0:
         tl.store(arrived + pair, 0)
+        tl.store(placed + 2 * pair, least)
+        tl.store(placed + 2 * pair + 1, shift)
 
 
 @triton.jit(do_not_specialize=["slot"])
@@ -190,6 +223,7 @@ def parted_kernel(
     selected,
     counts,
     arrived,
+    placed,
     lists,
     mass_stride,
     selected_stride,
@@ -218,6 +252,8 @@ def parted_kernel(
         pages = tl.cdiv(keys, PAGE)
         count = count_of(keys, ratio, PAGES, PAGE, RATIO)
         mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
+        least = tl.load(placed + 2 * pair)
+        shift = tl.load(placed + 2 * pair + 1)
         bin = tl.arange(0, _BINS)
         every = tl.arange(0, PARTS)
         histograms = tl.load(counts + (pair * PARTS + every[:, None]) * _BINS + bin[None, :])
@@ -232,7 +268,7 @@ def parted_kernel(
             share = share_of(pages, PARTS, BLOCK)
             for start in range(part * share, tl.minimum(pages, part * share + share), BLOCK):
                 index = start + tl.arange(0, BLOCK)
-                bins = bin_of(bits_of(mine, index, keys, PAGE, BLOCK_P), keys)
+                bins = bin_of(bits_of(mine, index, keys, PAGE, BLOCK_P), least, shift)
                 number = ((index < pages) & (bins >= lowest)).to(tl.int32)
                 tl.store(listed + done + tl.cumsum(number, 0) - 1, index, mask=number > 0)
                 done += tl.sum(number, 0)
@@ -305,16 +341,15 @@ def launch(
         )
         return
     pairs, parts = sequences * sets, parts_of(sequences * sets)
-    bins = pairs * parts * BINS
-    integers = floats_of("top_keys", scratch, bins + pairs * (1 + LISTED)).view(torch.int32)
-    counts, arrived, lists = integers[:bins], integers[bins : bins + pairs], integers[bins + pairs :]
+    integers = floats_of("top_keys", scratch, parts * pairs * BINS + pairs * (1 + PLACED + LISTED)).view(torch.int32)
+    counts, arrived, placed, lists = integers.split((parts * pairs * BINS, pairs, PLACED * pairs, LISTED * pairs))
     histogram_kernel[(parts, sets, sequences)](
-        mass, captured, cu_keys, counts, arrived, mass.stride(0), SETS=sets, PAGE=page, PARTS=parts,
-        BLOCK=PASSED // together, BLOCK_P=together, num_warps=PASS_WARPS,
+        mass, captured, cu_keys, counts, arrived, placed, mass.stride(0), ratio, SETS=sets, PAGES=chosen["PAGES"], PAGE=page,
+        RATIO=chosen["RATIO"], PARTS=parts, BLOCK=PASSED // together, BLOCK_P=together, SAMPLED=SAMPLED, num_warps=PASS_WARPS,
     )  # fmt: skip
     parted_kernel[(parts, sets, sequences)](
-        mass, captured, cu_keys, *state, counts, arrived, lists, *strides, **chosen, PARTS=parts, BLOCK=PASSED // together,
-        BLOCK_P=together, TILE=TILE // together, TILE_P=together, LISTED=LISTED, num_warps=WARPS,
+        mass, captured, cu_keys, *state, counts, arrived, placed, lists, *strides, **chosen, PARTS=parts,
+        BLOCK=PASSED // together, BLOCK_P=together, TILE=TILE // together, TILE_P=together, LISTED=LISTED, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -78,6 +78,8 @@ BINS: Final = 256
 """Bins of a histogram of sums."""
 LISTED: Final = 4096
 """Most pages of a prefix and set that are listed as those that may be chosen."""
+PLACED: Final = 2
+"""Numbers that say where the bins of a prefix and set lie."""
 PARTS: Final = 256
 """Parts that prefixes are cut into, for all sequences and sets together."""
 MOST_PARTS: Final = 32
@@ -93,9 +95,9 @@ def parts_of(pairs: int) -> int:
 
 
 def lists(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve histograms of all parts, a counter, and a list for each sequence and set."""
+    """Reserve histograms of all parts; and a counter, the place of bins, and a list for each sequence and set."""
     pairs = specs["owner"].shape[0] * attrs["sets"]
-    return 4 * (PARTS * BINS + pairs * (BINS + 1 + LISTED))
+    return 4 * (PARTS * BINS + pairs * (BINS + 1 + PLACED + LISTED))
 
 
 OPERATOR = Operator(
