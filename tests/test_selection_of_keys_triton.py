@@ -88,15 +88,16 @@ def test_sums_of_scores_far_from_0_in_triton(sign: int, monkeypatch: pytest.Monk
     assert_sums(far, run(far, DEVICE)["logsumexp"], slack=2)
 
 
-def test_mass_of_a_wide_group_in_triton() -> None:
-    """More heads of a set than a tile has rows."""
+@pytest.mark.parametrize("votes", [(1, 1), (0, 1), (1, 0)])
+def test_mass_of_a_wide_group_in_triton(votes: tuple[int, int]) -> None:
+    """More heads of a set than a tile has rows, so that tiles have rows of which none votes."""
     given = kv_case([(2, 40, 38)], 67, 1, 4, F32)
     operands = {name: given.operands[name] for name in ("q", "kv", "extents", "cu_extents", "cu_seqlens")}
     operands |= {"captured": torch.tensor([38], dtype=torch.int32), "cu_keys": starts([38])}
-    operands |= {"votes": torch.ones(2, dtype=torch.uint8)}
+    operands |= {"votes": torch.tensor(votes, dtype=torch.uint8)}
     attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
     attrs |= {"sets": 1, "columns": 38, "statistic": "mean"}
-    case = mass_case(operands, attrs, torch.empty(1, 38))
+    case = mass_case(operands, attrs, torch.full((1, 38), float("nan")))
     assert_mass(case, run(case, DEVICE)["mass"], slack=2)
 
 

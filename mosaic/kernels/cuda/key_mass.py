@@ -3,9 +3,10 @@
 Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
 votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32; layer, kv_heads, head_size, scale, sets, columns, span, statistic)
 -> mass[sets, S] float32, all whole, as `mosaic.registrar.operators.key_mass` says (MAGE, equation 3). Each program owns a run of
-keys of a sequence and one set of heads: for one tile of voting rows after another, which stays in place, it goes over its keys
-and adds to their statistics. So no matrix is larger than a tile, and no sum depends on the order in which programs run. Lengths
-are read on the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
+keys of a sequence and one set of heads: for one tile of rows after another, which stays in place, it goes over its keys and adds
+to their statistics; tiles in which no row votes are left out. So no matrix is larger than a tile, and no sum depends on the order
+in which programs run. Lengths are read on the device alone: how many programs start depends on shapes, so a captured launch serves
+other lengths.
 Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
@@ -106,6 +107,7 @@ def key_mass_kernel(
     key = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_H)
     found_of = mass + own.to(tl.int64) * mass_stride + start
+    begun = 0
     for tile in range(0, tl.cdiv(last - first, TOKENS) * PARTS):
         row = first + tile // PARTS * TOKENS + index // PART
         member = tile % PARTS * PART + index % PART
@@ -116,8 +118,9 @@ def key_mass_kernel(
         queries = tl.trans(tl.load(q + place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0))
         # a row without a vote weighs nothing
         logsum = tl.load(logsumexp + row * sums_stride + head, mask=says, other=float("inf")) * 1.4426950408889634
+        voting = tl.max(says.to(tl.int32), 0)
         tl.debug_barrier()  # what other rows have added to these keys is there
-        for extent in range(first_extent, last_extent):
+        for extent in range(first_extent, tl.where(voting > 0, last_extent, first_extent)):
             entry = extents + extent * 4
             begin = tl.load(entry + 2).to(tl.int32)
             end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
@@ -132,9 +135,10 @@ def key_mass_kernel(
                 # keys are the rows of the product: each of its sums lies in a few neighbouring threads
                 scores = tl.dot(k_tile, queries, input_precision="ieee")
                 weights = tl.exp2(scores * scale_log2 - logsum[None, :])
-                before = tl.load(found_of + step + key, mask=there & (tile > 0), other=0.0)
+                before = tl.load(found_of + step + key, mask=there & (begun > 0), other=0.0)
                 found = before + tl.sum(weights, 1) * share if MEAN else tl.maximum(before, tl.max(weights, 1))
                 tl.store(found_of + step + key, found, mask=there)
+        begun = tl.maximum(begun, voting)
 
 
 def launch(
