@@ -135,7 +135,7 @@ def floor_s(
     if isinstance(chosen, PrefixReuse):
         return (steps * weights + chosen.refreshing(steps) * requests * arch.layers * of_layer) / bandwidth
     sparse = arch.layers - chosen.exact_layers
-    selecting = chosen.selecting(steps)
+    selecting = sum(chosen.selects_in(step, steps) for step in range(steps))
     every = chosen.selects == "every"
     exactly = 0 if every else selecting
     ranked = of_layer / chosen.page if chosen.by == "bounds" else of_layer / 2

@@ -43,6 +43,8 @@ class Generated:
         float64, by checkpoint name.
     selected
         Keys of the prefix that steps after a block's first attend to, in layers that are not exact; 0: all.
+    every
+        Steps of a block after which one attends to all keys, and selects, as its first does; 0: none.
 
     Attributes
     ----------
@@ -64,6 +66,7 @@ class Generated:
     commit: str = "exact"
     selected: int = 0
     exact_layers: int = 2
+    every: int = 0
     steps: list[StatedStep] = field(default_factory=list)
     written: dict[tuple[int, int], int] = field(default_factory=dict)
     keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -178,7 +181,7 @@ class Generated:
                 blocks = torch.arange(end) // arch.block
                 scores = scores.masked_fill(blocks > torch.tensor(kept)[:, None] // arch.block, -math.inf)
             if step is not None and self.selected and self.start and layer >= self.exact_layers:
-                scores = self.sparse(layer, scores, first=step == 0)
+                scores = self.sparse(layer, scores, first=step == 0 or bool(self.every and step % self.every == 0))
             y = torch.einsum("nts,snh->tnh", scores.softmax(-1), v.repeat_interleave(group, 1)).flatten(1)
             x = x + y @ self.weight("output", layer).T
             h = self.norm(x, self.weight("ffn_norm", layer))

@@ -17,7 +17,8 @@ import pytest
 from mosaic import cli
 from mosaic.cli.attention import report_steps
 from mosaic.devices import DEVICES
-from mosaic.models import PRESETS, sparse
+from mosaic.models import PRESETS
+from mosaic.models.sparse import attention_policy
 
 
 class Outcome:
@@ -71,6 +72,15 @@ def test_plan_sets_sparse_steps_of_a_block_beside_the_exact_one(mosaic: Any) -> 
     assert later["predicted_step_ms"] == found["predicted_step_ms"] and later["total_bytes"] == found["total_bytes"]
 
 
+def test_plan_shows_a_step_that_selects_again(mosaic: Any) -> None:
+    """It attends to all keys, and writes none of the block before."""
+    ask = ("plan", "--model", "small-sdar", "--ctx", "8k", "--device", "h200", "--attention", "mage:k=64:every=2")
+    assert "sparse, selects again" in mosaic(*ask).out
+    steps = {name: step["predicted_step_ms"] for name, step in mosaic(*ask, "--json").json["steps"].items()}
+    assert list(steps) == ["exact", "first", "again", "later"]
+    assert steps["later"] < steps["exact"] < steps["again"] < steps["first"]
+
+
 def test_plan_sets_steps_that_reuse_beside_the_exact_one(mosaic: Any) -> None:
     """They read no prefix; what is kept of it is in the plan, of all layers or of those that are exact beside sparse ones."""
     ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention")
@@ -119,6 +129,10 @@ FACES: dict[str, tuple[str, ...]] = {
         (("--attention", "mage", "--k", "-3"), "k is -3; it must be an integer of at least 1"),
         (("--attention", "mage", "--page", "0"), "page is 0; it must be an integer of at least 1"),
         (("--attention", "mage", "--k", "24", "--page", "16"), "k 24 is not whole pages of 16 keys; use k 16"),
+        (("--attention", "mage:every=1"), "every=1 leaves no sparse step to a block"),
+        (("--attention", "mage:evry=8"), "unknown option of 'mage' 'evry'. Did you mean 'every'?"),
+        (("--attention", "mage:8"), "mage:8: expected option=value, got '8'"),
+        (("--attention", "flashblock:every=8"), "'flashblock' selects no keys; leave every out"),
         (("--attention", "mages"), "unknown attention 'mages'. Did you mean 'mage'?"),
         (("--attention", "mage", "--exact-layers", "-1"), "exact_layers is -1; it must be an integer of at least 0"),
         (("--attention", "mage", "--exact-layers", "99"), "99 exact layers of the model's"),
@@ -396,14 +410,22 @@ def test_steps_of_sparse_attention_are_planned_side_by_side(mosaic: Any, little:
 
 
 def test_a_block_has_as_many_first_steps_as_select(capsys: pytest.CaptureFixture[str]) -> None:
-    took = {"exact": 5.0, "first": 7.0, "later": 2.0}
+    took = {"exact": 5.0, "first": 7.0, "again": 6.0, "later": 2.0}
     found = {
         name: {"predicted_step_ms": ms, "total_bytes": 0, "selected_bytes": 0, "reused_bytes": 0}
         for name, ms in took.items()
     }
-    for preset, selecting in (("mage", 1), ("sparsed", 7), ("oracle", 32)):
-        report_steps(found, sparse.PRESETS[preset], 32)
-        said = f"a block of 32 steps: 160.0 ms exact, {selecting * 7.0 + (32 - selecting) * 2.0:.1f} ms sparse"
+    cases = {
+        "mage": (1, 0),
+        "sparsed": (1, 6),
+        "oracle": (32, 0),
+        "mage:every=5": (1, 6),
+        "mage+flashblock:every=8": (1, 3),
+    }
+    for policy, (first, again) in cases.items():
+        report_steps(found, attention_policy(policy), 32)
+        took_in_all = first * 7.0 + again * 6.0 + (32 - first - again) * 2.0
+        said = f"a block of 32 steps: 160.0 ms exact, {took_in_all:.1f} ms sparse"
         assert said in " ".join(capsys.readouterr().out.split())
 
 

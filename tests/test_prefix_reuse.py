@@ -99,7 +99,7 @@ WAYS: dict[str, SparseAttention | PrefixReuse] = {
     "a bound": PrefixReuse(change=0.4),
     "both": PrefixReuse(steps=3, change=0.5),
     "beside sparse layers, a bound": replace(
-        MAGE, exact_layers=3, reuse=PrefixReuse(steps=2, change=0.4), carried=True
+        MAGE, exact_layers=3, reuse=PrefixReuse(steps=2, change=0.4), carried=True, every=3
     ),
     "beside an oracle": replace(MAGE, selects="every", reuse=PrefixReuse(steps=3)),
 }

@@ -60,6 +60,7 @@ class Plain:
         self.arch, self.attention = model.architecture, attention
         self.keys: list[list[Tensor]] = [[] for _ in range(LAYERS)]  # by layer and position, [2, K, H]
         self.sets: dict[tuple[int, int], list[int]] = {}  # by layer and query head
+        self.sparsely = 0
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.arch.norm_eps).rsqrt() * weight
@@ -185,8 +186,13 @@ class Plain:
     def denoise(self, ids: Tensor, start: int, step: int, steps: int, *, carries: bool) -> Tensor:
         """Logits of a step of a block."""
         selects = "" if self.attention is None else self.attention.selects
+        self.sparsely += 1
         exactly = 1 if self.attention is None else max(math.ceil(self.attention.exact_steps * steps), 1)
-        mode = {"": "exact", "every": "select", "first": "capture" if step < exactly else "sparse"}[selects]
+        every = 0 if self.attention is None else self.attention.every
+        captures = step < exactly or self.sparsely == every
+        if captures:
+            self.sparsely = 0
+        mode = {"": "exact", "every": "select", "first": "capture" if captures else "sparse"}[selects]
         return self.forward(ids, start, "carry" if carries and not step else mode)
 
 
@@ -201,6 +207,9 @@ WAYS = {
     "carried": SparseAttention(k=6, carried=True, exact_layers=1),
     "oracle": SparseAttention(k=5, selects="every", exact_layers=1),
     "sparsed": SparseAttention(k=6, exact_steps=0.3, exact_layers=1),
+    "again": SparseAttention(k=5, every=2, exact_layers=1),
+    "again, after a share of exact steps": SparseAttention(k=4, every=2, exact_steps=0.3, exact_layers=1),
+    "carried, then again": SparseAttention(k=5, every=3, carried=True, exact_layers=1),
     "quest": SparseAttention(k=9, page=3, selects="every", by="bounds", exact_layers=1),
     "quest, the largest": SparseAttention(
         k=20,
@@ -264,10 +273,16 @@ def test_other_families_attend_so(family: str) -> None:
 
 
 def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(model: CompiledModel) -> None:
-    """One in its block's first step beside others in theirs: a step that selects serves both."""
+    """One in its block's first step beside others in theirs: a step that selects serves both. Or one that selects again, beside
+    those that do not yet."""
+    for way in ("mage", "again"):
+        check_shared(way, model)
+
+
+def check_shared(way: str, model: CompiledModel) -> None:
     source, mixed = random.Random(1), 0
     options = GenerationConfig(
-        gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS["mage"], ahead=False
+        gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS[way], ahead=False
     )
     prompts = [torch.tensor([source.randrange(60) for _ in range(source.randint(3, 40))]) for _ in range(5)]
     telling, kept = Telling(model), []
@@ -448,7 +463,10 @@ def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:
     for hundredths in range(1, 101):
         for steps in (1, 7, 25, 32, 50):
             attention = SparseAttention(exact_steps=hundredths / 100)
-            assert attention.selecting(steps) == max(-(-hundredths * steps // 100), 1)
+            selecting = max(-(-hundredths * steps // 100), 1)
+            assert [attention.selects_in(step, steps) for step in range(steps)] == [True] * selecting + [False] * (
+                steps - selecting
+            )
 
 
 @pytest.mark.parametrize(
@@ -463,6 +481,9 @@ def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:
         ({"exact_layers": -1}, "exact_layers is -1"),
         ({"exact_steps": -0.1}, "exact_steps is -0.1; it must be a share of a block's steps"),
         ({"exact_steps": 0.1, "selects": "every"}, "exact_steps are those before a selection"),
+        ({"every": -1}, "every is -1; it must be an integer of at least 0"),
+        ({"every": 1}, "every=1 leaves no sparse step to a block; use every=2 or more, or selects='every'"),
+        ({"every": 4, "selects": "every"}, "each step selects for itself; leave every out"),
         ({"carried": True, "exact_steps": 0.5}, "carried=True leaves no exact step"),
         ({"carried": True, "selects": "every"}, "carried=True leaves no exact step"),
         ({"ratio": 1.5}, r"ratio is 1.5; it must be a share of the prefix, in \[0, 1\]"),

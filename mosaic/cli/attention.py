@@ -19,7 +19,8 @@ __all__ = ["figures", "report_steps", "requests_of"]
 
 
 def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention | PrefixReuse) -> dict[str, Request]:
-    """Return the steps of one block at the end of a context: exact, the block's first, and a later one."""
+    """Return the steps of one block at the end of a context: exact, the block's first, one that selects again where there are
+    such, and a later one."""
     from mosaic.models.parts import KEPT, Commit
     from mosaic.models.phase import Phase
     from mosaic.planner.request import Request
@@ -31,19 +32,22 @@ def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention | 
         raise UsageError("--attention plans a block over the keys of a context: give one, such as --ctx 128k.")
     keys, commit = parse_tokens(ctx), Commit(score="confidence", rule="dynamic")
     several = 2 * arch.block <= keys and getattr(attention, "selects", "first") == "first"
-    windows = {"exact": arch.block, "first": 2 * arch.block if several else arch.block, "later": arch.block}
-    caches = {"exact": KEPT, "first": _policy(attention, first=True), "later": _policy(attention, first=False)}
+    windows = {"first": 2 * arch.block} if several else {}
+    caches: dict[str, CachePolicy] = {"exact": KEPT, "first": _policy(attention, first=True)}
+    if "again" in _kinds(attention, arch.block):
+        caches["again"] = _policy(attention, first=True, refreshes=False)
+    caches["later"] = _policy(attention, first=False)
     return {
         name: Request(
-            seq_lens=(min(window, keys),), key_lens=(keys,), masked=min(arch.block, keys),
-            phase=Phase(cache=caches[name], commit=commit),
+            seq_lens=(min(windows.get(name, arch.block), keys),), key_lens=(keys,), masked=min(arch.block, keys),
+            phase=Phase(cache=cache, commit=commit),
         )
-        for name, window in windows.items()
+        for name, cache in caches.items()
     }  # fmt: skip
 
 
-def _policy(attention: SparseAttention | PrefixReuse, *, first: bool) -> CachePolicy:
-    """How a block's first step attends, or a later one."""
+def _policy(attention: SparseAttention | PrefixReuse, *, first: bool, refreshes: bool = True) -> CachePolicy:
+    """How a block's first step attends, or a later one; `refreshes`, whether the first does where there is reuse."""
     from mosaic.models.parts.reused import Reused
     from mosaic.models.parts.selected import Selected
     from mosaic.models.sparse import SparseAttention
@@ -51,7 +55,7 @@ def _policy(attention: SparseAttention | PrefixReuse, *, first: bool) -> CachePo
     if not isinstance(attention, SparseAttention):
         return Reused(reuse=attention, refreshes=first)
     selects = first or attention.selects == "every"
-    return Selected(attention=attention, selects=selects, refreshes=first and attention.reuse is not None)
+    return Selected(attention=attention, selects=selects, refreshes=first and refreshes and attention.reuse is not None)
 
 
 def figures(plans: dict[str, Plan]) -> dict[str, dict[str, float]]:
@@ -88,24 +92,30 @@ def report_steps(found: dict[str, dict[str, float]], attention: SparseAttention 
     for name in ("step", "predicted", "in all", *kept):
         table.add_column(name, justify="left" if name == "step" else "right")
     word = "sparse" if sparse else "reusing"
-    said = {"exact": "exact", "first": f"{word}, first of a block", "later": f"{word}, later"}
+    said = {
+        "exact": "exact", "first": f"{word}, first of a block", "again": f"{word}, selects again", "later": f"{word}, later"
+    }  # fmt: skip
     for name, row in found.items():
         table.add_row(
             said[name], f"{row['predicted_step_ms']:,.2f} ms", format_bytes(int(row["total_bytes"])),
             *(format_bytes(int(row[key])) for key in kept.values()),
         )  # fmt: skip
     results().print(table)
-    first, later, exact = (found[name]["predicted_step_ms"] for name in ("first", "later", "exact"))
-    like_first = _like_first(attention, block)
-    other = like_first * first + (block - like_first) * later
+    taken = _kinds(attention, block)
+    other = sum(found[name if name in found else "first"]["predicted_step_ms"] for name in taken)
+    exact = found["exact"]["predicted_step_ms"]
     results().print(f"a block of {block} steps: {block * exact:,.1f} ms exact, {other:,.1f} ms {word}")
 
 
-def _like_first(attention: SparseAttention | PrefixReuse, steps: int) -> int:
-    """How many of a block's steps select or refresh."""
+def _kinds(attention: SparseAttention | PrefixReuse, steps: int) -> list[str]:
+    """What each step of a block is: like its first, one that selects again, or a later one."""
     from mosaic.models.sparse import SparseAttention
 
-    selecting = attention.selecting(steps) if isinstance(attention, SparseAttention) else 0
-    reuse = attention.reuse if isinstance(attention, SparseAttention) else attention
-    every = steps if reuse is None or reuse.steps is None else reuse.steps
-    return len({*range(selecting), *(range(0, steps, every) if reuse is not None else ())})
+    chosen, reuse = (attention, attention.reuse) if isinstance(attention, SparseAttention) else (None, attention)
+    kinds = []
+    for step in range(steps):
+        refreshes = reuse is not None and step % (reuse.steps or steps) == 0
+        selects = chosen is not None and chosen.selects_in(step, steps)
+        every = chosen is not None and chosen.selects == "every"  # a block's first step is like the others then
+        kinds.append("first" if refreshes or (selects and (every or not step)) else "again" if selects else "later")
+    return kinds

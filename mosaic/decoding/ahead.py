@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mosaic.decoding.canvas import COMMIT, cached_shape, whole_blocks
 from mosaic.decoding.noise import row_keys
-from mosaic.decoding.selecting import attending, selection
+from mosaic.decoding.selecting import attending, later_steps, selection
 from mosaic.models.parts.windows import CANVAS, ENTERED, OPEN, STAYING
 
 if TYPE_CHECKING:
@@ -153,13 +153,12 @@ def _phase_of(phase: Phase, config: GenerationConfig, step: int) -> Phase:
 
 
 def ahead_shapes(config: GenerationConfig, phase: Phase, prompt_len: int) -> Shapes:
-    """Return the prefill, and of the last block the first step and a later one."""
+    """Return the prefill, and of the last block the first step and later ones."""
     block = config.block_length or 0
     prefix, length = whole_blocks(config, prompt_len)
     first, rows = (2 * block, block) if length - prefix > block else (block, length - prompt_len)
     found = [cached_shape(COMMIT, prefix, prefix)]
-    last = (config.steps or 1) - 1
-    later = {_phase_of(phase, config, step): block for step in (1, max(last, 1))}
+    later = {_phase_of(phase, config, step): block for step in later_steps(config) or (1,)}
     for asked, window in ((_phase_of(phase, config, 0), first), *later.items()):
         found.append(cached_shape(asked, window, length, rows, states={CANVAS: length}))
     return found

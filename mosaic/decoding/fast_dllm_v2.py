@@ -14,7 +14,7 @@ import torch
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.evicting import Progress, computing
 from mosaic.decoding.reusing import Refreshes
-from mosaic.decoding.selecting import attending, committing, selection
+from mosaic.decoding.selecting import attending, committing, later_steps, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -104,7 +104,7 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     last = denoised[-1] if denoised else 0
     fullest = max(denoised, key=lambda key_len: (most_rows[key_len], key_len), default=0)
     committed = (end - 1 - prefix) // block * block + prefix
-    steps = ((0, None), (block - 1, False))
+    steps = ((0, None), *((step, False) for step in later_steps(config)))
     phases = dict.fromkeys(attending(_phase(config), config, step, refreshes=again) for step, again in steps)
     return [
         cached_shape(committing(_NEXT if predicts else COMMIT, config), prefix, prefix, int(predicts)),

@@ -16,7 +16,7 @@ from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cach
 from mosaic.decoding.evicting import Progress, computing
 from mosaic.decoding.llada import schedule
 from mosaic.decoding.reusing import Refreshes
-from mosaic.decoding.selecting import attending, commits_within, committing, selection
+from mosaic.decoding.selecting import attending, commits_within, committing, later_steps, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -115,10 +115,11 @@ def block_shapes(config: GenerationConfig, phase: Phase, prompt_len: int, most: 
     rows = block if several else length - prompt_len
     rows = rows if most is None else min(rows, most)
     within, commit = commits_within(config), committing(COMMIT, config)
-    first, later = attending(phase, config, 0), attending(phase, config, (config.steps or 1) - 1, refreshes=False)
+    first = attending(phase, config, 0)
+    later = dict.fromkeys(attending(phase, config, step, refreshes=False) for step in later_steps(config))
     return [
         cached_shape(commit, prefix, prefix),
         cached_shape(commit, block if several and not within else 0, length - block),
         cached_shape(first, 2 * block if several and within else block, length, rows),
-        cached_shape(later, block if later != first else 0, length, rows),
+        *(cached_shape(other, block if other != first else 0, length, rows) for other in later),
     ]

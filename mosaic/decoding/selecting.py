@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from mosaic.decoding.canvas import whole_blocks
+from mosaic.decoding.canvas import COMMIT, whole_blocks
 from mosaic.decoding.reusing import reuse_of
 from mosaic.models.parts.reused import Reused
 from mosaic.models.parts.selected import Selected, Summarized
 from mosaic.models.sparse import SparseAttention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mosaic.decoding.canvas import Canvas
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.phase import Phase
     from mosaic.models.reuse import PrefixReuse
 
-__all__ = ["attending", "commits_within", "committing", "selection"]
+__all__ = ["attending", "commits_within", "committing", "later_steps", "selection"]
 
 
 def attending(phase: Phase, config: GenerationConfig, step: int, *, refreshes: bool | None = None) -> Phase:
@@ -28,6 +31,15 @@ def attending(phase: Phase, config: GenerationConfig, step: int, *, refreshes: b
         policy = Selected(attention=chosen, selects=_selects(chosen, config, step), refreshes=again)
         return replace(phase, cache=policy)
     return phase if reuse is None else replace(phase, cache=Reused(reuse=reuse, refreshes=again))
+
+
+@lru_cache(maxsize=256)
+def later_steps(config: GenerationConfig) -> Sequence[int]:
+    """Return of a block's steps after the first, counted from 0, the first of each kind: by whether they select and refresh."""
+    kinds: dict[Phase, int] = {}
+    for step in range(1, config.steps or config.block_length or 1):
+        kinds.setdefault(attending(COMMIT, config, step), step)
+    return tuple(kinds.values())
 
 
 def committing(phase: Phase, config: GenerationConfig) -> Phase:
@@ -64,7 +76,7 @@ def commits_within(config: GenerationConfig) -> bool:
 
 
 def _selects(chosen: SparseAttention, config: GenerationConfig, step: int) -> bool:
-    return step < chosen.selecting(config.steps or config.block_length or 1)
+    return chosen.selects_in(step, config.steps or config.block_length or 1)
 
 
 def _refreshes(reuse: PrefixReuse, step: int) -> bool:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.reuse import REUSES, PrefixReuse
+from mosaic.models.spelled import spelled
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["PRESETS", "Per", "SparseAttention", "attention_policy", "sets_of", "with_options"]
+__all__ = ["OPTIONS", "PRESETS", "Per", "SparseAttention", "attention_policy", "sets_of", "with_options"]
 
 Selects: TypeAlias = Literal["first", "every"]
 Per: TypeAlias = Literal["kv_head", "query_head"]
@@ -56,6 +57,9 @@ class SparseAttention:
     exact_steps
         Share of a block's steps, rounded up, that attend to all keys; the first does in any case. What the last of them
         captures is kept.
+    every
+        Steps after which a block attends to all keys again, and captures again: counted from the last that did, in the block's
+        own steps. 0: never again.
     carried
         Blocks after the first attend in their first step, too, to selected keys: those of the block before, beside all keys
         behind its prefix. What they capture is for their later steps.
@@ -89,6 +93,7 @@ class SparseAttention:
     exact_layers: int = 2
     selects: Selects = "first"
     exact_steps: float = 0.0
+    every: int = 0
     carried: bool = False
     per: Per = "kv_head"
     statistic: Statistic = "mean"
@@ -96,7 +101,7 @@ class SparseAttention:
     reuse: PrefixReuse | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("k", 1), ("page", 1), ("exact_layers", 0)):
+        for name, least in (("k", 1), ("page", 1), ("exact_layers", 0), ("every", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"attention: {name} is {value!r}; it must be an integer of at least {least}.")
@@ -117,6 +122,12 @@ class SparseAttention:
             raise UsageError(
                 "attention: exact_steps are those before a selection; with selects='every' there are none."
             )
+        if self.every == 1:
+            raise UsageError(
+                "attention: every=1 leaves no sparse step to a block; use every=2 or more, or selects='every'."
+            )
+        if self.every and self.selects == "every":
+            raise UsageError("attention: with selects='every' each step selects for itself; leave every out.")
         if self.carried and (self.exact_steps or self.selects == "every"):
             raise UsageError(
                 "attention: carried=True leaves no exact step to a block; leave exact_steps and selects out."
@@ -157,14 +168,18 @@ class SparseAttention:
         """The options that are not as published."""
         return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
 
-    def selecting(self, steps: int) -> int:
-        """Return how many of a block's first steps select: all that attend to all keys, so that the last is what is kept.
+    def selects_in(self, step: int, steps: int) -> bool:
+        """Return whether a step of a block, counted from 0, selects, where the block is to take `steps`.
 
-        >>> [SparseAttention(exact_steps=share).selecting(32) for share in (0, 0.2)], SparseAttention(selects="every").selecting(32)
-        ([1, 7], 32)
+        All steps that attend to all keys do, so that the last of them is what is kept.
+
+        >>> [step for step in range(32) if SparseAttention(exact_steps=0.1, every=8).selects_in(step, 32)]
+        [0, 1, 2, 3, 11, 19, 27]
         """
         share = Fraction(str(self.exact_steps))  # as written: 0.28 * 25 is above 7
-        return steps if self.selects == "every" else max(math.ceil(share * steps), 1)
+        last = max(math.ceil(share * steps), 1) - 1
+        again = bool(self.every) and step > last and (step - last) % self.every == 0
+        return self.selects == "every" or step <= last or again
 
     def check(self, arch: Architecture) -> None:
         """Check that a model can be attended to so.
@@ -196,6 +211,14 @@ PRESETS: Final[Mapping[str, SparseAttention]] = {
 for 20 % of the steps; Quest (arXiv 2406.10774) as it adapts that, re-estimated in every step for all rows of the block."""
 
 
+OPTIONS: Final = (
+    *(entry.name for entry in fields(SparseAttention) if entry.name != "reuse"),
+    "reuse_steps",
+    "reuse_change",
+)
+"""What may be changed of a preset, by name: fields of `SparseAttention`, and of what it reuses."""
+
+
 def sets_of(per: Per, arch: Architecture) -> int:
     """Return how many sets of keys a layer has."""
     return arch.kv_heads if per == "kv_head" else arch.heads
@@ -204,31 +227,36 @@ def sets_of(per: Per, arch: Architecture) -> int:
 def attention_policy(value: str | SparseAttention | PrefixReuse) -> SparseAttention | PrefixReuse:
     """Return the options that a preset's name stands for, or those that are given.
 
-    Presets of both kinds are named together with a "+" between them: exact layers then reuse.
+    Presets of both kinds are named together with a "+" between them: exact layers then reuse. Options may follow, as `with_options`
+    takes them: "mage:k=1024:every=8".
 
     Raises
     ------
     UsageError
-        If it is neither; UnknownName, if there is no such preset.
+        If it is neither, or an option cannot be; UnknownName, if there is no such preset or option.
 
     Examples
     --------
-    >>> str(attention_policy("oracle")), str(attention_policy("mage+flashblock"))
-    ('oracle', 'sparse(reuse=flashblock)')
+    >>> str(attention_policy("oracle")), str(attention_policy("mage+flashblock:k=256"))
+    ('oracle', 'sparse(k=256, reuse=flashblock)')
     """
     if isinstance(value, SparseAttention | PrefixReuse):
         return value
     names = ", ".join([*PRESETS, *REUSES])
     if not isinstance(value, str):
         raise UsageError(f"attention is {value!r}; it must be SparseAttention(…), PrefixReuse(…), or one of {names}.")
+    value, options = spelled(value)
+    for option in options:
+        if option not in OPTIONS:
+            raise UnknownName(f"option of '{value}'", option, OPTIONS)
     name, _, reuse = value.partition("+")
     if reuse and name in PRESETS and reuse in REUSES:
-        return replace(PRESETS[name], reuse=REUSES[reuse])
+        return with_options(replace(PRESETS[name], reuse=REUSES[reuse]), options)
     if value not in PRESETS and value not in REUSES:
         raise UnknownName(
             "attention", value, [*PRESETS, *REUSES, *(f"{name}+{reuse}" for name in PRESETS for reuse in REUSES)]
         )
-    return PRESETS[value] if value in PRESETS else REUSES[value]
+    return with_options(PRESETS[value] if value in PRESETS else REUSES[value], options)
 
 
 def with_options(policy: SparseAttention | PrefixReuse, options: Mapping[str, Any]) -> SparseAttention | PrefixReuse:

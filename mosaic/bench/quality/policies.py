@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from typing import Any
 
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.reuse import REUSES
-from mosaic.models.sparse import PRESETS, SparseAttention, attention_policy, with_options
+from mosaic.models.sparse import OPTIONS, PRESETS, attention_policy, with_options
+from mosaic.models.spelled import spelled
 
 __all__ = ["Policy", "policy", "schedule"]
 
@@ -48,12 +48,11 @@ def policy(text: str, longest: int) -> Policy:
     >>> policy("mage:ratio=1/16", 8192).options["attention"].k
     512
     """
-    name, given = _parts(text)
+    name, given = spelled(text)
     if name.partition("+")[0] not in (*PRESETS, *REUSES, "exact"):
         raise UnknownName("policy", name, ("exact", *PRESETS, *REUSES))
-    known = {entry.name for entry in fields(SparseAttention)} - {"reuse"} | {"reuse_steps", "reuse_change"}
-    sparse = {key: value for key, value in given.items() if key in known}
-    others = _of_generation(text, {key: value for key, value in given.items() if key not in known}, known)
+    sparse = {key: value for key, value in given.items() if key in OPTIONS}
+    others = _of_generation(text, {key: value for key, value in given.items() if key not in OPTIONS}, OPTIONS)
     if name == "exact":
         if sparse:
             raise UsageError(f"policy {text}: exact attention selects nothing; leave {', '.join(sparse)} out.")
@@ -76,34 +75,11 @@ def schedule(text: str) -> Mapping[str, Any]:
             raise UsageError(f"schedule {text}: give the steps a block, such as static:16.")
         return {"remasking": "low_confidence_static", "steps": int(value), "ahead": False}
     if name == "dynamic":
-        return {"remasking": "low_confidence_dynamic", **_of_generation(text, _parts(text)[1], ()), "ahead": False}
+        return {"remasking": "low_confidence_dynamic", **_of_generation(text, spelled(text)[1], ()), "ahead": False}
     raise UnknownName("schedule", name, ("dynamic", "static"))
 
 
-def _parts(text: str) -> tuple[str, dict[str, Any]]:
-    """The name, and the options with their values."""
-    name, *pairs = text.split(":")
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise UsageError(f"{text}: expected option=value, got '{pair}'.")
-        found[key] = _value(value)
-    return name, found
-
-
-def _value(text: str) -> Any:
-    """A truth value, an integer, a number or fraction, or the text itself."""
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        number = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        return text
-    return int(number) if number.denominator == 1 and "." not in text else float(number)
-
-
-def _of_generation(text: str, given: Mapping[str, Any], others: Sequence[str] | set[str]) -> dict[str, Any]:
+def _of_generation(text: str, given: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:
     known = _generation_fields()
     for key in given:
         if key not in known:
