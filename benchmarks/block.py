@@ -147,7 +147,7 @@ def rows_of(result: dict[str, Any]) -> Iterator[list[str]]:
 def with_block(name: str, block: int, layers: int | None) -> Model:
     """A preset whose blocks have another length, perhaps with fewer layers; its weights are random."""
     model = cut(load(name), layers)
-    own = next(key for key in ("block_size", "bd_size") if key in model.config)
+    own = next((key for key in ("block_size", "bd_size") if key in model.config), "block_size")
     return load({**model.config, own: block})
 
 

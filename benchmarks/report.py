@@ -207,7 +207,8 @@ def eviction_section(results: Sequence[Result]) -> str:
     """Tokens per second with and without token eviction, per model."""
     return "\n\n".join(
         titled(
-            f"{r['model']}, blocks of {r['block']}, prompts of {r['prompt']:,} tokens",
+            f"{r['model']}, trace '{r['trace']}', prompts of {r['prompts'][0]:,} to {r['prompts'][1]:,} tokens, answers of up to "
+            f"{r['answer']:,}",
             table(eviction.HEADER, list(eviction.rows_of(r))),
             source_line(r),
         )

@@ -59,17 +59,17 @@ class NoPrefill:
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""
-        return self._runner.step([_shortened(request) for request in requests])
+        return self._runner.step([self._shortened(request) for request in requests])
 
     def launch(self, requests: Sequence[StepRequest]) -> Launched:
         """Begin one step."""
-        return self._runner.launch([_shortened(request) for request in requests])
+        return self._runner.launch([self._shortened(request) for request in requests])
 
-
-def _shortened(request: StepRequest) -> StepRequest:
-    if request.rows.numel() or request.start:
-        return request
-    return replace(request, token_ids=request.token_ids[:BLOCK], key_len=BLOCK)
+    def _shortened(self, request: StepRequest) -> StepRequest:
+        if request.rows.numel() or request.start:
+            return request
+        block = self._runner.architecture.block
+        return replace(request, token_ids=request.token_ids[:block], key_len=block)
 
 
 def measured(

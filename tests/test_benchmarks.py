@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ from benchmarks import (
     small_models,
     sparse,
     speed,
+    traces,
     unembed,
 )
+from benchmarks.step_floor import StepFloor
 from mosaic.bench.baselines import Transformer
 from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
@@ -405,19 +407,93 @@ def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
     assert once == pytest.approx(weights + 3 * layer) and beside == pytest.approx(mage - layer)
 
 
-def test_generations_with_token_eviction_are_timed_beside_whole_blocks() -> None:
-    tiny = load({**block.with_block("sdar-8b", 8, 3).config, **SMALL})
+def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(tmp_path: Path) -> None:
+    """What steps decide and keep is what the trace says, on average; the figures of the table are those of the points."""
+    tiny, trace = load({**block.with_block("sdar-8b", 16, 3).config, **SMALL}), traces.paper_trace("sdar", 16)
+    masked, kept, decided = trace.mean
+    points: dict[str, dict[str, Any]] = {}
     with mosaic.compile(tiny, device="cpu", seed=1) as model:
-        points = [
-            {"requests": 2, "steps_of_block": 4, "way": way}
-            | eviction.measured(model, way, prompt=9, requests=2, steps=4)
-            for way in (eviction.WHOLE, "focus, dc+")
-        ]
+        traces.flat_importance(model)
+        for way in [way for way in eviction.WAYS if way != "focus"]:
+            found = eviction.measured(model, way, trace, requests=4, prompts=(16, 40), answer=48)
+            points[way] = {"block": 16, "requests": 4, "way": way, "floor_s": 1e-3, **found}
         assert model.state_rows == {}
-    rows = [*eviction.rows_of({"points": points})]
-    assert all(len(row) == len(eviction.HEADER) for row in rows) and rows[0][-1] == "1.00"
-    # a step of the prefill, and those of the blocks that the answers touch: with evictions at least as many
-    assert points[0]["steps"] == 1 + 4 * 4 and all(point["steps"] >= points[0]["steps"] - 4 for point in points)
+    whole, frozen, focus, all_kept = (
+        points[way] for way in (eviction.WHOLE, eviction.FROZEN, "focus, dc+", eviction.ALL_KEPT)
+    )
+    for point in points.values():
+        assert len(point["step_ms"]) == len(point["decided"]) == eviction.TIMED + int(2 * trace.steps / 4)
+        assert sum(point["decided"]) / len(point["decided"]) == pytest.approx(4 * decided, rel=0.15)
+    assert whole["rows"] == 4 * masked and whole["kept"] == whole["tokens"] > 4 * 16
+    assert focus["kept"] == pytest.approx(4 * kept, rel=0.15) and focus["kept"] < focus["tokens"] < whole["tokens"]
+    assert all_kept["kept"] == all_kept["tokens"] == frozen["tokens"] and all_kept["rows"] == pytest.approx(
+        4 * masked, rel=0.1
+    )
+    # a step that takes more than three times the median is not counted, nor is what it decides
+    for point, ms in zip((whole, frozen, focus, all_kept), (4.0, 2.0, 1.0, 2.5), strict=True):
+        point |= {"step_ms": [ms] * 4 + [99.0], "decided": [8] * 4 + [0]}
+    focus["floor_s"] = 5e-4
+    rows = {row[2]: row for row in eviction.rows_of({"points": [*points.values()]})}
+    assert all(len(row) == len(eviction.HEADER) for row in rows.values())
+    assert rows["focus, dc+"][3:5] == ["8,000", "1.00"]
+    assert rows["focus, dc+"][6:] == ["0.50", "2.00", "4.00", "2.00", "0.50 ms, 50.0%"]
+    result = {
+        "model": "tiny",
+        "trace": "paper",
+        "prompts": [16, 40],
+        "answer": 48,
+        "card": "cpu",
+        "environment": ENVIRONMENT,
+    }
+    text = report.eviction_section([{**result, "points": [*points.values()]}])
+    assert (
+        "**tiny, trace 'paper', prompts of 16 to 40 tokens, answers of up to 48**" in text
+        and "| 16 | 4 | dc+ | 4,000 | 2.00 |" in text
+    )
+    # a file of a trace, and one that a model's own answers make
+    (tmp_path / "trace.json").write_text(json.dumps(asdict(trace)))
+    assert traces.load_trace(tmp_path / "trace.json") == trace
+    assert traces.load_trace(record.RESULTS / "trace-small-sdar.json").blocks[0][0].masked == 32
+
+
+@pytest.mark.parametrize("family", traces.PAPER)
+@pytest.mark.parametrize("length", [16, 32, 64])
+def test_a_trace_of_the_paper_has_its_averages(family: str, length: int) -> None:
+    trace = traces.paper_trace(family, length, 64)
+    without, evicted = traces.PAPER[family]
+    for steps in trace.blocks:
+        assert sum(step.committed for step in steps) == steps[0].masked == length
+        assert all(later.masked == step.masked - step.committed for step, later in pairwise(steps))
+    _, kept, decided = trace.mean
+    assert 32 / decided == pytest.approx(without, rel=0.01) and kept / decided == pytest.approx(evicted, rel=0.01)
+
+
+def test_the_floor_of_a_step_counts_products_keys_and_experts_once() -> None:
+    """On a card whose bandwidth bounds all: the bytes of what is read; on one whose products do: their FLOPs."""
+    arch = load({**block.with_block("sdar-8b", 16, 3).config, **SMALL}).architecture
+    card = replace(load_device("h200"), gemm_rates={1: 1e12}, attention_rates={"triton": {1: 1e12}})
+    sizes = {"requests": 2, "tokens": 40.0, "kept": 10.0, "rows": 5.0, "keys": 100.0}
+    widths = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+    of_layer = arch.hidden * (2 * widths[0] + 2 * widths[1] + 3 * arch.ffn)
+    weights = 4 * (arch.layers * of_layer + arch.hidden * arch.vocabulary)
+    read = StepFloor(arch, replace(card, bandwidth=1.0)).of(**sizes, cut=1)
+    assert read == pytest.approx(weights + arch.layers * 4 * 2 * widths[1] * 100)
+    fast = StepFloor(arch, replace(card, bandwidth=1e30))
+    head, attended = 2 * 5 * arch.hidden * arch.vocabulary, 4 * 50 * widths[0]
+    whole = arch.layers * 40 * (2 * of_layer + attended) + head
+    assert 1e12 * fast.of(**sizes) == pytest.approx(whole)
+    # layer 0 and the queries, keys and values of layer 1 are of all tokens
+    before = 40 * (2 * of_layer + attended + 2 * arch.hidden * (widths[0] + 2 * widths[1]))
+    after = 10 * (2 * of_layer + attended - 2 * arch.hidden * (widths[0] + 2 * widths[1])) + 10 * (
+        2 * of_layer + attended
+    )
+    assert 1e12 * fast.of(**sizes, cut=1) == pytest.approx(before + after + head)
+    # of experts, those that a token chooses: of all, where there are many tokens
+    experts = load("llada2-mini").architecture
+    floor = StepFloor(experts, replace(card, bandwidth=1.0))
+    most, one = (floor.of(**{**sizes, "tokens": tokens}) for tokens in (1e6, 1.0))
+    layers, of_expert = experts.layers - experts.dense_layers, 2 * 3 * experts.hidden * experts.ffn
+    assert most - one == pytest.approx(layers * of_expert * (experts.experts - experts.experts_per_token))
 
 
 def test_attention_over_kept_keys_is_timed_against_its_bound() -> None:

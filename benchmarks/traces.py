@@ -1,0 +1,321 @@
+"""Traces of block diffusion: how many tokens of a block each step finds masked, keeps and decides; and sessions that go by them.
+
+What random weights decide and drop says nothing about a trained model. A replayed session runs the real loop and the real kernels,
+with two things forced: which of the kept rows are decided, and how many rows an eviction is told to keep. Both go through public
+options: an eviction whose budget is what the request says that its last step has decided (`EVICTION`), and outcomes that a wrapped
+algorithm gives on. Rows whose importance stands out are kept beside the budget. With `flat_importance` few do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, chain, groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+import mosaic
+from benchmarks.cases import options, tag_of
+from benchmarks.record import environment, write
+from benchmarks.sparse import NoPrefill
+from mosaic.bench.quality.decodability import DecodabilitySettings
+from mosaic.bench.quality.estimation import items_of
+from mosaic.bench.quality.evaluation import gen_length
+from mosaic.bench.quality.items import LONG_TASKS
+from mosaic.bench.quality.replay import Records, recording
+from mosaic.bench.quality.vocabulary import vocabulary
+from mosaic.decoding import ALGORITHMS, Algorithm, Canvas, GenerationConfig, resolve
+from mosaic.decoding.algorithms import algorithm_of
+from mosaic.decoding.llada import schedule
+from mosaic.models.eviction import Eviction
+from mosaic.models.parts.cut import KEPT
+
+if TYPE_CHECKING:
+    from mosaic.decoding.canvas import Steps
+    from mosaic.models.architecture import Architecture
+    from mosaic.runtime.compiled import CompiledModel
+    from mosaic.runtime.launched import Launched
+    from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
+
+__all__ = [
+    "EVICTION",
+    "PAPER",
+    "Counted",
+    "Replay",
+    "Trace",
+    "TraceStep",
+    "flat_importance",
+    "load_trace",
+    "main",
+    "paper_trace",
+    "recorded_trace",
+]
+
+EVICTION: Final = Eviction(alpha=1.0, history="ema", weight=1.0)
+"""Keeps as many masked tokens as the request says that its step before has decided, and those that stand out."""
+PAPER: Final[Mapping[str, tuple[float, float]]] = {"sdar": (15.02, 3.12), "llada2": (19.73, 4.19)}
+"""By family, tokens computed for each that is decided in blocks of 32, without eviction and with it: FOCUS, table 5, ShareGPT."""
+_PAPER_BLOCK: Final = 32
+_GAIN: Final = 8.0
+_BEHIND: Final = 4.0
+"""Rows, kept too many or too few, that later steps make up for."""
+
+
+class TraceStep(NamedTuple):
+    """One step of one request: masked tokens of its block, tokens of the block that are kept, tokens that are decided."""
+
+    masked: int
+    kept: int
+    committed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The steps of some blocks, one after another; after the last block comes the first again.
+
+    Parameters
+    ----------
+    name
+        Where it comes from.
+    block
+        Tokens of a block.
+    blocks
+        The steps of each, which decide all of its tokens.
+    """
+
+    name: str
+    block: int
+    blocks: tuple[tuple[TraceStep, ...], ...]
+
+    @property
+    def steps(self) -> float:
+        """Steps of a block, on average."""
+        return sum(map(len, self.blocks)) / len(self.blocks)
+
+    @property
+    def mean(self) -> tuple[float, float, float]:
+        """Tokens that a step finds masked, keeps and decides, on average."""
+        masked, kept, committed = (sum(counts) for counts in zip(*chain.from_iterable(self.blocks), strict=True))
+        steps = sum(map(len, self.blocks))
+        return masked / steps, kept / steps, committed / steps
+
+
+def paper_trace(family: str, block: int, blocks: int = 8) -> Trace:
+    """Make a trace whose averages are those of the paper's table 5: the same tokens decided and kept a step, whatever the block.
+
+    >>> trace = paper_trace("sdar", 32)
+    >>> trace.steps, [round(count, 1) for count in trace.mean], trace.blocks[0][:2]
+    (15.0, [16.9, 6.6, 2.1], (TraceStep(masked=32, kept=6, committed=3), TraceStep(masked=29, kept=7, committed=3)))
+    """
+    without, evicted = PAPER[family]
+    steps_of_block, decided = without * block / _PAPER_BLOCK, _PAPER_BLOCK / without
+    ends = [math.floor(number * steps_of_block) for number in range(blocks + 1)]
+    keeps = [math.floor(step * evicted * decided) for step in range(ends[-1] + 1)]
+    found = []
+    for first, end in pairwise(ends):
+        quotas = schedule(block, end - first)
+        masked = [block - before for before in accumulate([0, *quotas[:-1]])]
+        kept = [after - before for before, after in pairwise(keeps[first : end + 1])]
+        found.append(tuple(map(TraceStep, masked, kept, quotas)))
+    return Trace(name="paper", block=block, blocks=tuple(found))
+
+
+def recorded_trace(model: CompiledModel, name: str, tasks: Sequence[str], items: int) -> Trace:
+    """Decode answers of a trained model with `focus` and the block cache, and write down their whole blocks."""
+    arch, found = model.architecture, []
+    for item in items_of(DecodabilitySettings(tasks=tuple(tasks), items=items)):
+        records: Records = {}
+        config = GenerationConfig(
+            gen_length=gen_length(item.task), eviction="focus", block_cache="dc+", block_commit="cached"
+        )
+        model.generate(
+            [torch.tensor(vocabulary().encode(item.prompt))], recording(config, arch, records)
+        )  # fmt: skip
+        for _, group in groupby(records[0], lambda step: step.block):
+            steps = [TraceStep(len(step.positions), step.computed, int(step.committed.sum())) for step in group]
+            if steps[0].masked == arch.block and steps[-1].masked == steps[-1].committed:
+                found.append(tuple(steps))
+    return Trace(name=name, block=arch.block, blocks=tuple(found))
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace: `name`, `block` and `blocks`, of each step the numbers of a `TraceStep`."""
+    found = json.loads(path.read_text())
+    blocks = tuple(tuple(TraceStep(*step) for step in steps) for steps in found["blocks"])
+    return Trace(name=found["name"], block=found["block"], blocks=blocks)
+
+
+def flat_importance(model: CompiledModel) -> None:
+    """Write norms of the first layers' queries, so that the importance of hardly any masked token stands out.
+
+    Layer 0 attends to all alike, layer 1 to few positions: rarely to masked ones, whose keys are alike. So deltas of masked tokens
+    are small beside the deviation over the block, and the budget says how many are kept.
+    """
+    names, weights = model.architecture.names, model.weights()
+    weights[names.query_norm.format(layer=0)].zero_()
+    weights[names.query_norm.format(layer=1)].fill_(_GAIN)
+
+
+@dataclass(slots=True)
+class Replay:
+    """Lets requests go by a trace.
+
+    Parameters
+    ----------
+    trace
+        The trace.
+    all_kept
+        Whether an eviction keeps everything.
+
+    Attributes
+    ----------
+    seconds
+        What the replay itself has taken of the host's time.
+    computed
+        Tokens that steps were asked for, of all requests together.
+    kept
+        Of these, those that were kept.
+    undecided
+        Of those that were kept, the masked ones.
+    """
+
+    trace: Trace
+    all_kept: bool = False
+    seconds: float = 0.0
+    computed: int = 0
+    kept: int = 0
+    undecided: int = 0
+
+    def options(self, config: GenerationConfig, architecture: Architecture) -> GenerationConfig:
+        """Return options that decode as `config` does, by the trace. A request begins at the block of its number."""
+        own = resolve(config, architecture)
+        inner = algorithm_of(own)
+
+        def decode(canvas: Canvas) -> Steps:
+            steps, script = inner.decode(canvas), _Script(self.trace, canvas.request)
+            asked = next(steps, None)
+            while asked is not None:
+                began = time.perf_counter()
+                told = self._told(asked, script)
+                self.seconds += time.perf_counter() - began
+                result = yield told
+                began = time.perf_counter()
+                if asked.rows.numel():
+                    result = self._outcome(canvas, asked, result, script)
+                self.seconds += time.perf_counter() - began
+                try:
+                    asked = steps.send(result)
+                except StopIteration:
+                    return
+
+        traits = ALGORITHMS[str(inner)]
+        return replace(
+            own, algorithm=Algorithm(name=f"{inner}, replayed", decode=decode, shapes=inner.shapes, traits=traits)
+        )
+
+    def _told(self, asked: StepRequest, script: _Script) -> StepRequest:
+        """The request with the budget that keeps as many rows as the trace says."""
+        progress = asked.values.get("block")
+        if progress is None:
+            return asked
+        block, masked = self.trace.block, len(progress.masked)
+        fixed = int((asked.values["positions"] >= progress.start).sum()) if "positions" in asked.values else block
+        budget = block if self.all_kept else script.budget(masked, fixed - masked)
+        return replace(asked, values={**asked.values, "block": replace(progress, processed=block, decoded=budget)})
+
+    def _outcome(self, canvas: Canvas, asked: StepRequest, result: StepResult, script: _Script) -> StepResult:
+        """The outcome with as many of the kept rows decided, the first ones, as the trace says; tokens differ from row to row."""
+        rows, tokens = asked.rows.numel(), asked.token_ids.numel()
+        places = asked.values.get("positions")
+        first = asked.start if places is None else int(places[0])
+        at = int(asked.rows[0] if places is None else places[asked.rows[0]])
+        start = (at if places is not None else first + at) // self.trace.block * self.trace.block
+        again = max(start - first, 0) if places is None else int((places < start).sum())
+        kept = result.values[KEPT].numpy() if KEPT in result.values else np.ones(rows, dtype=bool)
+        here = kept.nonzero()[0]
+        self.computed += tokens
+        self.kept += tokens - rows + len(here)
+        self.undecided += len(here)
+        taken = np.zeros(rows, dtype=bool)
+        taken[here[: script.take(rows, tokens - again - rows + len(here), len(here))]] = True
+        chosen = (asked.rows + canvas.step).mul(7919).add(canvas.request).remainder(canvas.architecture.mask_token_id)
+        return replace(result, token=chosen, chosen=chosen, committed=torch.from_numpy(taken))
+
+
+class _Script:
+    """Where one request is in the trace, and what it is behind by."""
+
+    def __init__(self, trace: Trace, block: int) -> None:
+        self._trace, self._block = trace, block
+        self._more = 0.0  # rows that steps before have kept too many
+        self._enter()
+
+    def _enter(self) -> None:
+        self._steps = iter(self._trace.blocks[self._block % len(self._trace.blocks)])
+        self._now, self._owed = next(self._steps), 0  # tokens that steps before should have decided
+
+    def budget(self, masked: int, fixed: int) -> int:
+        """Return the masked rows to keep beside `fixed` others: each that is kept also keeps the one before it."""
+        least = self._now.committed + self._owed
+        wanted = min(max(self._now.kept - fixed - self._more, least, 1), masked)
+        return max(round(masked * (1 - math.sqrt(1 - wanted / masked))), 1)
+
+    def take(self, masked: int, kept: int, most: int) -> int:
+        """Return how many of the masked rows a step decides, at most so many, that has kept `kept` rows of the block; go on."""
+        self._more = min(max(self._more + kept - self._now.kept, -_BEHIND), _BEHIND)
+        count = min(self._now.committed + self._owed, most)
+        self._owed += self._now.committed - count
+        self._now = next(self._steps, self._now)
+        if count == masked:
+            self._block += 1
+            self._enter()
+        return count
+
+
+class Counted(NoPrefill):
+    """A runner without prefills that notes the sizes of its steps."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        super().__init__(runner)
+        self.sizes: list[tuple[int, int]] = []
+        """Of each step, tokens, and keys that are seen."""
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        """Run one step."""
+        self._note(requests)
+        return super().step(requests)
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        """Begin one step."""
+        self._note(requests)
+        return super().launch(requests)
+
+    def _note(self, requests: Sequence[StepRequest]) -> None:
+        tokens = sum([request.token_ids.numel() for request in requests])
+        self.sizes.append((tokens, sum([request.key_len for request in requests])))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Record the trace of a trained model."""
+    parser = options(__doc__)
+    parser.add_argument("--items", type=int, default=2, help="answers of each long task")
+    asked = parser.parse_args(arguments)
+    for name in asked.models:
+        with mosaic.compile(name, device=asked.device) as model:
+            trace = recorded_trace(model, name, LONG_TASKS, asked.items)
+        masked, kept, committed = trace.mean
+        print(
+            f"{len(trace.blocks)} blocks of {trace.steps:.1f} steps: {masked:.1f} masked, {kept:.1f} kept, {committed:.1f} decided"
+        )
+        write(f"trace-{name}{tag_of(asked)}", {"environment": environment(), **asdict(trace)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
