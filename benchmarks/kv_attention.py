@@ -4,11 +4,13 @@
 
 writes `kv-attention-<device>.json`. Launches are captured, over layers in turn that together exceed the card's cache. The bound is
 the larger of reading keys and values once at the profile's bandwidth and of the products at 620 TFLOP/s, what cuDNN reaches on an
-H200; a launch beside it would be of no use.
+H200; a launch beside it would be of no use. Where FlashInfer is installed, its kernels are timed in the same way, over keys that
+lie as it prefers.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +30,9 @@ from mosaic.registrar.operators.kv_attention import kv_parts
 
 __all__ = ["CASES", "HEADER", "Case", "bound_s", "main", "measured", "rows_of"]
 
-HEADER = ("query heads on KV heads", "requests", "queries of each", "keys of each", "us", "bound, us", "of the bound")
+HEADER = (
+    "query heads on KV heads", "requests", "queries of each", "keys of each", "us", "bound, us", "of the bound", "FlashInfer, us",
+)  # fmt: skip
 RATE: Final = 620e12
 TURNS_BYTES: Final = 1 << 29
 """Least bytes of the layers that take turns."""
@@ -100,6 +104,35 @@ def measured(case: Case, bench: Bench, layers: int | None = None) -> float:
     return bench.timer.captured([of_layer(layer) for layer in range(turns)])
 
 
+def flashinfer_s(case: Case, bench: Bench) -> float | None:
+    """Seconds of a launch of FlashInfer's kernels for the same rows, all of which see all keys; None where there are none."""
+    if case.blocks or importlib.util.find_spec("flashinfer") is None:
+        return None
+    import flashinfer
+
+    turns = max(2, math.ceil(TURNS_BYTES / (4 * case.keys * case.requests * case.kv_heads * case.size)))
+    shape, where = (
+        (case.keys * case.requests, case.kv_heads, case.size),
+        {"dtype": torch.bfloat16, "device": bench.device},
+    )
+    layers = [(torch.randn(shape, **where), torch.randn(shape, **where)) for _ in range(turns)]
+    q = torch.randn(case.queries * case.requests, case.heads, case.size, **where)
+    begins = torch.arange(case.requests + 1, dtype=torch.int32, device=bench.device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(1 << 28, dtype=torch.uint8, device=bench.device), "NHD", backend="fa2"
+    )
+    wrapper.plan(
+        begins * case.queries, begins * case.keys, case.heads, case.kv_heads, case.size, causal=False,
+        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    y = torch.empty_like(q)
+
+    def of_layer(k: torch.Tensor, v: torch.Tensor) -> Any:
+        return lambda: wrapper.run(q, k, v, out=y)
+
+    return bench.timer.captured([of_layer(*layer) for layer in layers])
+
+
 def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """Rows for a table, one a case."""
     for point in result["points"]:
@@ -107,6 +140,7 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [
             f"{point['heads']} on {point['kv_heads']}", f"{point['requests']}", f"{point['queries']:,}", f"{point['keys']:,}",
             f"{1e6 * seconds:,.1f}", f"{1e6 * bound:,.1f}", f"{seconds / bound:.2f}",
+            f"{1e6 * point['flashinfer_s']:,.1f}" if point.get("flashinfer_s") else "",
         ]  # fmt: skip
 
 
@@ -123,7 +157,8 @@ def main(arguments: Sequence[str]) -> None:
         point = {
             name: getattr(case, name) for name in ("keys", "queries", "requests", "heads", "kv_heads", "size", "blocks")
         }
-        points.append(point | {"seconds": seconds, "bound_s": bound_s(case, device.bandwidth)})
+        other = flashinfer_s(case, bench)
+        points.append(point | {"seconds": seconds, "bound_s": bound_s(case, device.bandwidth), "flashinfer_s": other})
         torch.cuda.empty_cache()
     result = {"environment": environment(), "card": bench.title, "points": points}
     write(f"kv-attention-{asked.device}{tag_of(asked)}", result)

@@ -5,8 +5,9 @@
 writes `sparse-<model>-<device>.json`. Sessions decode as they always do, by a fixed schedule, so that steps are launched ahead
 where the policy allows it. Only the prefill is left out: weights are random, and so are the keys in the state. Requests of a batch
 begin together (lockstep), or are spread over a block (staggered). A block's time is that of its steps, in the middle of a
-generation. The floor is the reading of what the steps touch, at the profile's bandwidth: weights but for the embedding, the keys
-and values that are attended to, and the keys, or what is kept of pages, that a selection ranks.
+generation. `plain` is the exact step in plain PyTorch (`benchmarks.plain_blocks`), of one request. The floor is the reading of what
+the steps touch, at the profile's bandwidth: weights but for the embedding, the keys and values that are attended to, and the keys,
+or what is kept of pages, that a selection ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import mosaic
 from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, options, tag_of, token_counts
+from benchmarks.plain_blocks import plain_step_ms
 from benchmarks.record import environment, table, write
 from mosaic.decoding import GenerationConfig, Session
 from mosaic.devices import load_device
@@ -45,6 +47,7 @@ WARM, BLOCKS = 1, 3
 """Blocks that are decoded before any is timed, and that are timed."""
 GENERATED: Final = (WARM + BLOCKS + 2) * BLOCK
 EXACT: Final = "exact"
+PLAIN: Final = "plain"
 CASE: Final = ("prefix", "requests", "steps", "staggered")
 
 
@@ -180,26 +183,38 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     asked = parser.parse_args(arguments)
     device, on_card, clock = load_device(asked.device), asked.device != "cpu", Clock.start(asked.minutes)
-    named = {name: name if name == EXACT else _policy(name, asked.k) for name in asked.attention.split(",")}
+    wanted = asked.attention.split(",")
+    named = {name: name if name == EXACT else _policy(name, asked.k) for name in wanted if name != PLAIN}
     cases = [
         case for case in product(asked.prefix, asked.batch, asked.steps, (False, True), named) if case[1] > 1 or not case[3]
     ]  # fmt: skip
+    plain = [*product(asked.prefix, asked.steps)] if PLAIN in wanted else []
     for name in asked.models:
+        described = _reaching(with_block(name, BLOCK, asked.layers), max(asked.prefix) + BLOCK + GENERATED)
         result: dict[str, Any] = {"environment": environment(), "model": name, "block": BLOCK, "k": asked.k}
         result |= {"card": torch.cuda.get_device_name() if on_card else "cpu", "points": []}
-        described = _reaching(with_block(name, BLOCK, asked.layers), max(asked.prefix) + BLOCK + GENERATED)
+
+        def keep(
+            case: Sequence[Any], attention: str, times: Sequence[float], result: Any = result, of: Model = described
+        ) -> None:
+            point = dict(zip(CASE, case, strict=True))
+            floor = floor_s(
+                of, named.get(attention, EXACT), bandwidth=device.bandwidth,
+                **{key: point[key] for key in ("prefix", "requests", "steps")},
+            )  # fmt: skip
+            result["points"].append({**point, "attention": attention, "step_ms": times, "floor_s": floor})
+            write(f"sparse-{result['model']}-{asked.device}{tag_of(asked)}", result)
+
+        for prefix, steps in clock.while_left(plain, print):
+            times = plain_step_ms(described, prefix=prefix, steps=steps, blocks=BLOCKS, cuda=on_card)
+            keep((prefix, 1, steps, False), PLAIN, times)
+        torch.cuda.empty_cache()
         with mosaic.compile(described, device=asked.device, seed=3) as model:
             for *case, attention in clock.while_left(cases, print):
-                point = dict(zip(CASE, case, strict=True))
-                sizes = {key: point[key] for key in ("prefix", "requests", "steps")}
                 try:
-                    times = measured(model, named[attention], **point)
+                    keep(case, attention, measured(model, named[attention], **dict(zip(CASE, case, strict=True))))
                 except DoesNotFit as error:
-                    print(point, attention, error)
-                    continue
-                floor = floor_s(described, named[attention], **sizes, bandwidth=device.bandwidth)
-                result["points"].append({**point, "attention": attention, "step_ms": times, "floor_s": floor})
-                write(f"sparse-{name}-{asked.device}{tag_of(asked)}", result)
+                    print(case, attention, error)
         print(table(HEADER, list(rows_of(result))))
 
 

@@ -96,6 +96,18 @@ def test_a_loop_counts_what_it_does() -> None:
     assert model.tally.layers_s == 0
 
 
+def test_shared_keys_need_not_be_repeated() -> None:
+    network, _ = network_of("sdar")
+    assert network.arch.kv_heads < network.arch.heads
+    ids, block = torch.arange(3 * network.arch.block)[None], network.arch.block
+    with torch.no_grad():
+        repeated, grouped = (
+            model.layers(ids[:, -block:], 2 * block, model.layers(ids[:, : 2 * block])[1])[0]
+            for model in (PlainModel(network), PlainModel(network, grouped=True))
+        )
+    torch.testing.assert_close(grouped, repeated)
+
+
 @pytest.mark.parametrize(
     ("family", "options"), [("dream", {}), ("llada", {"remasking": "random"}), ("sdar", {"top_p": 0.5})]
 )

@@ -390,6 +390,7 @@ def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
                 {**asked, "staggered": staggered, "attention": str(attention), "step_ms": times, "floor_s": floor}
             )
         assert model.state_rows == {}
+    assert len(sparse.plain_step_ms(tiny, prefix=64, steps=2, blocks=3, cuda=False)) == 3 * 2
     rows = [*sparse.rows_of({"points": points})]
     assert all(len(row) == len(sparse.HEADER) for row in rows) and rows[0][-1] == rows[1][-1] == "1.00"
     # a layer's keys and values of a prefix; half of them are ranked once, in the two layers that are sparse
@@ -519,7 +520,8 @@ def test_attention_over_kept_keys_is_timed_against_its_bound() -> None:
     triangle = replace(products, keys=4000, blocks=32)
     assert kv_attention.bound_s(triangle, 1e15) == pytest.approx(4 * 4000 * (4000 - 1984) * 4096 / 620e12)
     points = [{**asdict(case), "seconds": 3e-5, "bound_s": 1.5e-5} for case in small[:2]]
-    assert [row[-1] for row in kv_attention.rows_of({"points": points})] == ["2.00", "2.00"]
+    points[1]["flashinfer_s"] = 4e-5
+    assert [row[-2:] for row in kv_attention.rows_of({"points": points})] == [["2.00", ""], ["2.00", "40.0"]]
 
 
 def test_a_pair_of_checkouts_is_compared_by_medians() -> None:

@@ -296,11 +296,12 @@ class Transformer(nn.Module):
         self.head = Linear(tied if tied is not None else weights.make(arch.names.head, arch.vocabulary, arch.hidden))
         self.tensors: Mapping[str, Tensor] = weights.tensors
 
-    def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [S, R] of the R dims of a head that turn, in float32 and scaled as the model asks."""
+    def angles(self, tokens: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [S, R] of the R dims of a head that turn, in float32 and scaled as the model asks; those of
+        positions from `first` on."""
         device, scale = self.embedding.device, self.arch.rotary_scale
         inv_freq = inverse_frequencies(self.arch.rotary, tokens).to(device)
-        angles = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), inv_freq)
+        angles = torch.outer(torch.arange(first, tokens, device=device, dtype=torch.float32), inv_freq)
         angles = torch.cat((angles, angles), dim=-1)
         kept = torch.promote_types(self.dtype, torch.float32) if self.wide_rotary else self.dtype
         return (angles.cos() * scale).to(kept), (angles.sin() * scale).to(kept)

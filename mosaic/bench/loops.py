@@ -29,7 +29,7 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
 
-__all__ = ["LOOPS", "PlainModel", "Tally", "generate_plainly"]
+__all__ = ["LOOPS", "PlainModel", "Tally", "generate_plainly", "sdar_decides"]
 
 Cache: TypeAlias = list[tuple[Tensor, Tensor]]
 """Keys and values [1, K, P, H] of every layer."""
@@ -64,10 +64,13 @@ class PlainModel:
         With its weights.
     split
         Wait for the device after the layers and after the head, to time them apart: the whole then takes longer.
+    grouped
+        Leave it to PyTorch's attention that query heads share keys, instead of repeating these as published.
     """
 
     network: Transformer
     split: bool = False
+    grouped: bool = False
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -110,10 +113,12 @@ class PlainModel:
         seen: Cache = []
         with self.timed("layers_s"):
             x = F.embedding(ids, network.embedding)
-            cos, sin = (angle[start:end] for angle in network.angles(end))
+            angles = network.angles(end, start)
             for number, layer in enumerate(network.layers):
                 past = cache[number] if cache is not None else None
-                y, kept = _attend(layer.attention, layer.attention_norm(x), (cos, sin), past, start, replace, mask)  # type: ignore[arg-type, operator]
+                y, kept = _attend(
+                    layer.attention, layer.attention_norm(x), angles, past, start, replace, mask, self.grouped
+                )  # type: ignore[arg-type, operator]
                 seen.append(kept)
                 x = x + y
                 x = x + layer.ffn(layer.ffn_norm(x))  # type: ignore[operator]
@@ -128,7 +133,7 @@ class PlainModel:
 
 def _attend(
     attention: Attention, x: Tensor, angles: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, start: int,
-    replace: bool, mask: Tensor | None,
+    replace: bool, mask: Tensor | None, grouped: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """Attend over kept keys and the window's own; return them all."""
     arch, shape = attention.arch, (*x.shape[:-1], -1, attention.arch.head_size)
@@ -144,9 +149,9 @@ def _attend(
     elif past is not None:
         k, v = (torch.cat([kept, new], dim=2) for kept, new in zip(past, (k, v), strict=True))
     keys, values = k, v
-    if arch.kv_heads < arch.heads:
+    if arch.kv_heads < arch.heads and not grouped:
         keys, values = (part.repeat_interleave(arch.heads // arch.kv_heads, dim=1) for part in (k, v))
-    y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped)
     projected: Tensor = attention.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
     return projected, (k, v)
 
@@ -244,17 +249,24 @@ def sdar(model: PlainModel, prompt: Tensor, config: GenerationConfig) -> Tensor:
         mine = slice(start, end)
         for quota in schedule(block, config.steps or block):
             x, _ = model.layers(ids[:, mine], start, cache)
-            with model.timed("head_s"):
-                probability = _cut(model.logits(x), config).softmax(-1)
-                token = probability.argmax(-1) if not config.temperature else probability.multinomial(1)[:, 0]
-                confidence = probability.gather(-1, token[:, None])[:, 0]
-                chosen = _sdar_rows(confidence, open_[mine], quota, config)
-                ids[0, mine] = torch.where(chosen, token, ids[0, mine])
-                open_[mine] &= ~chosen
+            sdar_decides(model, x, ids[0, mine], open_[mine], quota, config)
             if not bool(open_[mine].any()):
                 break
         _, cache = model.layers(ids[:, mine], start, cache)
     return ids[0, prompt.numel() : prompt.numel() + config.gen_length].cpu()
+
+
+def sdar_decides(
+    model: PlainModel, hidden: Tensor, ids: Tensor, open_: Tensor, quota: int, config: GenerationConfig
+) -> None:
+    """Decide rows of a block by their hidden states [1, T, D], in place: token ids int64 [T], and bool [T] where they are open."""
+    with model.timed("head_s"):
+        probability = _cut(model.logits(hidden), config).softmax(-1)
+        token = probability.argmax(-1) if not config.temperature else probability.multinomial(1)[:, 0]
+        confidence = probability.gather(-1, token[:, None])[:, 0]
+        chosen = _sdar_rows(confidence, open_, quota, config)
+        ids.copy_(torch.where(chosen, token, ids))
+        open_ &= ~chosen
 
 
 def _cut(logits_TV: Tensor, config: GenerationConfig) -> Tensor:
