@@ -116,9 +116,8 @@ class PlainModel:
             angles = network.angles(end, start)
             for number, layer in enumerate(network.layers):
                 past = cache[number] if cache is not None else None
-                y, kept = _attend(
-                    layer.attention, layer.attention_norm(x), angles, past, start, replace, mask, self.grouped
-                )  # type: ignore[arg-type, operator]
+                normed = layer.attention_norm(x)  # type: ignore[operator]
+                y, kept = _attend(layer.attention, normed, angles, past, start, replace, mask, self.grouped)  # type: ignore[arg-type]
                 seen.append(kept)
                 x = x + y
                 x = x + layer.ffn(layer.ffn_norm(x))  # type: ignore[operator]

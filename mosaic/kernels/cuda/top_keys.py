@@ -342,7 +342,8 @@ def launch(
         return
     pairs, parts = sequences * sets, parts_of(sequences * sets)
     integers = floats_of("top_keys", scratch, parts * pairs * BINS + pairs * (1 + PLACED + LISTED)).view(torch.int32)
-    counts, arrived, placed, lists = integers.split((parts * pairs * BINS, pairs, PLACED * pairs, LISTED * pairs))
+    sizes = [parts * pairs * BINS, pairs, PLACED * pairs, LISTED * pairs]
+    counts, arrived, placed, lists = torch.split(integers, sizes)
     histogram_kernel[(parts, sets, sequences)](
         mass, captured, cu_keys, counts, arrived, placed, mass.stride(0), ratio, SETS=sets, PAGES=chosen["PAGES"], PAGE=page,
         RATIO=chosen["RATIO"], PARTS=parts, BLOCK=PASSED // together, BLOCK_P=together, SAMPLED=SAMPLED, num_warps=PASS_WARPS,
