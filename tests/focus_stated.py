@@ -8,7 +8,7 @@ here is shared with the library but names of weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -50,6 +50,8 @@ class Generated:
     ----------
     steps
         Of all blocks, in order.
+    noise
+        Of an eviction at random, the number of a step of blocks and a position: tokens with the largest are kept.
     written
         The number of the step that wrote the keys of a layer and position last; -1: a commit or a prefill.
     """
@@ -67,6 +69,7 @@ class Generated:
     selected: int = 0
     exact_layers: int = 2
     every: int = 0
+    noise: Callable[[int, int], float] = lambda step, place: math.nan
     steps: list[StatedStep] = field(default_factory=list)
     written: dict[tuple[int, int], int] = field(default_factory=dict)
     keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -244,7 +247,12 @@ class Generated:
         deviation = math.sqrt(sum((rise - middle) ** 2 for rise in sample) / len(sample))
         above = [place for place in masked if rises[place] >= middle + deviation]
         count = max(math.ceil(Fraction(str(chosen.alpha)) * self.expected()), len(above))
-        selected = sorted(masked, key=lambda place: (-rises[place], place))[:count]
+        ranks = (
+            rises if chosen.rank == "importance" else {place: -rise for place, rise in rises.items()}
+        )  # table 3: bottom
+        if chosen.rank == "random":
+            ranks = {place: self.noise(len(self.steps), place) for place in masked}
+        selected = sorted(masked, key=lambda place: (-ranks[place], place))[: chosen.keep or count]
         kept = {place for place in places if place not in masked or place in selected or place + 1 in selected}
         before = max(kept)
         kept |= {place for place in masked if place < before and place >= self.reached}

@@ -47,10 +47,12 @@ LAUNCHES = [
     Launch("embedding", "ids:l6 table:f9,4", "y:f6,4", moved="ids y y", loose="table", host="table", sliced="ids y"),
     Launch("evict_tokens",
            "before:f2,3,4 after:f2,3,4 listed:i2,4 first:i2 progress:i2 status:u6 positions:i6 cu_seqlens:i3 decoded:i2 owner:l2 "
-           "state:f5,2", "rows:l6 bounds:i3 total:l1 seen:i2 state",
-           attrs={"alpha": 1.5, "history": "ema", "threshold": "mean", "placeholders": "masked", "weight": 0.25},
-           moved="before after listed first progress status positions cu_seqlens decoded owner rows bounds total seen state=4",
-           loose="state", optional="weight"),
+           "state:f5,2 ranks:f2,4", "rows:l6 bounds:i3 total:l1 seen:i2 state",
+           attrs={"alpha": 1.5, "history": "ema", "threshold": "mean", "placeholders": "masked", "weight": 0.25, "keep": 4,
+                  "rank": "bottom"},
+           moved="before after listed first progress status positions cu_seqlens decoded owner ranks rows bounds total seen "
+                 "state=4",
+           loose="state", optional="ranks weight keep rank"),
     Launch("gather_rows", "x:f9,4 rows:l6", "y:f6,4", moved="rows y y", loose="x", host="x", sliced="rows y"),
     Launch("grouped_linear", "x:f12,4 weight:f3,5,4 offsets:l4", "y:f12,5", 2 * 12 * 4 * 5, free="weight offsets",
            sliced="x y"),

@@ -160,7 +160,7 @@ SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "prefix_attention": "layer, scale, block", "joined_attention": "layer, slot, scale, block", "query_change": "rows",
     "page_bounds": "slot, statistic", "page_extrema": "layer, slot, page",
     "top_keys": "slot, k, page, ratio, enough", "prefix_logsumexp": "layer, scale",
-    "token_importance": "layer, scale, pool", "evict_tokens": "alpha, history, threshold, placeholders, weight",
+    "token_importance": "layer, scale, pool", "evict_tokens": "alpha, history, threshold, placeholders, weight, keep, rank",
     "kv_store": "layer, head_size",
     "read_canvas": "open_id", "moe_route": "normalize, scoring, groups, top_groups, scale",
     "rms_norm": "eps", "rotary": "head_size, factor", "rotary_store": "layer, head_size, eps, factor",

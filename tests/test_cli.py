@@ -229,10 +229,12 @@ def test_eviction_is_planned_of_whole_blocks(more: tuple[str, ...], message: str
 
 def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic: Any) -> None:
     """The step fits where the largest of its graphs does; its second one takes less, the fewer tokens it computes."""
-    ask = ("plan", "--device", "h200", "--model", "small-sdar", "--seq-lens", ",".join(["1k"] * 256))
-    ask = (*ask, "--eviction", "focus-public", "--alpha", "1.2", "--block-cache", "dc+")
+    whole_blocks = ("plan", "--device", "h200", "--model", "small-sdar", "--seq-lens", ",".join(["1k"] * 256))
+    ask = (*whole_blocks, "--eviction", "focus-public:rank=random", "--alpha", "1.2", "--block-cache", "dc+")
     shown = mosaic(*ask)
-    assert shown.code == 0 and "eviction eviction(alpha=1.2, history='block'" in shown.out
+    assert (
+        shown.code == 0 and "eviction eviction(alpha=1.2, history='block'" in shown.out and "rank='random'" in shown.out
+    )
     found = mosaic(*ask, "--json").json
     whole, prefix, *suffixes = found["graphs"].values()
     assert whole["tokens"] == prefix["tokens"] == suffixes[-1]["tokens"] == 256 * 32

@@ -79,6 +79,8 @@ def drawn(seed: int, *, sequences: int = 0) -> Case:
         "decoded": torch.tensor([rng.randint(-1, 6) for _ in owned], dtype=I32), "owner": torch.tensor(owned),
         "state": strided(state),
     }  # fmt: skip
+    if rng.random() < 0.25:
+        operands["ranks"] = torch.tensor([[rng.choice([rng.random(), 0.5]) for _ in range(block)] for _ in owned])
     outputs = {
         "rows": torch.empty(rows + padding, dtype=torch.int64), "bounds": torch.empty(count + 1, dtype=I32),
         "total": torch.empty(1, dtype=torch.int64), "seen": torch.empty(count, dtype=I32),
@@ -86,6 +88,7 @@ def drawn(seed: int, *, sequences: int = 0) -> Case:
     attrs = {
         "alpha": rng.choice([1.0, 1.2, 1.5, 1.8, 100.0]), "history": kind, "threshold": rng.choice(THRESHOLDS),
         "placeholders": rng.choice(PLACEHOLDERS), "weight": rng.choice([0.0, 0.25, 1.0]),
+        "keep": rng.choice([0, 0, 0, 1, 2, 8]), "rank": rng.choice(["importance", "importance", "bottom"]),
     }  # fmt: skip
     return Case("evict_tokens", operands, outputs, attrs)
 
@@ -106,7 +109,11 @@ def stated(case: Case) -> dict[str, Any]:
             budget_of(state[given["owner"][b]], attrs), candidates(delta, change[b], given["listed"][b], attrs)
         )
         numbers = [position for position in masked if not math.isnan(delta[position])]
-        chosen = set(sorted(numbers, key=lambda position: (-delta[position], position))[:target])
+        least = attrs["rank"] == "bottom"
+        rank = {position: -delta[position] if least else delta[position] for position in numbers}  # table 3
+        if "ranks" in given:
+            rank = {position: float(given["ranks"][b, position - begin]) for position in numbers}
+        chosen = set(sorted(numbers, key=lambda position: (-rank[position], position))[: attrs["keep"] or target])
         chosen |= {position for position in masked if position not in numbers}
         chosen |= {position for position in masked if position + 1 in chosen}
         kept = chosen | {position for position in at if not kinds[position]}
@@ -191,6 +198,8 @@ KINDS: list[Callable[[Case], bool]] = [
     lambda case: (case.operands["after"] - case.operands["before"]).isnan().any().item() is True,
     lambda case: stated(case)["total"][0] < int(case.operands["cu_seqlens"][-1]),
     lambda case: case.attrs["alpha"] == 1.2,
+    lambda case: case.attrs["keep"] in (1, 2) and case.attrs["rank"] == "bottom" and "ranks" not in case.operands,
+    lambda case: "ranks" in case.operands and stated(case)["total"][0] < int(case.operands["cu_seqlens"][-1]),
 ]
 
 
@@ -255,6 +264,7 @@ ATTRS: dict[str, Any] = {
 
 def test_shapes_follow_from_operands() -> None:
     found = operator("evict_tokens").infer(**GIVEN, **ATTRS)
+    assert found == operator("evict_tokens").infer(**GIVEN, **ATTRS, ranks=Spec((SEQS, 8), "float32"))
     assert found == (Spec((TOKENS,), "int64"), GIVEN["cu_seqlens"], Spec((1,), "int64"), PER_SEQUENCE)
 
 
@@ -275,6 +285,10 @@ def test_shapes_follow_from_operands() -> None:
     ({"history": "mean"}, "history must be one of cumulative, ema, block, not 'mean'"),
     ({"threshold": "sum"}, "threshold must be one of deviation, mean"),
     ({"placeholders": "all"}, "placeholders must be one of masked, unprocessed"),
+    ({"rank": "least"}, "rank must be one of importance, bottom, not 'least'"),
+    ({"ranks": Spec((SEQS, 7), "float32")}, r"ranks must be float32\[b, 8\]"),
+    ({"ranks": Spec((SEQS, 8), "int32")}, r"ranks must be float32\[b, 8\]"),
+    ({"keep": -1}, "keep must be a number of rows, not -1"),
     ({"alpha": 0.9}, "alpha must be at least 1, not 0.9"),
     ({"weight": 1.1}, "weight must be a share"),
     ({"weight": -0.1}, "weight must be a share"),
@@ -288,6 +302,7 @@ def test_operands_that_do_not_fit_are_refused(changed: dict[str, Any], message: 
     ({"history": "emma"}, UnknownName, "ema"),
     ({"threshold": "means"}, UnknownName, "mean"),
     ({"placeholders": "mask"}, UnknownName, "masked"),
+    ({"rank": "botom"}, UnknownName, "bottom"),
     ({"after": torch.zeros(1, 2, 64)[..., :32]}, GraphError, "operand 'before' is"),
     ({"listed": torch.zeros(1, 64, dtype=I32)[:, ::2]}, GraphError, "stride 2 inside a row"),
 ])  # fmt: skip
@@ -297,10 +312,10 @@ def test_a_launch_that_does_not_fit_is_refused(changed: dict[str, Any], error: t
         load("evict_tokens").launch(**{**case.operands, **case.outputs, **case.attrs, **changed})
 
 
-@pytest.mark.parametrize("name", ["before", "after", "listed"])
+@pytest.mark.parametrize("name", ["before", "after", "listed", "ranks"])
 def test_importances_that_do_not_lie_side_by_side_are_refused(name: str) -> None:
     case = drawn(next(seed for seed in range(99) if drawn(seed).operands["listed"].shape == (2, 7)))
-    given = case.operands[name]
+    given = case.operands.get(name, case.operands["before"][:, 0])
     apart = torch.zeros(*given.shape[:-1], 9, dtype=given.dtype)[..., :7]
     with pytest.raises(GraphError, match="must lie side by side"):
         load("evict_tokens").launch(**{**case.operands, **case.outputs, **case.attrs, name: apart})

@@ -24,7 +24,9 @@ import mosaic
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission, generate_ids, resolve
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.llada import schedule
+from mosaic.decoding.noise import row_keys
 from mosaic.errors import DoesNotFit, MosaicError, UnknownName, UsageError
+from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models import load
 from mosaic.models.architecture import Architecture
 from mosaic.models.eviction import PRESETS, Eviction
@@ -44,6 +46,9 @@ READINGS: Mapping[str, Eviction | None] = {
     **PRESETS,
     "ema": Eviction(history="ema", placeholders="masked", alpha=1.2),
     "mixed": Eviction(history="block", threshold="mean", pool=5, first_step="whole", alpha=1.0),
+    "fixed": Eviction(keep=3),
+    "bottom": Eviction(keep=1, rank="bottom"),
+    "random": Eviction(rank="random"),
 }
 EXACTLY = {name: tensor.double() for name, tensor in TENSORS.items()}
 KEYS = [(None, None), ("dc", "exact"), ("dc", "cached"), ("dc+", "exact"), ("dc+", "cached")]
@@ -129,7 +134,8 @@ def drawn(rng: random.Random, *, slowly: bool = False) -> tuple[Tensor, dict[str
 
 CASES = [
     ("none", KEYS[2]), ("focus", KEYS[0]), ("focus", KEYS[1]), ("focus-public", KEYS[4]), ("ema", KEYS[2]),
-    ("mixed", KEYS[3]), *(pytest.param("none", KEYS[n], marks=pytest.mark.soak) for n in (3, 4)),
+    ("mixed", KEYS[3]), ("bottom", KEYS[0]), ("random", KEYS[4]), ("fixed", KEYS[1]),
+    *(pytest.param("none", KEYS[n], marks=pytest.mark.soak) for n in (3, 4)),
     pytest.param("focus", KEYS[4], marks=pytest.mark.soak), pytest.param("focus-public", KEYS[0], marks=pytest.mark.soak),
 ]  # fmt: skip
 
@@ -148,7 +154,7 @@ def test_generation_is_that_of_the_paper_in_float64(
         stated = Generated(
             ARCH, EXACTLY, prompt, options["gen_length"], options["threshold"], schedule(BLOCK, options["steps"]),
             dynamic=options["remasking"] == "low_confidence_dynamic", eviction=READINGS[name], cache=keys[0],
-            commit=keys[1] or "exact",
+            commit=keys[1] or "exact", noise=lambda step, place: float(uniforms(row_keys(0, 0, step, torch.tensor([place])))),
         )  # fmt: skip
         assert torch.equal(found.token_ids, stated.run())
         (steps,) = recorder.of_requests()
@@ -326,7 +332,7 @@ def test_with_a_large_alpha_generation_is_that_without_eviction(
         assert mine.steps == other.steps
 
 
-@pytest.mark.parametrize(("name", "keys"), [("focus", KEYS[4]), ("focus-public", KEYS[0])])
+@pytest.mark.parametrize(("name", "keys"), [("random", KEYS[4]), ("focus-public", KEYS[0])])
 def test_requests_at_any_progress_share_steps_and_get_what_they_get_alone(
     model: CompiledModel, name: str, keys: tuple[str | None, str | None]
 ) -> None:
@@ -575,6 +581,8 @@ def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_sh
 
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"eviction": "fokus"}, UnknownName, "eviction 'fokus'.*focus"),
+    ({"eviction": "focus:keeps=4"}, UnknownName, "option of 'focus' 'keeps'.*keep"),
+    ({"eviction": "focus:keep=-4"}, UsageError, "keep is -4"), ({"eviction": "focus:keep"}, UsageError, "expected option=value"),
     ({"eviction": 3}, UsageError, "eviction is 3; it must be Eviction"),
     ({"block_cache": "dc++"}, UnknownName, r"block_cache 'dc\+\+'"),
     ({"block_commit": "never"}, UnknownName, "block_commit 'never'"),

@@ -110,7 +110,8 @@ class FocusNetwork(DroppingNetwork):
         }  # fmt: skip
         operands = {name: torch.tensor(values) for name, values in one.items()} | {"state": self.history}
         operands |= {name: of[None, None] for name, of in zip(("before", "after"), self.importance, strict=True)}
-        attrs = {name: getattr(chosen, name) for name in ("alpha", "history", "threshold", "placeholders", "weight")}
+        named = ("alpha", "history", "threshold", "placeholders", "weight", "keep", "rank")
+        attrs = {name: getattr(chosen, name) for name in named}
         found = stated(Case("evict_tokens", operands, attrs=attrs))
         self.history, self.seen = found["state"], found["seen"][0]
         return list(found["rows"][: found["total"][0]])
@@ -296,6 +297,7 @@ AT_8 = BlockProgress(start=8, masked=(0,), processed=0, step=0, decoded=None)
     ({}, (0, 8), "says how far it is"), ({"block": 3}, (0, 8), "says how far it is"),
     ({"block": AT_8}, (0, 8), r"which is \[8, 16\), and has its masked positions \[8\]; got \[0, 1"),
     ({"block": replace(AT_8, start=0)}, (0, 16), "got .* 15]"), ({"block": replace(AT_8, masked=(0, 1, 7))}, (8, 15), "got .* 14]"),
+    ({"block": replace(AT_8, ranks=(0.5,) * 8)}, (8, 16), r"rank='random' takes a number .* 8 positions, others none; got 8"),
 ])  # fmt: skip
 def test_a_request_that_does_not_say_how_far_it_is_is_refused(
     model: CompiledModel, values: dict[str, Any], window: tuple[int, int], message: str
@@ -323,7 +325,9 @@ def test_a_request_that_does_not_say_how_far_it_is_is_refused(
     ({"history": "blok"}, UnknownName, "eviction's history 'blok'.*block"),
     ({"threshold": "sum"}, UnknownName, "eviction's threshold"), ({"importance": "all"}, UnknownName, "eviction's importance"),
     ({"placeholders": "all"}, UnknownName, "eviction's placeholders"),
-    ({"first_step": "warm"}, UnknownName, "eviction's first_step"),
+    ({"first_step": "warm"}, UnknownName, "eviction's first_step"), ({"rank": "botom"}, UnknownName, "rank 'botom'.*bottom"),
+    ({"keep": -1}, UsageError, "keep is -1; it must be a number of tokens, or 0"), ({"keep": True}, UsageError, "keep is True"),
+    ({"keep": 2.0}, UsageError, "keep is 2.0"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], error: type[MosaicError], message: str) -> None:
     with pytest.raises(error, match=message):

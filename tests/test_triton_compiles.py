@@ -188,8 +188,14 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     of_rows = {"status": of_batch["votes"], "positions": numbers["positions"], "rows": some}
     found = {"bounds": batch["cu_seqlens"], "total": empty(1, dtype=index), "cu_seqlens": batch["cu_seqlens"]}
     of_requests = {"owner": empty(64, dtype=index), "state": empty(64, 2, dtype=wide)}
-    for history, threshold, which in (("cumulative", "deviation", "masked"), ("block", "mean", "unprocessed")):
+    for history, threshold, which, rank in (
+        ("cumulative", "deviation", "masked", "bottom"), ("block", "mean", "unprocessed", "importance"),
+    ):  # fmt: skip
         readings = {"history": history, "threshold": threshold, "placeholders": which, "alpha": 1.5, "weight": 0.5}
+        if rank == "bottom":
+            readings |= {"rank": rank, "keep": 4}
+        else:
+            readings |= {"ranks": empty(64, 32, dtype=wide)}
         layers = dict.fromkeys(("before", "after"), importance)
         yield "evict_tokens", {**layers, **block, **per_sequence, **of_rows, **found, **of_requests, **readings}
     yield "shift_rows", {"rows": some, "cu_seqlens": cu_seqlens, "y": some}

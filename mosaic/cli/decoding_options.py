@@ -106,7 +106,8 @@ ExactLayers: TypeAlias = Annotated[
 Eviction: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="SDAR, LLaDA2.0, Fast-dLLM v2: drop tokens after two layers, focus or focus-public; default none."
+        help="SDAR, LLaDA2.0, Fast-dLLM v2: drop tokens after two layers, focus or focus-public, with options as in "
+        "focus:keep=4; default none."
     ),
 ]
 Alpha: TypeAlias = Annotated[

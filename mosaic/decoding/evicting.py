@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models.eviction import Eviction
 from mosaic.models.parts.cut import KEPT
 from mosaic.models.parts.focus import REACH, BlockProgress, Focus
@@ -89,15 +90,18 @@ class Progress:
 
     def values(self) -> dict[str, Any]:
         """Return what the next step has to know of the block."""
-        if self.canvas.config.eviction is None:
+        eviction = self.canvas.config.eviction
+        if not isinstance(eviction, Eviction):
             return {}
         end = self.start + (self.canvas.config.block_length or 0)
         masked = tuple(self.canvas.masked[self.start : end].nonzero()[:, 0].tolist())
+        ranks = uniforms(self.canvas.keys(torch.arange(self.start, end))) if eviction.rank == "random" else ()
         return {
             "block": BlockProgress(
-                start=self.start, masked=masked, processed=self.processed, step=self.step, decoded=self.decoded
+                start=self.start, masked=masked, processed=self.processed, step=self.step, decoded=self.decoded,
+                ranks=tuple(map(float, ranks)),
             )
-        }
+        }  # fmt: skip
 
     def take(self, request: StepRequest, result: StepResult) -> None:
         """Note what a step of the block has computed, before the canvas takes what it has decided."""

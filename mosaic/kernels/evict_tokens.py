@@ -1,10 +1,10 @@
 """evict_tokens: which rows of a step go on beyond the layer that it is cut in, by how their importance has changed.
 
 Contract: evict_tokens(before[B, K, P] float32, after[B, K, P] float32, listed[B, P] int32, first[B] int32, progress[B] int32,
-status[T] uint8, positions[T] int32, cu_seqlens[B+1] int32, decoded[B] int32, owner[B] int64, state[E, 2] float32; alpha, history,
-threshold, placeholders, weight) -> rows[T] int64, bounds[B+1] int32, total[1] int64, seen[B] int32; updates state, all whole, as
-`mosaic.registrar.operators.evict_tokens` says. Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the
-state.
+status[T] uint8, positions[T] int32, cu_seqlens[B+1] int32, decoded[B] int32, owner[B] int64, state[E, 2] float32,
+ranks[B, P] float32 or None; alpha, history, threshold, placeholders, weight, keep, rank) -> rows[T] int64, bounds[B+1] int32,
+total[1] int64, seen[B] int32; updates state, all whole, as `mosaic.registrar.operators.evict_tokens` says. Legend: B sequences, K
+KV heads, P positions of a block, T rows, E rows of the state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels.shared.operands import check_shapes
-from mosaic.registrar.operators.evict_tokens import HISTORIES, PLACEHOLDERS, THRESHOLDS
+from mosaic.registrar.operators.evict_tokens import HISTORIES, PLACEHOLDERS, RANKS, THRESHOLDS
 
 __all__ = ["NEARLY", "check", "launch", "reference"]
 
@@ -53,12 +53,15 @@ def launch(
     threshold: str,
     placeholders: str,
     weight: float = 0.0,
+    keep: int = 0,
+    rank: str = "importance",
+    ranks: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> None:
     """Write rows, bounds, total and seen, and count the step before in the state; all is read on the host."""
     check(
         before, after, listed, first, progress, status, positions, cu_seqlens, decoded, owner, state, rows, bounds, total,
-        seen, history, threshold, placeholders,
+        seen, ranks, history, threshold, placeholders, rank,
     )  # fmt: skip
     difference = (after.numpy() - before.numpy()).sum(axis=1)
     kept, ends = list[int](), bounds.numpy()
@@ -71,7 +74,12 @@ def launch(
         names = [place for place in listed[sequence].tolist() if place >= 0]
         deltas = {at: float(difference[sequence, places[at] - begin]) for at in range(low, high) if statuses[at]}
         spread = _spread(deltas, [float(difference[sequence, name]) for name in names], threshold)
-        chosen = _chosen(deltas, {at: places[at] for at in deltas}, budget, *spread)
+        target = keep or max(budget, _candidates(deltas, *spread))
+        numbers = {at: -delta if rank == "bottom" else delta for at, delta in deltas.items()}
+        if ranks is not None:
+            own = ranks[sequence].tolist()
+            numbers = {at: delta if math.isnan(delta) else own[places[at] - begin] for at, delta in deltas.items()}
+        chosen = _chosen(numbers, {at: places[at] for at in deltas}, target)
         mine = _placed(chosen, low, high, statuses, masked=placeholders == "masked")
         kept += mine
         ends[sequence + 1] = len(kept)
@@ -105,19 +113,21 @@ def _spread(deltas: Mapping[int, float], listed: Sequence[float], threshold: str
     return mean, sum((delta - mean) ** 2 for delta in deltas.values()) / max(len(deltas), 1)
 
 
-def _chosen(
-    deltas: Mapping[int, float], places: Mapping[int, int], budget: int, mean: float, square: float
-) -> set[int]:
-    """The rows with the largest deltas, those that are not a number, and the rows before these."""
-    candidates = sum(delta >= mean and (delta - mean) ** 2 >= square for delta in deltas.values())
+def _candidates(deltas: Mapping[int, float], mean: float, square: float) -> int:
+    """How many deltas are so large that their rows are kept."""
+    return sum(delta >= mean and (delta - mean) ** 2 >= square for delta in deltas.values())
+
+
+def _chosen(ranks: Mapping[int, float], places: Mapping[int, int], target: int) -> set[int]:
+    """The rows with the largest numbers, those whose own is not a number, and the rows before these."""
     # a comparison with what is not a number is false: such a row is behind no other, and before none
     ahead = {
-        at: sum(other > mine or (other == mine and row < at) for row, other in deltas.items())
-        for at, mine in deltas.items()
+        at: sum(other > mine or (other == mine and row < at) for row, other in ranks.items())
+        for at, mine in ranks.items()
     }
-    best = {at for at, others in ahead.items() if others < max(budget, candidates)}
+    best = {at for at, others in ahead.items() if others < target}
     following = {places[at] - 1 for at in best}
-    return best | {at for at in deltas if places[at] in following}
+    return best | {at for at in ranks if places[at] in following}
 
 
 def _placed(chosen: set[int], low: int, high: int, statuses: Sequence[int], *, masked: bool) -> list[int]:
@@ -137,7 +147,7 @@ def _placed(chosen: set[int], low: int, high: int, statuses: Sequence[int], *, m
 def check(
     before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor, positions: Tensor,
     cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, rows: Tensor, bounds: Tensor, total: Tensor, seen: Tensor,
-    history: str, threshold: str, placeholders: str,
+    ranks: Tensor | None, history: str, threshold: str, placeholders: str, rank: str,
 ) -> None:  # fmt: skip
     """Check the operands, and the names of readings."""
     sequences, count = first.shape, status.shape
@@ -155,17 +165,19 @@ def check(
         decoded=(decoded, sequences, torch.int32),
         owner=(owner, sequences, torch.int64),
         state=(state, (state.shape[0], 2), torch.float32),
+        ranks=(ranks, tuple(listed.shape), torch.float32),
         rows=(rows, count, torch.int64),
         bounds=(bounds, cu_seqlens.shape, torch.int32),
         total=(total, (1,), torch.int64),
         seen=(seen, sequences, torch.int32),
     )
-    if not (before.is_contiguous() and after.is_contiguous() and listed.is_contiguous()):
-        raise GraphError("evict_tokens: rows of 'before', 'after' and 'listed' must lie side by side.")
+    if not all(given is None or given.is_contiguous() for given in (before, after, listed, ranks)):
+        raise GraphError("evict_tokens: rows of 'before', 'after', 'listed' and 'ranks' must lie side by side.")
     for what, value, known in (
         ("history", history, HISTORIES),
         ("threshold", threshold, THRESHOLDS),
         ("placeholders", placeholders, PLACEHOLDERS),
+        ("rank", rank, RANKS),
     ):
         if value not in known:
             raise UnknownName(what, value, known)
@@ -174,7 +186,7 @@ def check(
 def reference(
     *, before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor, positions: Tensor,
     cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, alpha: float, history: str, threshold: str,
-    placeholders: str, weight: float = 0.0,
+    placeholders: str, weight: float = 0.0, keep: int = 0, rank: str = "importance", ranks: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return outputs and the state afterwards in plain PyTorch, by sorting."""
     kept, sizes, ends, after_state = [], [0], [], state.clone()
@@ -195,20 +207,24 @@ def reference(
         of = whole[listed[b][listed[b] >= 0].long()] if threshold == "deviation" else delta
         mean = 0.0 if threshold == "deviation" or not len(of) else float(of.mean())
         deviation = math.sqrt(float((of - mean).square().mean())) if len(of) else 0.0
-        target = max(budget, int((delta >= mean + deviation).sum()))
-        order = torch.sort(delta.nan_to_num(math.inf), descending=True, stable=True).indices
+        target = keep or max(budget, int((delta >= mean + deviation).sum()))
+        numbers = -delta if rank == "bottom" else delta
+        if ranks is not None:
+            numbers = ranks[b, places[masked].long() - int(first[b])]
+        numbers = numbers.where(~delta.isnan(), math.inf)
+        order = torch.sort(numbers, descending=True, stable=True).indices
         best = masked[order[: target + int(delta.isnan().sum())]]
-        keep = mine == 0
-        keep[best] = True
-        keep[masked] |= torch.isin(places[masked] + 1, places[best])
-        rows, last = torch.arange(high - low), max([*keep.nonzero().view(-1).tolist(), 0])
-        last_masked = max([*masked[keep[masked]].tolist(), 0])
-        keep |= (mine == UNPROCESSED) & (rows < last)
+        left = mine == 0
+        left[best] = True
+        left[masked] |= torch.isin(places[masked] + 1, places[best])
+        rows, last = torch.arange(high - low), max([*left.nonzero().view(-1).tolist(), 0])
+        last_masked = max([*masked[left[masked]].tolist(), 0])
+        left |= (mine == UNPROCESSED) & (rows < last)
         if placeholders == "masked":
-            keep |= rows < last_masked
-        kept.append(keep.nonzero().view(-1) + low)
+            left |= rows < last_masked
+        kept.append(left.nonzero().view(-1) + low)
         sizes.append(sizes[-1] + len(kept[-1]))
-        beyond = int(places[keep].max()) + 1 if keep.any() else 0
+        beyond = int(places[left].max()) + 1 if left.any() else 0
         ends.append(max(int(first[b] + progress[b]), beyond))
     chosen = torch.cat(kept)
     return {

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName, UsageError
+from mosaic.models.spelled import spelled
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["BLOCK_CACHES", "BLOCK_COMMITS", "PRESETS", "Eviction", "token_eviction"]
+__all__ = ["BLOCK_CACHES", "BLOCK_COMMITS", "OPTIONS", "PRESETS", "Eviction", "token_eviction"]
 
 History: TypeAlias = Literal["cumulative", "ema", "block"]
 Threshold: TypeAlias = Literal["deviation", "mean"]
 Importance: TypeAlias = Literal["block", "masked"]
 Placeholders: TypeAlias = Literal["masked", "unprocessed"]
 FirstStep: TypeAlias = Literal["evicts", "whole"]
+Rank: TypeAlias = Literal["importance", "bottom", "random"]
 
 BLOCK_CACHES: Final = ("dc", "dc+")
 """When a decided token is computed no more: after one step more, or once its right neighbour has been decided as long, too."""
@@ -58,6 +60,12 @@ class Eviction:
         are "masked" (algorithm 1, line 18).
     first_step
         Of a block: it "evicts" (algorithm 1, line 9), or computes the block "whole" (the implementation).
+    keep
+        How many masked tokens are kept, beside those that these need: in place of `alpha`, `history` and `threshold`, which say
+        it where this is 0 (a baseline, table 3).
+    rank
+        Which are kept: those whose "importance" has risen most, or as baselines (table 3) those at the "bottom", where it has risen
+        least, or as many at "random": by the request's seed and number, the step and the position.
 
     Raises
     ------
@@ -78,6 +86,8 @@ class Eviction:
     pool: int = 3
     placeholders: Placeholders = "unprocessed"
     first_step: FirstStep = "evicts"
+    keep: int = 0
+    rank: Rank = "importance"
 
     def __post_init__(self) -> None:
         alpha, weight, pool = self.alpha, self.weight, self.pool
@@ -87,9 +97,11 @@ class Eviction:
             raise UsageError(f"eviction: weight is {weight!r}; it must be a share above 0, at most 1.")
         if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1 or pool % 2 == 0:
             raise UsageError(f"eviction: pool is {pool!r}; it must be an odd number of scores.")
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 0:
+            raise UsageError(f"eviction: keep is {self.keep!r}; it must be a number of tokens, or 0.")
         for name, options in (
             ("history", History), ("threshold", Threshold), ("importance", Importance), ("placeholders", Placeholders),
-            ("first_step", FirstStep),
+            ("first_step", FirstStep), ("rank", Rank),
         ):  # fmt: skip
             if getattr(self, name) not in get_args(options):
                 raise UnknownName(f"eviction's {name}", getattr(self, name), get_args(options))
@@ -133,24 +145,31 @@ PRESETS: Final[Mapping[str, Eviction]] = {
 }
 """By name: the paper's main text, and its public implementation; both with the paper's alpha (section 5.2)."""
 
+OPTIONS: Final = tuple(entry.name for entry in fields(Eviction))
+"""What may be changed of a preset, by name."""
+
 
 def token_eviction(value: str | Eviction) -> Eviction:
-    """Return the options that a preset's name stands for, or those that are given.
+    """Return the options that a preset's name stands for, or those that are given. Options may follow a name: "focus:keep=4".
 
     Raises
     ------
     UsageError
-        If it is neither; UnknownName, if there is no such preset.
+        If it is neither, or an option cannot be; UnknownName, if there is no such preset or option.
 
     Examples
     --------
-    >>> token_eviction("focus-public").history, str(token_eviction("focus"))
-    ('block', 'focus')
+    >>> token_eviction("focus-public").history, str(token_eviction("focus")), str(token_eviction("focus:keep=4:rank=random"))
+    ('block', 'focus', "eviction(keep=4, rank='random')")
     """
     if isinstance(value, Eviction):
         return value
     if not isinstance(value, str):
         raise UsageError(f"eviction is {value!r}; it must be Eviction(…), or one of {', '.join(PRESETS)}.")
-    if value not in PRESETS:
-        raise UnknownName("eviction", value, [*PRESETS])
-    return PRESETS[value]
+    name, options = spelled(value)
+    if name not in PRESETS:
+        raise UnknownName("eviction", name, [*PRESETS])
+    for option in options:
+        if option not in OPTIONS:
+            raise UnknownName(f"option of '{name}'", option, OPTIONS)
+    return replace(PRESETS[name], **options)

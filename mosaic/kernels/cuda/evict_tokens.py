@@ -1,12 +1,13 @@
 """evict_tokens on CUDA: which rows of a step go on beyond the layer that it is cut in, in two launches.
 
 Contract: evict_tokens(before[B, K, P] float32, after[B, K, P] float32, listed[B, P] int32, first[B] int32, progress[B] int32,
-status[T] uint8, positions[T] int32, cu_seqlens[B+1] int32, decoded[B] int32, owner[B] int64, state[E, 2] float32; alpha, history,
-threshold, placeholders, weight) -> rows[T] int64, bounds[B+1] int32, total[1] int64, seen[B] int32; updates state, all whole, as
-`mosaic.registrar.operators.evict_tokens` says. In the first launch a program a sequence chooses: rows of the block are the last P
-of the window at most, so they are one tile, and each is compared with each. In the second it adds up what those before it keep,
-and writes its rows; one program more writes what is nobody's. Scratch: whether a row is kept, and how many a sequence keeps.
-Nothing is read on the host. Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
+status[T] uint8, positions[T] int32, cu_seqlens[B+1] int32, decoded[B] int32, owner[B] int64, state[E, 2] float32, ranks[B, P]
+float32 or None; alpha, history, threshold, placeholders, weight, keep, rank) -> rows[T] int64, bounds[B+1] int32, total[1] int64,
+seen[B] int32; updates state, all whole, as `mosaic.registrar.operators.evict_tokens` says. In the first launch a program a
+sequence chooses: rows of the block are the last P of the window at most, so they are one tile, and each is compared with each. In
+the second it adds up what those before it keep, and writes its rows; one program more writes what is nobody's. Scratch: whether a
+row is kept, and how many a sequence keeps. Nothing is read on the host. Legend: B sequences, K KV heads, P positions of a block, T
+rows, E rows of the state.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def choose_kernel(
     decoded,
     owner,
     state,
+    ranks,
     seen,
     flags,
     counts,
@@ -80,6 +82,9 @@ def choose_kernel(
     alpha,
     weight,
     HISTORY: tl.constexpr,
+    KEEP: tl.constexpr,
+    BOTTOM: tl.constexpr,
+    RANKED: tl.constexpr,
     BY_MEAN: tl.constexpr,
     MASKED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -111,10 +116,13 @@ def choose_kernel(
         delta_from = delta
         squares = tl.sum(of_block * of_block, 0)
     candidate = masked & (delta_from >= 0) & (delta_from * delta_from * many >= squares)
-    target = tl.maximum(budget, tl.sum(candidate.to(tl.int32), 0))
-    larger = (delta[None, :] > delta[:, None]) | (
-        (delta[None, :] == delta[:, None]) & (index[None, :] < index[:, None])
-    )
+    target = KEEP if KEEP > 0 else tl.maximum(budget, tl.sum(candidate.to(tl.int32), 0))
+    if RANKED:
+        own_rank = tl.load(ranks + sequence * POSITIONS + place - begin, mask=masked, other=0.0)
+        rank = tl.where(delta == delta, own_rank, delta)  # what is not a number stays so
+    else:
+        rank = -delta if BOTTOM else delta
+    larger = (rank[None, :] > rank[:, None]) | ((rank[None, :] == rank[:, None]) & (index[None, :] < index[:, None]))
     ahead = tl.sum((larger & masked[None, :]).to(tl.int32), 1)
     best = masked & (ahead < target)
     follows = best[None, :] & (place[None, :] == place[:, None] + 1)
@@ -189,12 +197,15 @@ def launch(
     threshold: str,
     placeholders: str,
     weight: float = 0.0,
+    keep: int = 0,
+    rank: str = "importance",
+    ranks: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> None:
     """Write rows, bounds, total and seen, and count the step before in the state."""
     check(
         before, after, listed, first, progress, status, positions, cu_seqlens, decoded, owner, state, rows, bounds, total,
-        seen, history, threshold, placeholders,
+        seen, ranks, history, threshold, placeholders, rank,
     )  # fmt: skip
     sequences, heads, block = after.shape
     tokens = status.shape[0]
@@ -212,6 +223,7 @@ def launch(
         decoded,
         owner,
         state,
+        after if ranks is None else ranks,
         seen,
         flags,
         counts,
@@ -219,6 +231,9 @@ def launch(
         alpha,
         weight,
         HISTORY=HISTORIES.index(history),
+        KEEP=keep,
+        BOTTOM=rank == "bottom",
+        RANKED=ranks is not None,
         BY_MEAN=threshold == "mean",
         MASKED=placeholders == "masked",
         HEADS=heads,

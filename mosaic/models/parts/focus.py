@@ -51,6 +51,8 @@ class BlockProgress:
         Steps of the block before this one.
     decoded
         Tokens that the request's step before this one has decoded; None before its first.
+    ranks
+        Of an eviction at random, a number for each position of the block: the largest are kept.
     """
 
     start: int
@@ -58,6 +60,7 @@ class BlockProgress:
     processed: int
     step: int
     decoded: int | None
+    ranks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,13 @@ class Focus(Cut):
                 name="history_row", dtype="int64", per="sequence",
                 value=lambda window: window.request.states[HISTORY].runs(0, 1)[0][0],
             ),
+            *((self._ranks(self.length(arch)),) if self.eviction.rank == "random" else ()),
         )  # fmt: skip
+
+    def _ranks(self, length: int) -> Input:
+        return Input(
+            name="ranks", dtype="float32", per="sequence", width=length, value=lambda window: _block(window).ranks
+        )
 
     def _listed(self, length: int) -> Any:
         def value(window: Window) -> list[int]:
@@ -156,6 +165,11 @@ class Focus(Cut):
                 f"its masked positions {[block.start + offset for offset in block.masked]}; got "
                 f"{[block.start + offset for offset in rows]}."
             )
+        if len(block.ranks) != (length if self.eviction.rank == "random" else 0):
+            raise UsageError(
+                f"eviction: rank='random' takes a number for each of the block's {length} positions, others none; got "
+                f"{len(block.ranks)}."
+            )
 
     def declare(self, step: StepGraph) -> None:
         """Ask for all inputs."""
@@ -178,11 +192,13 @@ class Focus(Cut):
         chosen, inputs = self.eviction, step.inputs
         before, after = (step.g[f"layers.{layer}/importance"] for layer in self.layers)
         of_block = (inputs[name] for name in ("listed", "first", "progress", "status"))
-        of_request = inputs["decoded"], inputs["history_row"], step.state(HISTORY)
+        ranks = inputs["ranks"] if chosen.rank == "random" else None
+        of_request = inputs["decoded"], inputs["history_row"], step.state(HISTORY), ranks
         step.g.add_op(
             "evict_tokens", before, after, *of_block, step.positions, step.cu_seqlens, *of_request,
             out=(*into, self._seen(step)), name="evict", alpha=chosen.alpha, history=chosen.history, threshold=chosen.threshold,
-            placeholders=chosen.placeholders, weight=chosen.weight,
+            placeholders=chosen.placeholders, weight=chosen.weight, keep=chosen.keep,
+            rank="bottom" if chosen.rank == "bottom" else "importance",
         )  # fmt: skip
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:

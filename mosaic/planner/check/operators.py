@@ -100,11 +100,11 @@ _NOTATION: Final = {
     ),
     "evict_tokens": _Operator(
         "before:float32=B,K,P after:float32=B,K,P listed:int32=B,P first:int32=B progress:int32=B status:uint8=T "
-        "positions:int32=T cu_seqlens:int32=B+1 decoded:int32=B owner:int64=B state:float32=E,2 rows:int64=T bounds:int32=B+1 "
-        "total:int64=1 seen:int32=B",
-        "before after listed first progress status positions cu_seqlens decoded owner state", "rows bounds total seen state",
-        "alpha:x history:s threshold:s placeholders:s weight?:x", whole="B K P T E",
-        moved="before after listed first progress status positions cu_seqlens decoded owner rows bounds total seen state=B,2",
+        "positions:int32=T cu_seqlens:int32=B+1 decoded:int32=B owner:int64=B state:float32=E,2 ranks?:float32=B,P rows:int64=T "
+        "bounds:int32=B+1 total:int64=1 seen:int32=B",
+        "before after listed first progress status positions cu_seqlens decoded owner state ranks?", "rows bounds total seen state",
+        "alpha:x history:s threshold:s placeholders:s weight?:x keep?:n rank?:s", whole="B K P T E",
+        moved="before after listed first progress status positions cu_seqlens decoded owner ranks rows bounds total seen state=B,2",
     ),
     "gather_rows": _Operator(
         "x:a=S,*D rows:index=C y:a=C,*D", "x rows", "y", whole="S D", moved="rows y y", host="x"

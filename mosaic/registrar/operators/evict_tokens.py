@@ -14,7 +14,8 @@ is the sum over KV heads of after - before at its position. These rows are kept:
 - Candidates. By `threshold` "deviation" (equation 5) the rows of M with D >= sqrt(sum of D^2 over what is listed / n): the mean
   of D over it is 0. By "mean" (E.2.2) those with D >= mean + population deviation, both over M.
 - The max(K, candidates) rows of M with the largest D, those of equal D at the lower position first, and all of M if there are no
-  more.
+  more. Where `keep` is not 0, it is how many (table 3). By `rank` "bottom" those with the least D are taken. Where there are
+  `ranks`, those with the largest number ranks[b, position - first[b]] are, whatever D is, and `rank` says nothing.
 - Context: each row of M whose next position is one of those.
 - All rows of status 0, and rows whose D is not a number.
 - Placeholders: every row of status 2 before any of these, so that each position before them has keys (section 4.2:
@@ -34,17 +35,20 @@ from mosaic.registrar.operators.token_importance import require_blocks
 
 READS = (
     "before", "after", "listed", "first", "progress", "status", "positions", "cu_seqlens", "decoded", "owner", "state",
+    "ranks",
 )  # fmt: skip
 
 HISTORIES: Final = ("cumulative", "ema", "block")
 THRESHOLDS: Final = ("deviation", "mean")
 PLACEHOLDERS: Final = ("masked", "unprocessed")
+RANKS: Final = ("importance", "bottom")
 
 
 def infer(
     before: Spec, after: Spec, listed: Spec, first: Spec, progress: Spec, status: Spec, positions: Spec, cu_seqlens: Spec,
-    decoded: Spec, owner: Spec, state: Spec,
+    decoded: Spec, owner: Spec, state: Spec, ranks: Spec | None = None,
     *, alpha: float, history: str, threshold: str, placeholders: str, weight: float = 0.0,
+    keep: int = 0, rank: str = "importance",
 ) -> tuple[Spec, Spec, Spec, Spec]:  # fmt: skip
     require_blocks(cu_seqlens, first, listed)
     sequences, block = listed.shape
@@ -62,14 +66,20 @@ def infer(
         len(state.shape) == 2 and state == Spec((state.shape[0], 2), "float32"),
         f"state must be float32[rows, 2], not {state}",
     )
+    if ranks is not None:
+        require(
+            ranks == Spec((sequences, block), "float32"), f"ranks must be float32[{sequences}, {block}], not {ranks}"
+        )
     for what, value, known in (
         ("history", history, HISTORIES),
         ("threshold", threshold, THRESHOLDS),
         ("placeholders", placeholders, PLACEHOLDERS),
+        ("rank", rank, RANKS),
     ):
         require(value in known, f"{what} must be one of {', '.join(known)}, not '{value}'")
     require(alpha >= 1, f"alpha must be at least 1, not {alpha}")
     require(0 <= weight <= 1, f"weight must be a share, not {weight}")
+    require(keep >= 0, f"keep must be a number of rows, not {keep}")
     return Spec(status.shape, "int64"), cu_seqlens, Spec((1,), "int64"), first
 
 
@@ -85,7 +95,7 @@ def flags(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="evict_tokens",
-    reads=READS,
+    reads=(*READS[:-1], "ranks?"),
     writes=("rows", "bounds", "total", "seen"),
     updates=("state",),
     whole=frozenset(READS),
