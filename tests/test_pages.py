@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,6 +84,9 @@ def stated_extrema(case: Case) -> Tensor:
     return after
 
 
+OF_ROWS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "max": torch.max, "worst": torch.min}
+
+
 def bounds_case(seed: int, dtype: torch.dtype, statistic: str = "mean", most: int = 60) -> Case:
     """Sequences of 0 to `most` pages and 0 to 9 rows, of which some vote; columns of `bound` that are nobody's."""
     rng = random.Random(seed)
@@ -122,7 +126,7 @@ def stated_bounds(case: Case) -> tuple[Tensor, Tensor]:
                 )
                 upper = torch.stack([queries * row[0], queries * row[1]]).amax(0)
                 each = upper.sum(1)
-                found[0, own, at] = each.mean() if attrs["statistic"] == "mean" else each.max()
+                found[0, own, at] = OF_ROWS[attrs["statistic"]](each)
                 terms = (queries.abs()[:, None] * row.abs()).sum((1, 2))
                 found[1, own, at] = terms.mean() if attrs["statistic"] == "mean" else terms.max()
     return found[0], found[1]
@@ -149,7 +153,7 @@ def test_extrema_of_pages(dtype: torch.dtype) -> None:
         assert torch.equal(case.operands["extrema"], expected)
 
 
-@pytest.mark.parametrize("statistic", ["mean", "max"])
+@pytest.mark.parametrize("statistic", OF_ROWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_bounds_of_pages(dtype: torch.dtype, statistic: str) -> None:
     for seed in range(10):
@@ -159,7 +163,7 @@ def test_bounds_of_pages(dtype: torch.dtype, statistic: str) -> None:
 
 
 def test_bounds_of_more_pages_and_rows_than_a_tile_has() -> None:
-    for statistic in ("mean", "max"):
+    for statistic in OF_ROWS:
         given = bounds_case(1, F32, statistic, most=1100)
         operands = given.operands | {
             "q": torch.randn(70, given.operands["q"].shape[1]),
@@ -199,7 +203,7 @@ def test_a_bound_is_one_and_keeps_the_order() -> None:
 def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
     for seed in range(3):
         check_allocates_nothing(extrema_case(seed, dtype))
-        for statistic in ("mean", "max"):
+        for statistic in OF_ROWS:
             check_allocates_nothing(bounds_case(seed, dtype, statistic))
 
 
@@ -237,7 +241,7 @@ def test_contracts_count_this_layers_work() -> None:
         ("page_extrema", {"extents": Spec((9, 4), "int32")}, "extents must be int64"),
         ("page_extrema", {"kv": Spec((9, 1), "bfloat16")}, "kv must be"),
         ("page_bounds", {"slot": -1}, "not layer -1"), ("page_bounds", {"sets": 0}, "sets must be a multiple"),
-        ("page_bounds", {"statistic": "median"}, "statistic must be one of mean, max, not 'median'"),
+        ("page_bounds", {"statistic": "median"}, "statistic must be one of mean, max, worst, not 'median'"),
         ("page_bounds", {"votes": Spec((3,), "bool")}, "votes must be uint8"),
         ("page_bounds", {"cu_seqlens": Spec((9,), "int32")}, "cu_seqlens must be"),
         ("page_bounds", {"cu_pages": Spec((9, 1), "int32")}, "cu_pages must be int32"),

@@ -26,7 +26,9 @@ def test_extrema_of_pages_in_triton(dtype: torch.dtype) -> None:
         assert torch.equal(run(case, DEVICE)["extrema"], expected)
 
 
-@pytest.mark.parametrize(("statistic", "dtype"), [("mean", F32), ("mean", BF16), ("max", F32), ("max", BF16)], ids=str)
+@pytest.mark.parametrize(
+    ("statistic", "dtype"), [("mean", F32), ("mean", BF16), ("max", F32), ("worst", F32), ("max", BF16)], ids=str
+)
 def test_bounds_of_pages_in_triton(statistic: str, dtype: torch.dtype) -> None:
     for seed in (0, 1, 7, 9):
         case = bounds_case(seed, dtype, statistic, most=70 if seed == 1 else 20)

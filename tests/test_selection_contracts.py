@@ -74,7 +74,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("key_mass", {"cu_keys": LENGTHS}, "cu_keys must be"),
     ("key_mass", {"votes": Spec((TOKENS,), "bool")}, r"votes must be uint8\[tokens\]"),
     ("key_mass", {"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
-    ("key_mass", {"statistic": "median"}, "statistic must be one of mean, max, not 'median'"),
+    ("key_mass", {"statistic": "median"}, "statistic must be one of mean, max, worst, not 'median'"),
     ("key_mass", {"logsumexp": Spec((TOKENS, 4), "float32")}, r"logsumexp must be float32\[tokens, 8\]"),
     ("prefix_logsumexp", {"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),
     ("prefix_logsumexp", {"layer": 3}, "not layer 3"),

@@ -138,8 +138,8 @@ def equation_3(case: Case) -> Tensor:
                 for head in mine
             ]
             both = torch.stack(p)
-            found = both.mean(0) if attrs["statistic"] == "mean" else both.max(0).values
-            mass[own, start : start + prefix] = found
+            found = {"mean": both.mean(0), "max": both.max(0).values, "worst": both.min(0).values}
+            mass[own, start : start + prefix] = found[attrs["statistic"]]
     return mass
 
 
@@ -167,7 +167,7 @@ def assert_mass(case: Case, found: Tensor, slack: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("statistic", ["mean", "max"])
+@pytest.mark.parametrize("statistic", ["mean", "max", "worst"])
 def test_mass_of_keys(statistic: str, dtype: torch.dtype) -> None:
     for seed in range(10):
         case = key_mass_case(seed, dtype, statistic)
@@ -451,6 +451,7 @@ def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
     for seed in range(3):
         check_allocates_nothing(key_mass_case(seed, dtype))
         check_allocates_nothing(key_mass_case(seed, dtype, "max"))
+        check_allocates_nothing(key_mass_case(seed, dtype, "worst"))
         check_allocates_nothing(sums_case(seed, dtype))
         check_allocates_nothing(selected_case(seed, dtype, block=4))
     check_allocates_nothing(long_case(dtype))

@@ -50,14 +50,14 @@ def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
 @pytest.mark.parametrize(
     ("statistic", "dtype", "seeds"),
     [
-        ("max", F32, (0, 1, 4)), ("mean", BF16, (7, 10, 15)),
-        *(pytest.param(statistic, F32, range(5, 15), marks=pytest.mark.soak) for statistic in ("mean", "max")),
+        ("max", F32, (0, 1, 4)), ("mean", BF16, (7, 10, 15)), ("worst", F32, (1,)),
+        *(pytest.param(statistic, F32, range(5, 15), marks=pytest.mark.soak) for statistic in ("mean", "max", "worst")),
     ],
     ids=str,
 )  # fmt: skip
 def test_mass_of_keys_in_triton(statistic: str, dtype: torch.dtype, seeds: Sequence[int]) -> None:
     for seed in seeds:
-        case = key_mass_case(seed, dtype, statistic, longest=50 if statistic == "max" else 200)
+        case = key_mass_case(seed, dtype, statistic, longest=200 if statistic == "mean" else 50)
         assert_mass(case, run(case, DEVICE)["mass"], slack=2)
 
 
@@ -88,15 +88,17 @@ def test_sums_of_scores_far_from_0_in_triton(sign: int, monkeypatch: pytest.Monk
     assert_sums(far, run(far, DEVICE)["logsumexp"], slack=2)
 
 
-@pytest.mark.parametrize("votes", [(1, 1), (0, 1), (1, 0)])
-def test_mass_of_a_wide_group_in_triton(votes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("votes", "statistic"), [((1, 1), "mean"), ((1, 1), "worst"), ((0, 1), "mean"), ((1, 0), "max")]
+)
+def test_mass_of_a_wide_group_in_triton(votes: tuple[int, int], statistic: str) -> None:
     """More heads of a set than a tile has rows, so that tiles have rows of which none votes."""
     given = kv_case([(2, 40, 38)], 67, 1, 4, F32)
     operands = {name: given.operands[name] for name in ("q", "kv", "extents", "cu_extents", "cu_seqlens")}
     operands |= {"captured": torch.tensor([38], dtype=torch.int32), "cu_keys": starts([38])}
     operands |= {"votes": torch.tensor(votes, dtype=torch.uint8)}
     attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
-    attrs |= {"sets": 1, "columns": 38, "statistic": "mean"}
+    attrs |= {"sets": 1, "columns": 38, "statistic": statistic}
     case = mass_case(operands, attrs, torch.full((1, 38), float("nan")))
     assert_mass(case, run(case, DEVICE)["mass"], slack=2)
 

@@ -128,7 +128,7 @@ class Plain:
                     self.sets[layer, member] = found
                 continue
             p = torch.softmax(rows @ kept[:start, 0, head // group].T * SIZE**-0.5, -1)
-            mass = p.mean(0) if chosen.statistic == "mean" else p.amax(0)
+            mass = {"mean": p.mean(0), "max": p.amax(0), "worst": p.amin(0)}[chosen.statistic]
             pages = [float(mass[at : at + chosen.page].sum()) for at in range(0, start, chosen.page)]
             count = chosen.k // chosen.page
             if chosen.ratio:
@@ -151,7 +151,7 @@ class Plain:
         for at in range(0, len(keys) // page * page, page):
             least, largest = keys[at : at + page].amin(0), keys[at : at + page].amax(0)
             upper = torch.maximum(rows * least, rows * largest).sum(1)
-            bounds.append(float(upper.mean() if chosen.statistic == "mean" else upper.max()))
+            bounds.append(float({"mean": upper.mean(), "max": upper.max(), "worst": upper.min()}[chosen.statistic]))
         count = chosen.k // page
         if chosen.ratio:
             count = min(count, math.ceil(chosen.ratio * len(bounds)))
@@ -202,6 +202,7 @@ WAYS = {
     "all layers sparse": SparseAttention(k=6, exact_layers=0, per="query_head"),
     "pages": SparseAttention(k=8, page=4, exact_layers=1),
     "the largest": SparseAttention(k=5, statistic="max", exact_layers=1, voters="answer"),
+    "the row served worst": SparseAttention(k=5, statistic="worst", per="query_head", exact_layers=1),
     "a share": SparseAttention(k=16, ratio=0.2, exact_layers=1),
     "enough of the attention": SparseAttention(k=24, mass=0.5, exact_layers=1),
     "carried": SparseAttention(k=6, carried=True, exact_layers=1),

@@ -4,7 +4,7 @@ Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+
 votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32; layer, kv_heads, head_size, scale, sets, columns, span, statistic)
 -> mass[sets, S] float32, all whole; `columns` is S, and `span` is for the cost model alone. The formula is that of the contract
 (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows passes over the prefix. A row without a vote has an
-infinite log-sum-exp, so that it weighs nothing. Float32 inside (float64 for float64). Legend: T rows, R rows of the state, L
+infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for float64). Legend: T rows, R rows of the state, L
 layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size, A rows times heads of a tile.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,8 +25,12 @@ from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.operators.key_mass import STATISTICS
 
-__all__ = ["Keys", "bind", "check", "launch", "reference", "scores_of", "tiles_of_keys"]
+__all__ = ["EXTREMES", "Keys", "bind", "check", "launch", "reference", "scores_of", "tiles_of_keys"]
 
+NOTHING: Final = {"mean": 0.0, "max": 0.0, "worst": math.inf}
+"""What a row without a vote gives to a key, so that it changes no statistic."""
+EXTREMES: Final = {"max": (torch.amax, torch.maximum), "worst": (torch.amin, torch.minimum)}
+"""The largest or the least of all rows, and of two."""
 Keys = Sequence[tuple[int, Tensor]]
 """Keys [S, H] that lie side by side, and the position of the first."""
 
@@ -77,7 +82,7 @@ def bind(
                     for piece in owned[sequence]
                 ]
                 mine = mass[own, first[sequence] : first[sequence] + keys]
-                mine.zero_()
+                mine.fill_(NOTHING[statistic])
                 for member in range(0, members, most):
                     for at in range(0, end - start, tokens):
                         tile = slice(start + at, min(start + at + tokens, end)), slice(member, member + most)
@@ -85,7 +90,7 @@ def bind(
                         if any(said):
                             packed = beginning(query, part.shape).copy_(part).flatten(0, 1)
                             logsum = beginning(vector, part.shape[:2]).copy_(sums_STM[own][tile]).flatten()
-                            _silence(logsum, said, part.shape[1])
+                            _silence(logsum, said, part.shape[1], NOTHING[statistic])
                             if statistic == "mean":
                                 logsum.add_(column[:1].fill_(math.log(sum(voters) * members)))
                             part_of = tiles_of_keys(kept, keys, width, wide)
@@ -111,18 +116,18 @@ def scores_of(q_AH: Tensor, keys: Tensor, scale: float, scores: Tensor) -> Tenso
     return torch.addmm(s, q_AH, keys.T, beta=0, alpha=scale, out=s)
 
 
-def _silence(logsum: Tensor, votes: Sequence[int], members: int) -> None:
-    """Let the rows that do not vote weigh nothing; each has `members` heads side by side."""
+def _silence(logsum: Tensor, votes: Sequence[int], members: int, nothing: float) -> None:
+    """Let the rows that do not vote give `nothing`, 0 or infinity; each has `members` heads side by side."""
     for row, vote in enumerate(votes):
         if not vote:
-            logsum[row * members : (row + 1) * members].fill_(float("inf"))
+            logsum[row * members : (row + 1) * members].fill_(-math.inf if nothing else math.inf)
 
 
 def _add(
     q_AH: Tensor, key_tiles: Iterator[tuple[int, Tensor]], scale: float, scores: Tensor, logsum: Tensor, statistic: str,
     mass: Tensor, column: Tensor, wide_column: Tensor,
 ) -> None:  # fmt: skip
-    """Add up exp(score - logsum) of the rows into the mass of each key, or keep the largest."""
+    """Add up exp(score - logsum) of the rows into the mass of each key, or keep the largest or the least."""
     for start, keys in key_tiles:
         s, count = scores_of(q_AH, keys, scale, scores), keys.shape[0]
         s.sub_(logsum.unsqueeze(1)).exp_()
@@ -132,8 +137,9 @@ def _add(
             torch.sum(s, dim=0, out=found)
             mine.add_(rounded.copy_(found))
         else:
-            torch.amax(s, dim=0, out=found)
-            torch.maximum(mine, rounded.copy_(found), out=mine)
+            of_rows, of_both = EXTREMES[statistic]
+            of_rows(s, dim=0, out=found)
+            of_both(mine, rounded.copy_(found), out=mine)
 
 
 def check(
@@ -177,6 +183,6 @@ def reference(
         q_SAH = q[start:end][voters].view(-1, sets, members, head_size).permute(1, 0, 2, 3).flatten(1, 2)
         sums_SA = logsumexp[start:end][voters].view(-1, sets, members).transpose(0, 1).flatten(1)
         p_SAP = torch.exp(q_SAH @ k_SPH.transpose(1, 2) * scale - sums_SA[:, :, None])
-        found = p_SAP.mean(1) if statistic == "mean" else p_SAP.amax(1)
+        found = p_SAP.mean(1) if statistic == "mean" else EXTREMES[statistic][0](p_SAP, 1)
         mass[:, int(cu_keys[sequence]) : int(cu_keys[sequence]) + keys] = found
     return mass

@@ -10,14 +10,17 @@ B sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mosaic.errors import UnknownName
+from mosaic.kernels.key_mass import EXTREMES
 from mosaic.kernels.page_extrema import check_pages
 from mosaic.kernels.shared.attention import tile_shape
 from mosaic.kernels.shared.binding import Run, launcher
@@ -28,6 +31,9 @@ from mosaic.registrar.operators.key_mass import STATISTICS
 from mosaic.registrar.tiles import KEY_ROWS
 
 __all__ = ["bind", "check", "launch", "reference"]
+
+BEGINNING: Final = {"mean": 0.0, "max": -math.inf, "worst": math.inf}
+"""A statistic of no rows."""
 
 
 def bind(
@@ -69,7 +75,7 @@ def bind(
                 some = page_table[first : min(first + KEY_ROWS, high)]
                 for own in range(sets):
                     least, largest = _gathered(rows[:, :, own // (sets // kv_heads)], some, pages, wide)
-                    found, said = total[: len(some)].fill_(0.0 if statistic == "mean" else float("-inf")), 0
+                    found, said = total[: len(some)].fill_(BEGINNING[statistic]), 0
                     for part in _parts(q_STMH[own], voters, tile_shape(KEY_ROWS, in_place=False)[0]):
                         packed = beginning(query, part.shape).copy_(part).flatten(0, 1)
                         positive = torch.clamp(packed, min=0, out=beginning(above, packed.shape))
@@ -80,7 +86,8 @@ def bind(
                         if statistic == "mean":
                             found.add_(torch.sum(s, 0, out=column[: len(some)]))
                         else:
-                            torch.maximum(found, torch.amax(s, 0, out=column[: len(some)]), out=found)
+                            of_rows, of_both = EXTREMES[statistic]
+                            of_both(found, of_rows(s, 0, out=column[: len(some)]), out=found)
                     if statistic == "mean":
                         np.divide(found.numpy(), said, out=found.numpy())
                     bound[own, first : first + len(some)].copy_(_ordered(found, column, other))
@@ -164,6 +171,6 @@ def reference(
         least, largest = rows[page_table[low:high]].permute(1, 2, 3, 0)[:, :, None]
         q_SAH1 = voting.view(len(voting), sets, -1, head_size).transpose(0, 1).flatten(1, 2)[..., None]
         upper = torch.maximum(q_SAH1 * least, q_SAH1 * largest).sum(2)
-        v = upper.mean(1) if statistic == "mean" else upper.amax(1)
+        v = upper.mean(1) if statistic == "mean" else EXTREMES[statistic][0](upper, 1)
         bound[:, low:high] = (1 + v.clamp(min=0)) / (1 + (-v).clamp(min=0))
     return bound

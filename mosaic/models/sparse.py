@@ -24,7 +24,7 @@ __all__ = ["OPTIONS", "PRESETS", "Per", "SparseAttention", "attention_policy", "
 
 Selects: TypeAlias = Literal["first", "every"]
 Per: TypeAlias = Literal["kv_head", "query_head"]
-Statistic: TypeAlias = Literal["mean", "max"]
+Statistic: TypeAlias = Literal["mean", "max", "worst"]
 Voters: TypeAlias = Literal["block", "answer"]
 By: TypeAlias = Literal["mass", "bounds"]
 
@@ -66,8 +66,9 @@ class SparseAttention:
     per
         A set of keys for each "kv_head", or for each "query_head".
     statistic
-        By what keys are ranked: the "mean" or the "max" of the softmax over the prefix, or of the bounds, of all voting rows
-        and heads of a set.
+        By what keys are ranked: the "mean", the "max" or the least ("worst") of the softmax over the prefix, or of the bounds, of
+        all voting rows and heads of a set. With "worst" a key has what the row that wants it least gives to it. A row gets from a
+        set at least the sum of these, so the best keys make this bound as large as it can be for the row that is served worst.
     reuse
         When exact layers attend to the prefix; in other steps they reuse what they kept of it. None: in every step.
     voters
@@ -138,7 +139,7 @@ class SparseAttention:
                 raise UnknownName(f"attention's {name}", getattr(self, name), get_args(options))
         if self.mass and (self.by, self.statistic) != ("mass", "mean"):
             raise UsageError(
-                "attention: mass is a share of the mean attention; leave it out, or by='bounds' and statistic='max'."
+                "attention: mass is a share of the mean attention; leave it out, or by='bounds' and statistic='max' or 'worst'."
             )
         if self.reuse is not None and not (isinstance(self.reuse, PrefixReuse) and self.exact_layers):
             raise UsageError(

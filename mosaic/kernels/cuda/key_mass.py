@@ -81,13 +81,14 @@ def key_mass_kernel(
     MEMBERS: tl.constexpr,
     PART: tl.constexpr,
     SIZE: tl.constexpr,
-    MEAN: tl.constexpr,
+    STATISTIC: tl.constexpr,
     SEQUENCES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Mean or maximum, of a run of keys, of what all voting rows and all heads of one set give to each."""
+    """Mean, maximum or minimum, of a run of keys, of what all voting rows and all heads of one set give to each."""
+    NOTHING: tl.constexpr = float("inf") if STATISTIC == "worst" else 0.0
     PARTS: tl.constexpr = (MEMBERS + PART - 1) // PART
     TOKENS: tl.constexpr = BLOCK_Q // PART
     own = tl.program_id(1)
@@ -116,8 +117,9 @@ def key_mass_kernel(
         head = own * MEMBERS + member
         place = row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
         queries = tl.trans(tl.load(q + place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0))
-        # a row without a vote weighs nothing
-        logsum = tl.load(logsumexp + row * sums_stride + head, mask=says, other=float("inf")) * 1.4426950408889634
+        # a row without a vote changes nothing
+        silent: tl.constexpr = float("-inf") if STATISTIC == "worst" else float("inf")
+        logsum = tl.load(logsumexp + row * sums_stride + head, mask=says, other=silent) * 1.4426950408889634
         voting = tl.max(says.to(tl.int32), 0)
         tl.debug_barrier()  # what other rows have added to these keys is there
         for extent in range(first_extent, tl.where(voting > 0, last_extent, first_extent)):
@@ -135,8 +137,13 @@ def key_mass_kernel(
                 # keys are the rows of the product: each of its sums lies in a few neighbouring threads
                 scores = tl.dot(k_tile, queries, input_precision="ieee")
                 weights = tl.exp2(scores * scale_log2 - logsum[None, :])
-                before = tl.load(found_of + step + key, mask=there & (begun > 0), other=0.0)
-                found = before + tl.sum(weights, 1) * share if MEAN else tl.maximum(before, tl.max(weights, 1))
+                found = tl.load(found_of + step + key, mask=there & (begun > 0), other=NOTHING)
+                if STATISTIC == "mean":
+                    found += tl.sum(weights, 1) * share
+                elif STATISTIC == "max":
+                    found = tl.maximum(found, tl.max(weights, 1))
+                else:
+                    found = tl.minimum(found, tl.min(weights, 1))
                 tl.store(found_of + step + key, found, mask=there)
         begun = tl.maximum(begun, voting)
 
@@ -198,7 +205,7 @@ def launch(
         SETS=sets,
         MEMBERS=members,
         PART=min(members, tile.rows),
-        MEAN=statistic == "mean",
+        STATISTIC=statistic,
         BLOCK_Q=tile.rows,
         BLOCK_K=tile.columns,
         num_warps=tile.warps,

@@ -4,7 +4,7 @@ Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pa
 cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, page_span, statistic) -> bound[sets, S] float32, all whole, as
 `mosaic.registrar.operators.page_bounds` says (Quest, section 3). A program owns a tile of the pages of a sequence and one set of
 heads, and goes over the voting rows. For the mean it adds up what of the queries is above 0 and below, and multiplies once; for
-the largest it multiplies each tile of rows. So no matrix is larger than a tile, and a sequence's bounds depend on no other
+an extreme it multiplies each tile of rows. So no matrix is larger than a tile, and a sequence's bounds depend on no other
 sequence.
 Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
 """
@@ -48,7 +48,7 @@ def page_bounds_kernel(
     SIZE: tl.constexpr,
     SETS: tl.constexpr,
     MEMBERS: tl.constexpr,
-    MEAN: tl.constexpr,
+    STATISTIC: tl.constexpr,
     SEQUENCES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -67,7 +67,8 @@ def page_bounds_kernel(
     largest = tl.load(place + HEADS * SIZE, mask=mask, other=0.0)
     start = tl.load(cu_seqlens + sequence)
     count = (tl.load(cu_seqlens + sequence + 1) - start) * MEMBERS
-    found = tl.full([BLOCK_P], float("-inf"), tl.float32)
+    SILENT: tl.constexpr = float("inf") if STATISTIC == "worst" else float("-inf")
+    found = tl.full([BLOCK_P], SILENT, tl.float32)
     positive = tl.zeros([BLOCK_H], tl.float32)
     negative = tl.zeros([BLOCK_H], tl.float32)
     voters = 0
@@ -85,14 +86,15 @@ def page_bounds_kernel(
         queries = tl.load(x, mask=says[:, None] & within[None, :], other=0.0)
         over = tl.maximum(queries.to(tl.float32), 0.0)
         under = tl.minimum(queries.to(tl.float32), 0.0)
-        if MEAN:
+        if STATISTIC == "mean":
             positive += tl.sum(over, 0)
             negative += tl.sum(under, 0)
         else:
             scores = tl.dot(largest, tl.trans(over.to(queries.dtype)), input_precision="ieee")
             scores = tl.dot(least, tl.trans(under.to(queries.dtype)), scores, input_precision="ieee")
-            found = tl.maximum(found, tl.max(tl.where(says[None, :], scores, float("-inf")), 1))
-    if MEAN:
+            scores = tl.where(says[None, :], scores, SILENT)
+            found = tl.maximum(found, tl.max(scores, 1)) if STATISTIC == "max" else tl.minimum(found, tl.min(scores, 1))
+    if STATISTIC == "mean":
         products = largest.to(tl.float32) * positive[None, :] + least.to(tl.float32) * negative[None, :]
         found = tl.sum(products, 1) / tl.maximum(voters, 1).to(tl.float32)
     found = tl.where(voters > 0, found, 0.0)
@@ -143,7 +145,7 @@ def launch(
         SIZE=head_size,
         SETS=sets,
         MEMBERS=members,
-        MEAN=statistic == "mean",
+        STATISTIC=statistic,
         SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
         BLOCK_Q=ROWS,
         BLOCK_P=pages,

@@ -3,7 +3,8 @@
 MAGE (arXiv 2602.14209, section 4, equation 3). Sequence b has captured[b] = P keys in its prefix, at the positions 0 to P - 1,
 where P is at most cu_keys[b + 1] - cu_keys[b]. Its rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1 vote.
 With p = softmax over the prefix alone of q_r,g · k_j * scale, for voting row r and query head g, mass[s, cu_keys[b] + j] is,
-over the voting rows and the heads of set s, the mean of p (`statistic` "mean", equation 3) or the largest p ("max").
+over the voting rows and the heads of set s, the mean of p (`statistic` "mean", equation 3), the largest p ("max") or the least
+("worst").
 logsumexp[T, N] is the logarithm of what the exponentials of a row and head add up to over its prefix (`prefix_logsumexp`); it is
 read of voting rows alone. The query heads are divided evenly and in order among `sets`; sets = kv_heads is the published choice,
 and with as many sets as query heads each head has its own. Where P is 0, or no row votes, nothing is written, nor beyond P.
@@ -21,7 +22,7 @@ from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec
 from mosaic.registrar.operators.kv_store import require_extents, require_layer
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
 
-STATISTICS: Final = ("mean", "max")
+STATISTICS: Final = ("mean", "max", "worst")
 
 
 def infer(

@@ -4,9 +4,9 @@ Quest (Tang et al. 2024, arXiv 2406.10774, section 3), for the rows of a block t
 it. The product of a query with any key of a page is at most u = sum over d of max(q_d * least_d, q_d * largest_d), where least and
 largest are the page's extrema (`page_extrema`). Sequence b has cu_pages[b + 1] - cu_pages[b] = P pages; page p of it has the row
 page_table[cu_pages[b] + p] of `extrema`. Its rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1 vote. With v,
-over the voting rows and the heads of set s, the mean of u (`statistic` "mean", equation 2) or the largest u ("max"),
-bound[s, cu_pages[b] + p] is (1 + max(v, 0)) / (1 + max(-v, 0)): above 0 and in the order of v, as `top_keys` wants it. The query
-heads are divided evenly and in order among `sets`. Where P is 0, or no row votes, nothing is written, nor beyond P.
+over the voting rows and the heads of set s, the mean of u (`statistic` "mean", equation 2), the largest u ("max") or the least
+("worst"), bound[s, cu_pages[b] + p] is (1 + max(v, 0)) / (1 + max(-v, 0)): above 0 and in the order of v, as `top_keys` wants it.
+The query heads are divided evenly and in order among `sets`. Where P is 0, or no row votes, nothing is written, nor beyond P.
 
 Nothing is ever sliced. `columns` is S. `page_span`, the mean number of pages that a row is multiplied with, is for the cost
 model alone.
