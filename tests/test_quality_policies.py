@@ -26,6 +26,8 @@ from mosaic.bench.quality.vocabulary import EOS, MASK, vocabulary
 from mosaic.decoding import GenerationConfig, generate_ids
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models import load
+from mosaic.models.eviction import PRESETS as EVICTIONS
+from mosaic.models.eviction import Eviction
 from mosaic.models.reuse import PrefixReuse
 from mosaic.models.sparse import PRESETS
 from mosaic.runtime.compiled import CompiledModel
@@ -61,12 +63,31 @@ def test_policies_and_schedules_are_read_as_they_are_written() -> None:
     assert (both.k, both.reuse) == (24, PrefixReuse(change=0.25))
     assert all(policy(name, 9).options["attention"] == preset for name, preset in PRESETS.items())
     assert schedule("dynamic:threshold=0.95")["threshold"] == 0.95 and schedule("static:8")["steps"] == 8
+    both = policy("quest:k=24:page=8+focus:alpha=1.2:threshold=mean+dc+:block_commit=cached", 9).options
+    assert (both["attention"].k, both["block_cache"], both["block_commit"]) == (24, "dc+", "cached")
+    assert both["eviction"] == Eviction(alpha=1.2, threshold="mean")
+    assert policy("dc+", 9).options == {"block_cache": "dc+"} == policy("exact+dc+", 9).options
+    assert (
+        policy("dc++focus", 9).options
+        == {"block_cache": "dc+", "eviction": Eviction()}
+        == policy("focus+dc+", 9).options
+    )
+    assert policy("dc+focus-public", 9).options == {"block_cache": "dc", "eviction": EVICTIONS["focus-public"]}
+    reusing = policy("mage+flashblock:k=24+dc", 9).options
+    assert (reusing["attention"].k, reusing["attention"].reuse, reusing["block_cache"]) == (24, PrefixReuse(), "dc")
     refused: dict[str, tuple[type[Exception], str]] = {
         "mages": (UnknownName, "Did you mean 'mage'"),
         "mage:ration=2": (UnknownName, "Did you mean 'ratio'"),
         "mage:k": (UsageError, "expected option=value, got 'k'"),
         "exact:k=3": (UsageError, "exact attention selects nothing; leave k out"),
         "mage:k=0": (UsageError, "k is 0"),
+        "focus+": (UnknownName, "policy ''"),
+        "fokus+dc": (UnknownName, "Did you mean 'focus'"),
+        "focus:alfa=2": (UnknownName, "Did you mean 'alpha'"),
+        "focus:alpha=0.5": (UsageError, "alpha is 0.5"),
+        "focus+focus-public": (UsageError, "policy focus\\+focus-public: one eviction, not two"),
+        "dc+dc+": (UsageError, "one block_cache, not two"),
+        "mage+quest": (UnknownName, "attention 'mage\\+quest'"),
         "mage:steps=3": (UnknownName, "unknown option of 'mage:steps=3' 'steps'"),
     }
     for text, (kind, message) in refused.items():
@@ -196,7 +217,7 @@ def test_forced_canvases_are_those_of_the_record_whatever_the_policy_decides(mod
 
 
 def test_the_document_has_every_figure_and_a_whole_budget_changes_nothing(model: CompiledModel) -> None:
-    names = ("exact", "mage:ratio=1", "mage:k=1:exact_layers=0")
+    names = ("exact", "mage:ratio=1", "mage:k=1:exact_layers=0", "focus:keep=8+dc+:block_commit=cached")
     asked = CompareSettings(policies=names, schedules=("static:3", "static:2"), replay=1, **ASKED)  # type: ignore[arg-type]
     shown: list[tuple[str, int, int]] = []
     kept: list[list[int]] = []
@@ -204,18 +225,17 @@ def test_the_document_has_every_figure_and_a_whole_budget_changes_nothing(model:
         model, asked, progress=lambda *now: shown.append(now),
         keep=lambda document: kept.append([len(by_policy) for by_policy in document["schedules"].values()]),
     )  # fmt: skip
-    assert kept == [[1], [2], [3], [3, 1], [3, 2], [3, 3]]
+    assert kept == [[1], [2], [3], [4], [4, 1], [4, 2], [4, 3], [4, 4]]
     hurried = compare(model, replace(asked, tasks=("addition",), replay=0, seconds=1e-9))
     assert [*hurried["schedules"]] == ["static:3"] and [*hurried["schedules"]["static:3"]] == ["exact"]
     assert json.loads(json.dumps(found))["settings"]["policies"] == list(names)
-    assert shown[-1] == ("static:2, mage:k=1:exact_layers=0", 12, 12)
+    assert shown[-1] == (f"static:2, {names[-1]}", 12, 12)
     items = evaluation_set(tasks=asked.tasks, lengths=asked.lengths, per_task=2)
     for steps, by_policy in zip((3, 2), found["schedules"].values(), strict=True):
-        exact, whole, few = (by_policy[name] for name in names)
+        exact, whole, few, evicted = (by_policy[name] for name in names)
         assert "against" not in exact["groups"]["all"]
-        assert [exact[key] for key in ("exact", "tokens", "forwards", "tokens_right")] == [
-            whole[key] for key in ("exact", "tokens", "forwards", "tokens_right")
-        ]
+        same = ("exact", "tokens", "forwards", "tokens_right", "decoded", "processed", "again")
+        assert [exact[key] for key in same] == [whole[key] for key in same]
         assert set(whole["groups"]) == {"all", "retrieval", "retrieval, 128", "addition"}
         change = whole["groups"]["all"]["against"]
         assert change["exact"]["p"] == 1.0 and change["forwards"] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
@@ -232,3 +252,11 @@ def test_the_document_has_every_figure_and_a_whole_budget_changes_nothing(model:
             group = one["groups"]["all"]
             assert group["forwards"] == pytest.approx(sum(forwards) / len(items))
             assert group["tokens_per_forward"] == pytest.approx(sum(tokens) / sum(forwards))
+            assert one["processed"] == " ".join(str(32 * count) for count in forwards)
+        computed, decoded, again, forwards = (
+            [int(part) for part in evicted[key].split()] for key in ("processed", "decoded", "again", "forwards")
+        )
+        assert all(n >= tokens for n, tokens in zip(computed, decoded, strict=True))
+        assert evicted["groups"]["all"]["processed_per_decoded"] == pytest.approx(sum(computed) / sum(decoded))
+        assert sum(computed) < 32 * sum(forwards) and 0 < sum(again) < 4 * sum(decoded)
+        assert exact["groups"]["all"]["again_per_decoded"] > evicted["groups"]["all"]["again_per_decoded"]

@@ -1,4 +1,4 @@
-"""`mosaic bench policies`: sparse attention and schedules side by side on the same questions, forwards counted."""
+"""`mosaic bench policies`: attention, eviction, block caches and schedules side by side on the same questions, forwards counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def policies(
     ),
     policies: Annotated[
         str,
-        typer.Option(help="The first is what the others are compared with: exact,mage:ratio=1/16,quest:k=256:page=8."),
+        typer.Option(
+            help="The first is what the others are compared with: exact,mage:ratio=1/16,quest:k=256:page=8,dc+,"
+            "focus:alpha=1.2+dc+."
+        ),
     ] = "exact,mage:ratio=1/16",
     schedules: Annotated[
         str, typer.Option(help="Steps of a block: dynamic, dynamic:threshold=0.95, static:16.")
@@ -50,7 +53,7 @@ def policies(
     out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
 ) -> None:
-    """Compare policies of attention on the same questions: right answers, forwards, and the same tokens or others."""
+    """Compare policies of attention, eviction and block caches on the same questions: right answers, forwards, computed tokens."""
     from mosaic.bench.quality.compare import CompareSettings, compare, configurations
     from mosaic.models import load
     from mosaic.units import parse_lengths
@@ -104,6 +107,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
             "tokens right",
             "forwards",
             "tokens/forward",
+            "processed/decoded",
             "items",
         )
         for column in (schedule, *columns[1:]):
@@ -124,5 +128,5 @@ def _cells(group: dict[str, Any]) -> tuple[str, ...]:
         change = f"{exact['difference']:+.1%} ({exact['low']:+.1%}, {exact['high']:+.1%})"
     return (
         f"{group['exact']:.1%}", change, f"{group['tokens_right']:.1%}", f"{group['forwards']:.1f}",
-        f"{group['tokens_per_forward']:.2f}", f"{group['count']:,}",
+        f"{group['tokens_per_forward']:.2f}", f"{group['processed_per_decoded']:.2f}", f"{group['count']:,}",
     )  # fmt: skip

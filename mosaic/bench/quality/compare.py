@@ -1,6 +1,7 @@
 """Policies side by side: the same items with the same seeds under each, and what each differs from the first one by.
 
-Every answer counts its forwards, since a policy that needs more of them is not faster for making each one cheaper.
+Every answer counts its forwards, since a policy that needs more of them is not faster for making each one cheaper, and the tokens
+that they compute in all layers, of which eviction and block caches leave some out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mosaic.bench.quality.vocabulary import EOS, vocabulary
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
-    from mosaic.bench.quality.replay import Agreement
+    from mosaic.bench.quality.replay import Agreement, Records
     from mosaic.decoding import GenerationConfig
     from mosaic.models.architecture import Architecture
     from mosaic.runtime.steps import StepRunner
@@ -82,13 +83,17 @@ class Answers:
     """What one policy made of all items, in their order, and the seconds it took.
 
     `exact` and `right` (the share of tokens right at their place) are judgements; `tokens` counts those of the answer with
-    [EOS], `forwards` the steps behind the prefill.
+    [EOS], `forwards` the steps behind the prefill. `decoded` are tokens that these decide, some behind an [EOS]. `processed` are
+    those of its block that each computes in all layers, `again` those of the block before.
     """
 
     exact: list[bool]
     right: list[float]
     tokens: list[int]
     forwards: list[int]
+    decoded: list[int]
+    processed: list[int]
+    again: list[int]
     seconds: float
 
 
@@ -184,22 +189,22 @@ def _of_schedule(
     progress: Progress,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every policy under one schedule: figures by task, against the first, and agreement on its canvases."""
-    from mosaic.bench.quality.replay import Records, forced, recording
+    from mosaic.bench.quality.replay import forced, recording
 
-    arch, records = model.architecture, Records()
-    chosen = _some_of_each(items, settings.replay)
+    arch, chosen = model.architecture, _some_of_each(items, settings.replay)
     baseline: Answers | None = None
+    first: Records = {}
     for name, by_task in configs.items():
-        asked = [by_task[item.task] for item in items]
-        answers = _answers(model, items, asked, settings.batch, partial(progress, name))
+        records: Records = {}
+        watching = {task: recording(config, arch, records) for task, config in by_task.items()}
+        asked = [watching[item.task] for item in items]
+        answers = _answers(model, items, asked, records, settings.batch, partial(progress, name))
         figures = _figures(items, answers, baseline or answers)
         if chosen:
             part = [items[index] for index in chosen]
-            if baseline is None:
-                watching = {task: recording(config, arch, records) for task, config in by_task.items()}
-                _decode(model, part, [watching[item.task] for item in part], settings.batch)
+            first = first or {place: records[index] for place, index in enumerate(chosen)}
             agreements: dict[int, Agreement] = {}
-            watching = {task: forced(config, arch, records, agreements) for task, config in by_task.items()}
+            watching = {task: forced(config, arch, first, agreements) for task, config in by_task.items()}
             _decode(model, part, [watching[item.task] for item in part], settings.batch)
             figures["replay"] = _agreement([agreements[index] for index in range(len(part))], part)
         baseline = baseline or answers
@@ -222,19 +227,24 @@ def _answers(
     model: StepRunner,
     items: Sequence[Item],
     configs: Sequence[GenerationConfig],
+    records: Records,
     batch: int,
     done: Callable[[int, int], None],
 ) -> Answers:
+    """Decode items by options that write `records`, and judge them."""
     table, began = vocabulary(), time.perf_counter()
     decoded = _decode(model, items, configs, batch, done)
     seconds = time.perf_counter() - began
-    found = Answers([], [], [], [], seconds)
-    for item, (ids, steps) in zip(items, decoded, strict=True):
+    found = Answers([], [], [], [], [], [], [], seconds)
+    for index, (item, (ids, steps)) in enumerate(zip(items, decoded, strict=True)):
         judged = score(item, table.decode(ids[: ids.index(EOS)] if EOS in ids else ids))
         found.exact.append(judged.exact)
         found.right.append(judged.tokens)
         found.tokens.append(len(ids))
         found.forwards.append(steps - (item.tokens >= model.architecture.block))  # a shorter prompt is not prefilled
+        found.decoded.append(sum(int(step.committed.sum()) for step in records[index]))
+        found.processed.append(sum(step.computed for step in records[index]))
+        found.again.append(sum(step.again for step in records[index]))
     return found
 
 
@@ -282,6 +292,9 @@ def _figures(items: Sequence[Item], answers: Answers, baseline: Answers) -> dict
         "exact": "".join(str(int(exact)) for exact in answers.exact),
         "tokens": " ".join(map(str, answers.tokens)),
         "forwards": " ".join(map(str, answers.forwards)),
+        "decoded": " ".join(map(str, answers.decoded)),
+        "processed": " ".join(map(str, answers.processed)),
+        "again": " ".join(map(str, answers.again)),
         "tokens_right": " ".join(f"{right:.4f}" for right in answers.right),
     }
 
@@ -293,13 +306,15 @@ def _group(members: Sequence[int], answers: Answers, baseline: Answers) -> dict[
     def of(values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in members]
 
-    count, forwards = len(members), sum(of(answers.forwards))
+    count, forwards, decoded = len(members), sum(of(answers.forwards)), sum(of(answers.decoded))
     found: dict[str, Any] = {
         "count": count,
         "exact": sum(of(answers.exact)) / count,
         "tokens_right": sum(of(answers.right)) / count,
         "forwards": forwards / count,
         "tokens_per_forward": sum(of(answers.tokens)) / forwards,
+        "processed_per_decoded": sum(of(answers.processed)) / decoded,
+        "again_per_decoded": sum(of(answers.again)) / decoded,
     }
     if answers is not baseline:
         gained = sum(a and not b for a, b in zip(of(answers.exact), of(baseline.exact), strict=True))

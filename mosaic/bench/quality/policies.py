@@ -1,23 +1,30 @@
-"""What is compared: policies of attention and schedules of steps, as a command line names them.
+"""What is compared: policies and schedules of steps, as a command line names them.
 
-`exact`, `mage:ratio=1/16`, `quest:k=256:page=8`, `flashblock:reuse_steps=4`: a preset, then options of `SparseAttention`, of
-`PrefixReuse` (`reuse_steps`, `reuse_change`) or of `GenerationConfig`.
+`exact`, `mage:ratio=1/16`, `flashblock:reuse_steps=4`, `focus:alpha=1.2`, `dc+`: a preset of attention or of eviction, or a block
+cache, then options of `SparseAttention`, of `PrefixReuse` (`reuse_steps`, `reuse_change`), of `Eviction`, or of `GenerationConfig`.
+`mage:ratio=1/16+focus:alpha=1.2+dc+`: several at once.
 `dynamic`, `dynamic:threshold=0.95`, `static:16`: tokens above a threshold, or so many steps a block.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 from mosaic.errors import UnknownName, UsageError
+from mosaic.models import eviction, sparse
+from mosaic.models.eviction import BLOCK_CACHES, token_eviction
 from mosaic.models.reuse import REUSES
-from mosaic.models.sparse import OPTIONS, PRESETS, attention_policy, with_options
+from mosaic.models.sparse import attention_policy, with_options
 from mosaic.models.spelled import spelled
 
 __all__ = ["Policy", "policy", "schedule"]
+
+_ATTENTION: Final = (*sparse.PRESETS, *REUSES)
+_NAMES: Final = ("exact", *_ATTENTION, *eviction.PRESETS, *BLOCK_CACHES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,33 +41,67 @@ def policy(text: str, longest: int) -> Policy:
     Parameters
     ----------
     text
-        A preset's name or "exact", then `:option=value` for each option.
+        "exact", or presets and a block cache joined by "+", each followed by `:option=value` for its options.
     longest
         Tokens of the longest context: a `ratio` without a `k` selects that share of it at most.
 
     Raises
     ------
     UsageError
-        If an option is unknown or its value cannot be.
+        If a part or an option is unknown, its value cannot be, or two parts say the same.
 
     Examples
     --------
     >>> policy("mage:ratio=1/16", 8192).options["attention"].k
     512
+    >>> found = policy("focus:keep=4+dc+:block_commit=cached", 8192).options
+    >>> str(found["eviction"]), found["block_cache"], found["block_commit"]
+    ('eviction(keep=4)', 'dc+', 'cached')
     """
-    name, given = spelled(text)
-    if name.partition("+")[0] not in (*PRESETS, *REUSES, "exact"):
-        raise UnknownName("policy", name, ("exact", *PRESETS, *REUSES))
-    sparse = {key: value for key, value in given.items() if key in OPTIONS}
-    others = _of_generation(text, {key: value for key, value in given.items() if key not in OPTIONS}, OPTIONS)
-    if name == "exact":
-        if sparse:
-            raise UsageError(f"policy {text}: exact attention selects nothing; leave {', '.join(sparse)} out.")
-        return Policy(name=text, options=others)
-    if "ratio" in sparse and "k" not in sparse:
-        page = sparse.get("page", getattr(attention_policy(name), "page", 1))
-        sparse["k"] = max(-(-math.ceil(sparse["ratio"] * longest) // page), 1) * page
-    return Policy(name=text, options={"attention": with_options(attention_policy(name), sparse), **others})
+    options: dict[str, Any] = {}
+    attention: list[str] = []
+    of_attention: dict[str, Any] = {}
+    for part in _parts(text):
+        name, given = spelled(part)
+        own: Sequence[str] = ()
+        if name in _ATTENTION:
+            attention.append(name)
+            own = sparse.OPTIONS
+            of_attention |= {key: value for key, value in given.items() if key in own}
+        elif name in eviction.PRESETS:
+            own = eviction.OPTIONS
+            chosen = {key: value for key, value in given.items() if key in own}
+            _once(text, options, "eviction", replace(token_eviction(name), **chosen))
+        elif name in BLOCK_CACHES:
+            _once(text, options, "block_cache", name)
+        elif name != "exact":
+            raise UnknownName("policy", name, _NAMES)
+        elif selecting := [key for key in given if key in sparse.OPTIONS]:
+            raise UsageError(f"policy {text}: exact attention selects nothing; leave {', '.join(selecting)} out.")
+        options |= _of_generation(text, {key: value for key, value in given.items() if key not in own}, own)
+    if attention:
+        options["attention"] = _attention("+".join(attention), of_attention, longest)
+    return Policy(name=text, options=options)
+
+
+def _parts(text: str) -> list[str]:
+    """What stands between the pluses, of which one belongs to the name "dc+"."""
+    parts = re.sub(r"(^|\+)dc\+(?=$|[:+])", r"\1dc#", text).split("+")
+    return [part.replace("dc#", "dc+") for part in parts]
+
+
+def _once(text: str, options: dict[str, Any], kind: str, value: Any) -> None:
+    if kind in options:
+        raise UsageError(f"policy {text}: one {kind}, not two.")
+    options[kind] = value
+
+
+def _attention(name: str, given: dict[str, Any], longest: int) -> Any:
+    preset = attention_policy(name)
+    if "ratio" in given and "k" not in given:
+        page = given.get("page", getattr(preset, "page", 1))
+        given["k"] = max(-(-math.ceil(given["ratio"] * longest) // page), 1) * page
+    return with_options(preset, given)
 
 
 def schedule(text: str) -> Mapping[str, Any]:
@@ -90,5 +131,7 @@ def _of_generation(text: str, given: Mapping[str, Any], others: Sequence[str]) -
 def _generation_fields() -> list[str]:
     from mosaic.decoding import GenerationConfig
 
-    taken = ("algorithm", "gen_length", "attention", "seed", "steps", "remasking", "ahead")
+    taken = (
+        "algorithm", "gen_length", "attention", "eviction", "block_cache", "seed", "steps", "remasking", "ahead",
+    )  # fmt: skip
     return [entry.name for entry in fields(GenerationConfig) if entry.name not in taken]
