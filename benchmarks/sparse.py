@@ -137,14 +137,14 @@ def floor_s(
     chosen = attention_policy(attention)
     if isinstance(chosen, PrefixReuse):
         return (steps * weights + chosen.refreshing(steps) * requests * arch.layers * of_layer) / bandwidth
-    sparse = arch.layers - chosen.exact_layers
+    sparse = len(chosen.sparse_layers(arch))
     selecting = sum(chosen.selects_in(step, steps) for step in range(steps))
     every = chosen.selects == "every"
     exactly = 0 if every else selecting
     ranked = of_layer / chosen.page if chosen.by == "bounds" else of_layer / 2
     attended = of_layer * min(chosen.k / prefix, 1.0)
     whole = steps if chosen.reuse is None else chosen.reuse.refreshing(steps)
-    kept = whole * chosen.exact_layers * of_layer + sparse * (
+    kept = (whole * chosen.exact_layers + steps * chosen.exact_last) * of_layer + sparse * (
         exactly * of_layer + (steps - exactly) * attended + selecting * ranked
     )
     return (steps * weights + requests * kept) / bandwidth

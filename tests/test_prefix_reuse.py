@@ -101,7 +101,7 @@ WAYS: dict[str, SparseAttention | PrefixReuse] = {
     "beside sparse layers, a bound": replace(
         MAGE, exact_layers=3, reuse=PrefixReuse(steps=2, change=0.4), carried=True, every=3
     ),
-    "beside an oracle": replace(MAGE, selects="every", reuse=PrefixReuse(steps=3)),
+    "beside an oracle": replace(MAGE, exact_layers=1, exact_last=1, selects="every", reuse=PrefixReuse(steps=3)),
 }
 
 
@@ -267,7 +267,7 @@ def test_what_a_model_or_another_option_cannot_is_refused(model: CompiledModel) 
         model.generate(prompt, attention="flashblock", eviction="focus")
     with pytest.raises(UsageError, match=r"reuse is 4; it must be PrefixReuse\(…\)"):
         SparseAttention(reuse=4)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="of exact layers, of which there are 0"):
+    with pytest.raises(UsageError, match="of first exact layers, of which there are 0"):
         SparseAttention(exact_layers=0, reuse=PrefixReuse())
     with (
         mosaic.compile(FAMILIES["llada"], device="cpu", host_budget=0) as both_ways,

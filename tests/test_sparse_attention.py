@@ -90,7 +90,7 @@ class Plain:
             k = self.turned(self.norm(k, w[names.key_norm.format(layer=layer)]), positions)
             self.keys[layer][start : start + len(ids)] = list(torch.stack([k, v], 1))
             whole = kept = torch.stack(self.keys[layer][: start + len(ids)])
-            sparse = self.attention is not None and layer >= self.attention.exact_layers
+            sparse = self.is_sparse(layer)
             if sparse and mode in ("capture", "select"):
                 self.select(layer, q, kept, start)
             heads = self.attended(layer, q, kept, start, mode)
@@ -102,10 +102,14 @@ class Plain:
             h = h + (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
         return self.norm(h, w[names.final_norm]) @ w[names.head].T
 
+    def is_sparse(self, layer: int) -> bool:
+        chosen = self.attention
+        return chosen is not None and chosen.exact_layers <= layer < LAYERS - chosen.exact_last
+
     def attended(self, layer: int, q: Tensor, kept: Tensor, start: int, mode: str) -> list[Tensor]:
         """What each query head attends to."""
         heads = []
-        sparse = self.attention is not None and layer >= self.attention.exact_layers
+        sparse = self.is_sparse(layer)
         for head in range(HEADS):
             k, v = kept[:, :, head // (HEADS // KV_HEADS)].unbind(1)
             keys = list(range(len(kept)))
@@ -199,6 +203,7 @@ class Plain:
 WAYS = {
     "mage": SparseAttention(k=8),
     "one layer exact": SparseAttention(k=4, exact_layers=1),
+    "the last layer exact": SparseAttention(k=4, exact_layers=0, exact_last=1),
     "all layers sparse": SparseAttention(k=6, exact_layers=0, per="query_head"),
     "pages": SparseAttention(k=8, page=4, exact_layers=1),
     "the largest": SparseAttention(k=5, statistic="max", exact_layers=1, voters="answer"),
@@ -212,6 +217,9 @@ WAYS = {
     "again, after a share of exact steps": SparseAttention(k=4, every=2, exact_steps=0.3, exact_layers=1),
     "carried, then again": SparseAttention(k=5, every=3, carried=True, exact_layers=1),
     "quest": SparseAttention(k=9, page=3, selects="every", by="bounds", exact_layers=1),
+    "quest, the last layer exact": SparseAttention(
+        k=6, page=2, selects="every", by="bounds", exact_layers=1, exact_last=1, statistic="worst"
+    ),
     "quest, the largest": SparseAttention(
         k=20,
         ratio=0.25,
@@ -480,6 +488,7 @@ def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:
         ({"k": 8, "page": 16}, "k 8 is not whole pages of 16 keys; use k 16"),
         ({"page": 0}, "page is 0"),
         ({"exact_layers": -1}, "exact_layers is -1"),
+        ({"exact_last": -1}, "exact_last is -1; it must be an integer of at least 0"),
         ({"exact_steps": -0.1}, "exact_steps is -0.1; it must be a share of a block's steps"),
         ({"exact_steps": 0.1, "selects": "every"}, "exact_steps are those before a selection"),
         ({"every": -1}, "every is -1; it must be an integer of at least 0"),
@@ -511,12 +520,14 @@ def test_what_a_model_cannot_is_refused(model: CompiledModel) -> None:
     prompt = torch.arange(3)
     with pytest.raises(UsageError, match="attention: 4 exact layers of the model's 4 leave none sparse; use at most 3"):
         model.generate(prompt, attention=SparseAttention(exact_layers=4))
+    with pytest.raises(UsageError, match="attention: 5 exact layers of the model's 4 leave none sparse; use at most 3"):
+        model.generate(prompt, attention=SparseAttention(exact_layers=2, exact_last=3))
     with pytest.raises(UnknownName, match="mages"):
         model.generate(prompt, attention="mages")
     for other in (512, True, ["mage"], {"k": 4}):
         with pytest.raises(
             UsageError,
-            match=r"it must be SparseAttention\(…\), PrefixReuse\(…\), or one of mage, oracle, sparsed, quest, flashblock",
+            match=r"it must be SparseAttention\(…\), PrefixReuse\(…\), or one of mage, oracle, sparsed, quest, exact-ends, flash",
         ):
             model.generate(prompt, attention=other)
     for every in ("oracle", "quest"):

@@ -94,8 +94,8 @@ Ahead: TypeAlias = Annotated[
 Attention: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="SDAR, LLaDA2.0, Fast-dLLM v2: mage, oracle, sparsed or quest (sparse), flashblock (reuse), or both as "
-        "mage+flashblock; default exact."
+        help="SDAR, LLaDA2.0, Fast-dLLM v2: mage, oracle, sparsed, quest or exact-ends (sparse), flashblock (reuse), or both as "
+        "mage+flashblock; options may follow, as in mage:k=1024:every=8; default exact."
     ),
 ]
 K: TypeAlias = Annotated[int | None, typer.Option("--k", help="With --attention: keys that are selected.")]

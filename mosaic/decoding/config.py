@@ -74,9 +74,9 @@ class GenerationConfig:
     edit_threshold, max_post_steps
         LLaDA2.1's: probability above which a token is replaced, and steps after a block's last mask.
     attention
-        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle", "sparsed", "quest"; or what
-        is attended to of a prefix kept for several steps, a `PrefixReuse` or "flashblock"; or both, such as
-        "mage+flashblock" (sdar, llada2, fast-dllm-v2). None: exact.
+        Sparse attention over kept keys, a `SparseAttention` or a preset's name: "mage", "oracle", "sparsed", "quest",
+        "exact-ends"; or what is attended to of a prefix kept for several steps, a `PrefixReuse` or "flashblock"; or both, such as
+        "mage+flashblock"; options may follow, such as "mage:k=1024:every=8" (sdar, llada2, fast-dllm-v2). None: exact.
     eviction
         Tokens that are unlikely to be decided are dropped after two layers, an `Eviction` or a preset's name: "focus",
         "focus-public" (sdar, llada2, fast-dllm-v2; fast-dllm and llada with cache "dual"). None: all are computed. A block may

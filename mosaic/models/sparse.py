@@ -51,6 +51,8 @@ class SparseAttention:
         Keys behind the last whole page of the prefix are always attended to.
     exact_layers
         First layers that attend to all keys in every step.
+    exact_last
+        Last layers that do.
     selects
         "first": a block's first step attends to all keys, and captures those that the others attend to. "every": each step
         selects by its own queries first, then attends to that; the exact selection of each step, as an oracle.
@@ -70,7 +72,7 @@ class SparseAttention:
         all voting rows and heads of a set. With "worst" a key has what the row that wants it least gives to it. A row gets from a
         set at least the sum of these, so the best keys make this bound as large as it can be for the row that is served worst.
     reuse
-        When exact layers attend to the prefix; in other steps they reuse what they kept of it. None: in every step.
+        When the first exact layers attend to the prefix; in other steps they reuse what they kept of it. None: in every step.
     voters
         Rows that vote: all of the "block" that the step forwards, or those of the "answer", without the tokens of a prompt that
         ends in the block.
@@ -92,6 +94,7 @@ class SparseAttention:
     page: int = 1
     by: By = "mass"
     exact_layers: int = 2
+    exact_last: int = 0
     selects: Selects = "first"
     exact_steps: float = 0.0
     every: int = 0
@@ -102,7 +105,7 @@ class SparseAttention:
     reuse: PrefixReuse | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("k", 1), ("page", 1), ("exact_layers", 0), ("every", 0)):
+        for name, least in (("k", 1), ("page", 1), ("exact_layers", 0), ("exact_last", 0), ("every", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"attention: {name} is {value!r}; it must be an integer of at least {least}.")
@@ -143,7 +146,7 @@ class SparseAttention:
             )
         if self.reuse is not None and not (isinstance(self.reuse, PrefixReuse) and self.exact_layers):
             raise UsageError(
-                f"attention: reuse is {self.reuse!r}; it must be PrefixReuse(…), of exact layers, of which there are "
+                f"attention: reuse is {self.reuse!r}; it must be PrefixReuse(…), of first exact layers, of which there are "
                 f"{self.exact_layers}."
             )
         if self.by == "bounds" and self.page == 1:
@@ -182,6 +185,10 @@ class SparseAttention:
         again = bool(self.every) and step > last and (step - last) % self.every == 0
         return self.selects == "every" or step <= last or again
 
+    def sparse_layers(self, arch: Architecture) -> range:
+        """Return the layers that attend to selected keys."""
+        return range(self.exact_layers, arch.layers - self.exact_last)
+
     def check(self, arch: Architecture) -> None:
         """Check that a model can be attended to so.
 
@@ -195,10 +202,10 @@ class SparseAttention:
                 "attention: this model attends in both directions, so its keys change in every step and no selection of them "
                 "outlives one; sparse attention is for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
             )
-        if self.exact_layers >= arch.layers:
+        if not self.sparse_layers(arch):
             raise UsageError(
-                f"attention: {self.exact_layers} exact layers of the model's {arch.layers} leave none sparse; use at most "
-                f"{arch.layers - 1}."
+                f"attention: {self.exact_layers + self.exact_last} exact layers of the model's {arch.layers} leave none sparse; "
+                f"use at most {arch.layers - 1}."
             )
 
 
@@ -207,9 +214,11 @@ PRESETS: Final[Mapping[str, SparseAttention]] = {
     "oracle": SparseAttention(selects="every"),
     "sparsed": SparseAttention(exact_steps=0.2),
     "quest": SparseAttention(page=16, selects="every", by="bounds"),
+    "exact-ends": SparseAttention(exact_layers=1, exact_last=1),
 }
 """By name: MAGE as published; the exact selection of every step; SparseD (arXiv 2509.24014) as MAGE's section 5 adapts it, exact
-for 20 % of the steps; Quest (arXiv 2406.10774) as it adapts that, re-estimated in every step for all rows of the block."""
+for 20 % of the steps; Quest (arXiv 2406.10774) as it adapts that, re-estimated in every step for all rows of the block; MAGE with
+its two exact layers at both ends, the first and the last."""
 
 
 OPTIONS: Final = (

@@ -53,8 +53,9 @@ class SelectedTogether(KeptTogether):
         """Register the attention of one layer over the queries' storage."""
         policy = step.phase.cache
         assert isinstance(policy, Selected)
-        if layer < policy.attention.exact_layers:
-            return attend(step, layer, q) if self._reusing is None else self._reusing.attend(step, layer, q)
+        if layer not in policy.attention.sparse_layers(step.arch):
+            reusing = self._reusing if layer < policy.attention.exact_layers else None
+            return attend(step, layer, q) if reusing is None else reusing.attend(step, layer, q)
         if not policy.selects:
             return _attend_selected(step, policy, layer, q, "seen")
         if policy.attention.selects == "every":

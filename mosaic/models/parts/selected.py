@@ -35,35 +35,35 @@ class IndexSets(State):
 
     least_rows: int = 1
     pages: int
-    exact_layers: int
+    exact: int
     per: Per
 
     def columns(self, arch: Architecture) -> int:
         """Return the numbers of all sparse layers and sets."""
-        return (arch.layers - self.exact_layers) * sets_of(self.per, arch) * (1 + self.pages)
+        return (arch.layers - self.exact) * sets_of(self.per, arch) * (1 + self.pages)
 
 
 def index_sets(attention: SparseAttention) -> IndexSets:
     """Return the state that selections by these options are kept in: the same for options that lay it out alike."""
-    pages, exact, per = attention.k // attention.page, attention.exact_layers, attention.per
-    return IndexSets(name=f"selected_{pages}_{exact}_{per}", dtype="int32", pages=pages, exact_layers=exact, per=per)
+    pages, exact, per = attention.k // attention.page, attention.exact_layers + attention.exact_last, attention.per
+    return IndexSets(name=f"selected_{pages}_{exact}_{per}", dtype="int32", pages=pages, exact=exact, per=per)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageExtrema(State):
     """The least and the largest keys of whole pages, a row a page: of every sparse layer least, then largest of all heads."""
 
-    exact_layers: int
+    exact: int
 
     def columns(self, arch: Architecture) -> int:
         """Return two keys of every sparse layer."""
-        return (arch.layers - self.exact_layers) * 2 * arch.kv_heads * arch.head_size
+        return (arch.layers - self.exact) * 2 * arch.kv_heads * arch.head_size
 
 
 def page_extrema(attention: SparseAttention) -> PageExtrema:
     """Return the state that the bounds of pages are estimated from: the same for options that lay it out alike."""
-    exact = attention.exact_layers
-    return PageExtrema(name=f"pages_{attention.page}_{exact}", exact_layers=exact)
+    exact = attention.exact_layers + attention.exact_last
+    return PageExtrema(name=f"pages_{attention.page}_{exact}", exact=exact)
 
 
 def _pages_of(attention: SparseAttention, until: Callable[[Window], int]) -> tuple[Input, Input]:
@@ -126,7 +126,7 @@ class Summarized(Kept):
     def stored(self, step: StepGraph, layer: int) -> None:
         """Write the extrema of a sparse layer's pages."""
         g, arch, inputs, chosen = step.g, step.arch, step.inputs, self.attention
-        if layer >= chosen.exact_layers:
+        if layer in chosen.sparse_layers(arch):
             g.add_op(
                 "page_extrema", step.kv, inputs["extents"], inputs["cu_extents"], inputs["page_table"], inputs["cu_pages"],
                 inputs["first_page"], g[page_extrema(chosen).name], name="extrema", layer=layer,
