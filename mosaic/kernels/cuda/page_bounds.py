@@ -3,9 +3,9 @@
 Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8,
 cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, page_span, statistic) -> bound[sets, S] float32, all whole, as
 `mosaic.registrar.operators.page_bounds` says (Quest, section 3). A program owns a tile of the pages of a sequence and one set of
-heads, and goes over the voting rows. For the mean it adds up what of the queries is above 0 and below, and multiplies once; for
-an extreme it multiplies each tile of rows. So no matrix is larger than a tile, and a sequence's bounds depend on no other
-sequence.
+heads. The mean over queries is linear in what of them is above 0 and below: a first launch adds these up, once for each sequence
+and set, and a second multiplies them with the pages. For the largest and the least the program goes over the voting rows and
+multiplies each tile of them. So no matrix is larger than a tile, and a sequence's bounds depend on no other sequence.
 Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
 """
 
@@ -16,17 +16,76 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
-from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, floats_of
 from mosaic.kernels.page_bounds import check, reference
 
 __all__ = ["launch", "reference"]
 
 # Untuned defaults.
 ROWS: Final = 16
-"""Rows times heads of a tile."""
+"""Rows times heads of a tile that is multiplied."""
+ROWS_ADDED: Final = 32
+"""Rows times heads of a tile that is added up."""
 PAGES: Final = 64
 """Pages of a tile of up to 256 bytes each; of wider ones there are 16."""
 WARPS: Final = 4
+
+
+@triton.jit
+def queries_of(
+    q,
+    votes,
+    start,
+    tile,
+    count,
+    own,
+    q_stride,
+    SIZE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Some rows and heads of a sequence and set, 0 where a row does not vote, and whether it does."""
+    index = tile + tl.arange(0, BLOCK_Q)
+    row = start + index // MEMBERS
+    column = tl.arange(0, BLOCK_H)
+    says = tl.load(votes + row, mask=index < count, other=0) != 0
+    head = own * MEMBERS + index % MEMBERS
+    place = q + row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
+    return tl.load(place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0), says
+
+
+@triton.jit
+def query_sums_kernel(
+    q,
+    votes,
+    cu_seqlens,
+    sums,
+    q_stride,
+    SIZE: tl.constexpr,
+    SETS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """What of the voting queries of a sequence and set is above 0, and below, added up; and how many there are."""
+    sequence = tl.program_id(0)
+    own = tl.program_id(1)
+    start = tl.load(cu_seqlens + sequence)
+    count = (tl.load(cu_seqlens + sequence + 1) - start) * MEMBERS
+    positive = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
+    negative = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
+    voters = tl.zeros([BLOCK_Q], tl.int32)
+    for tile in range(0, count, BLOCK_Q):
+        queries, says = queries_of(q, votes, start, tile, count, own, q_stride, SIZE, MEMBERS, BLOCK_Q, BLOCK_H)
+        positive += tl.maximum(queries.to(tl.float32), 0.0)
+        negative += tl.minimum(queries.to(tl.float32), 0.0)
+        voters += says.to(tl.int32)
+    column = tl.arange(0, BLOCK_H)
+    place = sums + (sequence * SETS + own) * (2 * SIZE + 1)
+    tl.store(place + column, tl.sum(positive, 0), mask=column < SIZE)
+    tl.store(place + SIZE + column, tl.sum(negative, 0), mask=column < SIZE)
+    tl.store(place + 2 * SIZE, tl.sum(voters, 0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["pages", "sequences", "slot"])
@@ -38,6 +97,7 @@ def page_bounds_kernel(
     votes,
     cu_seqlens,
     bound,
+    sums,
     q_stride,
     extrema_stride,
     bound_stride,
@@ -54,6 +114,7 @@ def page_bounds_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """Bounds of a tile of the pages of a sequence, for one set."""
     own = tl.program_id(1)
     first, last, sequence = find_tile(tl.program_id(0), cu_pages, sequences, 0, pages, BLOCK_P, SEQUENCES)
     at = first + tl.arange(0, BLOCK_P)
@@ -65,38 +126,28 @@ def page_bounds_kernel(
     mask = here[:, None] & within[None, :]
     least = tl.load(place, mask=mask, other=0.0)
     largest = tl.load(place + HEADS * SIZE, mask=mask, other=0.0)
-    start = tl.load(cu_seqlens + sequence)
-    count = (tl.load(cu_seqlens + sequence + 1) - start) * MEMBERS
-    SILENT: tl.constexpr = float("inf") if STATISTIC == "worst" else float("-inf")
-    found = tl.full([BLOCK_P], SILENT, tl.float32)
-    positive = tl.zeros([BLOCK_H], tl.float32)
-    negative = tl.zeros([BLOCK_H], tl.float32)
-    voters = 0
-    for tile in range(0, tl.where(last > first, count, 0), BLOCK_Q):
-        index = tile + tl.arange(0, BLOCK_Q)
-        row = start + index // MEMBERS
-        says = tl.load(votes + row, mask=index < count, other=0) != 0
-        voters += tl.sum(says.to(tl.int32), 0)
-        x = (
-            q
-            + row.to(tl.int64)[:, None] * q_stride
-            + ((own * MEMBERS + index % MEMBERS) * SIZE)[:, None]
-            + column[None, :]
-        )
-        queries = tl.load(x, mask=says[:, None] & within[None, :], other=0.0)
-        over = tl.maximum(queries.to(tl.float32), 0.0)
-        under = tl.minimum(queries.to(tl.float32), 0.0)
-        if STATISTIC == "mean":
-            positive += tl.sum(over, 0)
-            negative += tl.sum(under, 0)
-        else:
-            scores = tl.dot(largest, tl.trans(over.to(queries.dtype)), input_precision="ieee")
-            scores = tl.dot(least, tl.trans(under.to(queries.dtype)), scores, input_precision="ieee")
-            scores = tl.where(says[None, :], scores, SILENT)
-            found = tl.maximum(found, tl.max(scores, 1)) if STATISTIC == "max" else tl.minimum(found, tl.min(scores, 1))
     if STATISTIC == "mean":
+        mine = sums + (sequence * SETS + own) * (2 * SIZE + 1)
+        positive = tl.load(mine + column, mask=within, other=0.0)
+        negative = tl.load(mine + SIZE + column, mask=within, other=0.0)
+        voters = tl.load(mine + 2 * SIZE).to(tl.int32)
         products = largest.to(tl.float32) * positive[None, :] + least.to(tl.float32) * negative[None, :]
         found = tl.sum(products, 1) / tl.maximum(voters, 1).to(tl.float32)
+    else:
+        SILENT: tl.constexpr = float("inf") if STATISTIC == "worst" else float("-inf")
+        found = tl.full([BLOCK_P], SILENT, tl.float32)
+        voters = 0
+        start = tl.load(cu_seqlens + sequence)
+        count = (tl.load(cu_seqlens + sequence + 1) - start) * MEMBERS
+        for tile in range(0, tl.where(last > first, count, 0), BLOCK_Q):
+            queries, says = queries_of(q, votes, start, tile, count, own, q_stride, SIZE, MEMBERS, BLOCK_Q, BLOCK_H)
+            voters += tl.sum(says.to(tl.int32), 0)
+            over = tl.maximum(queries.to(tl.float32), 0.0).to(queries.dtype)
+            under = tl.minimum(queries.to(tl.float32), 0.0).to(queries.dtype)
+            scores = tl.dot(largest, tl.trans(over), input_precision="ieee")
+            scores = tl.dot(least, tl.trans(under), scores, input_precision="ieee")
+            scores = tl.where(says[None, :], scores, SILENT)
+            found = tl.maximum(found, tl.max(scores, 1)) if STATISTIC == "max" else tl.minimum(found, tl.min(scores, 1))
     found = tl.where(voters > 0, found, 0.0)
     found = (1.0 + tl.maximum(found, 0.0)) / (1.0 + tl.maximum(-found, 0.0))
     tl.store(bound + own.to(tl.int64) * bound_stride + at, found, mask=here & (voters > 0))
@@ -127,6 +178,12 @@ def launch(
     sequences, block_h = cu_seqlens.shape[0] - 1, power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
     pages = PAGES if block_h * q.element_size() <= 256 else DOT_MINIMUM
     columns = min(bound.shape[1], page_table.shape[0])
+    sums, queries = bound, {"SIZE": head_size, "SETS": sets, "MEMBERS": members, "BLOCK_H": block_h}
+    if statistic == "mean":
+        sums = floats_of("page_bounds", scratch, sequences * sets * (2 * head_size + 1))
+        query_sums_kernel[(sequences, sets)](
+            q, votes, cu_seqlens, sums, q.stride(0), **queries, BLOCK_Q=ROWS_ADDED, num_warps=WARPS
+        )
     page_bounds_kernel[(triton.cdiv(columns, pages) + sequences - 1, sets)](
         q,
         extrema,
@@ -135,20 +192,18 @@ def launch(
         votes,
         cu_seqlens,
         bound,
+        sums,
         q.stride(0),
         extrema.stride(0),
         bound.stride(0),
         columns,
         sequences,
         slot,
+        **queries,
         HEADS=kv_heads,
-        SIZE=head_size,
-        SETS=sets,
-        MEMBERS=members,
         STATISTIC=statistic,
         SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
         BLOCK_Q=ROWS,
         BLOCK_P=pages,
-        BLOCK_H=block_h,
         num_warps=WARPS,
     )

@@ -2,9 +2,9 @@
 
 Contract: page_extrema(kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, page_table[M] int64, cu_pages[B+1] int32,
 first_page[B] int32, extrema[E, Z*2*K*H]; layer, slot, page, kv_heads, head_size, tokens), all whole; updates extrema, as
-`mosaic.registrar.operators.page_extrema` says (Quest, section 3). One program a page and head; those of pages that are not
-written end at once. Legend: R rows of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV
-heads, H size.
+`mosaic.registrar.operators.page_extrema` says (Quest, section 3). There are programs for as many pages as the step's tokens may
+complete, and for each head; they go on to further pages where these are more. Legend: R rows of keys, L layers, B sequences,
+X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES
 from mosaic.kernels.page_extrema import check, reference
 
 __all__ = ["launch", "reference"]
@@ -25,7 +25,7 @@ KEYS: Final = 16
 WARPS: Final = 2
 
 
-@triton.jit(do_not_specialize=["pages", "sequences", "layer", "slot"])
+@triton.jit(do_not_specialize=["sequences", "layer", "slot"])
 def page_extrema_kernel(
     kv,
     extents,
@@ -36,7 +36,6 @@ def page_extrema_kernel(
     extrema,
     kv_stride,
     extrema_stride,
-    pages,
     sequences,
     layer,
     slot,
@@ -48,12 +47,21 @@ def page_extrema_kernel(
     BLOCK_H: tl.constexpr,
 ):
     head = tl.program_id(1)
-    at, end, sequence = find_tile(tl.program_id(0), cu_pages, sequences, 0, pages, 1, SEQUENCES)
-    number = at - tl.load(cu_pages + sequence)
-    if (at < end) & (number >= tl.load(first_page + sequence)):
-        column = tl.arange(0, BLOCK_H)
-        key = tl.arange(0, BLOCK_K)
-        within = column < SIZE
+    column = tl.arange(0, BLOCK_H)
+    key = tl.arange(0, BLOCK_K)
+    within = column < SIZE
+    # the pages of all sequences that are written, side by side
+    every = tl.arange(0, SEQUENCES)
+    known = every < sequences
+    starts = tl.load(cu_pages + every, mask=known, other=0)
+    firsts = tl.load(first_page + every, mask=known, other=0)
+    written = tl.maximum(tl.load(cu_pages + every + 1, mask=known, other=0) - starts - firsts, 0)
+    before = tl.cumsum(written, 0) - written
+    for page in range(tl.program_id(0), tl.sum(written, 0), tl.num_programs(0)):
+        mine = (page >= before) & (page < before + written)
+        sequence = tl.sum(tl.where(mine, every, 0), 0)
+        number = tl.sum(tl.where(mine, firsts + page - before, 0), 0)
+        at = tl.sum(tl.where(mine, starts, 0), 0) + number
         least = tl.full([BLOCK_H], float("inf"), tl.float32)
         largest = tl.full([BLOCK_H], float("-inf"), tl.float32)
         last_extent = tl.load(cu_extents + sequence + 1)
@@ -96,7 +104,8 @@ def launch(
     """Write the extrema of pages into their rows of extrema [E, Z*2*K*H]."""
     check(kv, extents, cu_extents, page_table, cu_pages, first_page, extrema, layer, slot, page, kv_heads, head_size)
     sequences = cu_pages.shape[0] - 1
-    page_extrema_kernel[(page_table.shape[0], kv_heads)](
+    programs = min(page_table.shape[0], tokens // page + sequences)
+    page_extrema_kernel[(programs, kv_heads)](
         kv,
         extents,
         cu_extents,
@@ -106,7 +115,6 @@ def launch(
         extrema,
         kv.stride(0),
         extrema.stride(0),
-        page_table.shape[0],
         sequences,
         layer,
         slot,

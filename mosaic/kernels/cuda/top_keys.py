@@ -37,7 +37,7 @@ PASSED: Final = 1024
 PASS_WARPS: Final = 8
 WIDEST: Final = 16
 """Most masses of a page that are added up at a time."""
-SAMPLED: Final = 256
+SAMPLED: Final = 128
 """Pages of a prefix, as far apart as can be, by whose sums its bins are placed."""
 _BINS: Final = tl.constexpr(BINS)
 
@@ -57,19 +57,11 @@ def bits_of(mass, index, keys, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def sample_of(mass, number, keys, pages, PAGE: tl.constexpr, BLOCK_P: tl.constexpr, SAMPLED: tl.constexpr):
-    """Sums of some of the pages that a prefix's bins are placed by, as `bits_of` has them."""
-    return bits_of(mass, (number.to(tl.int64) * pages // SAMPLED).to(tl.int32), keys, PAGE, BLOCK_P)
-
-
-@triton.jit
 def bins_of(mass, keys, pages, count, PAGE: tl.constexpr, BLOCK_P: tl.constexpr, SAMPLED: tl.constexpr):
     """Where the bins of a prefix begin, in bits, and the binary logarithm of their width: around the lowest chosen sum."""
-    sums = sample_of(mass, tl.arange(0, SAMPLED), keys, pages, PAGE, BLOCK_P, SAMPLED)
-    reach = tl.zeros([SAMPLED], tl.int32)  # how many are as large as each
-    for start in range(0, SAMPLED, 32):
-        some = sample_of(mass, start + tl.arange(0, 32), keys, pages, PAGE, BLOCK_P, SAMPLED)
-        reach += tl.sum((some[None, :] >= sums[:, None]).to(tl.int32), 1)
+    index = (tl.arange(0, SAMPLED).to(tl.int64) * pages // SAMPLED).to(tl.int32)
+    sums = bits_of(mass, index, keys, PAGE, BLOCK_P)
+    reach = tl.sum((sums[None, :] >= sums[:, None]).to(tl.int32), 1)  # how many are as large as each
     rank = count.to(tl.float32) * SAMPLED / tl.maximum(pages, 1).to(tl.float32)
     beside = 4.0 * tl.sqrt(rank) + 4.0  # four standard deviations of the rank, were the sample random
     least = tl.max(tl.where(reach > (rank + beside).to(tl.int32), sums, 0), 0)

@@ -55,6 +55,13 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     return query, query, pages, Tile((SCORES,), compute), column, column, column, *converted
 
 
+def query_sums(specs: Specs, attrs: Attrs) -> Dim:
+    """Reserve, for the mean, two float32 rows and a count for each sequence and set."""
+    if attrs.get("statistic", "mean") != "mean":
+        return 0
+    return 4 * (specs["cu_pages"].shape[0] - 1) * attrs["sets"] * (2 * attrs["head_size"] + 1)
+
+
 OPERATOR = Operator(
     name="page_bounds",
     reads=("q", "extrema", "page_table", "cu_pages", "votes", "cu_seqlens"),
@@ -67,7 +74,7 @@ OPERATOR = Operator(
     rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.page_bounds", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.page_bounds"),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.page_bounds", scratch=query_sums),
     ),
     roles={"q": "attention", "votes": "statistics", "bound": "statistics"},
 )

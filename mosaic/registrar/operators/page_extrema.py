@@ -6,8 +6,8 @@ on. Sequence b has cu_pages[b + 1] - cu_pages[b] = P whole pages; page p of it h
 [slots, 2, K, H]: of every sparse layer (`slot` is this one's index among them) the least, then the largest key of each head.
 Rows of other pages, and other slots, are left as they were.
 
-Nothing is ever sliced. `tokens`, the keys that the pages have that are written, about, is for the cost model alone. Where a key
-lies, `mosaic.registrar.operators.kv_store` says.
+Nothing is ever sliced. `tokens`, the keys that the pages have that are written, about, is for the cost model, and for how many
+programs a GPU starts. Where a key lies, `mosaic.registrar.operators.kv_store` says.
 """
 
 from __future__ import annotations
