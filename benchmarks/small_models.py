@@ -3,6 +3,7 @@
 python examples/train_small/train.py --family llada --out DIRECTORY      (its curves.json is training-<model>.json)
 mosaic bench quality --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --per-task 50 --out quality-<model>.json
 mosaic bench policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16 --out policies-<model>.json
+mosaic bench policies --policies exact,dc+,focus+dc+ --schedules dynamic --out evictions-<model>-<run>.json
 mosaic bench estimation --lengths 2k --out estimation-<model>.json
 """
 
@@ -14,11 +15,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.record import source_line, table
+from mosaic.bench.quality.answers import merged
 from mosaic.bench.quality.items import LONG_TASKS, TASKS
 from mosaic.bench.quality.plot import estimation_png, png
 from mosaic.viz.palette import COLORS
 
-__all__ = ["SECTIONS", "estimation_section", "policies_section", "quality_section", "training_section", "write_plots"]
+__all__ = [
+    "SECTIONS",
+    "estimation_section",
+    "evictions_section",
+    "policies_section",
+    "quality_section",
+    "training_section",
+    "write_plots",
+]
 
 Result = Mapping[str, Any]
 _LINES: Final = ("logits and head", "ffn", "attention", "hidden", "inputs", "statistics", "weights", "other")
@@ -91,6 +101,7 @@ def policies_section(results: Sequence[Result]) -> str:
     parts = []
     for result in results:
         asked = result["settings"]
+        lines = "\n\n".join(source_line(dict(run)) for run in result.get("runs", (result,)))
         for schedule, by_policy in result["schedules"].items():
             first = next(iter(by_policy))
             title = (
@@ -98,36 +109,46 @@ def policies_section(results: Sequence[Result]) -> str:
                 f"{len(result['items']):,} answers under each policy"
             )
             title += ", items to choose settings on" if asked["split"] == "choose" else ""
-            header = (
-                "policy", "exact", f"against {first}", "p", "tokens right", "forwards", f"of {first}'s", "tokens / forward",
-                "tokens/s",
-            )  # fmt: skip
-            rows = [
-                (name, *_figures(found["groups"]["all"], found["tokens_per_s"])) for name, found in by_policy.items()
-            ]
+            columns = _figures(by_policy[first], first)
+            rows = [(name, *_figures(found, first).values()) for name, found in by_policy.items()]
             tasks = [group for group in by_policy[first]["groups"] if "," not in group and group != "all"]
             by_task = [
                 (name, *(_changed(found["groups"][task]) for task in tasks)) for name, found in by_policy.items()
             ]
-            tables = [table(header, rows), table(("exact by task", *tasks), by_task)]
+            tables = [table(("policy", *columns), rows), table(("exact by task", *tasks), by_task)]
             if any("replay" in found for found in by_policy.values()):
                 tables.append(_replayed(by_policy))
             note = (result["note"],) if "note" in result else ()
-            parts.append("\n\n".join((title, *tables, *note, source_line(dict(result)))))
+            parts.append("\n\n".join((title, *tables, *note)))
+        parts.append(lines)
     return "\n\n".join(parts)
 
 
-def _figures(group: Result, tokens_per_s: float) -> tuple[str, ...]:
-    change = p = times = ""
+def evictions_section(results: Sequence[Result]) -> str:
+    """Evictions side by side: runs over the same items together, so that all are paired with `exact` of their schedule."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        asked = {name: result["settings"][name] for name in ("lengths", "per_cell", "tasks", "seed", "split")}
+        groups.setdefault(str((result["model"], result["card"], asked)), []).append(result)
+    return policies_section([merged(group) for group in groups.values()])
+
+
+def _figures(found: Result, first: str) -> dict[str, str]:
+    """Figures of all answers, by column."""
+    group, change, p, times = found["groups"]["all"], "", "", ""
     if "against" in group:
         exact, forwards = group["against"]["exact"], group["against"]["forwards"]
         change = f"{exact['difference']:+.1%} ({exact['low']:+.1%} to {exact['high']:+.1%})"
         p = f"{exact['p']:.2g}"
         times = f"{forwards['ratio']:.3f} ({forwards['low']:.3f} to {forwards['high']:.3f})"
-    return (
-        f"{group['exact']:.1%}", change, p, f"{group['tokens_right']:.1%}", f"{group['forwards']:.1f}", times,
-        f"{group['tokens_per_forward']:.2f}", f"{tokens_per_s:,.0f}",
-    )  # fmt: skip
+    columns = {
+        "exact": f"{group['exact']:.1%}", f"against {first}": change, "p": p, "tokens right": f"{group['tokens_right']:.1%}",
+        "forwards": f"{group['forwards']:.1f}", f"of {first}'s": times, "tokens / forward": f"{group['tokens_per_forward']:.2f}",
+    }  # fmt: skip
+    if "processed_per_decoded" in group:
+        columns["processed / decoded"] = f"{group['processed_per_decoded']:.2f}"
+        columns["again / decoded"] = f"{group['again_per_decoded']:.2f}"
+    return {**columns, "tokens/s": f"{found['tokens_per_s']:,.0f}"}
 
 
 def _changed(group: Result) -> str:
@@ -198,6 +219,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Any]], str]]]] = {
     "training": ("training", training_section),
     "quality": ("quality", quality_section),
     "policies": ("policies", policies_section),
+    "evictions": ("evictions", evictions_section),
     "estimation": ("estimation", estimation_section),
 }
 """Marker in docs/small-models.md -> kind of result, and what writes the section."""

@@ -37,6 +37,7 @@ from benchmarks import (
 )
 from benchmarks.step_floor import StepFloor
 from mosaic.bench.baselines import Transformer
+from mosaic.bench.quality.answers import Answers
 from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
@@ -344,6 +345,22 @@ def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
     assert "| mage | 80.0% | -10.0% (-20.0% to -5.0%) | 0.03 | 99.0% | 20.0 | 1.100 (1.050 to 1.200) | 5.50 |" in text
     assert "| exact by task | chain |" in text and "| mage | 80.0%* |" in text and "| exact | 90.0% |\n" in text
     assert "| mage | 3 | 50.00% | 75.00% | 0.500 |" in text
+    items = [("chain", 2048), ("chain", 2048), ("frequent", 0)]
+    counts = {"tokens": [9] * 3, "decoded": [8] * 3, "again": [2] * 3, "right": [1.0] * 3, "seconds": 1.0}
+    exact = Answers(exact=[True] * 3, forwards=[4] * 3, processed=[24] * 3, **counts)
+    focus = Answers(exact=[True, False, True], forwards=[8] * 3, processed=[16] * 3, **counts)
+    asked = {"lengths": [2048], "split": "judge", "per_cell": 1, "tasks": ["chain", "frequent"], "seed": 0}
+    runs = [
+        {
+            **policies, "dtype": None, "items": [{"task": task, "length": length} for task, length in items],
+            "settings": {**asked, "seconds": turn}, "schedules": {"dynamic": {name: answers.figures(items, answers)}},
+        }
+        for turn, (name, answers) in enumerate({"focus": focus, "exact": exact}.items())
+    ]  # fmt: skip
+    text = small_models.evictions_section([*runs, {**runs[1], "settings": {**asked, "seed": 1}}])
+    assert text.count("| policy | exact | against exact | p |") == 2 and text.count("3 answers under each policy") == 2
+    assert "| exact | 100.0% |  |  | 100.0% | 4.0 |  | 2.25 | 3.00 | 0.25 | 27 |\n| focus | 66.7% | -33.3% (" in text
+    assert "| 8.0 | 2.000 (2.000 to 2.000) | 1.12 | 2.00 | 0.25 | 27 |" in text and "| focus | 50.0% | 100.0% |" in text
     sets = {"oracle": 0.5, "recall": 0.25}
     estimation = {
         "model": "small-sdar", "card": "cpu", "environment": ENVIRONMENT, "unions": {"0.25": [1.0, 2.0]}, "first": {"0.25": sets},

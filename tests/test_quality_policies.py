@@ -16,6 +16,7 @@ import torch
 from test_session import FAMILIES
 
 import mosaic
+from mosaic.bench.quality.answers import merged
 from mosaic.bench.quality.compare import CompareSettings, compare, configurations
 from mosaic.bench.quality.evaluation import evaluation_set
 from mosaic.bench.quality.items import LONG_TASKS
@@ -229,6 +230,24 @@ def test_the_document_has_every_figure_and_a_whole_budget_changes_nothing(model:
     hurried = compare(model, replace(asked, tasks=("addition",), replay=0, seconds=1e-9))
     assert [*hurried["schedules"]] == ["static:3"] and [*hurried["schedules"]["static:3"]] == ["exact"]
     assert json.loads(json.dumps(found))["settings"]["policies"] == list(names)
+    said = {"model": "small", "card": "cpu", "dtype": "float32"}
+    halves = [
+        {**said, **found, "schedules": {
+            steps: {name: figures for name, figures in by_policy.items() if (name in some) == (steps == "static:3")}
+            for steps, by_policy in found["schedules"].items()
+        }} for some in (names[1:3], (names[0], names[3]))
+    ]  # fmt: skip
+    for steps, by_policy in merged(json.loads(json.dumps(halves)))["schedules"].items():
+        for name, figures in by_policy.items():  # all are compared with `exact`, which one of the two has
+            of_run = found["schedules"][steps][name]
+            for group, figured in figures["groups"].items():
+                expected = of_run["groups"][group]
+                assert [*figured] == [*expected]
+                assert figured.get("against", {}).get("exact") == expected.get("against", {}).get("exact")
+                assert figured["tokens_right"] == pytest.approx(expected["tokens_right"], abs=1e-4)
+            assert {**figures, "groups": 0} == {**of_run, "groups": 0}
+    with pytest.raises(UsageError, match="cannot be compared pair by pair"):
+        merged([halves[0], {**halves[1], "settings": {**found["settings"], "seed": 9}}])
     assert shown[-1] == (f"static:2, {names[-1]}", 12, 12)
     items = evaluation_set(tasks=asked.tasks, lengths=asked.lengths, per_task=2)
     for steps, by_policy in zip((3, 2), found["schedules"].values(), strict=True):

@@ -112,7 +112,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
         )
         for column in (schedule, *columns[1:]):
             left = column in (schedule, "task")
-            table.add_column(column, justify="left" if left else "right", header_style="dim", no_wrap=True)
+            table.add_column(
+                column, justify="left" if left else "right", header_style="dim", no_wrap=left or "against" in column
+            )
         for policy, figures in by_policy.items():
             for task, group in figures["groups"].items():
                 if "," not in task:

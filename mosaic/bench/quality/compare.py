@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from mosaic.bench.quality.answers import Answers
 from mosaic.bench.quality.evaluation import evaluation_set, gen_length, seen_in_training
 from mosaic.bench.quality.items import LONG_TASKS, Item
 from mosaic.bench.quality.policies import policy, schedule
@@ -76,25 +77,6 @@ class CompareSettings:
             raise UsageError(f"split is '{self.split}'; it must be one of {', '.join(SPLITS)}.")
         if self.batch < 1 or self.replay < 0:
             raise UsageError(f"batch {self.batch} and replay {self.replay}: at least 1, and at least 0.")
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """What one policy made of all items, in their order, and the seconds it took.
-
-    `exact` and `right` (the share of tokens right at their place) are judgements; `tokens` counts those of the answer with
-    [EOS], `forwards` the steps behind the prefill. `decoded` are tokens that these decide, some behind an [EOS]. `processed` are
-    those of its block that each computes in all layers, `again` those of the block before.
-    """
-
-    exact: list[bool]
-    right: list[float]
-    tokens: list[int]
-    forwards: list[int]
-    decoded: list[int]
-    processed: list[int]
-    again: list[int]
-    seconds: float
 
 
 def configurations(settings: CompareSettings, architecture: Architecture) -> dict[str, dict[str, ByTask]]:
@@ -199,7 +181,7 @@ def _of_schedule(
         watching = {task: recording(config, arch, records) for task, config in by_task.items()}
         asked = [watching[item.task] for item in items]
         answers = _answers(model, items, asked, records, settings.batch, partial(progress, name))
-        figures = _figures(items, answers, baseline or answers)
+        figures = answers.figures([(item.task, item.length) for item in items], baseline or answers)
         if chosen:
             part = [items[index] for index in chosen]
             first = first or {place: records[index] for place, index in enumerate(chosen)}
@@ -276,58 +258,6 @@ def _decode(
             done(len(requests) - len(session.live), len(items))
     answers = [request.generation for request in requests]
     return [(answer.token_ids.tolist(), answer.steps) for answer in answers if answer is not None]
-
-
-def _figures(items: Sequence[Item], answers: Answers, baseline: Answers) -> dict[str, Any]:
-    """Of all answers, of each task, and of each task and length."""
-    groups: dict[str, list[int]] = {"all": list(range(len(items)))}
-    for index, item in enumerate(items):
-        groups.setdefault(item.task, []).append(index)
-        if item.length:
-            groups.setdefault(f"{item.task}, {item.length}", []).append(index)
-    return {
-        "seconds": answers.seconds,
-        "tokens_per_s": sum(answers.tokens) / answers.seconds,
-        "groups": {name: _group(members, answers, baseline) for name, members in groups.items()},
-        "exact": "".join(str(int(exact)) for exact in answers.exact),
-        "tokens": " ".join(map(str, answers.tokens)),
-        "forwards": " ".join(map(str, answers.forwards)),
-        "decoded": " ".join(map(str, answers.decoded)),
-        "processed": " ".join(map(str, answers.processed)),
-        "again": " ".join(map(str, answers.again)),
-        "tokens_right": " ".join(f"{right:.4f}" for right in answers.right),
-    }
-
-
-def _group(members: Sequence[int], answers: Answers, baseline: Answers) -> dict[str, Any]:
-    """Means over some answers, and how they differ from the baseline's."""
-    from mosaic.bench.quality.pairing import difference, mcnemar, ratio
-
-    def of(values: Sequence[Any]) -> list[Any]:
-        return [values[index] for index in members]
-
-    count, forwards, decoded = len(members), sum(of(answers.forwards)), sum(of(answers.decoded))
-    found: dict[str, Any] = {
-        "count": count,
-        "exact": sum(of(answers.exact)) / count,
-        "tokens_right": sum(of(answers.right)) / count,
-        "forwards": forwards / count,
-        "tokens_per_forward": sum(of(answers.tokens)) / forwards,
-        "processed_per_decoded": sum(of(answers.processed)) / decoded,
-        "again_per_decoded": sum(of(answers.again)) / decoded,
-    }
-    if answers is not baseline:
-        gained = sum(a and not b for a, b in zip(of(answers.exact), of(baseline.exact), strict=True))
-        lost = sum(b and not a for a, b in zip(of(answers.exact), of(baseline.exact), strict=True))
-        found["against"] = {
-            "exact": {
-                **difference(of(answers.exact), of(baseline.exact)), "gained": gained, "lost": lost,
-                "p": mcnemar(gained, lost),
-            },
-            "tokens_right": difference(of(answers.right), of(baseline.right)),
-            "forwards": ratio(of(answers.forwards), of(baseline.forwards)),
-        }  # fmt: skip
-    return found
 
 
 def _agreement(agreements: Sequence[Agreement], items: Sequence[Item]) -> dict[str, Any]:
