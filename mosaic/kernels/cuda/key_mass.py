@@ -3,8 +3,8 @@
 Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
 votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32; layer, kv_heads, head_size, scale, sets, columns, span, statistic)
 -> mass[sets, S] float32, all whole, as `mosaic.registrar.operators.key_mass` says (MAGE, equation 3). Each program owns a run of
-keys of a sequence and one set of heads: for one tile of rows after another, which stays in place, it goes over its keys and adds
-to their statistics; tiles in which no row votes are left out. So no matrix is larger than a tile, and no sum depends on the order
+keys of a sequence and one set of heads: for one tile of rows after another, from the first row that votes on, which stays in place,
+it goes over its keys and adds to their statistics. So no matrix is larger than a tile, and no sum depends on the order
 in which programs run. Lengths are read on the device alone: how many programs start depends on shapes, so a captured launch serves
 other lengths.
 Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
@@ -100,16 +100,19 @@ def key_mass_kernel(
     last_extent = tl.load(cu_extents + sequence + 1)
     index = tl.arange(0, BLOCK_Q)
     voters = tl.zeros([BLOCK_Q], tl.int32)
+    places = tl.zeros([BLOCK_Q], tl.int32) + last
     for some in range(first, last, BLOCK_Q):
-        voters += (tl.load(votes + some + index, mask=some + index < last, other=0) != 0).to(tl.int32)
+        voting = tl.load(votes + some + index, mask=some + index < last, other=0) != 0
+        voters += voting.to(tl.int32)
+        places = tl.minimum(places, tl.where(voting, some + index, last))
     number = tl.sum(voters, 0) * MEMBERS
     high = tl.where(number > 0, high, low)
     share = 1.0 / tl.maximum(number, 1).to(tl.float32)
     key = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_H)
     found_of = mass + own.to(tl.int64) * mass_stride + start
-    begun = 0
-    for tile in range(0, tl.cdiv(last - first, TOKENS) * PARTS):
+    begin_tile = (tl.min(places, 0) - first) // TOKENS * PARTS  # that of the first row that votes
+    for tile in range(begin_tile, tl.cdiv(last - first, TOKENS) * PARTS):
         row = first + tile // PARTS * TOKENS + index // PART
         member = tile % PARTS * PART + index % PART
         here = (index < TOKENS * PART) & (member < MEMBERS) & (row < last)
@@ -120,9 +123,8 @@ def key_mass_kernel(
         # a row without a vote changes nothing
         silent: tl.constexpr = float("-inf") if STATISTIC == "worst" else float("inf")
         logsum = tl.load(logsumexp + row * sums_stride + head, mask=says, other=silent) * 1.4426950408889634
-        voting = tl.max(says.to(tl.int32), 0)
         tl.debug_barrier()  # what other rows have added to these keys is there
-        for extent in range(first_extent, tl.where(voting > 0, last_extent, first_extent)):
+        for extent in range(first_extent, last_extent):
             entry = extents + extent * 4
             begin = tl.load(entry + 2).to(tl.int32)
             end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
@@ -137,7 +139,7 @@ def key_mass_kernel(
                 # keys are the rows of the product: each of its sums lies in a few neighbouring threads
                 scores = tl.dot(k_tile, queries, input_precision="ieee")
                 weights = tl.exp2(scores * scale_log2 - logsum[None, :])
-                found = tl.load(found_of + step + key, mask=there & (begun > 0), other=NOTHING)
+                found = tl.load(found_of + step + key, mask=there & (tile > begin_tile), other=NOTHING)
                 if STATISTIC == "mean":
                     found += tl.sum(weights, 1) * share
                 elif STATISTIC == "max":
@@ -145,7 +147,6 @@ def key_mass_kernel(
                 else:
                     found = tl.minimum(found, tl.min(weights, 1))
                 tl.store(found_of + step + key, found, mask=there)
-        begun = tl.maximum(begun, voting)
 
 
 def launch(
