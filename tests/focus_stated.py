@@ -19,7 +19,7 @@ from torch import Tensor
 from mosaic.models.architecture import Architecture
 from mosaic.models.eviction import Eviction
 
-__all__ = ["Dual", "Generated", "StatedStep"]
+__all__ = ["Dual", "Experts", "Generated", "StatedStep"]
 
 FIRST_CUT = 1
 """The layer from whose attention on evicted rows are left out."""
@@ -150,11 +150,11 @@ class Generated:
         return x * (x.square().mean(-1, keepdim=True) + self.arch.norm_eps).rsqrt() * weight
 
     def turned(self, x: Tensor, places: list[int]) -> Tensor:
-        size = self.arch.head_size
+        size = self.arch.rotary.dim
         frequencies = self.arch.rotary.theta ** (-torch.arange(0, size, 2).double() / size)
         angles = (torch.tensor(places)[:, None] * frequencies)[:, None]
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+        a, b = x[..., :size].chunk(2, dim=-1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), x[..., size:]], -1)
 
     def forward(self, places: list[int], end: int, step: int | None) -> dict[int, Tensor]:
         """Logits by position of the tokens that are kept; keys up to `end` are seen. `step`: of a block; None: no eviction."""
@@ -187,11 +187,15 @@ class Generated:
                 scores = self.sparse(layer, scores, first=step == 0 or bool(self.every and step % self.every == 0))
             y = torch.einsum("nts,snh->tnh", scores.softmax(-1), v.repeat_interleave(group, 1)).flatten(1)
             x = x + y @ self.weight("output", layer).T
-            h = self.norm(x, self.weight("ffn_norm", layer))
-            gate, up = (h @ self.weight(name, layer).T for name in ("gate", "up"))
-            x = x + (torch.nn.functional.silu(gate) * up) @ self.weight("down", layer).T
+            x = x + self.fed(layer, self.norm(x, self.weight("ffn_norm", layer)))
         logits = self.norm(x, self.weight("final_norm")) @ self.weight("embedding" if arch.tied else "head").T
         return dict(zip(kept, logits, strict=True))
+
+    def fed(self, layer: int, h: Tensor) -> Tensor:
+        return self.gated(h, *(self.weight(name, layer) for name in ("gate", "up", "down")))
+
+    def gated(self, h: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return (torch.nn.functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
 
     def sparse(self, layer: int, scores: Tensor, *, first: bool) -> Tensor:
         """MAGE (Kwon et al. 2026), equation 3: the block's first step attends to all keys, and selects for each key-value head; the
@@ -274,6 +278,32 @@ class Generated:
             for n in counts[1:]:
                 average += Fraction(str(chosen.weight)) * (n - average)
         return max(average, Fraction(1))
+
+
+@dataclass
+class Experts(Generated):
+    """LLaDA2.0: of each token the experts with the highest sigmoids, from the best groups, beside one that all tokens pass."""
+
+    def fed(self, layer: int, h: Tensor) -> Tensor:
+        arch, names = self.arch, self.arch.names
+        parts = ("gate", "up", "down")
+        if layer < arch.dense_layers:
+            return self.gated(h, *(self.tensors[names.dense.format(layer=layer, part=part)] for part in parts))
+        y = self.gated(h, *(self.tensors[names.shared.format(layer=layer, part=part)] for part in parts))
+        stack = f"{{0:{arch.experts}}}"
+        of_experts = [self.tensors[getattr(names, part).format(layer=layer, experts=stack)] for part in parts]
+        scores = (h @ self.weight("router", layer).T).sigmoid().tolist()
+        bias, width = self.weight("router_bias", layer).tolist(), arch.experts // arch.router_groups
+        for row, score in enumerate(scores):
+            rank = [mine + more for mine, more in zip(score, bias, strict=True)]
+            groups = [rank[first : first + width] for first in range(0, arch.experts, width)]
+            order = sorted(range(len(groups)), key=lambda group: -sum(sorted(groups[group])[-2:]))
+            allowed = [expert for expert in range(arch.experts) if expert // width in order[: arch.router_top_groups]]
+            chosen = sorted(allowed, key=lambda expert: -rank[expert])[: arch.experts_per_token]
+            for expert in chosen:
+                share = arch.router_scale * score[expert] / sum(score[one] for one in chosen)
+                y[row] += share * self.gated(h[row], *(matrices[expert] for matrices in of_experts))
+        return y
 
 
 @dataclass

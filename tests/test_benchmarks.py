@@ -346,7 +346,13 @@ def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
     assert "| exact by task | chain |" in text and "| mage | 80.0%* |" in text and "| exact | 90.0% |\n" in text
     assert "| mage | 3 | 50.00% | 75.00% | 0.500 |" in text
     items = [("chain", 2048), ("chain", 2048), ("frequent", 0)]
-    counts = {"tokens": [9] * 3, "decoded": [8] * 3, "again": [2] * 3, "right": [1.0] * 3, "seconds": 1.0}
+    counts: dict[str, Any] = {
+        "tokens": [9] * 3,
+        "decoded": [8] * 3,
+        "again": [2] * 3,
+        "right": [1.0] * 3,
+        "seconds": 1.0,
+    }
     exact = Answers(exact=[True] * 3, forwards=[4] * 3, processed=[24] * 3, **counts)
     focus = Answers(exact=[True, False, True], forwards=[8] * 3, processed=[16] * 3, **counts)
     asked = {"lengths": [2048], "split": "judge", "per_cell": 1, "tasks": ["chain", "frequent"], "seed": 0}
