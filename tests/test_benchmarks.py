@@ -496,7 +496,7 @@ def test_the_floor_of_a_step_counts_products_keys_and_experts_once() -> None:
     """On a card whose bandwidth bounds all: the bytes of what is read; on one whose products do: their FLOPs."""
     arch = load({**block.with_block("sdar-8b", 16, 3).config, **SMALL}).architecture
     card = replace(load_device("h200"), gemm_rates={1: 1e12}, attention_rates={"triton": {1: 1e12}})
-    sizes = {"requests": 2, "tokens": 40.0, "kept": 10.0, "rows": 5.0, "keys": 100.0}
+    sizes: dict[str, Any] = {"requests": 2, "tokens": 40.0, "kept": 10.0, "rows": 5.0, "keys": 100.0}
     widths = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     of_layer = arch.hidden * (2 * widths[0] + 2 * widths[1] + 3 * arch.ffn)
     weights = 4 * (arch.layers * of_layer + arch.hidden * arch.vocabulary)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -244,24 +245,27 @@ class Canvas:
         or as many as the window's end. The position just past the window may be decided too where row i-1 predicts position i.
         """
         start, end = window
-        tokens, found = self.tokens[start:end].clone(), positions - start
-        if places is not None:
-            start, tokens, found = int(places[0]), self.tokens[places], torch.searchsorted(places, positions)
-            rule["values"] = {**rule.get("values", {}), "positions": places.int()}
+        own, wanted = self.tokens.numpy(), positions.numpy()
+        if places is None:
+            tokens, found = own[start:end].copy(), wanted - start
+        else:
+            apart = places.numpy()
+            start, tokens, found = int(apart[0]), own[apart], apart.searchsorted(wanted)
+            rule["values"] = {**rule.get("values", {}), "positions": torch.from_numpy(apart.astype(np.int32))}
         kept = phase.cache.kept
         rows = {state: self.rows_of(state) for state in phase.states}
         if sampling is not None:
             rule |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return StepRequest(
             phase=phase,
-            token_ids=tokens,
+            token_ids=torch.from_numpy(tokens),
             start=start,
             sequence=None if kept is None else rows.pop(kept),
             key_len=0 if kept is None else key_len or end,
             final_length=self.length,
             states=rows,
-            rows=found,
-            current=torch.from_numpy(self.tokens.numpy()[positions.numpy()]),
+            rows=torch.from_numpy(found),
+            current=torch.from_numpy(own[wanted]),
             keys=self.keys(positions) if phase.noisy else None,
             **rule,
         )

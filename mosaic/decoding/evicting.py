@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mosaic.kernels.shared.sampling import uniforms
@@ -71,10 +73,13 @@ class Progress:
     step: int = 0
     processed: int = 0
     decoded: int | None = None
-    frozen: Tensor = field(init=False)
+    frozen: NDArray[np.bool_] = field(init=False)
+    _followed: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.frozen = torch.zeros(self.canvas.length, dtype=torch.bool)
+        config = self.canvas.config
+        self.frozen = np.zeros(self.canvas.length, dtype=bool)
+        self._followed = config.eviction is not None or config.block_cache is not None
 
     def enter(self, start: int, *, processed: int = 0) -> None:
         """Begin the block at `start`, of which so many positions have keys: the one before it is final."""
@@ -86,7 +91,7 @@ class Progress:
         """Return the positions in [first, end) that are computed, int64; None where all are."""
         if self.canvas.config.block_cache is None:
             return None
-        return (~self.frozen[first:end]).nonzero()[:, 0] + first
+        return torch.from_numpy((~self.frozen[first:end]).nonzero()[0] + first)
 
     def values(self) -> dict[str, Any]:
         """Return what the next step has to know of the block."""
@@ -94,7 +99,7 @@ class Progress:
         if not isinstance(eviction, Eviction):
             return {}
         end = self.start + (self.canvas.config.block_length or 0)
-        masked = tuple(self.canvas.masked[self.start : end].nonzero()[:, 0].tolist())
+        masked = tuple(self.canvas.masked.numpy()[self.start : end].nonzero()[0].tolist())
         ranks = uniforms(self.canvas.keys(torch.arange(self.start, end))) if eviction.rank == "random" else ()
         return {
             "block": BlockProgress(
@@ -105,23 +110,25 @@ class Progress:
 
     def take(self, request: StepRequest, result: StepResult) -> None:
         """Note what a step of the block has computed, before the canvas takes what it has decided."""
-        tokens = request.values.get("positions")
-        if tokens is None:
-            tokens = torch.arange(request.start, request.start + request.token_ids.numel())
-        decided = ~self.canvas.masked
+        # The device waits meanwhile: NumPy handles a few elements in a fraction of the time that PyTorch takes.
+        if not self._followed:
+            return
+        places = request.values.get("positions")
+        first, decided = request.start, ~self.canvas.masked.numpy()
+        tokens = np.arange(first, first + request.token_ids.numel()) if places is None else places.numpy()
         computed = decided[tokens]  # those that are decided are kept, of the others those that the step says
-        computed[request.rows] = result.values.get(KEPT, torch.ones(request.rows.numel(), dtype=torch.bool))
-        reach = int(result.values[REACH]) if REACH in result.values else int(tokens[computed][-1]) + 1
+        if self.canvas.config.block_cache is not None:
+            self._freeze(tokens, computed, decided)
+        kept = result.values.get(KEPT)
+        computed[request.rows.numpy()] = True if kept is None else kept.numpy()
+        reach = int(result.values[REACH]) if REACH in result.values else int(tokens[computed.nonzero()[0][-1]]) + 1
         self.processed = max(self.processed, reach - self.start)
         self.step += 1
-        self.decoded = int(result.committed.sum())
-        if self.canvas.config.block_cache is not None:
-            self._freeze(tokens.long(), decided)
+        self.decoded = int(np.count_nonzero(result.committed.numpy()))
 
-    def _freeze(self, tokens: Tensor, decided: Tensor) -> None:
+    def _freeze(self, tokens: NDArray[np.integer], done: NDArray[np.bool_], decided: NDArray[np.bool_]) -> None:
         """Freeze tokens that the step has computed as decided ones, and the right neighbour too, where that counts."""
         end = self.start + (self.canvas.config.block_length or 0)
-        done = decided[tokens]
         if self.canvas.config.block_cache == "dc+":
-            done &= decided[(tokens + 1).clamp(max=end - 1)] | (tokens + 1 == end)
+            done = done & (decided[np.minimum(tokens + 1, end - 1)] | (tokens + 1 == end))
         self.frozen[tokens[done]] = True

@@ -51,6 +51,9 @@ class Input:
         Which copy of the request's windows `index` means.
     width
         Elements of one value; 0: the input is one-dimensional.
+    joint
+        `value` is a function that is called once, with all windows of the step, in order, and gives all values, as a NumPy array:
+        for inputs per token or sequence that would take long one by one.
 
     Examples
     --------
@@ -65,6 +68,7 @@ class Input:
     index: bool = False
     copy: int = 0
     width: int = 0
+    joint: bool = False
 
     @property
     def source(self) -> str:

@@ -143,15 +143,22 @@ class StepSize:
         return self.phase.registered(logits=LOGITS if self.logit_rows else None, open_states=self.states)
 
     @property
+    def buckets(self) -> tuple[int, ...]:
+        """Of a phase that is cut, the numbers of rows that the second graph is planned for, ascending; of any other, none."""
+        step, tokens = self.phase.bucketed, self.tokens
+        return () if step is None else step.sizes({"tokens": tokens}, tokens)
+
+    def graph(self, kept: int = 0) -> StepSize:
+        """Return, of a phase that is cut, the size of the first graph, or of the second for so many rows."""
+        prefix, suffix = self.phase.graphs
+        return replace(self, phase=suffix if kept else prefix, kept=kept)
+
+    @property
     def graphs(self) -> tuple[StepSize, ...]:
         """The sizes of the graphs that the step may run: its own, or of a phase that is cut the first graph's, and the second's
         for each number of rows that it is planned for."""
-        step = self.phase.bucketed
-        if step is None:
-            return (self,)
-        (prefix, suffix), tokens = self.phase.graphs, self.tokens
-        buckets = step.sizes({"tokens": tokens}, tokens)
-        return replace(self, phase=prefix), *(replace(self, phase=suffix, kept=rows) for rows in buckets)
+        buckets = self.buckets
+        return (self.graph(), *map(self.graph, buckets)) if buckets else (self,)
 
     @property
     def others(self) -> dict[State, int]:

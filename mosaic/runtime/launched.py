@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
+from itertools import repeat
 from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
@@ -54,7 +54,7 @@ class Launched:
     ) -> None:  # fmt: skip
         self.requests = tuple(requests)
         self._declared = self.requests[0].phase.results
-        self._parts = _parts_of(self.requests, self._declared)
+        self._counts = _counts_of(self.requests, self._declared)
         self._copy, self._started, self._turns = copy, started, turns
         self._results: list[StepResult] | None = None
         self._failed: BucketOverflow | None = None
@@ -113,38 +113,45 @@ class Launched:
                 self._arriving = None
 
     def _cut(self, outputs: Mapping[str, Tensor]) -> list[StepResult]:
-        seconds, found = perf_counter() - self._started, []
-        for parts in self._parts:
-            mine = _NOTHING | {name: outputs[name][part].clone() for name, part in parts.items()}
-            decided = {name: mine.pop(name) for name in ("token", "score", "chosen")}
-            committed = mine.pop("committed").bool()
-            found.append(StepResult(**decided, committed=committed, plan=self._ran.plan, seconds=seconds, values=mine))
-        return found
+        seconds, plan = perf_counter() - self._started, self._ran.plan
+        cut: dict[str, Sequence[Tensor]] = {}
+        for name, counts in self._counts.items():
+            mine = outputs[name][: sum(counts)]
+            cut[name] = torch.split(mine.bool() if name == "committed" else mine.clone(), counts)
+        main = [cut.pop(name) if name in cut else [nothing] * len(self.requests) for name, nothing in _NOTHING.items()]
+        others = zip(*cut.values(), strict=True) if cut else repeat(())
+        return [
+            StepResult(
+                token=token, score=score, committed=committed, chosen=chosen, plan=plan, seconds=seconds,
+                values=dict(zip(cut, values, strict=True)),
+            )
+            for token, score, committed, chosen, values in zip(*main, others, strict=False)
+        ]  # fmt: skip
 
 
 def _placed(outputs: Mapping[str, Tensor], requests: Sequence[StepRequest]) -> dict[str, Tensor]:
     """The outcomes of all rows to decide, from those of the rows that are kept: nothing is decided in the others."""
     phase, rows = requests[0].phase, sum(request.rows.numel() for request in requests)
     place = outputs[PLACE][:rows]
-    kept = place >= 0
+    kept, places = place >= 0, place.clamp(min=0)
+    nothing = OPEN if phase.tokens.computes else torch.cat([request.current for request in requests])
     found = {name: value for name, value in outputs.items() if name != PLACE} | {KEPT: kept}
     for name, per in phase.results.items():
         if per != "row" or name == PLACE:
             continue
-        value = outputs[name][place.clamp(min=0)]
+        value = outputs[name].index_select(0, places)  # which no threads share, as they would an index
         if name in ("token", "chosen"):
-            nothing = OPEN if phase.tokens.computes else torch.cat([request.current for request in requests])
             found[name] = value.where(kept, nothing)
         else:
             found[name] = value.masked_fill(~kept, float("-inf") if value.is_floating_point() else 0)
     return found
 
 
-def _parts_of(requests: Sequence[StepRequest], declared: Mapping[str, ResultPer]) -> list[dict[str, slice]]:
-    """Where the values of each request stand, by the names of its results."""
+def _counts_of(requests: Sequence[StepRequest], declared: Mapping[str, ResultPer]) -> dict[str, list[int]]:
+    """How many values each request has of its results, by their names."""
     own = {KEPT if name == PLACE else name: per for name, per in declared.items() if per != "step"}
-    bounds = {per: [0, *accumulate(_count(request, per) for request in requests)] for per in {*own.values()}}
-    return [{name: slice(*bounds[per][at : at + 2]) for name, per in own.items()} for at in range(len(requests))]
+    counts = {per: [_count(request, per) for request in requests] for per in {*own.values()}}
+    return {name: counts[per] for name, per in own.items()}
 
 
 def _count(request: StepRequest, per: ResultPer) -> int:

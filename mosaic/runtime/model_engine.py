@@ -200,22 +200,20 @@ class ModelEngine(Engine):
 
     def _run_cut(self, step: PackedStep, config: Settings | None) -> Ran:
         """Run the first graph, and the second at the size that the first asks for, or that steps before have needed."""
-        size, (prefix, *suffixes) = step.size, step.graphs
+        size, prefix, buckets = step.size, step.graph(), step.buckets
         cut, how = size.phase.cut, size.phase.bucketed
         assert cut is not None and how is not None
         self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._plan_all, size, config))
         executor = self._executor(prefix, config)
         self._poison_fresh_rows()
         found = self._ran(executor, prefix.taken(executor.inputs))
-        buckets = [graph.size.kept for graph in suffixes]
         if cut.guesses:
             expected = self._counts.expected(size.phase, size.tokens)
-            at = next((at for at, kept in enumerate(buckets) if expected is not None and kept >= expected), -1)
-            return self._run_suffix(suffixes[at], config)._replace(
-                again=partial(self._again, step, config, buckets[at])
-            )
+            kept = next((kept for kept in buckets if expected is not None and kept >= expected), buckets[-1])
+            again = partial(self._again, step, config, kept)
+            return self._run_suffix(step.graph(kept), config)._replace(again=again)
         kept = how.bucket(int(found.outputs[how.count].item()), buckets)
-        return self._run_suffix(suffixes[buckets.index(kept)], config)
+        return self._run_suffix(step.graph(kept), config)
 
     def _plan_all(self, size: StepSize, config: Settings | None) -> bool:
         """Plan all graphs of a step before anything of it runs: where one does not fit, nothing does. Each takes the settings that
@@ -235,15 +233,14 @@ class ModelEngine(Engine):
 
     def _again(self, step: PackedStep, config: Settings | None, kept: int, count: int) -> Ran | None:
         """Run the second graph again where there are more rows than it has run for: it has left everything as it was."""
-        how, suffixes = step.size.phase.bucketed, step.graphs[1:]
+        how = step.size.phase.bucketed
         assert how is not None
         self._counts.note(step.size.phase, count, step.size.tokens)
         if count <= kept:
             return None
-        buckets = [graph.size.kept for graph in suffixes]
-        enough = how.bucket(count, buckets)
+        enough = how.bucket(count, step.buckets)
         _log.debug("%s rows are kept: the second graph, which has run for %s, runs again for %s", count, kept, enough)
-        return self._run_suffix(suffixes[buckets.index(enough)], config)
+        return self._run_suffix(step.graph(enough), config)
 
     def settle(self) -> None:
         """Wait for the last step where its second graph may have to run again: what it starts from is still there."""

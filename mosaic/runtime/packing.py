@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
-from typing import Any
+from itertools import accumulate, chain
+from operator import attrgetter
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mosaic.errors import UsageError
 from mosaic.models.architecture import Architecture
 from mosaic.models.inputs import Frequencies, Input, Window
+from mosaic.models.parts.part import Part
 from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
@@ -25,6 +28,9 @@ from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.steps import SETTINGS, StepRequest
 
 __all__ = ["PackedStep", "group_of", "pack_step"]
+
+
+_SETTINGS_OF: Final = attrgetter("phase", *SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +50,13 @@ class PackedStep:
         return self.size.key
 
     @cached_property
-    def graphs(self) -> tuple[PackedStep, ...]:
-        """The graphs that the step may run, each with all of its inputs."""
-        return tuple(PackedStep(size=size, inputs=self.inputs) for size in self.size.graphs)
+    def buckets(self) -> tuple[int, ...]:
+        """Of a step that is cut, the numbers of rows that its second graph is planned for, ascending."""
+        return self.size.buckets
+
+    def graph(self, kept: int = 0) -> PackedStep:
+        """Return the first graph of a step that is cut, or the second for so many rows, each with all inputs."""
+        return PackedStep(size=self.size.graph(kept), inputs=self.inputs)
 
     def taken(self, names: Collection[str]) -> Mapping[str, Tensor | Numbers]:
         """Return what one graph takes of the inputs; the same mapping whenever it is asked for."""
@@ -61,7 +71,7 @@ class PackedStep:
 
 def group_of(request: StepRequest, arch: Architecture) -> Hashable:
     """Give what requests of one step have in common: their phase, and the values that a step has once."""
-    return tuple(_shared(request, request.phase.inputs(arch)).values())
+    return _shared(request, _once(request.phase.inputs(arch)))
 
 
 def pack_step(
@@ -86,10 +96,11 @@ def pack_step(
     phase = requests[0].phase
     declared = phase.inputs(arch)
     _require_shared(requests, declared)
+    parts = [part for part in phase.parts if type(part).check is not Part.check]
     for request in requests:
         if min(_lengths(request)) < 1:
             raise UsageError(f"a window has at least one token, got windows of {list(_lengths(request))}.")
-        for part in phase.parts:
+        for part in parts:
             part.check(request, arch)
     rows = sum(request.rows.numel() for request in requests)
     if phase.commit is not None and not rows:
@@ -100,22 +111,24 @@ def pack_step(
 
 
 def _require_shared(requests: Sequence[StepRequest], declared: Sequence[Input]) -> None:
-    if len(requests) == 1:
-        return
-    first = _shared(requests[0], declared)
-    for request in requests[1:]:
-        for name, value in _shared(request, declared).items():
-            if value != first[name]:
-                raise UsageError(
-                    f"requests of one step share their {name}, got {first[name]} and {value}; run them in steps of their "
-                    "own."
-                )
+    once, (first, *others) = _once(declared), requests
+    mine = _shared(first, once)
+    for request in others:
+        if (own := _shared(request, once)) != mine:
+            names = ("phase", *SETTINGS, *[entry.name for entry in once])
+            name, value, other = next(found for found in zip(names, mine, own, strict=True) if found[1] != found[2])
+            raise UsageError(
+                f"requests of one step share their {name}, got {value} and {other}; run them in steps of their own."
+            )
 
 
-def _shared(request: StepRequest, declared: Sequence[Input]) -> dict[str, Any]:
-    """What a step has once, by name."""
-    own = {entry.name: entry.of(request) for entry in declared if entry.per == "step"}
-    return {name: getattr(request, name) for name in ("phase", *SETTINGS)} | own
+def _once(declared: Sequence[Input]) -> list[Input]:
+    return [entry for entry in declared if entry.per == "step"]
+
+
+def _shared(request: StepRequest, once: Sequence[Input]) -> tuple[Any, ...]:
+    """What a step has once: its phase, settings, and these inputs."""
+    return (*_SETTINGS_OF(request), *[entry.of(request) for entry in once])
 
 
 def _lengths(request: StepRequest) -> tuple[int, ...]:
@@ -148,6 +161,9 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
     """The values of one input, in its dtype where they are made here."""
     if entry.per == "step":
         return Numbers((entry.of(requests[0]),), entry.dtype)
+    if entry.joint:
+        assert callable(entry.value)
+        return torch.from_numpy(entry.value(windows))
     if entry.per == "bound":
         return Numbers((0, *accumulate(entry.at(window) for window in windows)), entry.dtype)
     if entry.per == "sequence":
@@ -157,7 +173,8 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
         numbers = chain.from_iterable(chain.from_iterable(entry.at(window) for window in windows))
         return Numbers(tuple(numbers), entry.dtype, entry.width)
     if entry.per in ("row", "logit_row"):
-        return _joined([_rows(entry, request, first) for request, first in _firsts(requests, entry.copy)])
+        values = [entry.of(request) for request in requests]
+        return _of_step(entry, requests, values) if entry.index else _joined(values)
     found = [entry.at(window) for window in windows]
     if all(isinstance(part, range | tuple) for part in found):
         ranges = [(part,) if isinstance(part, range) else part for part in found]
@@ -166,24 +183,18 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
     return _joined([_values(part, window.length, entry.dtype) for part, window in parts])
 
 
-def _firsts(requests: Sequence[StepRequest], copy: int) -> list[tuple[StepRequest, int]]:
-    """Each request, and the number of its first token in the step, or of that of its copy."""
-    bounds = [0, *accumulate(request.token_ids.numel() for request in requests)]
-    return [
-        (request, start + copy * bounds[-1]) for request, (start, _) in zip(requests, pairwise(bounds), strict=True)
-    ]
-
-
-def _rows(entry: Input, request: StepRequest, first: int) -> Tensor:
-    values: Tensor = entry.of(request)
-    if not entry.index:
-        return values
-    tokens = request.token_ids.numel()
-    if values.numel():
-        low, high = (int(value) for value in torch.aminmax(values))
-        if not 0 <= low <= high < tokens:
-            raise UsageError(f"rows of a window of {tokens} tokens are in [0, {tokens}), got {values.tolist()}.")
-    return values + first if first else values
+def _of_step(entry: Input, requests: Sequence[StepRequest], values: Sequence[Tensor]) -> Tensor:
+    """Numbers of requests' tokens as numbers of the step's tokens, or of those of its copy."""
+    tokens, counts = [request.token_ids.numel() for request in requests], [rows.numel() for rows in values]
+    found = _joined(values).numpy()
+    ends = np.repeat(tokens, counts)
+    wrong = ((found < 0) | (found >= ends)).nonzero()[0]
+    if len(wrong):
+        at = int(np.repeat(np.arange(len(values)), counts)[wrong[0]])
+        rows, count = values[at], tokens[at]
+        raise UsageError(f"rows of a window of {count} tokens are in [0, {count}), got {rows.tolist()}.")
+    firsts = [0, *accumulate(tokens)]
+    return torch.from_numpy(found + np.repeat(np.array(firsts[:-1]) + entry.copy * firsts[-1], counts))
 
 
 def _values(found: Any, count: int, dtype: str) -> Tensor:

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mosaic.errors import UsageError
 from mosaic.models.eviction import Eviction
@@ -100,9 +104,12 @@ class Focus(Cut):
         """Return where blocks begin, what is listed and who votes, and what may be evicted."""
         return (
             Input(name="first", dtype="int32", per="sequence", value=lambda window: _block(window).start),
-            Input(name="listed", dtype="int32", per="sequence", width=self.length(arch), value=self._listed(self.length(arch))),
-            Input(name="block_votes", dtype="uint8", per="token", value=self._votes),
-            Input(name="status", dtype="uint8", per="token", value=self._status),
+            Input(
+                name="listed", dtype="int32", per="sequence", width=self.length(arch), value=partial(self._listed, arch),
+                joint=True,
+            ),
+            Input(name="block_votes", dtype="uint8", per="token", value=self._votes, joint=True),
+            Input(name="status", dtype="uint8", per="token", value=self._status, joint=True),
             Input(name="progress", dtype="int32", per="sequence", value=lambda window: _block(window).processed),
             Input(name="decoded", dtype="int32", per="sequence", value=self._decoded),
             Input(
@@ -117,29 +124,31 @@ class Focus(Cut):
             name="ranks", dtype="float32", per="sequence", width=length, value=lambda window: _block(window).ranks
         )
 
-    def _listed(self, length: int) -> Any:
-        def value(window: Window) -> list[int]:
-            masked = _block(window).masked
-            if self.eviction.importance == "block":
-                return list(range(length))
-            return [*masked, *[-1] * (length - len(masked))]
+    def _listed(self, arch: Architecture, windows: Sequence[Window]) -> NDArray[np.int32]:
+        found = np.tile(np.arange(self.length(arch), dtype=np.int32), (len(windows), 1))
+        if self.eviction.importance == "masked":
+            masked = _Masked.of(windows)
+            found[:] = -1
+            found[masked.window, masked.number] = masked.offset
+        return found
 
-        return value
+    def _votes(self, windows: Sequence[Window]) -> NDArray[np.uint8]:
+        offsets = _offsets(windows)
+        if self.eviction.importance == "block":
+            return (offsets >= 0).astype(np.uint8)
+        found = np.zeros(len(offsets), dtype=np.uint8)
+        found[_Masked.of(windows).rows(offsets, windows)] = 1
+        return found
 
-    def _votes(self, window: Window) -> Any:
-        found, block = window.token_ids.new_zeros(window.length), _block(window)
-        rows = _rows(window.request)
-        votes = [offset for offset in rows if offset >= 0] if self.eviction.importance == "block" else block.masked
-        found[[rows[offset] for offset in votes]] = 1
-        return found.byte()
-
-    def _status(self, window: Window) -> Any:
-        found, block = window.token_ids.new_zeros(window.length), _block(window)
-        if block.step or self.eviction.first_step == "evicts":
-            rows = _rows(window.request)
-            for offset in block.masked:
-                found[rows[offset]] = _STATUS_MASKED if offset < block.processed else _STATUS_UNPROCESSED
-        return found.byte()
+    def _status(self, windows: Sequence[Window]) -> NDArray[np.uint8]:
+        offsets, masked = _offsets(windows), _Masked.of(windows)
+        blocks = [_block(window) for window in windows]
+        processed = np.array([block.processed for block in blocks])
+        evicts = np.array([bool(block.step) or self.eviction.first_step == "evicts" for block in blocks])
+        status = np.where(masked.offset < processed[masked.window], _STATUS_MASKED, _STATUS_UNPROCESSED)
+        found = np.zeros(len(offsets), dtype=np.uint8)
+        found[masked.rows(offsets, windows)] = status * evicts[masked.window]
+        return found
 
     def _decoded(self, window: Window) -> int:
         block = _block(window)
@@ -158,12 +167,14 @@ class Focus(Cut):
         block, length = request.values.get("block"), self.length(arch)
         if not isinstance(block, BlockProgress):
             raise UsageError('eviction: a request says how far it is in its block: values={"block": BlockProgress(…)}.')
-        rows = _rows(request)
-        if max(rows) >= length or not rows.keys() >= {*block.masked}:
+        places = request.values.get("positions")
+        first = request.start - block.start
+        found = range(first, first + len(request.token_ids)) if places is None else (places - block.start).tolist()
+        if found[-1] >= length or not {*found}.issuperset(block.masked):
             raise UsageError(
                 f"eviction: a window ends in its request's block, which is [{block.start}, {block.start + length}), and has "
                 f"its masked positions {[block.start + offset for offset in block.masked]}; got "
-                f"{[block.start + offset for offset in rows]}."
+                f"{[block.start + offset for offset in found]}."
             )
         if len(block.ranks) != (length if self.eviction.rank == "random" else 0):
             raise UsageError(
@@ -227,12 +238,39 @@ class Focus(Cut):
         return step.g.carry("focus_seen", (step.seqs,), "int32")
 
 
-def _rows(request: Any) -> dict[int, int]:
-    """The window's row at each offset from the block's start, ascending."""
-    places = request.values.get("positions")
-    first, block = request.start, request.values["block"]
-    found = range(first, first + len(request.token_ids)) if places is None else places.tolist()
-    return {place - block.start: row for row, place in enumerate(found)}
+class _Masked(NamedTuple):
+    """The masked positions of blocks, one block after another: in which window each is, its place among those of the window, and
+    its offset from the block's start."""
+
+    window: NDArray[np.intp]
+    number: NDArray[np.intp]
+    offset: NDArray[np.intp]
+
+    @classmethod
+    def of(cls, windows: Sequence[Window]) -> _Masked:
+        """Return those of the windows' requests."""
+        masked = [_block(window).masked for window in windows]
+        counts = [len(found) for found in masked]
+        firsts = np.repeat([0, *accumulate(counts[:-1])], counts)
+        offset = np.fromiter(chain.from_iterable(masked), np.intp, sum(counts))
+        return cls(np.repeat(np.arange(len(windows)), counts), np.arange(len(offset)) - firsts, offset)
+
+    def rows(self, offsets: NDArray[np.intp], windows: Sequence[Window]) -> NDArray[np.intp]:
+        """Return the numbers of their tokens in the step, of which each window has all, ascending."""
+        lengths = [window.length for window in windows]
+        apart = 2 * max(int(np.abs(offsets).max()), 1) + 2  # than the offsets of one window from those of the next
+        keys = offsets + apart * np.repeat(np.arange(len(windows)), lengths)
+        return keys.searchsorted(self.offset + apart * self.window)
+
+
+def _offsets(windows: Sequence[Window]) -> NDArray[np.intp]:
+    """Of each token of the step, its position from the block's start on."""
+    parts = []
+    for window in windows:
+        places, start = window.request.values.get("positions"), _block(window).start
+        first = window.start - start
+        parts.append(np.arange(first, first + window.length) if places is None else places.numpy() - start)
+    return np.concatenate(parts)
 
 
 def _block(window: Window) -> BlockProgress:

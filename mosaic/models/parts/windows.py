@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import lt
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.errors import UsageError
@@ -99,7 +99,7 @@ class Apart(Windows):
                 f"the phase needs 'positions': one for each of the {len(request.token_ids)} tokens of the window; give it in "
                 "`values`."
             )
-        if places[0] != request.start or any(later <= place for place, later in pairwise(places)):
+        if places[0] != request.start or not all(map(lt, places, places[1:])):
             raise UsageError(f"positions ascend from the window's start {request.start} on, got {places}.")
         if request.sequence is not None and places[-1] >= request.key_len:
             raise UsageError(
