@@ -130,17 +130,15 @@ def _watched(
 
 
 def _decided(canvas: Canvas, request: StepRequest, result: StepResult) -> Decided:
-    tokens = request.values.get("positions")
-    if tokens is None:
-        tokens = torch.arange(request.start, request.start + request.token_ids.numel())
-    positions, block = tokens.long()[request.rows.clamp(max=tokens.numel() - 1)], canvas.config.block_length or 1
-    positions = torch.where(
-        request.rows < tokens.numel(), positions, request.rows + request.start
-    )  # one just past the window
-    again = int((tokens < int(positions[0]) // block * block).sum())
+    block, count, places = canvas.config.block_length or 1, request.token_ids.numel(), request.values.get("positions")
+    positions = request.rows + request.start  # also of one just past the window
+    if places is not None:
+        positions = torch.where(request.rows < count, places.long()[request.rows.clamp(max=count - 1)], positions)
+    first = int(positions[0]) // block * block
+    again = min(max(first - request.start, 0), count) if places is None else int((places < first).sum())
     kept = result.values.get(KEPT)
-    dropped = 0 if kept is None else int((~kept).sum())
+    dropped = 0 if kept is None else kept.numel() - int(kept.sum())
     return Decided(
         positions=positions, token_ids=result.token.clone(), committed=result.committed.clone(), block=canvas.block,
-        computed=tokens.numel() - again - dropped, again=again,
+        computed=count - again - dropped, again=again,
     )  # fmt: skip
