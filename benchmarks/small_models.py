@@ -149,6 +149,10 @@ def _figures(found: Result, first: str) -> dict[str, str]:
     if "processed_per_decoded" in group:
         columns["processed / decoded"] = f"{group['processed_per_decoded']:.2f}"
         columns["again / decoded"] = f"{group['again_per_decoded']:.2f}"
+    if "forced" in group:
+        lost = group.get("against", {}).get("exact")
+        columns["forced / answer"] = f"{group['forced']:.2f}"
+        columns["lost, forced"] = f"{lost['lost']}, {lost['lost_forced']}" if lost else ""
     return {**columns, "tokens/s": f"{found['tokens_per_s']:,.0f}"}
 
 

@@ -18,7 +18,7 @@ from test_session import FAMILIES
 import mosaic
 from mosaic.bench.quality.answers import merged
 from mosaic.bench.quality.compare import CompareSettings, compare, configurations
-from mosaic.bench.quality.evaluation import evaluation_set
+from mosaic.bench.quality.evaluation import evaluation_set, gen_length
 from mosaic.bench.quality.items import LONG_TASKS
 from mosaic.bench.quality.pairing import difference, mcnemar, ratio
 from mosaic.bench.quality.policies import policy, schedule
@@ -38,6 +38,7 @@ CONFIG: dict[str, Any] = {
     "block_size": 32, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 640, "mask_token_id": MASK,
     "eos_token_id": EOS, "max_position_embeddings": 1024,
 }  # fmt: skip
+DYNAMIC = "dynamic:threshold=0.2"
 ASKED = {"tasks": ("retrieval", "addition"), "lengths": (128,), "per_task": 2, "batch": 8}
 
 
@@ -227,8 +228,18 @@ def test_the_document_has_every_figure_and_a_whole_budget_changes_nothing(model:
         keep=lambda document: kept.append([len(by_policy) for by_policy in document["schedules"].values()]),
     )  # fmt: skip
     assert kept == [[1], [2], [3], [4], [4, 1], [4, 2], [4, 3], [4, 4]]
-    hurried = compare(model, replace(asked, tasks=("addition",), replay=0, seconds=1e-9))
-    assert [*hurried["schedules"]] == ["static:3"] and [*hurried["schedules"]["static:3"]] == ["exact"]
+    hurried = compare(
+        model, replace(asked, tasks=("addition",), replay=0, seconds=1e-9, schedules=(DYNAMIC, "static:3"))
+    )
+    assert [*hurried["schedules"]] == [DYNAMIC] and [*hurried["schedules"][DYNAMIC]] == ["exact"]
+    prompts = [
+        torch.tensor(vocabulary().encode(item.prompt)) for item in evaluation_set(tasks=("addition",), per_task=2)
+    ]
+    decoded = generate_ids(model, prompts, GenerationConfig(gen_length=gen_length("addition"), **schedule(DYNAMIC)))
+    forced = [sum(sure <= 0.2 for sure in answer.confidence.tolist()) for answer in decoded]
+    figures = hurried["schedules"][DYNAMIC]["exact"]
+    assert figures["forced"] == " ".join(map(str, forced)) and any(forced)
+    assert figures["groups"]["all"]["forced"] == sum(forced) / 2
     assert json.loads(json.dumps(found))["settings"]["policies"] == list(names)
     said = {"model": "small", "card": "cpu", "dtype": "float32"}
     halves = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from mosaic.bench.quality.pairing import difference, mcnemar, ratio
@@ -18,7 +18,8 @@ class Answers:
 
     `exact` and `right` (the share of tokens right at their place) are judgements; `tokens` counts those of the answer with
     [EOS], `forwards` the steps behind the prefill. `decoded` are tokens that these decide, some behind an [EOS]. `processed` are
-    those of its block that each computes in all layers, `again` those of the block before.
+    those of its block that each computes in all layers, `again` those of the block before. `forced` are tokens of the answer that
+    were decided below the schedule's threshold, as a step decides one at least; empty where there is none, or nobody has counted.
     """
 
     exact: list[bool]
@@ -29,6 +30,7 @@ class Answers:
     processed: list[int]
     again: list[int]
     seconds: float
+    forced: list[int] = field(default_factory=list)
 
     def figures(self, items: Sequence[tuple[str, int]], baseline: Answers) -> dict[str, Any]:
         """Return figures of all answers, of each task, and of each task and length; against a baseline unless it is this one.
@@ -45,14 +47,14 @@ class Answers:
             "tokens_per_s": sum(self.tokens) / self.seconds,
             "groups": {name: _group(members, self, baseline) for name, members in groups.items()},
             "exact": "".join(str(int(exact)) for exact in self.exact),
-            **{name: " ".join(map(str, getattr(self, name))) for name in _COUNTS},
+            **{name: " ".join(map(str, values)) for name in _COUNTS if (values := getattr(self, name))},
             "tokens_right": " ".join(f"{right:.4f}" for right in self.right),
         }
 
     @classmethod
     def read(cls, figures: Mapping[str, Any]) -> Self:
         """Return the answers that figures are of."""
-        counts = {name: [int(count) for count in figures[name].split()] for name in _COUNTS}
+        counts = {name: [int(count) for count in figures[name].split()] for name in _COUNTS if name in figures}
         return cls(
             exact=[bool(int(exact)) for exact in figures["exact"]],
             right=[float(right) for right in figures["tokens_right"].split()],
@@ -61,7 +63,7 @@ class Answers:
         )
 
 
-_COUNTS: Final = ("tokens", "forwards", "decoded", "processed", "again")
+_COUNTS: Final = ("tokens", "forwards", "decoded", "processed", "again", "forced")
 
 
 def _group(members: Sequence[int], answers: Answers, baseline: Answers) -> dict[str, Any]:
@@ -80,9 +82,12 @@ def _group(members: Sequence[int], answers: Answers, baseline: Answers) -> dict[
         "processed_per_decoded": sum(of(answers.processed)) / decoded,
         "again_per_decoded": sum(of(answers.again)) / decoded,
     }
+    if answers.forced:
+        found["forced"] = sum(of(answers.forced)) / count
     if answers is not baseline:
         gained = sum(a and not b for a, b in zip(of(answers.exact), of(baseline.exact), strict=True))
-        lost = sum(b and not a for a, b in zip(of(answers.exact), of(baseline.exact), strict=True))
+        losing = [b and not a for a, b in zip(of(answers.exact), of(baseline.exact), strict=True)]
+        lost = sum(losing)
         found["against"] = {
             "exact": {
                 **difference(of(answers.exact), of(baseline.exact)), "gained": gained, "lost": lost,
@@ -91,6 +96,9 @@ def _group(members: Sequence[int], answers: Answers, baseline: Answers) -> dict[
             "tokens_right": difference(of(answers.right), of(baseline.right)),
             "forwards": ratio(of(answers.forwards), of(baseline.forwards)),
         }  # fmt: skip
+        if answers.forced:
+            forced = zip(losing, of(answers.forced), strict=True)
+            found["against"]["exact"]["lost_forced"] = sum(one and count > 0 for one, count in forced)
     return found
 
 

@@ -218,7 +218,7 @@ def _answers(
     decoded = _decode(model, items, configs, batch, done)
     seconds = time.perf_counter() - began
     found = Answers([], [], [], [], [], [], [], seconds)
-    for index, (item, (ids, steps)) in enumerate(zip(items, decoded, strict=True)):
+    for index, (item, config, (ids, steps, confidence)) in enumerate(zip(items, configs, decoded, strict=True)):
         judged = score(item, table.decode(ids[: ids.index(EOS)] if EOS in ids else ids))
         found.exact.append(judged.exact)
         found.right.append(judged.tokens)
@@ -227,6 +227,8 @@ def _answers(
         found.decoded.append(sum(int(step.committed.sum()) for step in records[index]))
         found.processed.append(sum(step.computed for step in records[index]))
         found.again.append(sum(step.again for step in records[index]))
+        if config.remasking == "low_confidence_dynamic" and config.threshold is not None:
+            found.forced.append(sum(sure <= config.threshold for sure in confidence))
     return found
 
 
@@ -236,8 +238,8 @@ def _decode(
     configs: Sequence[GenerationConfig],
     batch: int,
     done: Callable[[int, int], None] = lambda done, total: None,
-) -> list[tuple[list[int], int]]:
-    """Decode items, `batch` of them live at a time: token ids and steps of each."""
+) -> list[tuple[list[int], int, list[float]]]:
+    """Decode items, `batch` of them live at a time: of each its token ids, steps, and confidences."""
     import torch
 
     from mosaic.decoding import LiveRequest, Session, Submission
@@ -257,7 +259,11 @@ def _decode(
             session.advance()
             done(len(requests) - len(session.live), len(items))
     answers = [request.generation for request in requests]
-    return [(answer.token_ids.tolist(), answer.steps) for answer in answers if answer is not None]
+    return [
+        (answer.token_ids.tolist(), answer.steps, answer.confidence.tolist())
+        for answer in answers
+        if answer is not None
+    ]
 
 
 def _agreement(agreements: Sequence[Agreement], items: Sequence[Item]) -> dict[str, Any]:
