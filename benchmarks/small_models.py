@@ -110,8 +110,10 @@ def policies_section(results: Sequence[Result]) -> str:
             )
             title += ", items to choose settings on" if asked["split"] == "choose" else ""
             figures = {name: _figures(found, first) for name, found in by_policy.items()}
-            columns = [column for column in figures[first] if column != "tokens/s" or not result.get("shared")]
-            rows = [(name, *(found[column] for column in columns)) for name, found in figures.items()]
+            columns = [
+                column for column in max(figures.values(), key=len) if column != "tokens/s" or not result.get("shared")
+            ]
+            rows = [(name, *(found.get(column, "") for column in columns)) for name, found in figures.items()]
             tasks = [group for group in by_policy[first]["groups"] if "," not in group and group != "all"]
             by_task = [
                 (name, *(_changed(found["groups"][task]) for task in tasks)) for name, found in by_policy.items()

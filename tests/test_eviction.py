@@ -21,6 +21,8 @@ from test_session import FAMILIES
 from torch import Tensor
 
 import mosaic
+from mosaic.bench.quality.evaluation import evaluation_set
+from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission, generate_ids, resolve
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.llada import schedule
@@ -29,7 +31,7 @@ from mosaic.errors import DoesNotFit, MosaicError, UnknownName, UsageError
 from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models import load
 from mosaic.models.architecture import Architecture
-from mosaic.models.eviction import PRESETS, Eviction
+from mosaic.models.eviction import PRESETS, Eviction, token_eviction
 from mosaic.models.parts.focus import Focus
 from mosaic.models.sparse import PRESETS as SPARSE
 from mosaic.models.sparse import SparseAttention
@@ -112,7 +114,7 @@ class Recorder:
         for asked, results in self.steps:
             for request, result in zip(asked, results, strict=True):
                 if request.phase.head.decides:
-                    found.setdefault(id(request.sequence), []).append(done_in(request, result))
+                    found.setdefault(id(request.sequence), []).append(done_in(request, result, self.architecture.block))
         return [*found.values()]
 
 
@@ -207,6 +209,26 @@ def test_sparse_attention_to_every_key_changes_nothing_that_eviction_does(model:
     for mine, other in zip(generate_ids(found, prompts, replace(config, attention=attention)), exact, strict=True):
         assert torch.equal(mine.token_ids, other.token_ids)
     assert found.of_requests() == expected.of_requests()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["focus:alpha=1.2", "focus:rank=random", "focus-public"])
+def test_generation_of_the_trained_model_is_that_of_the_paper_in_float64(way: str) -> None:
+    """A chain that small-sdar follows through a document: tokens, and what each step computes, keeps and decides."""
+    (item, *_) = evaluation_set(tasks=("chain",), lengths=(1024,))
+    prompt, eviction = torch.tensor(vocabulary().encode(item.prompt)), token_eviction(way)
+    with mosaic.compile("small-sdar", device="cpu", dtype="float32") as trained:
+        arch, recorder = trained.architecture, Recorder(trained)
+        exactly = {name: view.double() for name, view in trained.weights().items()}
+        config = GenerationConfig(gen_length=40, eviction=eviction, block_cache="dc+", threshold=0.9, stop_at_eos=False)
+        (found,) = generate_ids(recorder, [prompt], config)
+    stated = Generated(
+        arch, exactly, prompt, 40, 0.9, [1], eviction=eviction, cache="dc+",
+        noise=lambda step, place: float(uniforms(row_keys(0, 0, step, torch.tensor([place])))),
+    )  # fmt: skip
+    assert torch.equal(found.token_ids, stated.run())
+    (steps,) = recorder.of_requests()
+    assert len(steps) > 16 and steps == stated.steps
 
 
 @pytest.fixture(scope="module")
@@ -325,12 +347,12 @@ def test_generation_of_llada2_is_that_of_the_paper_in_float64(
     assert gone > 0
 
 
-def done_in(request: StepRequest, result: StepResult) -> StatedStep:
+def done_in(request: StepRequest, result: StepResult, block: int) -> StatedStep:
     """What a step did in its block."""
     places = positions_of(request)
     open_ = places[request.rows]
     dropped = open_[~result.values.get("kept", torch.ones(len(open_), dtype=torch.bool))]
-    computed = places[places >= places[-1] // BLOCK * BLOCK].tolist()
+    computed = places[places >= places[-1] // block * block].tolist()
     decided = zip(open_[result.committed].tolist(), result.chosen[result.committed].tolist(), strict=True)
     return StatedStep(computed, [place for place in computed if place not in dropped.tolist()], dict(decided))
 
