@@ -261,7 +261,7 @@ def test_plan_cuts_the_later_step_of_a_block_that_attends_sparsely(mosaic: Any) 
     whole, prefix, *suffixes = found["graphs"].values()
     assert whole["predicted_ms"] == pytest.approx(alone["steps"]["later"]["predicted_step_ms"], rel=0.02)
     assert whole["tokens"] == prefix["tokens"] == suffixes[-1]["tokens"] == 32
-    assert prefix["predicted_ms"] < whole["predicted_ms"] and len(suffixes) == 4
+    assert prefix["predicted_ms"] < whole["predicted_ms"] and len(suffixes) == 1  # so few rows take as long as one
     assert found["total_bytes"] == max(graph["total_bytes"] for graph in (prefix, *suffixes))
     assert any(pool["name"].startswith("state/selected") for pool in found["pools"])
     exact = mosaic("plan", "--device", "h200", "--model", "small-sdar", "--ctx", "8k", "--eviction", "focus", "--json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -352,3 +353,14 @@ def test_models_whose_tokens_cannot_be_evicted_are_refused(changed: dict[str, An
     arch = load("llada-8b").architecture if message is None else load({**CONFIG, **changed}).architecture
     with pytest.raises(UsageError, match=message or "attends in both directions"):
         Eviction().check(arch)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 64, 65, 100, 1000, 5120, 16384])
+def test_second_graphs_have_sizes_close_to_what_is_kept(tokens: int) -> None:
+    """A step's time goes by its rows: from an eighth of the tokens on, a size has at most a quarter more than the one before, of
+    many rows an eighth; so few rows as take the time of one have one size."""
+    sizes = [*Focus(eviction=Eviction()).buckets(tokens)]
+    assert sizes[-1] == tokens and sizes == sorted({*sizes}) and len(sizes) <= 26
+    assert sizes[0] == min(tokens, max(64, -(-tokens // 128) * 16))
+    for smaller, larger in pairwise(sizes):
+        assert larger <= smaller * (1.13 if smaller > 512 else 1.25)

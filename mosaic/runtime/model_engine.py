@@ -203,7 +203,7 @@ class ModelEngine(Engine):
         size, prefix, buckets = step.size, step.graph(), step.buckets
         cut, how = size.phase.cut, size.phase.bucketed
         assert cut is not None and how is not None
-        self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._plan_all, size, config))
+        self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._require_all, size, config))
         executor = self._executor(prefix, config)
         self._poison_fresh_rows()
         found = self._ran(executor, prefix.taken(executor.inputs))
@@ -212,18 +212,22 @@ class ModelEngine(Engine):
             kept = next((kept for kept in buckets if expected is not None and kept >= expected), buckets[-1])
             again = partial(self._again, step, config, kept)
             return self._run_suffix(step.graph(kept), config)._replace(again=again)
-        kept = how.bucket(int(found.outputs[how.count].item()), buckets)
-        return self._run_suffix(step.graph(kept), config)
+        if buckets[0] < size.tokens:  # else there is one, which holds all rows
+            return self._run_suffix(step.graph(how.bucket(int(found.outputs[how.count].item()), buckets)), config)
+        return self._run_suffix(step.graph(buckets[0]), config)
 
-    def _plan_all(self, size: StepSize, config: Settings | None) -> bool:
-        """Plan all graphs of a step before anything of it runs: where one does not fit, nothing does. Each takes the settings that
-        it has, so one of them has each."""
+    def _require_all(self, size: StepSize, config: Settings | None) -> bool:
+        """Make sure that all graphs of a step have plans before anything of it runs: where one does not fit, nothing does. Of given
+        settings each graph takes those that it has, so one of them has each."""
+        if config is None:
+            self.plans.require([size], {})
+            return True
         known: set[str] = set()
         for graph in size.graphs:
             self.plans.plan(graph, config)
-            known.update(self.plans.planner.space(graph.kind).known(config or {}))
-        for name in (config or {}).keys() - known:
-            self.plans.planner.at(size.graphs[-1]).config({name: (config or {})[name]})  # which says what there is
+            known.update(self.plans.planner.space(graph.kind).known(config))
+        for name in config.keys() - known:
+            self.plans.planner.at(size.graphs[-1]).config({name: config[name]})  # which says what there is
         return True
 
     def _run_suffix(self, graph: PackedStep, config: Settings | None) -> Ran:

@@ -37,6 +37,10 @@ HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_row
 REACH: Final = "reach"
 """What comes of it in `StepResult.values`: int32 [1], the first position beyond all that steps of the block have kept."""
 _STATUS_MASKED, _STATUS_UNPROCESSED = 1, 2
+_ALIKE: Final = 64
+"""Rows up to which products take as long as reading their weights, on the cards that were measured."""
+_TILE: Final = 16
+"""Rows that a product computes at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,14 @@ class Focus(Cut):
     def guesses(self) -> bool:
         """As `guess` says."""
         return self.guess
+
+    def buckets(self, tokens: int) -> Sequence[int]:
+        """Return numbers of rows that grow by about an eighth, from an eighth of the tokens on: the second graph's time goes by its
+        rows. Fewer than `_ALIKE` take as long as so many."""
+        found = [min(max(-(-tokens // (8 * _TILE)) * _TILE, _ALIKE), tokens)]
+        while found[-1] < tokens:
+            found.append(min(found[-1] + max(1 << max(found[-1].bit_length() - 4, 0), _TILE), tokens))
+        return found
 
     def length(self, arch: Architecture) -> int:
         """Return the length of a block."""
