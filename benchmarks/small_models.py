@@ -101,6 +101,8 @@ def policies_section(results: Sequence[Result]) -> str:
     parts = []
     for result in results:
         asked = result["settings"]
+        if len(result["schedules"]) > 1:
+            parts.append(_by_schedule(result["schedules"]))
         lines = "\n\n".join(source_line(dict(run)) for run in result.get("runs", (result,)))
         for schedule, by_policy in result["schedules"].items():
             first = next(iter(by_policy))
@@ -125,6 +127,16 @@ def policies_section(results: Sequence[Result]) -> str:
             parts.append("\n\n".join((title, *tables, *note)))
         parts.append(lines)
     return "\n\n".join(parts)
+
+
+def _by_schedule(schedules: Mapping[str, Mapping[str, Result]]) -> str:
+    """Exact answers and forwards, a row for each policy and a column for each schedule."""
+    names = dict.fromkeys(name for by_policy in schedules.values() for name in by_policy)
+    rows = []
+    for name in names:
+        groups = [by_policy[name]["groups"]["all"] if name in by_policy else None for by_policy in schedules.values()]
+        rows.append((name, *(f"{_changed(group)}, {group['forwards']:.1f}" if group else "" for group in groups)))
+    return table(("exact, forwards", *schedules), rows)
 
 
 def evictions_section(results: Sequence[Result]) -> str:

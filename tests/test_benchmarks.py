@@ -359,12 +359,15 @@ def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
     runs = [
         {
             **policies, "dtype": None, "items": [{"task": task, "length": length} for task, length in items],
-            "settings": {**asked, "seconds": turn}, "schedules": {"dynamic": {name: answers.figures(items, answers)}},
+            "settings": {**asked, "seconds": turn},
+            "schedules": {schedule: {name: answers.figures(items, answers)} for schedule in ("dynamic", *more)},
         }
-        for turn, (name, answers) in enumerate({"focus": focus, "exact": exact}.items())
+        for turn, (name, answers, *more) in enumerate([("focus", focus, "static:2"), ("exact", exact)])
     ]  # fmt: skip
     text = small_models.evictions_section([*runs, {**runs[1], "settings": {**asked, "seed": 1}}])
-    assert text.count("| policy | exact | against exact | p |") == 2 and text.count("3 answers under each policy") == 2
+    assert text.count("| policy | exact | against exact | p |") == 2 and text.count("3 answers under each policy") == 3
+    assert "| exact, forwards | dynamic | static:2 |" in text and "| focus | 66.7%, 8.0 | 66.7%, 8.0 |" in text
+    assert "| exact | 100.0%, 4.0 |  |" in text
     assert (
         "| exact | 100.0% |  |  | 100.0% | 4.0 |  | 2.25 | 3.00 | 0.25 |  |  | 27 |\n| focus | 66.7% | -33.3% (" in text
     )
