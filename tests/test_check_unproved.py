@@ -156,9 +156,10 @@ def test_the_list_word_for_word() -> None:
 
 SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "attention": "head_size, scale, block", "head_norm": "eps", "kv_attention": "layer, scale, block",
-    "key_mass": "layer, scale, statistic", "selected_attention": "layer, slot, page, kv_heads, scale, block",
+    "key_mass": "layer, scale, statistic, block, rows",
+    "selected_attention": "layer, slot, page, kv_heads, scale, block, rows",
     "prefix_attention": "layer, scale, block", "joined_attention": "layer, slot, scale, block", "query_change": "rows",
-    "page_bounds": "slot, statistic", "page_extrema": "layer, slot, page",
+    "page_bounds": "slot, statistic, block, rows", "page_extrema": "layer, slot, page",
     "top_keys": "slot, k, page, ratio, enough", "prefix_logsumexp": "layer, scale",
     "token_importance": "layer, scale, pool", "evict_tokens": "alpha, history, threshold, placeholders, weight, keep, rank",
     "kv_store": "layer, head_size",

@@ -87,7 +87,7 @@ def stated_extrema(case: Case) -> Tensor:
 OF_ROWS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "max": torch.max, "worst": torch.min}
 
 
-def bounds_case(seed: int, dtype: torch.dtype, statistic: str = "mean", most: int = 60) -> Case:
+def bounds_case(seed: int, dtype: torch.dtype, statistic: str = "mean", most: int = 60, rows: int = 0) -> Case:
     """Sequences of 0 to `most` pages and 0 to 9 rows, of which some vote; columns of `bound` that are nobody's."""
     rng = random.Random(seed)
     group, kv_heads = GROUPS[seed % len(GROUPS)]
@@ -95,40 +95,48 @@ def bounds_case(seed: int, dtype: torch.dtype, statistic: str = "mean", most: in
     counts = [rng.choice([0, 1, rng.randint(2, most)]) for _ in range(rng.randint(1, 3))] + [most]
     rng.shuffle(counts)
     windows = [rng.choice([0, 1, rng.randint(2, 9)]) for _ in counts]
-    rows, generator = sum(windows) + 2, torch.Generator().manual_seed(seed)
+    tokens, generator = sum(windows) + 2, torch.Generator().manual_seed(seed)
     operands = paged(rng, counts, 2, kv_heads * size, dtype) | {
-        "q": strided(torch.randn(rows, group * kv_heads * size, generator=generator).to(dtype)),
-        "votes": torch.tensor([rng.random() < 0.7 for _ in range(rows)], dtype=torch.uint8), "cu_seqlens": starts(windows),
+        "q": strided(torch.randn(tokens, group * kv_heads * size, generator=generator).to(dtype)),
+        "votes": torch.tensor([rng.random() < 0.7 for _ in range(tokens)], dtype=torch.uint8), "cu_seqlens": starts(windows),
     }  # fmt: skip
     sets = kv_heads * rng.choice([n for n in range(1, group + 1) if group % n == 0])
     columns = sum(counts) + 3
     attrs: dict[str, Any] = {"slot": rng.randrange(2), "kv_heads": kv_heads, "head_size": size, "sets": sets}
     attrs |= {"columns": columns, "statistic": statistic}
-    return Case("page_bounds", operands, {"bound": strided(torch.empty(sets, columns))}, attrs)
+    if rows:  # of blocks of 4, at any place
+        attrs |= {"block": 4, "rows": rows, "tiles": -(-4 // rows)}
+        operands["positions"] = torch.tensor([rng.randint(0, 50) for _ in range(tokens)], dtype=torch.int32)
+    return Case("page_bounds", operands, {"bound": strided(torch.empty(sets * attrs.get("tiles", 1), columns))}, attrs)
 
 
 def stated_bounds(case: Case) -> tuple[Tensor, Tensor]:
     """Of every set and page the mean or the largest of the voting rows' bounds, and how much was added up; NaN for nobody's."""
     given, attrs = case.operands, case.attrs
     sets, size, heads = attrs["sets"], attrs["head_size"], attrs["kv_heads"]
-    found = torch.full((2, sets, attrs["columns"]), float("nan"), dtype=F64)
+    tiles = attrs.get("tiles", 1)
+    found = torch.full((2, sets * tiles, attrs["columns"]), float("nan"), dtype=F64)
     q, extrema = given["q"].double(), given["extrema"].double()
     members = q.shape[1] // size // sets
     for b in range(len(given["cu_pages"]) - 1):
         low, high = given["cu_pages"][b : b + 2].tolist()
         start, end = given["cu_seqlens"][b : b + 2].tolist()
         voting = [row for row in range(start, end) if given["votes"][row]]
-        for own in range(sets if voting else 0):
+        for number in range(sets * tiles if voting else 0):
+            own, tile = number // tiles, number % tiles
+            of_tile = [
+                row for row in voting if tiles == 1 or given["positions"][row] % 4 // attrs["rows"] == tile
+            ] or voting
             for at in range(low, high):
                 row = extrema[given["page_table"][at]].view(-1, 2, heads, size)[attrs["slot"], :, own * heads // sets]
                 queries = torch.stack(
-                    [q[r].view(-1, size)[own * members + member] for r in voting for member in range(members)]
+                    [q[r].view(-1, size)[own * members + member] for r in of_tile for member in range(members)]
                 )
                 upper = torch.stack([queries * row[0], queries * row[1]]).amax(0)
                 each = upper.sum(1)
-                found[0, own, at] = OF_ROWS[attrs["statistic"]](each)
+                found[0, number, at] = OF_ROWS[attrs["statistic"]](each)
                 terms = (queries.abs()[:, None] * row.abs()).sum((1, 2))
-                found[1, own, at] = terms.mean() if attrs["statistic"] == "mean" else terms.max()
+                found[1, number, at] = terms.mean() if attrs["statistic"] == "mean" else terms.max()
     return found[0], found[1]
 
 
@@ -157,9 +165,11 @@ def test_extrema_of_pages(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_bounds_of_pages(dtype: torch.dtype, statistic: str) -> None:
     for seed in range(10):
-        case = bounds_case(seed, dtype, statistic, most=30)
+        case = bounds_case(seed, dtype, statistic, most=30, rows=[0, 0, 1, 3][seed % 4])
         case.launch()
         assert_bounds(case, case.outputs["bound"])
+        if dtype == F64:
+            assert_bounds(case, case.reference())
 
 
 def test_bounds_of_more_pages_and_rows_than_a_tile_has() -> None:
@@ -204,7 +214,7 @@ def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
     for seed in range(3):
         check_allocates_nothing(extrema_case(seed, dtype))
         for statistic in OF_ROWS:
-            check_allocates_nothing(bounds_case(seed, dtype, statistic))
+            check_allocates_nothing(bounds_case(seed, dtype, statistic, rows=seed % 2))
 
 
 def specs_of(case: Case) -> dict[str, Spec]:

@@ -51,6 +51,11 @@ def test_contracts_count_this_layers_work() -> None:
     assert sympy.expand(mass.flops(**MASS, **attrs)) == 2 * SPAN * TOKENS * 64
     moved = where + 4 * (SEQS + 1) + TOKENS * (128 + 1 + 32) + 16 * COLUMNS + COLUMNS * 16 * 2
     assert sympy.expand(mass.moved(MASS | {"mass": result}, attrs) - moved) == 0
+    tiled, placed = {"block": 4, "rows": 3, "tiles": 2}, {"positions": Spec((TOKENS,), "int32")}
+    wide = Spec((2 * 4, COLUMNS), "float32")
+    assert mass.infer(**MASS, **placed, **attrs, **tiled) == (wide,)
+    more = 4 * TOKENS + 16 * COLUMNS + COLUMNS * 16 * 2
+    assert sympy.expand(mass.moved(MASS | placed | {"mass": wide}, attrs | tiled) - moved - more) == 0
     assert top.infer(**TOP, **PAGES) == ()
     moved = 16 * COLUMNS + 4 * SEQS + 4 * (SEQS + 1) + 8 * SEQS + 4 * SEQS * 4 * 5
     assert sympy.expand(top.moved(TOP, PAGES) - moved) == 0
@@ -59,6 +64,8 @@ def test_contracts_count_this_layers_work() -> None:
     assert sympy.expand(attend.flops(**ATTENDED, **attrs)) == 4 * SPAN * TOKENS * 64
     moved = where + 4 * SEQS + 8 * SEQS + TOKENS * (2 * 128 + 4) + SEQS * 8 * 2 * 4 * 8 * 2 + 4 * SEQS * 4 * 5
     assert sympy.expand(attend.moved(ATTENDED | {"y": ATTENDED["q"]}, attrs) - moved) == 0
+    more = SEQS * 8 * 2 * 4 * 8 * 2 + 4 * SEQS * 4 * 5
+    assert sympy.expand(attend.moved(ATTENDED | {"y": ATTENDED["q"]}, attrs | tiled) - moved - more) == 0
     for rule, specs in ((sums, SUMS), (mass, MASS), (attend, ATTENDED)):
         assert rule.rate == "attention" and sympy.expand(rule.rate_rows(**specs, **attrs)) == 8 * TOKENS
 
@@ -74,6 +81,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("key_mass", {"cu_keys": LENGTHS}, "cu_keys must be"),
     ("key_mass", {"votes": Spec((TOKENS,), "bool")}, r"votes must be uint8\[tokens\]"),
     ("key_mass", {"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
+    ("key_mass", {"rows": 3, "block": 4}, "tiles must be 2, of 3 rows of a block of 4, not 1"),
+    ("key_mass", {"rows": 3}, "tiles must be 0, of 3 rows of a block of 0, not 1"),
+    ("key_mass", {"rows": 3, "block": 3}, r"positions must be int32\[tokens\], not None"),
+    ("key_mass", {"positions": Spec((TOKENS,), "int32")}, r"positions must be None, not int32\[tokens\]"),
+    ("key_mass", {"tiles": 2}, "tiles must be 1, of 0 rows of a block of 0, not 2"),
+    ("key_mass", {"rows": -1}, "rows must be those of a tile, or 0 for no tiles, not -1"),
+    ("selected_attention", {"rows": 2, "block": 4}, "tiles must be 2"),
+    ("selected_attention", {"rows": 2, "block": 4, "tiles": 2}, r"selected must be int32\[rows, slots \* 40\]"),
     ("key_mass", {"statistic": "median"}, "statistic must be one of mean, max, worst, not 'median'"),
     ("key_mass", {"logsumexp": Spec((TOKENS, 4), "float32")}, r"logsumexp must be float32\[tokens, 8\]"),
     ("prefix_logsumexp", {"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),

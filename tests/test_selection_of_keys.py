@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -37,7 +37,19 @@ SUMMED = ("q", "kv", "extents", "cu_extents", "captured", "votes", "cu_seqlens")
 UNREAD = 1 << 30  # no page has this number
 
 
-def key_mass_case(seed: int, dtype: torch.dtype, statistic: str = "mean", longest: int = 90, gaps: int = 2) -> Case:
+def tiles_of(block: int, rows: int) -> dict[str, int]:
+    """What a launch is told of tiles of so many rows of a block."""
+    return {"block": block, "rows": rows, "tiles": -(-block // rows)}
+
+
+def key_mass_case(
+    seed: int,
+    dtype: torch.dtype,
+    statistic: str = "mean",
+    longest: int = 90,
+    gaps: int = 2,
+    tiled: dict[str, int] | None = None,
+) -> Case:
     """Sequences with prefixes of 0 to `longest` keys, of which some rows vote; columns of `mass` that are nobody's."""
     rng = random.Random(seed)
     group, kv_heads = GROUPS[seed % len(GROUPS)]
@@ -60,8 +72,11 @@ def key_mass_case(seed: int, dtype: torch.dtype, statistic: str = "mean", longes
     sets = kv_heads * rng.choice([n for n in range(1, group + 1) if group % n == 0])
     columns = int(operands["cu_keys"][-1]) + 3
     attrs = {name: given.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale")}
-    attrs |= {"sets": sets, "columns": columns, "statistic": statistic}
-    return mass_case(operands, attrs, strided(torch.empty(sets, columns)))
+    attrs |= {"sets": sets, "columns": columns, "statistic": statistic, **(tiled or {})}
+    case = mass_case(operands, attrs, strided(torch.empty(sets * attrs.get("tiles", 1), columns)))
+    if tiled:
+        case.operands["positions"] = given.operands["positions"]
+    return case
 
 
 def mass_case(operands: dict[str, Tensor], attrs: dict[str, Any], mass: Tensor) -> Case:
@@ -117,7 +132,8 @@ def equation_3(case: Case) -> Tensor:
     given, attrs = case.operands, case.attrs
     size, kv_heads, sets = attrs["head_size"], attrs["kv_heads"], attrs["sets"]
     q, heads = given["q"].double(), given["q"].shape[1] // attrs["head_size"]
-    mass = torch.full((sets, attrs["columns"]), float("nan"), dtype=F64)
+    tiles = attrs.get("tiles", 1)
+    mass = torch.full((sets * tiles, attrs["columns"]), float("nan"), dtype=F64)
     entries, bounds = given["extents"].tolist(), given["cu_extents"].tolist()
     for b, (first, last) in enumerate(pairwise(given["cu_seqlens"].tolist())):
         prefix = int(given["captured"][b])
@@ -128,19 +144,26 @@ def equation_3(case: Case) -> Tensor:
             continue
         k_SKH = torch.stack(kept)
         start = int(given["cu_keys"][b])
-        for own in range(sets):
+        for own, tile in product(range(sets), range(tiles)):
             mine = range(own * heads // sets, (own + 1) * heads // sets)
+            of_tile = [row for row in voting if in_tile(case, row) == tile] or voting
             p = [
                 torch.softmax(
                     k_SKH[:, head * kv_heads // heads] @ q[row, head * size : (head + 1) * size] * attrs["scale"], 0
                 )
-                for row in voting
+                for row in of_tile
                 for head in mine
             ]
             both = torch.stack(p)
             found = {"mean": both.mean(0), "max": both.max(0).values, "worst": both.min(0).values}
-            mass[own, start : start + prefix] = found[attrs["statistic"]]
+            mass[own * tiles + tile, start : start + prefix] = found[attrs["statistic"]]
     return mass
+
+
+def in_tile(case: Case, row: int) -> int:
+    """Which tile of its block a row is in."""
+    rows = case.attrs.get("rows", 0)
+    return int(case.operands["positions"][row]) % case.attrs["block"] // rows if rows else 0
 
 
 def mass_bound(case: Case, expected: Tensor) -> Tensor:
@@ -170,7 +193,8 @@ def assert_mass(case: Case, found: Tensor, slack: float = 1.0) -> None:
 @pytest.mark.parametrize("statistic", ["mean", "max", "worst"])
 def test_mass_of_keys(statistic: str, dtype: torch.dtype) -> None:
     for seed in range(10):
-        case = key_mass_case(seed, dtype, statistic)
+        tiled = [None, tiles_of(4, 3), tiles_of(32, 2)][max(seed - 6, 0) % 3]
+        case = key_mass_case(seed, dtype, statistic, tiled=tiled)
         case.launch()
         assert_mass(case, case.outputs["mass"])
         expected = equation_3(case)
@@ -318,7 +342,9 @@ def test_selection_of_equation_3() -> None:
 # --- attention to what was selected ------------------------------------------------------------------------------------
 
 
-def selected_case(seed: int, dtype: torch.dtype, block: int = 0, longest: int = 90, whole: bool = False) -> Case:
+def selected_case(
+    seed: int, dtype: torch.dtype, block: int = 0, longest: int = 90, whole: bool = False, rows: int = 0
+) -> Case:
     """Windows behind, or amid, prefixes of which random pages are selected; all pages if `whole`."""
     rng = random.Random(seed)
     group, kv_heads = GROUPS[seed % len(GROUPS)]
@@ -334,19 +360,20 @@ def selected_case(seed: int, dtype: torch.dtype, block: int = 0, longest: int = 
     sets = kv_heads * rng.choice([n for n in range(1, group + 1) if group % n == 0])
     k = -(-longest // page) * page if whole else page * rng.choice([1, 3, 8])
     slots, slot = 3, rng.randrange(3)
-    selected = torch.full((len(windows) + 2, slots * sets * (1 + k // page)), UNREAD, dtype=torch.int32)
+    tiles = -(-block // rows) if rows else 1
+    selected = torch.full((len(windows) + 2, slots * sets * tiles * (1 + k // page)), UNREAD, dtype=torch.int32)
     owner = rng.sample(range(len(windows) + 2), len(windows))
     for b, prefix in enumerate(prefixes):
-        for own in range(sets if prefix else 0):
+        for own in range(sets * tiles if prefix else 0):
             pages = range(-(-prefix // page))
             count = min(k // page, len(pages)) if whole else rng.randint(0, min(k // page, len(pages)))
-            place = selected[owner[b], (slot * sets + own) * (1 + k // page) :]
+            place = selected[owner[b], (slot * sets * tiles + own) * (1 + k // page) :]
             place[: 1 + count] = torch.tensor([count, *sorted(rng.sample(pages, count))])
     operands = case.operands | {
         "selected": selected, "owner": torch.tensor(owner), "captured": torch.tensor(prefixes, dtype=torch.int32)
     }  # fmt: skip
     attrs = {name: case.attrs[name] for name in ("layer", "kv_heads", "head_size", "scale", "block")}
-    attrs |= {"slot": slot, "sets": sets, "k": k, "page": page}
+    attrs |= {"slot": slot, "sets": sets, "k": k, "page": page} | (tiles_of(block, rows) if rows else {})
     return Case("selected_attention", operands, case.outputs, attrs)
 
 
@@ -363,8 +390,8 @@ def attention_to_selected(case: Case, row_start: int = 0, *, absolute: bool = Fa
         kept = [x.double() for x in rows_of(given["kv"], pieces, attrs["layer"], kv_heads, size, seen)]
         for row in range(max(first - row_start, 0), min(last - row_start, q.shape[0])):
             for head in range(heads):
-                own = head * sets // heads
-                at = (attrs["slot"] * sets + own) * (1 + attrs["k"] // page)
+                own = (attrs["slot"] * sets + head * sets // heads) * attrs.get("tiles", 1) + in_tile(case, row)
+                at = own * (1 + attrs["k"] // page)
                 listed = given["selected"][given["owner"][b], at:].tolist() if prefix else [0]
                 pages = set(listed[1 : 1 + listed[0]])
                 keys = [j for j in range(seen) if j >= prefix or j // page in pages]
@@ -398,10 +425,10 @@ def assert_attended(case: Case, y: Tensor, before: Tensor, row_start: int = 0, *
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("block", [0, 4, 32])
-def test_selected_attention(block: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("block", "rows"), [(0, 0), (4, 0), (4, 3), (32, 2)])
+def test_selected_attention(block: int, rows: int, dtype: torch.dtype) -> None:
     for seed in range(10):
-        case = selected_case(seed, dtype, block)
+        case = selected_case(seed, dtype, block, rows=rows)
         case.launch()
         assert_attended(case, case.outputs["y"], torch.full_like(case.outputs["y"], float("nan")))
         expected, sees = attention_to_selected(case)
@@ -451,9 +478,9 @@ def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
     for seed in range(3):
         check_allocates_nothing(key_mass_case(seed, dtype))
         check_allocates_nothing(key_mass_case(seed, dtype, "max"))
-        check_allocates_nothing(key_mass_case(seed, dtype, "worst"))
+        check_allocates_nothing(key_mass_case(seed, dtype, "worst", tiled=tiles_of(4, 2)))
         check_allocates_nothing(sums_case(seed, dtype))
-        check_allocates_nothing(selected_case(seed, dtype, block=4))
+        check_allocates_nothing(selected_case(seed, dtype, block=4, rows=3 * (seed % 2)))
     check_allocates_nothing(long_case(dtype))
 
 
@@ -482,7 +509,7 @@ def slices_of(case: Case) -> list[tuple[int, Case]]:
 
 def test_a_slice_of_a_window_knows_where_it_starts() -> None:
     for seed in range(5):
-        for start, part in slices_of(selected_case(seed, F32, 4)):
+        for start, part in slices_of(selected_case(seed, F32, 4, rows=2)):
             y = part.outputs["y"]
             before = y.clone()
             load("selected_attention").launch(

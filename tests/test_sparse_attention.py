@@ -59,7 +59,7 @@ class Plain:
         self.w = {name: view.double() for name, view in model.weights().items()}
         self.arch, self.attention = model.architecture, attention
         self.keys: list[list[Tensor]] = [[] for _ in range(LAYERS)]  # by layer and position, [2, K, H]
-        self.sets: dict[tuple[int, int], list[int]] = {}  # by layer and query head
+        self.sets: dict[tuple[int, int, int], list[int]] = {}  # by layer, query head and row of the block
         self.sparsely = 0
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -109,43 +109,47 @@ class Plain:
     def attended(self, layer: int, q: Tensor, kept: Tensor, start: int, mode: str) -> list[Tensor]:
         """What each query head attends to."""
         heads = []
-        sparse = self.is_sparse(layer)
         for head in range(HEADS):
             k, v = kept[:, :, head // (HEADS // KV_HEADS)].unbind(1)
-            keys = list(range(len(kept)))
-            if sparse and mode in ("select", "sparse", "carry"):
-                keys = self.sets[layer, head] + keys[start - (BLOCK if mode == "carry" else 0) :]
-            heads.append(torch.softmax(q[:, head] @ k[keys].T * SIZE**-0.5, -1) @ v[keys])
+            whole, found = list(range(len(kept))), []
+            for row in range(len(q)):
+                keys = whole
+                if self.is_sparse(layer) and mode in ("select", "sparse", "carry"):
+                    keys = self.sets[layer, head, row] + whole[start - (BLOCK if mode == "carry" else 0) :]
+                found.append(torch.softmax(q[row, head] @ k[keys].T * SIZE**-0.5, -1) @ v[keys])
+            heads.append(torch.stack(found))
         return heads
 
     def select(self, layer: int, q: Tensor, kept: Tensor, start: int) -> None:
         chosen = self.attention
         assert chosen is not None
-        group = HEADS // KV_HEADS
-        shared = group if chosen.per == "kv_head" else 1
-        voters = slice(max(self.prompt_len - start, 0) if chosen.voters == "answer" else 0, None)
-        for head in range(0, HEADS, shared):
-            rows = q[voters, head : head + shared].flatten(0, 1)
-            if chosen.by == "bounds":
-                found = self.best_pages(rows, kept[:start, 0, head // group])
-                for member in range(head, head + shared):
-                    self.sets[layer, member] = found
-                continue
-            p = torch.softmax(rows @ kept[:start, 0, head // group].T * SIZE**-0.5, -1)
-            mass = {"mean": p.mean(0), "max": p.amax(0), "worst": p.amin(0)}[chosen.statistic]
-            pages = [float(mass[at : at + chosen.page].sum()) for at in range(0, start, chosen.page)]
-            count = chosen.k // chosen.page
-            if chosen.ratio:
-                count = min(count, -(-math.ceil(chosen.ratio * start) // chosen.page))
-            ranked = sorted(range(len(pages)), key=lambda page: -pages[page])[:count]
-            if chosen.mass:
-                sums = accumulate((pages[page] for page in ranked), initial=0.0)
-                ranked = [page for page, before in zip(ranked, sums, strict=False) if before < chosen.mass]
-            found = [
-                j for page in sorted(ranked) for j in range(page * chosen.page, min((page + 1) * chosen.page, start))
-            ]
-            for member in range(head, head + shared):
-                self.sets[layer, member] = found
+        shared = HEADS // KV_HEADS if chosen.per == "kv_head" else 1
+        voters = [row for row in range(BLOCK) if chosen.voters == "block" or start + row >= self.prompt_len]
+        for first in range(0, BLOCK, chosen.rows or BLOCK):
+            tile = range(first, min(first + (chosen.rows or BLOCK), BLOCK))
+            mine = [row for row in tile if row in voters] or voters
+            for head in range(0, HEADS, shared):
+                keys = kept[:start, 0, head // (HEADS // KV_HEADS)]
+                found = self.best(q[mine, head : head + shared].flatten(0, 1), keys)
+                self.sets |= {(layer, member, row): found for member in range(head, head + shared) for row in tile}
+
+    def best(self, rows: Tensor, keys: Tensor) -> list[int]:
+        """The keys of a prefix that rows and heads select together."""
+        chosen, start = self.attention, len(keys)
+        assert chosen is not None
+        if chosen.by == "bounds":
+            return self.best_pages(rows, keys)
+        p = torch.softmax(rows @ keys.T * SIZE**-0.5, -1)
+        mass = {"mean": p.mean(0), "max": p.amax(0), "worst": p.amin(0)}[chosen.statistic]
+        pages = [float(mass[at : at + chosen.page].sum()) for at in range(0, start, chosen.page)]
+        count = chosen.k // chosen.page
+        if chosen.ratio:
+            count = min(count, -(-math.ceil(chosen.ratio * start) // chosen.page))
+        ranked = sorted(range(len(pages)), key=lambda page: -pages[page])[:count]
+        if chosen.mass:
+            sums = accumulate((pages[page] for page in ranked), initial=0.0)
+            ranked = [page for page, before in zip(ranked, sums, strict=False) if before < chosen.mass]
+        return [j for page in sorted(ranked) for j in range(page * chosen.page, min((page + 1) * chosen.page, start))]
 
     def best_pages(self, rows: Tensor, keys: Tensor) -> list[int]:
         """Quest (arXiv 2406.10774, section 3): keys of the whole pages with the highest upper bounds, and all behind these."""
@@ -203,22 +207,22 @@ class Plain:
 WAYS = {
     "mage": SparseAttention(k=8),
     "one layer exact": SparseAttention(k=4, exact_layers=1),
-    "the last layer exact": SparseAttention(k=4, exact_layers=0, exact_last=1),
     "all layers sparse": SparseAttention(k=6, exact_layers=0, per="query_head"),
     "pages": SparseAttention(k=8, page=4, exact_layers=1),
     "the largest": SparseAttention(k=5, statistic="max", exact_layers=1, voters="answer"),
-    "the row served worst": SparseAttention(k=5, statistic="worst", per="query_head", exact_layers=1),
+    "by tiles of rows": SparseAttention(k=4, rows=2, exact_layers=1, voters="answer", statistic="worst"),
+    "by tiles of rows, carried": SparseAttention(k=3, rows=3, per="query_head", carried=True, every=2, exact_layers=0),
     "a share": SparseAttention(k=16, ratio=0.2, exact_layers=1),
     "enough of the attention": SparseAttention(k=24, mass=0.5, exact_layers=1),
     "carried": SparseAttention(k=6, carried=True, exact_layers=1),
     "oracle": SparseAttention(k=5, selects="every", exact_layers=1),
     "sparsed": SparseAttention(k=6, exact_steps=0.3, exact_layers=1),
-    "again": SparseAttention(k=5, every=2, exact_layers=1),
-    "again, after a share of exact steps": SparseAttention(k=4, every=2, exact_steps=0.3, exact_layers=1),
-    "carried, then again": SparseAttention(k=5, every=3, carried=True, exact_layers=1),
+    "again, after a share of exact steps, the last layer exact": SparseAttention(
+        k=4, every=2, exact_steps=0.3, exact_layers=0, exact_last=1
+    ),
     "quest": SparseAttention(k=9, page=3, selects="every", by="bounds", exact_layers=1),
-    "quest, the last layer exact": SparseAttention(
-        k=6, page=2, selects="every", by="bounds", exact_layers=1, exact_last=1, statistic="worst"
+    "quest, the last layer exact, by tiles of rows": SparseAttention(
+        k=6, page=2, rows=3, selects="every", by="bounds", exact_layers=1, exact_last=1, statistic="worst"
     ),
     "quest, the largest": SparseAttention(
         k=20,
@@ -284,7 +288,7 @@ def test_other_families_attend_so(family: str) -> None:
 def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(model: CompiledModel) -> None:
     """One in its block's first step beside others in theirs: a step that selects serves both. Or one that selects again, beside
     those that do not yet."""
-    for way in ("mage", "again"):
+    for way in ("mage", "by tiles of rows, carried"):
         check_shared(way, model)
 
 
@@ -316,8 +320,9 @@ def check_shared(way: str, model: CompiledModel) -> None:
     assert model.state_rows == {}
 
 
-def test_what_is_selected_is_planned_memory(model: CompiledModel) -> None:
-    chosen = WAYS["mage"]
+@pytest.mark.parametrize(("way", "tiles"), [("mage", 1), ("by tiles of rows", 2)])
+def test_what_is_selected_is_planned_memory(way: str, tiles: int, model: CompiledModel) -> None:
+    chosen = WAYS[way]
     with Session(model) as session:
         session.submit(torch.arange(30), gen_length=9, attention=chosen, stop_at_eos=False)
         (state,) = (name for name in model.state_rows if name.startswith("selected"))
@@ -325,8 +330,8 @@ def test_what_is_selected_is_planned_memory(model: CompiledModel) -> None:
             (step,) = session.advance()
             if step.phase == "denoise":
                 (kept,) = (buffer for buffer in step.plan.document["buffers"] if buffer["name"] == state)
-                assert kept["shape"] == [1, (LAYERS - chosen.exact_layers) * KV_HEADS * (1 + chosen.k)]
-                assert kept["dtype"] == "int32" and kept["pool"] == f"state/{state}"
+                assert kept["shape"] == [1, (LAYERS - chosen.exact_layers) * KV_HEADS * tiles * (1 + chosen.k)]
+                assert kept["dtype"] == "int32" and kept["pool"] == f"state/{state}" and step.plan.check() == ()
 
 
 def test_extrema_of_pages_are_planned_memory_and_come_from_final_keys(model: CompiledModel) -> None:
@@ -496,6 +501,7 @@ def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:
         ({"every": 4, "selects": "every"}, "each step selects for itself; leave every out"),
         ({"carried": True, "exact_steps": 0.5}, "carried=True leaves no exact step"),
         ({"carried": True, "selects": "every"}, "carried=True leaves no exact step"),
+        ({"rows": -1}, "rows is -1; it must be an integer of at least 0"),
         ({"ratio": 1.5}, r"ratio is 1.5; it must be a share of the prefix, in \[0, 1\]"),
         ({"mass": -1}, r"mass is -1; it must be a share of the prefix's attention, in \[0, 1\]"),
         ({"mass": 0.9, "statistic": "max"}, "mass is a share of the mean attention; leave it out"),
@@ -522,6 +528,10 @@ def test_what_a_model_cannot_is_refused(model: CompiledModel) -> None:
         model.generate(prompt, attention=SparseAttention(exact_layers=4))
     with pytest.raises(UsageError, match="attention: 5 exact layers of the model's 4 leave none sparse; use at most 3"):
         model.generate(prompt, attention=SparseAttention(exact_layers=2, exact_last=3))
+    with pytest.raises(
+        UsageError, match="attention: 5 rows of a block of 4 cannot have sets of their own; use at most 4"
+    ):
+        model.generate(prompt, attention=SparseAttention(rows=5))
     with pytest.raises(UnknownName, match="mages"):
         model.generate(prompt, attention="mages")
     for other in (512, True, ["mage"], {"k": 4}):

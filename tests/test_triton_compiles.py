@@ -131,25 +131,28 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     page_rows |= {"slot": 2, "kv_heads": 8, "head_size": size}
     made = {"first_page": empty(1, dtype=torch.int32), "page": 16, "layer": 3}
     yield "page_extrema", {**{name: where[name] for name in ("kv", "extents", "cu_extents")}, **page_rows, **made}
-    sizes = ((32, 8, "mean", 1), (2048, 32, "max", 16), (2, 8, "worst", 4))
+    sizes = ((32, 8, "mean", 1), (2048, 32, "max", 16), (2, 8, "worst", 4), (32, 8, "worst", 4))
     for tokens, sets, statistic, page in sizes if EVERY else sizes[:2]:
         window = {"q": x[:tokens], "sets": sets}
         chosen = {"k": 512, "page": page, "sets": sets, "captured": prefix["captured"]}
-        mass, votes = empty(sets, 1 << 17, dtype=wide), empty(tokens, dtype=torch.uint8)
+        tiles = 4 if (tokens, statistic) == (32, "worst") else 1
+        mass, votes = empty(sets * tiles, 1 << 17, dtype=wide), empty(tokens, dtype=torch.uint8)
+        placed = {"positions": empty(tokens, dtype=torch.int32)}
+        tiled = {"block": 32, "rows": 8, "tiles": tiles} if tiles > 1 else {}
         of_layer = {name: value for name, value in attrs.items() if name != "seen"}
         sums = {"votes": votes, "logsumexp": empty(tokens, 32, dtype=wide)}
         yield "prefix_logsumexp", {**of_layer, "captured": prefix["captured"], "q": window["q"], **sums}
-        yield "key_mass", {**of_layer, **prefix, **window, **sums, "mass": mass, "statistic": statistic}
-        yield "top_keys", {**prefix, **pages, **chosen, "mass": mass, "ratio": 0.1 * (page - 1)}
+        of_tiles = {"statistic": statistic, **tiled, **(placed if tiled else {})}
+        yield "key_mass", {**of_layer, **prefix, **window, **sums, "mass": mass, **of_tiles}
+        yield "top_keys", {**prefix, **pages, **chosen, "mass": mass, "sets": sets * tiles, "ratio": 0.1 * (page - 1)}
         bound = {
-            "bound": empty(sets, 1 << 13, dtype=wide),
-            "statistic": statistic,
+            "bound": empty(sets * tiles, 1 << 13, dtype=wide),
             "votes": votes,
             "cu_seqlens": cu_seqlens,
         }
-        yield "page_bounds", {**window, **page_rows, **bound}
-        window |= {"y": x[:tokens], "positions": empty(tokens, dtype=torch.int32)}
-        yield "selected_attention", {**attrs, **window, **pages, **chosen, "block": 32}
+        yield "page_bounds", {**window, **page_rows, **bound, **of_tiles}
+        window |= {"y": x[:tokens], **placed}
+        yield "selected_attention", {**attrs, **window, **pages, **chosen, "block": 32, **tiled}
     figures = dict.fromkeys(("maximum", "second", "logsumexp", "entropy", "sample_logit"), logsum)
     for kind in ("confidence", "margin", "entropy", "random", "sequential"):
         yield "row_score", {**figures, "keys": some, "score": logsum, "kind": kind}

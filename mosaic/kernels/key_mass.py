@@ -1,17 +1,19 @@
 """key_mass: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
 
 Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
-votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32; layer, kv_heads, head_size, scale, sets, columns, span, statistic)
--> mass[sets, S] float32, all whole; `columns` is S, and `span` is for the cost model alone. The formula is that of the contract
-(`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows passes over the prefix. A row without a vote has an
-infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for float64). Legend: T rows, R rows of the state, L
-layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size, A rows times heads of a tile.
+votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32, positions[T] int32 or None; layer, kv_heads, head_size, scale, sets,
+columns, span, statistic, block, rows, tiles) -> mass[sets * tiles, S] float32, all whole; `columns` is S, and `span` is for the
+cost model alone. The formula is that of the contract (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows
+passes over the prefix. A row without a vote has an infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for
+float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads,
+H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Final
 
 import torch
@@ -25,7 +27,7 @@ from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.operators.key_mass import STATISTICS
 
-__all__ = ["EXTREMES", "Keys", "bind", "check", "launch", "reference", "scores_of", "tiles_of_keys"]
+__all__ = ["EXTREMES", "Keys", "bind", "check", "launch", "reference", "scores_of", "tiles_of_keys", "voters_of"]
 
 NOTHING: Final = {"mean": 0.0, "max": 0.0, "worst": math.inf}
 """What a row without a vote gives to a key, so that it changes no statistic."""
@@ -47,6 +49,7 @@ def bind(
     cu_seqlens: Tensor,
     logsumexp: Tensor,
     mass: Tensor,
+    positions: Tensor | None = None,
     layer: int,
     kv_heads: int,
     head_size: int,
@@ -55,12 +58,16 @@ def bind(
     columns: int = 0,
     span: int = 0,
     statistic: str = "mean",
+    block: int = 0,
+    rows: int = 0,
+    tiles: int = 1,
     scratch: Tensor | None = None,
 ) -> Run:
-    """Write the mass of the keys of each prefix into mass [sets, S]; lengths, extents and votes are read on the host."""
+    """Write the mass of the keys of each prefix into mass [sets * tiles, S]; lengths, extents, votes and positions are read on the
+    host."""
     members = check(
         q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, logsumexp, mass, layer, kv_heads, head_size, sets,
-        statistic,
+        statistic, positions, tiles,
     )  # fmt: skip
     query, scores, vector, column, wide_column, *wide = tiles_of("key_mass", scratch, {"q": q}, head_size=head_size)
     q_STMH = q.view(q.shape[0], sets, members, head_size).transpose(0, 1)
@@ -69,19 +76,22 @@ def bind(
     def run() -> None:
         owned, counts, first = pieces(extents, cu_extents), captured.tolist(), cu_keys.tolist()
         for sequence, start, end in windows(cu_seqlens, 0, q.shape[0]):
-            keys, voters = counts[sequence], votes[start:end].tolist()
-            if not keys or not any(voters):
+            keys, voting = counts[sequence], votes[start:end].tolist()
+            if not keys or not any(voting):
                 continue
-            rows, width = tile_shape(keys, in_place=False)
-            most = min(members, rows)
-            tokens = rows // most
-            for own in range(sets):
+            part_rows, width = tile_shape(keys, in_place=False)
+            most = min(members, part_rows)
+            tokens = part_rows // most
+            by_tile = voters_of(
+                voting, None if positions is None else positions[start:end].tolist(), block, rows, tiles
+            )
+            for number, (own, voters) in enumerate(product(range(sets), by_tile)):
                 head = own // (sets // kv_heads)
                 kept = [
                     (piece.start, kept_tokens(kv, piece, layer, kv_heads, head_size)[0, head])
                     for piece in owned[sequence]
                 ]
-                mine = mass[own, first[sequence] : first[sequence] + keys]
+                mine = mass[number, first[sequence] : first[sequence] + keys]
                 mine.fill_(NOTHING[statistic])
                 for member in range(0, members, most):
                     for at in range(0, end - start, tokens):
@@ -100,6 +110,19 @@ def bind(
 
 
 launch = launcher(bind)
+
+
+def voters_of(
+    votes: Sequence[int], positions: Sequence[int] | None, block: int, rows: int, tiles: int
+) -> list[Sequence[int]]:
+    """Which rows of a sequence vote for each tile: those of it that do, or all that do where none of it does."""
+    if positions is None:
+        return [votes]
+    of = [
+        [vote and int(at % block // rows == tile) for vote, at in zip(votes, positions, strict=True)]
+        for tile in range(tiles)
+    ]
+    return [mine if any(mine) else votes for mine in of]
 
 
 def tiles_of_keys(kept: Keys, count: int, width: int, wide: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -145,10 +168,13 @@ def _add(
 def check(
     q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
     cu_seqlens: Tensor, logsumexp: Tensor, mass: Tensor, layer: int, kv_heads: int, head_size: int, sets: int, statistic: str,
+    positions: Tensor | None, tiles: int,
 ) -> int:  # fmt: skip
     """Check the operands; return the query heads of a set."""
     if statistic not in STATISTICS:
         raise UnknownName("statistic", statistic, STATISTICS)
+    if positions is not None:
+        check_shapes("key_mass", positions=(positions, q.shape[:1], torch.int32))
     members = heads_of_sets("key_mass", q, head_size, kv_heads, sets)
     check_shapes(
         "key_mass",
@@ -158,7 +184,7 @@ def check(
         cu_keys=(cu_keys, cu_seqlens.shape, torch.int32),
         votes=(votes, q.shape[:1], torch.uint8),
         logsumexp=(logsumexp, (q.shape[0], members * sets), torch.float32),
-        mass=(mass, (sets, mass.shape[-1]), torch.float32),
+        mass=(mass, (sets * tiles, mass.shape[-1]), torch.float32),
     )
     check_extents("key_mass", extents, cu_extents, cu_seqlens)
     check_kv("key_mass", kv, kv_heads * head_size, layer)
@@ -167,22 +193,25 @@ def check(
 
 def reference(
     *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
-    cu_seqlens: Tensor, logsumexp: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, sets: int, columns: int = 0,
-    span: int = 0, statistic: str = "mean",
+    cu_seqlens: Tensor, logsumexp: Tensor, positions: Tensor | None = None, layer: int, kv_heads: int, head_size: int, scale: float,
+    sets: int, columns: int = 0, span: int = 0, statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> Tensor:  # fmt: skip
     """Return the mass in plain PyTorch, with whole score matrices; `columns` is needed; what is not written is NaN."""
-    mass = torch.full((sets, columns), float("nan"), dtype=q.dtype)
+    mass = torch.full((sets, tiles, columns), float("nan"), dtype=q.dtype)
     members = q.shape[1] // head_size // sets
     owned = pieces(extents, cu_extents)
     for sequence, start, end in windows(cu_seqlens, 0, q.shape[0]):
-        keys, voters = int(captured[sequence]), votes[start:end] != 0
-        if not keys or not voters.any():
+        keys, voting = int(captured[sequence]), votes[start:end] != 0
+        if not keys or not voting.any():
             continue
         kept = [kept_tokens(kv, piece, layer, kv_heads, head_size)[0] for piece in owned[sequence]]
         k_SPH = torch.cat(kept, dim=1)[:, :keys].repeat_interleave(sets // kv_heads, dim=0)
-        q_SAH = q[start:end][voters].view(-1, sets, members, head_size).permute(1, 0, 2, 3).flatten(1, 2)
-        sums_SA = logsumexp[start:end][voters].view(-1, sets, members).transpose(0, 1).flatten(1)
-        p_SAP = torch.exp(q_SAH @ k_SPH.transpose(1, 2) * scale - sums_SA[:, :, None])
-        found = p_SAP.mean(1) if statistic == "mean" else EXTREMES[statistic][0](p_SAP, 1)
-        mass[:, int(cu_keys[sequence]) : int(cu_keys[sequence]) + keys] = found
-    return mass
+        for tile in range(tiles):
+            voters = voting if positions is None else voting & (positions[start:end] % block // rows == tile)
+            voters = voters if voters.any() else voting
+            q_SAH = q[start:end][voters].view(-1, sets, members, head_size).permute(1, 0, 2, 3).flatten(1, 2)
+            sums_SA = logsumexp[start:end][voters].view(-1, sets, members).transpose(0, 1).flatten(1)
+            p_SAP = torch.exp(q_SAH @ k_SPH.transpose(1, 2) * scale - sums_SA[:, :, None])
+            found = p_SAP.mean(1) if statistic == "mean" else EXTREMES[statistic][0](p_SAP, 1)
+            mass[:, tile, int(cu_keys[sequence]) : int(cu_keys[sequence]) + keys] = found
+    return mass.flatten(0, 1)

@@ -1,18 +1,18 @@
 """page_bounds: how much attention the voting rows of each sequence can give to the keys of each page, at most, per set of heads.
 
-Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8,
-cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, page_span, statistic) -> bound[sets, S] float32, all whole;
-`columns` is S, and `page_span` is for the cost model alone. The formula is that of the contract
+Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8, cu_seqlens[B+1]
+int32, positions[T] int32 or None; slot, kv_heads, head_size, sets, columns, page_span, statistic, block, rows, tiles) -> bound[sets
+* tiles, S] float32, all whole; `columns` is S, and `page_span` is for the cost model alone. The formula is that of the contract
 (`mosaic.registrar.operators.page_bounds`; Quest, section 3): what of a query is above 0 is multiplied with the largest key, the
-rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns,
-B sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
+rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B
+sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import UnknownName
-from mosaic.kernels.key_mass import EXTREMES
+from mosaic.kernels.key_mass import EXTREMES, voters_of
 from mosaic.kernels.page_extrema import check_pages
 from mosaic.kernels.shared.attention import tile_shape
 from mosaic.kernels.shared.binding import Run, launcher
@@ -45,6 +45,7 @@ def bind(
     votes: Tensor,
     cu_seqlens: Tensor,
     bound: Tensor,
+    positions: Tensor | None = None,
     slot: int,
     kv_heads: int,
     head_size: int,
@@ -52,29 +53,47 @@ def bind(
     columns: int = 0,
     page_span: int = 0,
     statistic: str = "mean",
+    block: int = 0,
+    rows: int = 0,
+    tiles: int = 1,
     scratch: Tensor | None = None,
 ) -> Run:
-    """Write the bounds of pages into bound [sets, S]; pages, lengths and votes are read on the host."""
+    """Write the bounds of pages into bound [sets * tiles, S]; pages, lengths, votes and positions are read on the host."""
     members = check(
-        q, extrema, page_table, cu_pages, votes, cu_seqlens, bound, slot, kv_heads, head_size, sets, statistic
+        q,
+        extrema,
+        page_table,
+        cu_pages,
+        votes,
+        cu_seqlens,
+        bound,
+        slot,
+        kv_heads,
+        head_size,
+        sets,
+        statistic,
+        positions,
+        tiles,
     )
     query, above, pages, scores, total, column, other, *wide = tiles_of(
         "page_bounds", scratch, {"q": q}, head_size=head_size
     )
     q_STMH = q.view(q.shape[0], sets, members, head_size).transpose(0, 1)
-    rows = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot]
+    pages_of = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot]
 
     def run() -> None:
         bounds = cu_pages.tolist()
         for sequence, start, end in windows(cu_seqlens, 0, q.shape[0]):
             low, high = bounds[sequence : sequence + 2]
-            voters = _runs(votes[start:end].tolist(), start)
-            if not voters:
+            voting = votes[start:end].tolist()
+            if not any(voting):
                 continue
+            where = None if positions is None else positions[start:end].tolist()
+            by_tile = [_runs(voters, start) for voters in voters_of(voting, where, block, rows, tiles)]
             for first in range(low, high, KEY_ROWS):
                 some = page_table[first : min(first + KEY_ROWS, high)]
-                for own in range(sets):
-                    least, largest = _gathered(rows[:, :, own // (sets // kv_heads)], some, pages, wide)
+                for number, (own, voters) in enumerate(product(range(sets), by_tile)):
+                    least, largest = _gathered(pages_of[:, :, own // (sets // kv_heads)], some, pages, wide)
                     found, said = total[: len(some)].fill_(BEGINNING[statistic]), 0
                     for part in _parts(q_STMH[own], voters, tile_shape(KEY_ROWS, in_place=False)[0]):
                         packed = beginning(query, part.shape).copy_(part).flatten(0, 1)
@@ -90,7 +109,7 @@ def bind(
                             of_both(found, of_rows(s, 0, out=column[: len(some)]), out=found)
                     if statistic == "mean":
                         np.divide(found.numpy(), said, out=found.numpy())
-                    bound[own, first : first + len(some)].copy_(_ordered(found, column, other))
+                    bound[number, first : first + len(some)].copy_(_ordered(found, column, other))
 
     return run
 
@@ -136,11 +155,13 @@ def _ordered(found: Tensor, column: Tensor, other: Tensor) -> Tensor:
 
 def check(
     q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor, bound: Tensor, slot: int,
-    kv_heads: int, head_size: int, sets: int, statistic: str,
+    kv_heads: int, head_size: int, sets: int, statistic: str, positions: Tensor | None, tiles: int,
 ) -> int:  # fmt: skip
     """Check the operands; return the query heads of a set."""
     if statistic not in STATISTICS:
         raise UnknownName("statistic", statistic, STATISTICS)
+    if positions is not None:
+        check_shapes("page_bounds", positions=(positions, q.shape[:1], torch.int32))
     members = heads_of_sets("page_bounds", q, head_size, kv_heads, sets)
     check_shapes(
         "page_bounds",
@@ -148,29 +169,33 @@ def check(
         extrema=(extrema, (extrema.shape[0], extrema.shape[-1]), q.dtype),
         cu_seqlens=(cu_seqlens, cu_pages.shape, torch.int32),
         votes=(votes, q.shape[:1], torch.uint8),
-        bound=(bound, (sets, bound.shape[-1]), torch.float32),
+        bound=(bound, (sets * tiles, bound.shape[-1]), torch.float32),
     )
     check_pages("page_bounds", extrema, page_table, cu_pages, slot, kv_heads * head_size)
     return members
 
 
 def reference(
-    *, q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor, slot: int,
-    kv_heads: int, head_size: int, sets: int, columns: int = 0, page_span: int = 0, statistic: str = "mean",
+    *, q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    positions: Tensor | None = None, slot: int, kv_heads: int, head_size: int, sets: int, columns: int = 0, page_span: int = 0,
+    statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> Tensor:  # fmt: skip
     """Return the bounds in plain PyTorch; `columns` is needed; what is not written is NaN."""
-    bound = torch.full((sets, columns), float("nan"), dtype=q.dtype)
-    rows = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot].repeat_interleave(
+    bound = torch.full((sets, tiles, columns), float("nan"), dtype=q.dtype)
+    pages_of = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot].repeat_interleave(
         sets // kv_heads, dim=2
     )
     for sequence, start, end in windows(cu_seqlens, 0, q.shape[0]):
         low, high = cu_pages[sequence : sequence + 2].tolist()
-        voting = q[start:end][votes[start:end] != 0]
-        if low == high or not len(voting):
+        voting = votes[start:end] != 0
+        if low == high or not voting.any():
             continue
-        least, largest = rows[page_table[low:high]].permute(1, 2, 3, 0)[:, :, None]
-        q_SAH1 = voting.view(len(voting), sets, -1, head_size).transpose(0, 1).flatten(1, 2)[..., None]
-        upper = torch.maximum(q_SAH1 * least, q_SAH1 * largest).sum(2)
-        v = upper.mean(1) if statistic == "mean" else EXTREMES[statistic][0](upper, 1)
-        bound[:, low:high] = (1 + v.clamp(min=0)) / (1 + (-v).clamp(min=0))
-    return bound
+        least, largest = pages_of[page_table[low:high]].permute(1, 2, 3, 0)[:, :, None]
+        for tile in range(tiles):
+            voters = voting if positions is None else voting & (positions[start:end] % block // rows == tile)
+            q_TD = q[start:end][voters if voters.any() else voting]
+            q_SAH1 = q_TD.view(len(q_TD), sets, -1, head_size).transpose(0, 1).flatten(1, 2)[..., None]
+            upper = torch.maximum(q_SAH1 * least, q_SAH1 * largest).sum(2)
+            v = upper.mean(1) if statistic == "mean" else EXTREMES[statistic][0](upper, 1)
+            bound[:, tile, low:high] = (1 + v.clamp(min=0)) / (1 + (-v).clamp(min=0))
+    return bound.flatten(0, 1)

@@ -2,17 +2,18 @@
 
 Contract: selected_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole,
 selected[E, W] int32 whole, owner[B] int64 whole, captured[B] int32 whole, seen[B] int32 whole, cu_seqlens[B+1] int32 whole,
-positions[T] int32 sliced; layer, slot, sets, k, page, kv_heads, head_size, scale, attended, block) -> y[T, N*H]; y may overwrite q;
-`attended` is for the cost model alone. Who attends to what, the contract says (`mosaic.registrar.operators.selected_attention`;
-MAGE, Algorithm 1). Row r of q is row `row_start + r` of the packed window. A row in no sequence, or that sees no key, is left as it
-was. Selected keys are gathered into tiles; online softmax in float32 (float64 for float64). Legend: T query rows, R rows of the
-state, L layers, B sequences, X extents, E rows of selections, N query heads, K KV heads, H size.
+positions[T] int32 sliced; layer, slot, sets, k, page, kv_heads, head_size, scale, attended, block, rows, tiles) -> y[T, N*H]; y may
+overwrite q; `attended` is for the cost model alone. Who attends to what, the contract says
+(`mosaic.registrar.operators.selected_attention`; MAGE, Algorithm 1). Row r of q is row `row_start + r` of the packed window. A row
+in no sequence, or that sees no key, is left as it was. Selected keys are gathered into tiles; online softmax in float32 (float64
+for float64). Legend: T query rows, R rows of the state, L layers, B sequences, X extents, E rows of selections, N query heads, K KV
+heads, H size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 import torch
@@ -58,17 +59,19 @@ def bind(
     scale: float,
     attended: int = 0,
     block: int = 0,
+    rows: int = 0,
+    tiles: int = 1,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> Run:
     """Write the attention of the query rows into y [T, N*H]; lengths, extents, positions and selections are read on the host."""
     members = check(
         q, kv, extents, cu_extents, selected, owner, captured, seen, cu_seqlens, positions, y, layer, slot, sets, k, page,
-        kv_heads, head_size,
+        kv_heads, head_size, tiles,
     )  # fmt: skip
     found = tiles_of("selected_attention", scratch, {"q": q}, head_size=head_size, k=k)
-    (chosen, place, gathered), (converted, tiles) = found[:3], parted(found[3:], 1)
-    places, steps, rows = chosen.numpy(), np.arange(page), selected.numpy()
+    (chosen, place, gathered), (converted, scratches) = found[:3], parted(found[3:], 1)
+    places, steps, listed = chosen.numpy(), np.arange(page), selected.numpy()
     q_STMH, y_STMH = (x.view(x.shape[0], sets, members, head_size).transpose(0, 1) for x in (q, y))
     numbers = numbers_of(k, page)
 
@@ -78,18 +81,23 @@ def bind(
             prefix = prefixes[sequence]
             if not counts[sequence]:
                 continue
-            limits = keys_seen(positions[start:end].tolist(), counts[sequence], block)
+            where = positions[start:end].tolist()
+            limits, tile_of = (
+                keys_seen(where, counts[sequence], block),
+                [at % block // rows if rows else 0 for at in where],
+            )
             both = [(piece, kept_tokens(kv, piece, layer, kv_heads, head_size)) for piece in owned[sequence]]
-            for own in range(sets):
-                number = (slot * sets + own) * numbers
+            for own, tile in product(range(sets), sorted(set(tile_of))):
+                number = ((slot * sets + own) * tiles + tile) * numbers
                 mine = places[:0]
                 if prefix:
-                    mine = _chosen(places, rows[owners[sequence], number : number + numbers], steps, prefix)
+                    mine = _chosen(places, listed[owners[sequence], number : number + numbers], steps, prefix)
                 kept = [(piece, tokens[:, own // (sets // kv_heads)]) for piece, tokens in both]
                 keys = _Keys(kept, mine, prefix, place, gathered, converted[1:])
-                for some, first, last in _runs(keys.seen(limits)):
+                sees = [count if of == tile else 0 for count, of in zip(keys.seen(limits), tile_of, strict=True)]
+                for some, first, last in _runs(sees):
                     part = slice(start + first, start + last)
-                    _attend(q_STMH[own, part], keys, y_STMH[own, part], scale, some, converted[0], tiles)
+                    _attend(q_STMH[own, part], keys, y_STMH[own, part], scale, some, converted[0], scratches)
 
     return run
 
@@ -178,7 +186,7 @@ def _attend(
 def check(
     q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor, seen: Tensor,
     cu_seqlens: Tensor, positions: Tensor, y: Tensor, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int,
-    head_size: int,
+    head_size: int, tiles: int,
 ) -> int:  # fmt: skip
     """Check the operands; return the query heads of a set."""
     members, rows = heads_of_sets("selected_attention", q, head_size, kv_heads, sets), q.shape
@@ -191,7 +199,7 @@ def check(
         positions=(positions, rows[:1], torch.int32),
         y=(y, rows, q.dtype),
     )
-    check_selection("selected_attention", selected, owner, captured, slot, sets, k, page)
+    check_selection("selected_attention", selected, owner, captured, slot, sets * tiles, k, page)
     check_extents("selected_attention", extents, cu_extents, cu_seqlens)
     check_kv("selected_attention", kv, kv_heads * head_size, layer)
     return members
@@ -200,7 +208,7 @@ def check(
 def reference(
     *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor, seen: Tensor,
     cu_seqlens: Tensor, positions: Tensor, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int, head_size: int,
-    scale: float, attended: int = 0, block: int = 0, row_start: int = 0,
+    scale: float, attended: int = 0, block: int = 0, rows: int = 0, tiles: int = 1, row_start: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return the attention in plain PyTorch, with whole score matrices; rows that see no key are NaN."""
     y = torch.full_like(q, float("nan"))
@@ -212,15 +220,17 @@ def reference(
             continue
         kept = [kept_tokens(kv, piece, layer, kv_heads, head_size) for piece in owned[sequence]]
         k_KSH, v_KSH = torch.cat(kept, dim=2)[:, :, :count]
-        for own in range(sets):
+        tile_of = positions[start:end] % block // rows if rows else torch.zeros(end - start)
+        for own, tile in product(range(sets), range(tiles)):
             open_ = torch.arange(count) >= prefix
             if prefix:
-                number = (slot * sets + own) * numbers
+                number = ((slot * sets + own) * tiles + tile) * numbers
                 row = selected[owner[sequence], number : number + numbers].tolist()
                 for first in row[1 : row[0] + 1]:
                     open_[first * page : min((first + 1) * page, prefix)] = True
             hidden = ~(visible(positions[start:end], count, block) & open_)
             head = own // (sets // kv_heads)
             scores = (q_STMH[own, start:end] @ k_KSH[head].T * scale).masked_fill(hidden[:, None], float("-inf"))
-            y_STMH[own, start:end] = torch.softmax(scores, dim=2) @ v_KSH[head]
+            mine = tile_of == tile
+            y_STMH[own, start:end][mine] = (torch.softmax(scores, dim=2) @ v_KSH[head])[mine]
     return y

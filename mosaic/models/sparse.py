@@ -67,6 +67,9 @@ class SparseAttention:
         behind its prefix. What they capture is for their later steps.
     per
         A set of keys for each "kv_head", or for each "query_head".
+    rows
+        Rows of a block, from a multiple of this on, that have sets of their own; the last of them may be fewer. A set is what
+        those of its rows that vote select, or all that vote where none of its own does. 0: all rows of the block share theirs.
     statistic
         By what keys are ranked: the "mean", the "max" or the least ("worst") of the softmax over the prefix, or of the bounds, of
         all voting rows and heads of a set. With "worst" a key has what the row that wants it least gives to it. A row gets from a
@@ -100,12 +103,13 @@ class SparseAttention:
     every: int = 0
     carried: bool = False
     per: Per = "kv_head"
+    rows: int = 0
     statistic: Statistic = "mean"
     voters: Voters = "block"
     reuse: PrefixReuse | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("k", 1), ("page", 1), ("exact_layers", 0), ("exact_last", 0), ("every", 0)):
+        for name, least in (("k", 1), ("page", 1), ("exact_layers", 0), ("exact_last", 0), ("every", 0), ("rows", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"attention: {name} is {value!r}; it must be an integer of at least {least}.")
@@ -185,6 +189,15 @@ class SparseAttention:
         again = bool(self.every) and step > last and (step - last) % self.every == 0
         return self.selects == "every" or step <= last or again
 
+    def tiles(self, arch: Architecture) -> int:
+        """Return how many tiles of rows a block is cut into, each with sets of its own.
+
+        >>> from mosaic.models import Model
+        >>> SparseAttention(rows=3).tiles(Model("sdar-8b").architecture)
+        2
+        """
+        return -(-arch.block // self.rows) if self.rows else 1
+
     def sparse_layers(self, arch: Architecture) -> range:
         """Return the layers that attend to selected keys."""
         return range(self.exact_layers, arch.layers - self.exact_last)
@@ -201,6 +214,11 @@ class SparseAttention:
             raise UsageError(
                 "attention: this model attends in both directions, so its keys change in every step and no selection of them "
                 "outlives one; sparse attention is for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
+            )
+        if self.rows > arch.block:
+            raise UsageError(
+                f"attention: {self.rows} rows of a block of {arch.block} cannot have sets of their own; use at most "
+                f"{arch.block}, or leave rows out."
             )
         if not self.sparse_layers(arch):
             raise UsageError(

@@ -1,12 +1,12 @@
 """key_mass on CUDA: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
 
 Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
-votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32; layer, kv_heads, head_size, scale, sets, columns, span, statistic)
--> mass[sets, S] float32, all whole, as `mosaic.registrar.operators.key_mass` says (MAGE, equation 3). Each program owns a run of
-keys of a sequence and one set of heads: for one tile of rows after another, from the first row that votes on, which stays in place,
-it goes over its keys and adds to their statistics. So no matrix is larger than a tile, and no sum depends on the order
-in which programs run. Lengths are read on the device alone: how many programs start depends on shapes, so a captured launch serves
-other lengths.
+votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32, positions[T] int32 or None; layer, kv_heads, head_size, scale, sets,
+columns, span, statistic, block, rows, tiles) -> mass[sets * tiles, S] float32, all whole, as `mosaic.registrar.operators.key_mass`
+says (MAGE, equation 3). Each program owns a run of keys of a sequence, one set of heads and one tile of the block: for some rows
+after others, from the first that votes to the last, which stay in place, it goes over its keys and adds to their statistics. So no
+matrix is larger than a tile, and no sum depends on the order in which programs run. Lengths are read on the device alone: how many
+programs start depends on shapes, so a captured launch serves other lengths.
 Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from mosaic.kernels.cuda.kv_attention import WIDEST
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
+from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
 from mosaic.kernels.key_mass import check, reference
 
 __all__ = ["launch", "reference"]
@@ -33,7 +34,10 @@ RUNS: Final = 2
 Tiles = tuple[Tile, ...]
 FULL: Final[Tiles] = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
 FEW: Final[Tiles] = (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3))
-SMALL: Final[Mapping[int, Tiles]] = {2: FEW, 4: FULL}
+SMALL: Final[Mapping[int, Tiles]] = {
+    2: (FEW[0], Tile(32, 64, 0, 4, 2)),
+    4: FULL,
+}  # a third stage spills where rows have tiles
 HOPPER: Final[Mapping[int, Tiles]] = {2: (*FEW, Tile(64, 64, 0, 4, 3), Tile(128, 64, 0, 4, 4)), 4: FULL}
 TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
 NARROW: Final[Mapping[int, Tiles]] = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
@@ -67,6 +71,7 @@ def key_mass_kernel(
     votes,
     cu_seqlens,
     logsumexp,
+    positions,
     mass,
     q_stride,
     kv_stride,
@@ -82,6 +87,9 @@ def key_mass_kernel(
     PART: tl.constexpr,
     SIZE: tl.constexpr,
     STATISTIC: tl.constexpr,
+    SEEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     SEQUENCES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -91,7 +99,7 @@ def key_mass_kernel(
     NOTHING: tl.constexpr = float("inf") if STATISTIC == "worst" else 0.0
     PARTS: tl.constexpr = (MEMBERS + PART - 1) // PART
     TOKENS: tl.constexpr = BLOCK_Q // PART
-    own = tl.program_id(1)
+    own = tl.program_id(1) // TILES
     sequence, low, high = find_run(tl.program_id(0), captured, sequences, programs, BLOCK_K, SEQUENCES)
     first = tl.load(cu_seqlens + sequence)
     last = tl.load(cu_seqlens + sequence + 1)
@@ -101,22 +109,25 @@ def key_mass_kernel(
     index = tl.arange(0, BLOCK_Q)
     voters = tl.zeros([BLOCK_Q], tl.int32)
     places = tl.zeros([BLOCK_Q], tl.int32) + last
+    ends = tl.zeros([BLOCK_Q], tl.int32) + first
+    of_tile = tile_of_voters(votes, positions, first, last, tl.program_id(1) % TILES, SEEN, ROWS, TILES, BLOCK_Q)
     for some in range(first, last, BLOCK_Q):
-        voting = tl.load(votes + some + index, mask=some + index < last, other=0) != 0
+        voting = votes_of(votes, positions, some + index, some + index < last, of_tile, SEEN, ROWS, TILES)
         voters += voting.to(tl.int32)
         places = tl.minimum(places, tl.where(voting, some + index, last))
+        ends = tl.maximum(ends, tl.where(voting, some + index + 1, first))
     number = tl.sum(voters, 0) * MEMBERS
     high = tl.where(number > 0, high, low)
     share = 1.0 / tl.maximum(number, 1).to(tl.float32)
     key = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_H)
-    found_of = mass + own.to(tl.int64) * mass_stride + start
+    found_of = mass + tl.program_id(1).to(tl.int64) * mass_stride + start
     begin_tile = (tl.min(places, 0) - first) // TOKENS * PARTS  # that of the first row that votes
-    for tile in range(begin_tile, tl.cdiv(last - first, TOKENS) * PARTS):
+    for tile in range(begin_tile, tl.cdiv(tl.max(ends, 0) - first, TOKENS) * PARTS):
         row = first + tile // PARTS * TOKENS + index // PART
         member = tile % PARTS * PART + index % PART
         here = (index < TOKENS * PART) & (member < MEMBERS) & (row < last)
-        says = here & (tl.load(votes + row, mask=here, other=0) != 0)
+        says = votes_of(votes, positions, row, here, of_tile, SEEN, ROWS, TILES)
         head = own * MEMBERS + member
         place = row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
         queries = tl.trans(tl.load(q + place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0))
@@ -161,6 +172,7 @@ def launch(
     cu_seqlens: Tensor,
     logsumexp: Tensor,
     mass: Tensor,
+    positions: Tensor | None = None,
     layer: int,
     kv_heads: int,
     head_size: int,
@@ -169,18 +181,21 @@ def launch(
     columns: int = 0,
     span: int = 0,
     statistic: str = "mean",
+    block: int = 0,
+    rows: int = 0,
+    tiles: int = 1,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write the mass of the keys of each prefix into mass [sets, S]."""
+    """Write the mass of the keys of each prefix into mass [sets * tiles, S]."""
     members = check(
         q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, logsumexp, mass, layer, kv_heads, head_size, sets,
-        statistic,
+        statistic, positions, tiles,
     )  # fmt: skip
     sequences = cu_seqlens.shape[0] - 1
     tile = tile_of(q, head_size, -(-q.shape[0] // sequences) * members)
-    programs = max(1, processors(q.device) * RUNS // sets)
+    programs = max(1, processors(q.device) * RUNS // (sets * tiles))
     runs = min(programs, -(-mass.shape[1] // tile.columns)) + sequences
-    key_mass_kernel[(runs, sets)](
+    key_mass_kernel[(runs, sets * tiles)](
         q,
         kv,
         extents,
@@ -190,6 +205,7 @@ def launch(
         votes,
         cu_seqlens,
         logsumexp,
+        cu_seqlens if positions is None else positions,
         mass,
         q.stride(0),
         kv.stride(0),
@@ -207,6 +223,9 @@ def launch(
         MEMBERS=members,
         PART=min(members, tile.rows),
         STATISTIC=statistic,
+        SEEN=block,
+        ROWS=rows,
+        TILES=tiles,
         BLOCK_Q=tile.rows,
         BLOCK_K=tile.columns,
         num_warps=tile.warps,

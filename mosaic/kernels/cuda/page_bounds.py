@@ -1,11 +1,12 @@
 """page_bounds on CUDA: how much attention the voting rows of each sequence can give to the keys of each page, at most.
 
-Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8,
-cu_seqlens[B+1] int32; slot, kv_heads, head_size, sets, columns, page_span, statistic) -> bound[sets, S] float32, all whole, as
-`mosaic.registrar.operators.page_bounds` says (Quest, section 3). A program owns a tile of the pages of a sequence and one set of
-heads. The mean over queries is linear in what of them is above 0 and below: a first launch adds these up, once for each sequence
-and set, and a second multiplies them with the pages. For the largest and the least the program goes over the voting rows and
-multiplies each tile of them. So no matrix is larger than a tile, and a sequence's bounds depend on no other sequence.
+Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8, cu_seqlens[B+1]
+int32, positions[T] int32 or None; slot, kv_heads, head_size, sets, columns, page_span, statistic, block, rows, tiles) -> bound[sets
+* tiles, S] float32, all whole, as `mosaic.registrar.operators.page_bounds` says (Quest, section 3). A program owns a tile of the
+pages of a sequence, one set of heads and one tile of the block's rows. The mean over queries is linear in what of them is above 0
+and below: a first launch adds these up, once for each sequence and set, and a second multiplies them with the pages. For the
+largest and the least the program goes over the voting rows and multiplies each tile of them. So no matrix is larger than a tile,
+and a sequence's bounds depend on no other sequence.
 Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, floats_of
+from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
 from mosaic.kernels.page_bounds import check, reference
 
 __all__ = ["launch", "reference"]
@@ -35,13 +37,18 @@ WARPS: Final = 4
 def queries_of(
     q,
     votes,
+    positions,
     start,
     tile,
     count,
     own,
+    of_tile,
     q_stride,
     SIZE: tl.constexpr,
     MEMBERS: tl.constexpr,
+    SEEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -49,7 +56,7 @@ def queries_of(
     index = tile + tl.arange(0, BLOCK_Q)
     row = start + index // MEMBERS
     column = tl.arange(0, BLOCK_H)
-    says = tl.load(votes + row, mask=index < count, other=0) != 0
+    says = votes_of(votes, positions, row, index < count, of_tile, SEEN, ROWS, TILES)
     head = own * MEMBERS + index % MEMBERS
     place = q + row.to(tl.int64)[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :]
     return tl.load(place, mask=says[:, None] & (column < SIZE)[None, :], other=0.0), says
@@ -59,30 +66,53 @@ def queries_of(
 def query_sums_kernel(
     q,
     votes,
+    positions,
     cu_seqlens,
     sums,
     q_stride,
     SIZE: tl.constexpr,
     SETS: tl.constexpr,
     MEMBERS: tl.constexpr,
+    SEEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """What of the voting queries of a sequence and set is above 0, and below, added up; and how many there are."""
     sequence = tl.program_id(0)
-    own = tl.program_id(1)
+    own = tl.program_id(1) // TILES
     start = tl.load(cu_seqlens + sequence)
-    count = (tl.load(cu_seqlens + sequence + 1) - start) * MEMBERS
+    last = tl.load(cu_seqlens + sequence + 1)
+    count = (last - start) * MEMBERS
+    of_tile = tile_of_voters(votes, positions, start, last, tl.program_id(1) % TILES, SEEN, ROWS, TILES, BLOCK_Q)
     positive = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
     negative = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
     voters = tl.zeros([BLOCK_Q], tl.int32)
     for tile in range(0, count, BLOCK_Q):
-        queries, says = queries_of(q, votes, start, tile, count, own, q_stride, SIZE, MEMBERS, BLOCK_Q, BLOCK_H)
+        queries, says = queries_of(
+            q,
+            votes,
+            positions,
+            start,
+            tile,
+            count,
+            own,
+            of_tile,
+            q_stride,
+            SIZE,
+            MEMBERS,
+            SEEN,
+            ROWS,
+            TILES,
+            BLOCK_Q,
+            BLOCK_H,
+        )
         positive += tl.maximum(queries.to(tl.float32), 0.0)
         negative += tl.minimum(queries.to(tl.float32), 0.0)
         voters += says.to(tl.int32)
     column = tl.arange(0, BLOCK_H)
-    place = sums + (sequence * SETS + own) * (2 * SIZE + 1)
+    place = sums + (sequence * SETS * TILES + tl.program_id(1)) * (2 * SIZE + 1)
     tl.store(place + column, tl.sum(positive, 0), mask=column < SIZE)
     tl.store(place + SIZE + column, tl.sum(negative, 0), mask=column < SIZE)
     tl.store(place + 2 * SIZE, tl.sum(voters, 0).to(tl.float32))
@@ -95,6 +125,7 @@ def page_bounds_kernel(
     page_table,
     cu_pages,
     votes,
+    positions,
     cu_seqlens,
     bound,
     sums,
@@ -108,6 +139,9 @@ def page_bounds_kernel(
     SIZE: tl.constexpr,
     SETS: tl.constexpr,
     MEMBERS: tl.constexpr,
+    SEEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     STATISTIC: tl.constexpr,
     SEQUENCES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -115,7 +149,7 @@ def page_bounds_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Bounds of a tile of the pages of a sequence, for one set."""
-    own = tl.program_id(1)
+    own = tl.program_id(1) // TILES
     first, last, sequence = find_tile(tl.program_id(0), cu_pages, sequences, 0, pages, BLOCK_P, SEQUENCES)
     at = first + tl.arange(0, BLOCK_P)
     here = at < last
@@ -127,7 +161,7 @@ def page_bounds_kernel(
     least = tl.load(place, mask=mask, other=0.0)
     largest = tl.load(place + HEADS * SIZE, mask=mask, other=0.0)
     if STATISTIC == "mean":
-        mine = sums + (sequence * SETS + own) * (2 * SIZE + 1)
+        mine = sums + (sequence * SETS * TILES + tl.program_id(1)) * (2 * SIZE + 1)
         positive = tl.load(mine + column, mask=within, other=0.0)
         negative = tl.load(mine + SIZE + column, mask=within, other=0.0)
         voters = tl.load(mine + 2 * SIZE).to(tl.int32)
@@ -138,9 +172,28 @@ def page_bounds_kernel(
         found = tl.full([BLOCK_P], SILENT, tl.float32)
         voters = 0
         start = tl.load(cu_seqlens + sequence)
-        count = (tl.load(cu_seqlens + sequence + 1) - start) * MEMBERS
+        stop = tl.load(cu_seqlens + sequence + 1)
+        count = (stop - start) * MEMBERS
+        of_tile = tile_of_voters(votes, positions, start, stop, tl.program_id(1) % TILES, SEEN, ROWS, TILES, BLOCK_Q)
         for tile in range(0, tl.where(last > first, count, 0), BLOCK_Q):
-            queries, says = queries_of(q, votes, start, tile, count, own, q_stride, SIZE, MEMBERS, BLOCK_Q, BLOCK_H)
+            queries, says = queries_of(
+                q,
+                votes,
+                positions,
+                start,
+                tile,
+                count,
+                own,
+                of_tile,
+                q_stride,
+                SIZE,
+                MEMBERS,
+                SEEN,
+                ROWS,
+                TILES,
+                BLOCK_Q,
+                BLOCK_H,
+            )
             voters += tl.sum(says.to(tl.int32), 0)
             over = tl.maximum(queries.to(tl.float32), 0.0).to(queries.dtype)
             under = tl.minimum(queries.to(tl.float32), 0.0).to(queries.dtype)
@@ -150,7 +203,7 @@ def page_bounds_kernel(
             found = tl.maximum(found, tl.max(scores, 1)) if STATISTIC == "max" else tl.minimum(found, tl.min(scores, 1))
     found = tl.where(voters > 0, found, 0.0)
     found = (1.0 + tl.maximum(found, 0.0)) / (1.0 + tl.maximum(-found, 0.0))
-    tl.store(bound + own.to(tl.int64) * bound_stride + at, found, mask=here & (voters > 0))
+    tl.store(bound + tl.program_id(1).to(tl.int64) * bound_stride + at, found, mask=here & (voters > 0))
 
 
 def launch(
@@ -162,6 +215,7 @@ def launch(
     votes: Tensor,
     cu_seqlens: Tensor,
     bound: Tensor,
+    positions: Tensor | None = None,
     slot: int,
     kv_heads: int,
     head_size: int,
@@ -169,27 +223,46 @@ def launch(
     columns: int = 0,
     page_span: int = 0,
     statistic: str = "mean",
+    block: int = 0,
+    rows: int = 0,
+    tiles: int = 1,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write the bounds of pages into bound [sets, S]."""
+    """Write the bounds of pages into bound [sets * tiles, S]."""
     members = check(
-        q, extrema, page_table, cu_pages, votes, cu_seqlens, bound, slot, kv_heads, head_size, sets, statistic
-    )
-    sequences, block_h = cu_seqlens.shape[0] - 1, power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
-    pages = PAGES if block_h * q.element_size() <= 256 else DOT_MINIMUM
-    columns = min(bound.shape[1], page_table.shape[0])
-    sums, queries = bound, {"SIZE": head_size, "SETS": sets, "MEMBERS": members, "BLOCK_H": block_h}
-    if statistic == "mean":
-        sums = floats_of("page_bounds", scratch, sequences * sets * (2 * head_size + 1))
-        query_sums_kernel[(sequences, sets)](
-            q, votes, cu_seqlens, sums, q.stride(0), **queries, BLOCK_Q=ROWS_ADDED, num_warps=WARPS
-        )
-    page_bounds_kernel[(triton.cdiv(columns, pages) + sequences - 1, sets)](
         q,
         extrema,
         page_table,
         cu_pages,
         votes,
+        cu_seqlens,
+        bound,
+        slot,
+        kv_heads,
+        head_size,
+        sets,
+        statistic,
+        positions,
+        tiles,
+    )
+    sequences, block_h = cu_seqlens.shape[0] - 1, power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
+    pages = PAGES if block_h * q.element_size() <= 256 else DOT_MINIMUM
+    columns = min(bound.shape[1], page_table.shape[0])
+    where, sums = cu_seqlens if positions is None else positions, bound
+    queries = {"SIZE": head_size, "SETS": sets, "MEMBERS": members, "BLOCK_H": block_h}
+    queries |= {"SEEN": block, "ROWS": rows, "TILES": tiles}
+    if statistic == "mean":
+        sums = floats_of("page_bounds", scratch, sequences * sets * tiles * (2 * head_size + 1))
+        query_sums_kernel[(sequences, sets * tiles)](
+            q, votes, where, cu_seqlens, sums, q.stride(0), **queries, BLOCK_Q=ROWS_ADDED, num_warps=WARPS
+        )
+    page_bounds_kernel[(triton.cdiv(columns, pages) + sequences - 1, sets * tiles)](
+        q,
+        extrema,
+        page_table,
+        cu_pages,
+        votes,
+        where,
         cu_seqlens,
         bound,
         sums,

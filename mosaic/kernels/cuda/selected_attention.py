@@ -39,10 +39,11 @@ JOIN_WARPS: Final = 1
 Tiles = tuple[Tile, ...]
 FULL: Final[Tiles] = (Tile(16, 32, 0, 4, 1), Tile(32, 32, 0, 8, 1))
 FEW: Final[Tiles] = (Tile(16, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3))
+SMALL: Final[Tiles] = (FEW[0], Tile(32, 64, 0, 8, 2))  # four warps and three stages spill
 TILES: Final[Mapping[int, Mapping[int, Tiles]]] = {
-    80: {2: FEW, 4: FULL},
+    80: {2: SMALL, 4: FULL},
     90: {2: (*FEW, Tile(64, 64, 0, 4, 3)), 4: FULL},
-    120: {2: FEW, 4: FULL},
+    120: {2: SMALL, 4: FULL},
 }
 AHEAD_ROWS: Final = 64
 """Rows of the tiles whose indices are loaded a tile of keys ahead: smaller ones have no registers for them."""
@@ -104,6 +105,8 @@ def selected_attention_kernel(
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     SEEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     SPLIT: tl.constexpr,
     AHEAD: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -115,7 +118,8 @@ def selected_attention_kernel(
     PARTS: tl.constexpr = (GROUP + PART - 1) // PART
     TOKENS: tl.constexpr = BLOCK_Q // PART
     tile = tl.program_id(0)
-    own = tl.program_id(1) // PARTS
+    own = tl.program_id(1) // (PARTS * TILES)
+    number = own * TILES + tl.program_id(1) % TILES
     # a launch is a chain of loads, each as slow as memory is far: all that is known of sequences is loaded at once
     every = tl.arange(0, SEQUENCES)
     known = every < sequences
@@ -132,16 +136,19 @@ def selected_attention_kernel(
     first = of(mine, starts + (tile - before) * TOKENS)
     index = tl.arange(0, BLOCK_Q)
     row = first + index // PART
-    member = tl.program_id(1) % PARTS * PART + index % PART
+    member = tl.program_id(1) // TILES % PARTS * PART + index % PART
     here = (index < TOKENS * PART) & (member < GROUP) & (row < of(mine, ends))
+    if SEEN:
+        position = tl.load(positions + row, mask=here, other=0)
+    if TILES > 1:  # of the rows of all tiles, those of one
+        here = here & (position % SEEN // ROWS == number % TILES)
     # each row sees, of the keys in the list, those at positions [0, limit)
     limit = tl.where(here, of(mine, all_seen), 0)
     if SEEN:
-        position = tl.load(positions + row, mask=here, other=0)
         limit = tl.minimum(limit, (position // SEEN + 1) * SEEN)
     most = tl.max(limit, 0)
     prefix = of(mine, prefixes)
-    listed = selected + of(mine, owners) * selected_stride + (slot * SETS + own) * (PAGES + 1)
+    listed = selected + of(mine, owners) * selected_stride + (slot * SETS * TILES + number) * (PAGES + 1)
     chosen = tl.load(listed, mask=(prefix > 0) & (most > 0), other=0) * PAGE
     # the list: keys behind the prefix, then those selected. Where they lie is known before it is known how many these are
     behind = tl.maximum(most - prefix, 0)
@@ -291,25 +298,28 @@ def launch(
     scale: float,
     attended: int = 0,
     block: int = 0,
+    rows: int = 0,
+    tiles: int = 1,
     row_start: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
     group = check(
         q, kv, extents, cu_extents, selected, owner, captured, seen, cu_seqlens, positions, y, layer, slot, sets, k, page,
-        kv_heads, head_size,
+        kv_heads, head_size, tiles,
     )  # fmt: skip
-    rows, sequences, heads = q.shape[0], cu_seqlens.shape[0] - 1, group * sets
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
+    count, sequences, heads = q.shape[0], cu_seqlens.shape[0] - 1, group * sets
+    mean = -(-count // sequences)
+    tile = tile_of(q, head_size, (min(mean, rows) if rows else mean) * group)
     part = min(group, tile.rows)
     tokens = tile.rows // part
-    tiles, parts = (rows + sequences * (tokens - 1)) // tokens, sets * -(-group // part)
-    keys = k + -(-rows // sequences)
-    splits = splits_of(tiles * parts, rows * heads, keys, processors(q.device) * PLACES)
+    windows, parts = (count + sequences * (tokens - 1)) // tokens, sets * -(-group // part)
+    keys = k + mean
+    splits = splits_of(windows * parts, count * heads, keys, processors(q.device) * PLACES)
     few = keys <= splits * UNSTAGED_TILES * tile.columns
-    partials = floats_of("selected_attention", scratch, splits * rows * heads * (head_size + 2)) if splits > 1 else y
+    partials = floats_of("selected_attention", scratch, splits * count * heads * (head_size + 2)) if splits > 1 else y
     block_h = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
-    selected_attention_kernel[(tiles, parts, splits)](
+    selected_attention_kernel[(windows, parts * tiles, splits)](
         q,
         kv,
         extents,
@@ -326,7 +336,7 @@ def launch(
         kv.stride(0),
         selected.stride(0),
         y.stride(0),
-        rows,
+        count,
         row_start,
         sequences,
         splits,
@@ -341,6 +351,8 @@ def launch(
         PAGES=k // page,
         PAGE=page,
         SEEN=block,
+        ROWS=rows,
+        TILES=tiles,
         SPLIT=splits > 1,
         AHEAD=tile.rows >= AHEAD_ROWS,
         SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
@@ -352,12 +364,12 @@ def launch(
         num_stages=1 if few and tile.rows >= AHEAD_ROWS else tile.stages,
     )
     if splits > 1:
-        join_kernel[(rows, heads)](
+        join_kernel[(count, heads)](
             cu_seqlens,
             y,
             partials,
             y.stride(0),
-            rows,
+            count,
             row_start,
             sequences,
             COUNT=heads,

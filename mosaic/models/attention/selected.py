@@ -107,8 +107,9 @@ def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer, sums: Buff
         )  # fmt: skip
     mass = g.add_op(
         "key_mass", q, step.kv, *extents_of(step), inputs["candidates"], inputs["cu_keys"], inputs["votes"], step.cu_seqlens,
-        sums, name="mass", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
-        sets=sets_of(chosen.per, arch), columns=g.dim("keys"), span=step.span, statistic=chosen.statistic,
+        sums, step.positions if chosen.rows else None, name="mass", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size,
+        scale=arch.head_size**-0.5, sets=sets_of(chosen.per, arch), columns=g.dim("keys"), span=step.span,
+        statistic=chosen.statistic, **_tiled(step, policy),
     )  # fmt: skip
     g.add_op(
         "top_keys", mass, inputs["candidates"], inputs["cu_keys"], inputs["owner"], g[index_sets(chosen).name],
@@ -122,8 +123,9 @@ def _select_pages(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> N
     place = _place(step, policy, layer)
     bound = g.add_op(
         "page_bounds", q, g[page_extrema(chosen).name], inputs["page_table"], inputs["cu_pages"], inputs["votes"],
-        step.cu_seqlens, name="bounds", slot=place["slot"], kv_heads=arch.kv_heads, head_size=arch.head_size,
-        sets=place["sets"], columns=g.dim("pages"), page_span=g.dim("page_span"), statistic=chosen.statistic,
+        step.cu_seqlens, step.positions if chosen.rows else None, name="bounds", slot=place["slot"], kv_heads=arch.kv_heads,
+        head_size=arch.head_size, sets=sets_of(chosen.per, arch), columns=g.dim("pages"), page_span=g.dim("page_span"),
+        statistic=chosen.statistic, **_tiled(step, policy),
     )  # fmt: skip
     g.add_op(
         "top_keys", bound, inputs["candidates"], inputs["cu_pages"], inputs["owner"], g[index_sets(chosen).name],
@@ -138,15 +140,20 @@ def _attend_selected(step: StepGraph, policy: Selected, layer: int, q: Buffer, s
         "selected_attention", q, step.kv, *extents_of(step), g[index_sets(policy.attention).name], inputs["owner"],
         inputs["captured"], inputs[seen], step.cu_seqlens, step.positions, name="sparse_attention", layer=layer,
         kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5, attended=g.dim("attended"),
-        block=arch.block, **_place(step, policy, layer),
+        **_place(step, policy, layer) | _tiled(step, policy) | {"sets": sets_of(policy.attention.per, arch), "block": arch.block},
     )  # fmt: skip
     g.add_alias(y, q)
     return y
 
 
 def _place(step: StepGraph, policy: Selected, layer: int) -> dict[str, Any]:
-    """Where in a request's row a layer's sets lie."""
+    """Where in a request's row a layer's sets lie, those of all tiles of rows."""
     chosen = policy.attention
-    return {
-        "slot": layer - chosen.exact_layers, "sets": sets_of(chosen.per, step.arch), "k": chosen.k, "page": chosen.page
-    }  # fmt: skip
+    sets = sets_of(chosen.per, step.arch) * chosen.tiles(step.arch)
+    return {"slot": layer - chosen.exact_layers, "sets": sets, "k": chosen.k, "page": chosen.page}
+
+
+def _tiled(step: StepGraph, policy: Selected) -> dict[str, Any]:
+    """The tiles of rows that have sets of their own."""
+    chosen = policy.attention
+    return {"block": step.arch.block, "rows": chosen.rows, "tiles": chosen.tiles(step.arch)} if chosen.rows else {}

@@ -37,16 +37,19 @@ class IndexSets(State):
     pages: int
     exact: int
     per: Per
+    rows: int
 
     def columns(self, arch: Architecture) -> int:
-        """Return the numbers of all sparse layers and sets."""
-        return (arch.layers - self.exact) * sets_of(self.per, arch) * (1 + self.pages)
+        """Return the numbers of all sparse layers, tiles of rows and sets."""
+        tiles = -(-arch.block // self.rows) if self.rows else 1
+        return (arch.layers - self.exact) * sets_of(self.per, arch) * tiles * (1 + self.pages)
 
 
 def index_sets(attention: SparseAttention) -> IndexSets:
     """Return the state that selections by these options are kept in: the same for options that lay it out alike."""
     pages, exact, per = attention.k // attention.page, attention.exact_layers + attention.exact_last, attention.per
-    return IndexSets(name=f"selected_{pages}_{exact}_{per}", dtype="int32", pages=pages, exact=exact, per=per)
+    name = f"selected_{pages}_{exact}_{per}" + (f"_{attention.rows}_rows" if attention.rows else "")
+    return IndexSets(name=name, dtype="int32", pages=pages, exact=exact, per=per, rows=attention.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

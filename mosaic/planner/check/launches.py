@@ -104,7 +104,8 @@ def _check_operator(plan: Columns, i: int, work: Work) -> None:
         _fail(plan, i, f"has attributes {wanted}; amiss: {amiss}")
         return
     views = {name: _view(plan, i, name) for name in names}
-    letters: _Letters = {name: (_Axis(value),) for name, value in attrs.items() if type(value) is int}
+    given = {**known.defaults, **attrs}
+    letters: _Letters = {name: (_Axis(value),) for name, value in given.items() if type(value) is int}
     for name in _SYMBOLIC & plan.header["dims"].keys():
         letters.setdefault(name, (_Axis(plan.header["dims"][name]),))
     for name, dividend, divisor in known.quotients:

@@ -37,7 +37,7 @@ class _Operator(NamedTuple):
     shapes: str
     reads: str
     writes: str
-    attrs: str = ""  # `name:type`; `?` as above
+    attrs: str = ""  # `name:type`; `?` as above, and behind it what the number is where it is not given
     flops: str = "0"  # a product, or a sum of products
     whole: str = ""  # letters that a loop never slices
     # operands whose bytes count, repeated where they count twice; by default all, and updates twice; `name=axes` counts
@@ -58,11 +58,15 @@ def _kv_row(width: str, layer: str = "layer", row: str = "X") -> tuple[Rule, ...
     return ("divides", f"2*{width}", row), ("at most", f"2*{layer}*{width}+1", row), ("at most", "0", layer)
 
 
-def _selection() -> tuple[Rule, ...]:
+_TILES: Final[tuple[Rule, ...]] = (("at most", "1", "tiles"), ("at most", "0", "rows"))
+"""A block's rows are in one tile or more."""
+
+
+def _selection(sets: str = "sets") -> tuple[Rule, ...]:
     """A row of W numbers: for every slot, this one among them, and every set a count and the pages of at most k keys."""
     return (
-        ("at most", "1", "page"), ("divides", "page", "k"), ("divides", "sets*numbers", "W"),
-        ("at most", "slot*sets*numbers+1", "W"), ("at most", "0", "slot"),
+        ("at most", "1", "page"), ("divides", "page", "k"), ("divides", f"{sets}*numbers", "W"),
+        ("at most", f"slot*{sets}*numbers+1", "W"), ("at most", "0", "slot"),
     )  # fmt: skip
 
 
@@ -133,12 +137,13 @@ _NOTATION: Final = {
     ),
     "key_mass": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B cu_keys:int32=B+1 votes:uint8=T "
-        "cu_seqlens:int32=B+1 logsumexp:float32=T,N mass:float32=sets,columns",
-        "q kv extents cu_extents captured cu_keys votes cu_seqlens logsumexp", "mass",
-        "layer:n kv_heads:n head_size:n scale:x sets:n columns?:n span?:n statistic?:s", "2*span*T*Q", "T Q R X E B N columns",
-        "q extents cu_extents captured cu_keys votes cu_seqlens logsumexp mass kv=columns,kv_heads*head_size",
+        "cu_seqlens:int32=B+1 logsumexp:float32=T,N positions?:int32=T mass:float32=sets*tiles,columns",
+        "q kv extents cu_extents captured cu_keys votes cu_seqlens logsumexp positions?", "mass",
+        "layer:n kv_heads:n head_size:n scale:x sets:n columns?:n span?:n statistic?:s block?:n rows?:n "
+        "tiles?1:n", "2*span*T*Q", "T Q R X E B N columns",
+        "q extents cu_extents captured cu_keys votes cu_seqlens logsumexp positions mass kv=columns,kv_heads*head_size*tiles",
         rules=(
-            ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_SUMS,
+            ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_TILES, *_SUMS,
             *_kv_row("kv_heads*head_size"),
         ),
     ),
@@ -177,11 +182,15 @@ _NOTATION: Final = {
         rules=(("at most", "Q", "64*A"), ("at most", "W", "64*A")),
     ),
     "page_bounds": _Operator(
-        "q:a=T,Q extrema:a=R,X page_table:int64=M cu_pages:int32=B+1 votes:uint8=T cu_seqlens:int32=B+1 bound:float32=sets,columns",
-        "q extrema page_table cu_pages votes cu_seqlens", "bound",
-        "slot:n kv_heads:n head_size:n sets:n columns?:n page_span?:n statistic?:s", "4*page_span*T*Q", "T Q R X M B columns",
-        "q page_table cu_pages votes cu_seqlens bound extrema=columns,2*kv_heads*head_size",
-        rules=(("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_kv_row("kv_heads*head_size", "slot")),
+        "q:a=T,Q extrema:a=R,X page_table:int64=M cu_pages:int32=B+1 votes:uint8=T cu_seqlens:int32=B+1 positions?:int32=T "
+        "bound:float32=sets*tiles,columns",
+        "q extrema page_table cu_pages votes cu_seqlens positions?", "bound",
+        "slot:n kv_heads:n head_size:n sets:n columns?:n page_span?:n statistic?:s block?:n rows?:n tiles?1:n",
+        "4*page_span*T*Q", "T Q R X M B columns",
+        "q page_table cu_pages votes cu_seqlens positions bound extrema=columns,2*kv_heads*head_size*tiles",
+        rules=(
+            ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_TILES, *_kv_row("kv_heads*head_size", "slot"),
+        ),
     ),
     "page_extrema": _Operator(
         "kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 page_table:int64=M cu_pages:int32=B+1 first_page:int32=B extrema:a=S,W",
@@ -260,12 +269,13 @@ _NOTATION: Final = {
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 selected:int32=S,W owner:int64=B captured:int32=B seen:int32=B "
         "cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",
         "q kv extents cu_extents selected owner captured seen cu_seqlens positions", "y",
-        "layer:n slot:n sets:n k:n page:n kv_heads:n head_size:n scale:x attended?:n block?:n", "4*attended*T*Q", "R X E S W B Q",
-        "q extents cu_extents selected=B,sets*numbers owner captured seen cu_seqlens positions y "
-        "kv=B*k,2*sets*head_size",
+        "layer:n slot:n sets:n k:n page:n kv_heads:n head_size:n scale:x attended?:n block?:n rows?:n tiles?1:n",
+        "4*attended*T*Q", "R X E S W B Q",
+        "q extents cu_extents selected=B,sets*tiles*numbers owner captured seen cu_seqlens positions y "
+        "kv=B*k,2*sets*tiles*head_size",
         rules=(
             ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_kv_row("kv_heads*head_size"),
-            ("at most", "0", "block"), *_selection(),
+            ("at most", "0", "block"), *_TILES, *_selection("sets*tiles"),
         ),
         inplace="y/q", quotients=_NUMBERS,
     ),
@@ -325,6 +335,7 @@ class Known(NamedTuple):
     writes: tuple[str, ...]
     attrs: Mapping[str, Types]
     optional: frozenset[str]
+    defaults: Mapping[str, int]  # of those that are not given
     flops: tuple[tuple[str, ...], ...]  # the factors of each term
     whole: tuple[str, ...]
     moved: tuple[tuple[str, tuple[Product, ...]], ...]  # the axes that count; none: all
@@ -352,17 +363,20 @@ def product_of(text: str) -> Product:
 
 
 def _parse(operator: _Operator) -> Known:
-    attrs, optional = {}, set()
+    attrs, optional, defaults = {}, set(), {}
     for entry in operator.attrs.split():
-        name, _, kind = entry.partition(":")
-        attrs[name.rstrip("?")] = _ATTRIBUTE[kind]
-        if name[-1] == "?":
-            optional.add(name[:-1])
+        label, _, kind = entry.partition(":")
+        name, may, default = label.partition("?")
+        attrs[name] = _ATTRIBUTE[kind]
+        if may:
+            optional.add(name)
+        if default:
+            defaults[name] = int(default)
     reads, writes = (tuple(side.replace("?", "").split()) for side in (operator.reads, operator.writes))
     said = re.split(r"[^A-Za-z_]+", " ".join((operator.shapes, operator.flops, operator.moved)))
     return Known(
         operands=tuple(map(_parse_operand, operator.shapes.split())), reads=reads, writes=writes, attrs=attrs,
-        optional=frozenset(optional), flops=tuple(tuple(term.split("*")) for term in operator.flops.split("+")),
+        optional=frozenset(optional), defaults=defaults, flops=tuple(tuple(term.split("*")) for term in operator.flops.split("+")),
         whole=tuple(operator.whole.split()),
         moved=tuple(map(_parse_moved, operator.moved.split() or (*reads, *writes))), host=frozenset(operator.host.split()),
         rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),

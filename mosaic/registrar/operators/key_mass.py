@@ -9,8 +9,12 @@ logsumexp[T, N] is the logarithm of what the exponentials of a row and head add 
 read of voting rows alone. The query heads are divided evenly and in order among `sets`; sets = kv_heads is the published choice,
 and with as many sets as query heads each head has its own. Where P is 0, or no row votes, nothing is written, nor beyond P.
 
-q, logsumexp and votes are never sliced. `columns` is S. `span`, the mean number of keys that a row's softmax is over, is for the
-cost model alone. Where a key lies, `mosaic.registrar.operators.kv_store` says.
+With `rows` above 0 the rows of a `block` are cut into `tiles` of so many, the last of which may have fewer: one at position p is in
+tile t = (p % block) // rows. Each has statistics of its own, of the rows of b in it that vote, or of all that vote where none of it
+does: those of tile t and set s are mass[s * tiles + t].
+
+q, logsumexp, votes and positions are never sliced. `columns` is S. `span`, the mean number of keys that a row's softmax is over, is
+for the cost model alone. Where a key lies, `mosaic.registrar.operators.kv_store` says.
 """
 
 from __future__ import annotations
@@ -27,8 +31,9 @@ STATISTICS: Final = ("mean", "max", "worst")
 
 def infer(
     q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, captured: Spec, cu_keys: Spec, votes: Spec, cu_seqlens: Spec,
-    logsumexp: Spec,
+    logsumexp: Spec, positions: Spec | None = None,
     *, layer: int, kv_heads: int, head_size: int, scale: float, sets: int, columns: Dim, span: Dim, statistic: str = "mean",
+    block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> tuple[Spec]:  # fmt: skip
     require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
     require_sets(q, kv_heads, head_size, sets)
@@ -37,10 +42,20 @@ def infer(
     require_prefixes(captured, cu_seqlens)
     require(cu_keys == cu_seqlens, f"cu_keys must be {cu_seqlens} as cu_seqlens is, not {cu_keys}")
     require(votes == Spec(q.shape[:1], "uint8"), f"votes must be uint8[{q.shape[0]}], not {votes}")
-    rows = Spec((q.shape[0], exact(q.shape[1]) / head_size), "float32")
-    require(logsumexp == rows, f"logsumexp must be {rows}, not {logsumexp}")
+    of_rows = Spec((q.shape[0], exact(q.shape[1]) / head_size), "float32")
+    require(logsumexp == of_rows, f"logsumexp must be {of_rows}, not {logsumexp}")
+    require_tiles(q, positions, block, rows, tiles)
     require(statistic in STATISTICS, f"statistic must be one of {', '.join(STATISTICS)}, not '{statistic}'")
-    return (Spec((sets, columns), "float32"),)
+    return (Spec((sets * tiles, columns), "float32"),)
+
+
+def require_tiles(q: Spec, positions: Spec | None, block: int, rows: int, tiles: int) -> None:
+    """Refuse tiles of rows that a block is not cut into, and rows of which it is not known where they are."""
+    require(rows >= 0, f"rows must be those of a tile, or 0 for no tiles, not {rows}")
+    count = -(-block // rows) if rows else 1
+    require(tiles == count > 0, f"tiles must be {count}, of {rows} rows of a block of {block}, not {tiles}")
+    where = Spec(q.shape[:1], "int32") if rows else None
+    require(positions == where, f"positions must be {where}, not {positions}")
 
 
 def require_sets(q: Spec, kv_heads: int, head_size: int, sets: int) -> None:
@@ -68,8 +83,8 @@ def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count every key of a prefix once, and no values."""
-    width = attrs["kv_heads"] * attrs["head_size"]
+    """Count every key of a prefix once for each tile, and no values."""
+    width = attrs["kv_heads"] * attrs["head_size"] * attrs.get("tiles", 1)
     keys = specs["mass"].shape[1] * width * ITEMSIZE[specs["kv"].dtype]
     return keys + sum(spec.bytes for name, spec in specs.items() if name != "kv")
 
@@ -91,9 +106,11 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="key_mass",
-    reads=("q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens", "logsumexp"),
+    reads=("q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens", "logsumexp", "positions?"),
     writes=("mass",),
-    whole=frozenset({"q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens", "logsumexp"}),
+    whole=frozenset(
+        {"q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens", "logsumexp", "positions"}
+    ),
     infer=infer,
     flops=flops,
     bytes_moved=bytes_moved,

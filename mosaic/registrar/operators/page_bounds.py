@@ -8,22 +8,23 @@ over the voting rows and the heads of set s, the mean of u (`statistic` "mean", 
 ("worst"), bound[s, cu_pages[b] + p] is (1 + max(v, 0)) / (1 + max(-v, 0)): above 0 and in the order of v, as `top_keys` wants it.
 The query heads are divided evenly and in order among `sets`. Where P is 0, or no row votes, nothing is written, nor beyond P.
 
-Nothing is ever sliced. `columns` is S. `page_span`, the mean number of pages that a row is multiplied with, is for the cost
-model alone.
+With `rows` above 0 each tile of rows has bounds of its own, as in `key_mass`. Nothing is ever sliced. `columns` is S. `page_span`,
+the mean number of pages that a row is multiplied with, is for the cost model alone.
 """
 
 from __future__ import annotations
 
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
-from mosaic.registrar.operators.key_mass import STATISTICS, require_sets
+from mosaic.registrar.operators.key_mass import STATISTICS, require_sets, require_tiles
 from mosaic.registrar.operators.page_extrema import require_pages
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
 
 
 def infer(
-    q: Spec, extrema: Spec, page_table: Spec, cu_pages: Spec, votes: Spec, cu_seqlens: Spec,
+    q: Spec, extrema: Spec, page_table: Spec, cu_pages: Spec, votes: Spec, cu_seqlens: Spec, positions: Spec | None = None,
     *, slot: int, kv_heads: int, head_size: int, sets: int, columns: Dim, page_span: Dim, statistic: str = "mean",
+    block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> tuple[Spec]:  # fmt: skip
     require(extrema.dtype == q.dtype, f"extrema must be {q.dtype} as q is, not {extrema.dtype}")
     require_sets(q, kv_heads, head_size, sets)
@@ -31,7 +32,8 @@ def infer(
     require(cu_seqlens == cu_pages, f"cu_seqlens must be {cu_pages} as cu_pages is, not {cu_seqlens}")
     require(votes == Spec(q.shape[:1], "uint8"), f"votes must be uint8[{q.shape[0]}], not {votes}")
     require(statistic in STATISTICS, f"statistic must be one of {', '.join(STATISTICS)}, not '{statistic}'")
-    return (Spec((sets, columns), "float32"),)
+    require_tiles(q, positions, block, rows, tiles)
+    return (Spec((sets * tiles, columns), "float32"),)
 
 
 def flops(q: Spec, *_: object, page_span: Dim, **__: object) -> Dim:
@@ -40,8 +42,15 @@ def flops(q: Spec, *_: object, page_span: Dim, **__: object) -> Dim:
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count the extrema of every page once."""
-    pages = specs["bound"].shape[1] * 2 * attrs["kv_heads"] * attrs["head_size"] * ITEMSIZE[specs["extrema"].dtype]
+    """Count the extrema of every page once for each tile."""
+    pages = (
+        specs["bound"].shape[1]
+        * 2
+        * attrs.get("tiles", 1)
+        * attrs["kv_heads"]
+        * attrs["head_size"]
+        * ITEMSIZE[specs["extrema"].dtype]
+    )
     return pages + sum(spec.bytes for name, spec in specs.items() if name != "extrema")
 
 
@@ -56,17 +65,18 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 def query_sums(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve, for the mean, two float32 rows and a count for each sequence and set."""
+    """Reserve, for the mean, two float32 rows and a count for each sequence, set and tile."""
     if attrs.get("statistic", "mean") != "mean":
         return 0
-    return 4 * (specs["cu_pages"].shape[0] - 1) * attrs["sets"] * (2 * attrs["head_size"] + 1)
+    pairs = (specs["cu_pages"].shape[0] - 1) * attrs["sets"] * attrs.get("tiles", 1)
+    return 4 * pairs * (2 * attrs["head_size"] + 1)
 
 
 OPERATOR = Operator(
     name="page_bounds",
-    reads=("q", "extrema", "page_table", "cu_pages", "votes", "cu_seqlens"),
+    reads=("q", "extrema", "page_table", "cu_pages", "votes", "cu_seqlens", "positions?"),
     writes=("bound",),
-    whole=frozenset({"q", "extrema", "page_table", "cu_pages", "votes", "cu_seqlens"}),
+    whole=frozenset({"q", "extrema", "page_table", "cu_pages", "votes", "cu_seqlens", "positions"}),
     infer=infer,
     flops=flops,
     bytes_moved=bytes_moved,

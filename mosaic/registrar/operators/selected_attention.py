@@ -3,7 +3,8 @@
 MAGE (arXiv 2602.14209, section 4, Phase 2 of Algorithm 1). Sequence b has captured[b] = P keys in its prefix and seen[b] keys in
 all, its window's own among them: they are stored first (`kv_store`). A query of set s attends to the keys below P of the pages
 that row owner[b] of `selected` lists for s (`top_keys` says how), and to the keys from P to seen[b]. With `block` a query at
-position p sees, of these, the keys j < (p // block + 1) * block. Sets are those of `key_mass`. With P = 0 this is `kv_attention`,
+position p sees, of these, the keys j < (p // block + 1) * block. Sets are those of `key_mass`, also of `tiles` of `rows` rows: a
+query in tile t has the keys that are listed for s * tiles + t. With P = 0 this is `kv_attention`,
 and no row of `selected` is read. A row in no sequence, or that sees no key, is left as it was. q, positions and y may be sliced
 by a region of tokens, the rest never. y may overwrite q.
 
@@ -16,7 +17,7 @@ from typing import Final
 
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
-from mosaic.registrar.operators.key_mass import require_sets
+from mosaic.registrar.operators.key_mass import require_sets, require_tiles
 from mosaic.registrar.operators.kv_attention import tiles
 from mosaic.registrar.operators.kv_store import require_extents, require_layer
 from mosaic.registrar.operators.top_keys import numbers_of, require_selection
@@ -27,13 +28,14 @@ def infer(
     q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, selected: Spec, owner: Spec, captured: Spec, seen: Spec,
     cu_seqlens: Spec, positions: Spec,
     *, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int, head_size: int, scale: float, attended: Dim,
-    block: int = 0,
+    block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> tuple[Spec]:  # fmt: skip
     require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
     require_sets(q, kv_heads, head_size, sets)
     require_layer(kv, layer, kv_heads * head_size)
     require_extents(extents, cu_extents, cu_seqlens)
-    require_selection(selected, owner, captured, cu_seqlens.shape[0] - 1, slot, sets, k, page)
+    require_tiles(q, positions if rows else None, block, rows, tiles)
+    require_selection(selected, owner, captured, cu_seqlens.shape[0] - 1, slot, sets * tiles, k, page)
     require(seen == captured, f"seen must be {captured} as captured is, not {seen}")
     require(positions == Spec(q.shape[:1], "int32"), f"positions must be int32[{q.shape[0]}], not {positions}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
@@ -45,10 +47,10 @@ def flops(q: Spec, *, attended: Dim, **_: object) -> Dim:
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count, of each sequence and set, k keys and values and the selection; keys after a prefix are few, and just stored."""
-    sequences = specs["owner"].shape[0]
-    chosen = sequences * attrs["k"] * 2 * attrs["sets"] * attrs["head_size"] * ITEMSIZE[specs["kv"].dtype]
-    numbers = 4 * sequences * attrs["sets"] * numbers_of(attrs["k"], attrs["page"])
+    """Count, of each sequence, tile and set, k keys and values and the selection; keys after a prefix are few, and just stored."""
+    sequences, sets = specs["owner"].shape[0], attrs["sets"] * attrs.get("tiles", 1)
+    chosen = sequences * attrs["k"] * 2 * sets * attrs["head_size"] * ITEMSIZE[specs["kv"].dtype]
+    numbers = 4 * sequences * sets * numbers_of(attrs["k"], attrs["page"])
     return chosen + numbers + sum(spec.bytes for name, spec in specs.items() if name not in ("kv", "selected"))
 
 
