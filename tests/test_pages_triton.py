@@ -30,6 +30,6 @@ def test_extrema_of_pages_in_triton(dtype: torch.dtype) -> None:
     ("statistic", "dtype"), [("mean", F32), ("mean", BF16), ("max", F32), ("worst", F32), ("max", BF16)], ids=str
 )
 def test_bounds_of_pages_in_triton(statistic: str, dtype: torch.dtype) -> None:
-    for seed in (0, 1, 7, 9):
+    for seed in (1, 6, 7, 9):
         case = bounds_case(seed, dtype, statistic, most=70 if seed == 1 else 20, rows=[0, 0, 1, 3][seed % 4])
         assert_bounds(case, run(case, DEVICE)["bound"], slack=2)
