@@ -311,7 +311,11 @@ def write_plots(folder: Path) -> list[Path]:
     for model, mine in by_model(load_results("ablation")).items():
         written.append(_ablation_plot(model, mine[-1]["limits"], folder))
     return written + small_models.write_plots(
-        load_results("training"), load_results("quality"), load_results("estimation"), folder
+        load_results("training"),
+        load_results("quality"),
+        load_results("estimation"),
+        load_results("decodability"),
+        folder,
     )
 
 

@@ -5,6 +5,7 @@ mosaic bench quality --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --
 mosaic bench policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16 --out policies-<model>.json
 mosaic bench policies --policies exact,dc+,focus+dc+ --schedules dynamic --out evictions-<model>-<run>.json
 mosaic bench estimation --lengths 2k --out estimation-<model>.json
+mosaic bench decodability --lengths 1k --out decodability-<model>.json
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any, Final
 from benchmarks.record import source_line, table
 from mosaic.bench.quality.answers import merged
 from mosaic.bench.quality.items import LONG_TASKS, TASKS
-from mosaic.bench.quality.plot import estimation_png, png
+from mosaic.bench.quality.plot import decodability_png, estimation_png, png
 from mosaic.viz.palette import COLORS
 
 __all__ = [
     "SECTIONS",
+    "decodability_section",
     "estimation_section",
     "evictions_section",
     "policies_section",
@@ -234,11 +236,41 @@ def _mean(by_head: Mapping[str, Mapping[str, float]], what: str) -> str:
     return f"{mean:.2f}" if what == "union" else f"{mean:.1%}"
 
 
+def decodability_section(results: Sequence[Result]) -> str:
+    """Masked tokens that are decided by the rank of their importance, and what ways of decoding compute, per run."""
+    parts = []
+    for result in results:
+        settings = result["settings"]
+        title = (
+            f"**{result['model']}**: {settings['items']} answers of each of {', '.join(settings['tasks'])}, contexts of "
+            f"{', '.join(f'{n:,}' for n in settings['lengths'])} tokens"
+        )
+        signals = [
+            (
+                name, *(f"{part / of:.1%}" if of else "" for part, of in zip(row["decoded"], row["masked"], strict=True)),
+                "" if row["auc"] is None else f"{row['auc']:.3f}",
+            )
+            for name, row in result["signals"].items()
+        ]  # fmt: skip
+        ways = [
+            (
+                name, row["steps"], f"{row['decoded']:,}", f"{row['computed']:,}", f"{row['again']:,}",
+                f"{row['computed_per_decoded']:.2f}",
+            )
+            for name, row in result["ways"].items()
+        ]  # fmt: skip
+        header = ("decided, of masked tokens by rank in", "lowest fifth", "second", "third", "fourth", "highest", "AUC")
+        counted = ("", "steps", "decided", "computed in their block", "again", "computed / decided")
+        parts.append("\n\n".join((title, table(header, signals), table(counted, ways), source_line(dict(result)))))
+    return "\n\n".join(parts)
+
+
 SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Any]], str]]]] = {
     "training": ("training", training_section),
     "quality": ("quality", quality_section),
     "policies": ("policies", policies_section),
     "evictions": ("evictions", evictions_section),
+    "decodability": ("decodability", decodability_section),
     "estimation": ("estimation", estimation_section),
 }
 """Marker in docs/small-models.md -> kind of result, and what writes the section."""
@@ -249,9 +281,13 @@ def _share(shares: Mapping[str, Mapping[str, Any]], name: str) -> str:
 
 
 def write_plots(
-    trainings: Sequence[Result], qualities: Sequence[Result], estimations: Sequence[Result], folder: Path
+    trainings: Sequence[Result],
+    qualities: Sequence[Result],
+    estimations: Sequence[Result],
+    decodabilities: Sequence[Result],
+    folder: Path,
 ) -> list[Path]:
-    """Draw loss curves, exact match by task, length and depth, and how well sets of keys serve a block."""
+    """Draw loss curves, exact match by task, length and depth, how well sets of keys serve a block, and what steps decide."""
     written = []
     if trainings:
         written.append(_curves(trainings, folder / "training-small.png"))
@@ -263,6 +299,12 @@ def write_plots(
     for result in estimations:
         file = folder / f"estimation-{result['model']}.png"
         file.write_bytes(estimation_png(result, result["model"]))
+        written.append(file)
+    for result in decodabilities:
+        tasks = result["settings"]["tasks"]
+        name = result["model"] if len(tasks) > 1 else f"{result['model']}-{tasks[0]}"
+        file = folder / f"decodability-{name}.png"
+        file.write_bytes(decodability_png(result, name))
         written.append(file)
     return written
 

@@ -308,7 +308,7 @@ def test_the_small_models_sections_show_shares(tmp_path: Path) -> None:
     assert "| 9 | 510 | 95% |  |  |  |  |  | 95% | 95% | 95% |" in text
     text = small_models.quality_section([quality])
     assert "| story | 95.0% | 20 |" in text and "| exact by context | 256 | 8,192 |" in text and "Half of it." in text
-    written = small_models.write_plots([training], [quality], [], tmp_path)
+    written = small_models.write_plots([training], [quality], [], [], tmp_path)
     assert [file.name for file in written] == ["training-small.png", "quality-small-sdar.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
 
@@ -385,8 +385,19 @@ def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
     text = small_models.estimation_section([estimation])
     assert "| union of the tokens' sets over k | 1.50 |" in text and "| later steps: oracle | 50.0% |" in text
     assert "| 0 | 1.50 | 60.0% |  | 25.0% |" in text
-    (written,) = small_models.write_plots([], [], [estimation], tmp_path)
-    assert written.name == "estimation-small-sdar.png" and written.read_bytes().startswith(b"\x89PNG")
+    signal = {"decoded": [0, 1, 0, 1, 3], "masked": [4, 4, 0, 4, 4], "auc": 0.75}
+    way = {"steps": 12, "decoded": 1000, "computed": 2500, "again": 90, "computed_per_decoded": 2.5}
+    decodability = {
+        **estimation, "signals": {"delta": signal, "layer 1": {**signal, "auc": None}}, "ways": {"dc+": way},
+        "decoded_per_step": {"1": 3, "4": 2},
+    }  # fmt: skip
+    text = small_models.decodability_section([decodability])
+    assert "**small-sdar**: 2 answers of each of chain, contexts of 2,048 tokens" in text
+    assert "| delta | 0.0% | 25.0% |  | 25.0% | 75.0% | 0.750 |" in text and "| 75.0% |  |" in text
+    assert "| dc+ | 12 | 1,000 | 2,500 | 90 | 2.50 |" in text
+    written = small_models.write_plots([], [], [estimation], [decodability], tmp_path)
+    assert [file.name for file in written] == ["estimation-small-sdar.png", "decodability-small-sdar-chain.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
 
 
 def test_steps_of_a_block_are_timed_exact_and_sparse() -> None:
