@@ -79,6 +79,10 @@ class CompiledRunner:
             self._compile()
         self._architecture = changed
 
+    @property
+    def asynchronous(self) -> bool:
+        return self.model.asynchronous
+
     def launch(self, requests: Sequence[StepRequest]) -> Launched:
         """Begin a step."""
         launched = self.model.launch(requests)

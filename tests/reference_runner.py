@@ -222,6 +222,8 @@ class ReferenceRunner:
         self.checked = list(sizes)
         return True
 
+    asynchronous = False
+
     def prepare(self, requests: Sequence[StepRequest]) -> None:
         assert all(request.phase.tokens.computes for request in requests)
 

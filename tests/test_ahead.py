@@ -46,6 +46,8 @@ class Told(Launched):
 class Telling:
     """A model that says what it is asked for, in order: `("launch", number)` and `("wait", number)`."""
 
+    asynchronous = False
+
     def __init__(self, model: CompiledModel) -> None:
         self._model, self.told, self.architecture = model, list[tuple[str, int]](), model.architecture
         self.asked: list[tuple[StepRequest, ...]] = []

@@ -81,6 +81,10 @@ class Recorder:
     def architecture(self) -> Architecture:
         return self.model.architecture
 
+    @property
+    def asynchronous(self) -> bool:
+        return False
+
     def changed(self, request: StepRequest) -> StepRequest:
         """The request as it is run."""
         return request

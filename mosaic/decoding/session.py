@@ -3,6 +3,10 @@
 Requests share nothing but the steps, so each gets the tokens that it would get alone. Requests of one phase and one way of
 sampling are a group, and share a step. Groups take turns, the one that has waited longest first. A request is either
 refused when it is submitted, or it runs to its end: what is admitted fits in every future step, beside other sessions of its model.
+
+Where the host decides what a step is asked next, a device would wait for it. A group of so many tokens that half of them keep the
+device as busy is run by two crews in turn: while the host gives one its outcomes and packs its next step, the device runs that of
+the other.
 """
 
 from __future__ import annotations
@@ -34,8 +38,10 @@ if TYPE_CHECKING:
     from mosaic.runtime.launched import Launched
     from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
-__all__ = ["Session"]
+__all__ = ["CREW_TOKENS", "Session"]
 
+CREW_TOKENS: Final = 512
+"""Fewest tokens of a step that is worth a crew: with fewer, products take as long as reading their weights does."""
 
 _SESSIONS: Final[WeakValueDictionary[int, WeakSet[Session]]] = WeakValueDictionary()
 """Of each model, by its id: what one of them admits must leave room for the steps of the others. A session holds its model, so no
@@ -283,23 +289,52 @@ class Session(ClosesOnExit):
 
         A step is forgotten when its outcome is there, not before: a canvas on the device has it, so it cannot run again.
         """
-        if self._launched and not self._waiting_for(self._launched[0]):
-            self.launched_in_vain += len(self._launched)
-            self._launched.clear()
+        while self._launched and not self._waiting_for(self._launched[0]):
+            self.launched_in_vain += 1
+            del self._launched[0]
         if not self._launched:
-            group = self._next_group()
-            asked = [request.pending for request in group if request.pending is not None]
-            if not any(one.phase.tokens.computes for one in asked):
-                return group, self._runner.step(_of_one_phase(asked)) if group else []
-            self._launch(asked)
+            group = self._next_group(self.live)
+            crew = self._crew(group)
+            if crew is None:
+                return group, self._runner.step(_of_one_phase(_asked_by(group))) if group else []
+            self._launch(_asked_by(crew))
         first = self._launched[0]
         waiting = self._waiting_for(first)
         group = [request for _, request in waiting]
         if len(self._launched) == 1:
-            self._get_ready(group)
+            self._launch_beside(group)
         results = first.launched.results()
         del self._launched[0]
         return group, [results[place] for place, _ in waiting]
+
+    def _crew(self, group: Sequence[LiveRequest]) -> list[LiveRequest] | None:
+        """Those of a group whose step is launched without waiting for its outcome, beside one that is on its way if there is one.
+
+        All of them where tokens stay on the device. Elsewhere the half of all requests that has waited longest; None where both
+        halves together are not worth two steps.
+        """
+        asked = _asked_by(group)
+        if any(one.phase.tokens.computes for one in asked):
+            return list(group)
+        tokens = sum(
+            [one.token_ids.numel() for one in asked + [one for step in self._launched for one in step.requests]]
+        )
+        if len(self._live) < 2 or tokens < 2 * CREW_TOKENS or not self._runner.asynchronous:
+            return None
+        half = -(-len(self._live) // 2)
+        return sorted(group, key=lambda request: request.waiting_since)[:half]
+
+    def _launch_beside(self, group: Sequence[LiveRequest]) -> None:
+        """Launch the step that follows one whose requests are known, if there is one that does not depend on its outcome."""
+        if any(one.phase.tokens.computes for one in self._launched[0].requests):
+            self._get_ready(group)
+            return
+        busy = {request.number for request in group}
+        other = self._next_group([request for request in self.live if request.number not in busy])
+        if other and not any(one.phase.tokens.computes for one in _asked_by(other)):
+            crew = self._crew(other)
+            if crew is not None:
+                self._launch(_asked_by(crew))
 
     def _launch(self, asked: list[StepRequest]) -> None:
         self._launched.append(_Asked(asked, self._runner.launch(_of_one_phase(asked))))
@@ -327,16 +362,16 @@ class Session(ClosesOnExit):
             else:
                 self._runner.prepare(_of_one_phase(step))
 
-    def _next_group(self) -> list[LiveRequest]:
+    def _next_group(self, among: Sequence[LiveRequest]) -> list[LiveRequest]:
         """Requests whose steps can be one, those of the request that has waited longest."""
-        if len(self._live) == 1:
-            return [*self._live.values()]
+        if len(among) == 1:
+            return [*among]
         groups: dict[Hashable, list[LiveRequest]] = {}
-        for request in self.live:
+        for request in among:
             asked = request.pending
             assert asked is not None
             groups.setdefault(group_of(asked.covering, self._runner.architecture), []).append(request)
-        longest = min(self.live, key=lambda request: request.waiting_since, default=None)
+        longest = min(among, key=lambda request: request.waiting_since, default=None)
         return next((group for group in groups.values() if longest in group), [])
 
     def cancel(self, request: LiveRequest) -> None:
@@ -351,6 +386,11 @@ class Session(ClosesOnExit):
             self._closed = True
             for request in reversed(self.live):
                 ending.callback(self.cancel, request)
+
+
+def _asked_by(group: Sequence[LiveRequest]) -> list[StepRequest]:
+    """What requests ask for."""
+    return [request.pending for request in group if request.pending is not None]
 
 
 def _of_one_phase(asked: list[StepRequest]) -> list[StepRequest]:

@@ -88,6 +88,11 @@ class CompiledModel(Face):
         return self.model.architecture
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether a step that was launched runs beside the host: on a device, not on a CPU."""
+        return self._engine.plans.planner.device.backend != "cpu"
+
+    @property
     def planner(self) -> Planner:
         """The planner of its steps, with the weights where they are: for the configurations that a step may take."""
         return self._engine.plans.planner

@@ -153,6 +153,10 @@ class StepRunner(Protocol):
     def architecture(self) -> Architecture:
         """Sizes and special tokens of the model."""
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a step that was launched runs beside the host."""
+
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step over requests of one phase, packed."""
 
