@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ class Generated:
         Keys of the prefix that steps after a block's first attend to, in layers that are not exact; 0: all.
     every
         Steps of a block after which one attends to all keys, and selects, as its first does; 0: none.
+    rows
+        Rows of a tile of the block that has sets of its own; 0: all rows share theirs.
 
     Attributes
     ----------
@@ -69,12 +72,13 @@ class Generated:
     selected: int = 0
     exact_layers: int = 2
     every: int = 0
+    rows: int = 0
     noise: Callable[[int, int], float] = lambda step, place: math.nan
     steps: list[StatedStep] = field(default_factory=list)
     written: dict[tuple[int, int], int] = field(default_factory=dict)
     keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     history: list[int] = field(default_factory=list)
-    sets: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    sets: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
 
     def run(self) -> Tensor:
         """The answer's tokens."""
@@ -184,7 +188,8 @@ class Generated:
                 blocks = torch.arange(end) // arch.block
                 scores = scores.masked_fill(blocks > torch.tensor(kept)[:, None] // arch.block, -math.inf)
             if step is not None and self.selected and self.start and layer >= self.exact_layers:
-                scores = self.sparse(layer, scores, first=step == 0 or bool(self.every and step % self.every == 0))
+                first = step == 0 or bool(self.every and step % self.every == 0)
+                scores = self.sparse(layer, kept, scores, first=first)
             y = torch.einsum("nts,snh->tnh", scores.softmax(-1), v.repeat_interleave(group, 1)).flatten(1)
             x = x + y @ self.weight("output", layer).T
             x = x + self.fed(layer, self.norm(x, self.weight("ffn_norm", layer)))
@@ -197,20 +202,22 @@ class Generated:
     def gated(self, h: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return (torch.nn.functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
 
-    def sparse(self, layer: int, scores: Tensor, *, first: bool) -> Tensor:
-        """MAGE (Kwon et al. 2026), equation 3: the block's first step attends to all keys, and selects for each key-value head; the
-        others attend to these keys of the prefix, and to the block."""
-        group = self.arch.heads // self.arch.kv_heads
-        for head in range(self.arch.kv_heads):
-            own = slice(head * group, (head + 1) * group)
+    def sparse(self, layer: int, places: list[int], scores: Tensor, *, first: bool) -> Tensor:
+        """MAGE (Kwon et al. 2026), equation 3: the block's first step attends to all keys, and selects for each key-value head and
+        tile of rows, by all rows where a tile has none; the others attend to these keys of the prefix, and to the block."""
+        group, rows = self.arch.heads // self.arch.kv_heads, self.rows or self.width
+        tiles = torch.tensor(places) % self.width // rows
+        for head, tile in product(range(self.arch.kv_heads), range(-(-self.width // rows))):
+            own, mine = slice(head * group, (head + 1) * group), tiles == tile
             if first:
-                mass = scores[own, :, : self.start].softmax(-1).mean((0, 1)).tolist()
+                voting = scores[own][:, mine] if mine.any() else scores[own]
+                mass = voting[..., : self.start].softmax(-1).mean((0, 1)).tolist()
                 best = sorted(range(self.start), key=lambda place: (-mass[place], place))
-                self.sets[layer, head] = best[: self.selected]
+                self.sets[layer, head, tile] = best[: self.selected]
             else:
                 left = torch.ones(self.start, dtype=torch.bool)
-                left[self.sets[layer, head]] = False
-                scores[own, :, : self.start] = scores[own, :, : self.start].masked_fill(left, -math.inf)
+                left[self.sets[layer, head, tile]] = False
+                scores[own, :, : self.start] = scores[own, :, : self.start].masked_fill(left & mine[:, None], -math.inf)
         return scores
 
     # --- what is kept -------------------------------------------------------------------------------------------------

@@ -173,11 +173,11 @@ def test_generation_is_that_of_the_paper_in_float64(
     assert (gone > 0) == (READINGS[name] is not None)
 
 
-@pytest.mark.parametrize(("name", "keys", "exact_layers", "every"), [
-    ("focus", KEYS[0], 2, 0), ("focus", KEYS[4], 1, 3), ("none", KEYS[3], 0, 2),
+@pytest.mark.parametrize(("name", "keys", "exact_layers", "every", "rows"), [
+    ("focus", KEYS[0], 2, 0, 0), ("focus", KEYS[4], 1, 3, 1), ("none", KEYS[3], 0, 2, 3),
 ])  # fmt: skip
 def test_queries_are_evicted_and_keys_selected_by_the_same_steps(
-    model: CompiledModel, name: str, keys: tuple[str | None, str | None], exact_layers: int, every: int
+    model: CompiledModel, name: str, keys: tuple[str | None, str | None], exact_layers: int, every: int, rows: int
 ) -> None:
     """The tokens, and what each step computes, keeps and decides, as in float64; not those of attention to all keys."""
     rng = random.Random(f"sparse {name}")
@@ -190,11 +190,11 @@ def test_queries_are_evicted_and_keys_selected_by_the_same_steps(
         threshold=0.6,
         stop_at_eos=False,
     )
-    recorder, attention = Recorder(model), SparseAttention(k=5, exact_layers=exact_layers, every=every)
+    recorder, attention = Recorder(model), SparseAttention(k=5, exact_layers=exact_layers, every=every, rows=rows)
     (found,) = generate_ids(recorder, [prompt], replace(config, attention=attention))
     stated = Generated(
         ARCH, EXACTLY, prompt, 21, 0.6, [1] * BLOCK, eviction=READINGS[name], cache=keys[0], commit=keys[1] or "exact",
-        selected=5, exact_layers=exact_layers, every=every,
+        selected=5, exact_layers=exact_layers, every=every, rows=rows,
     )  # fmt: skip
     assert torch.equal(found.token_ids, stated.run()) and recorder.of_requests() == [stated.steps]
     assert not torch.equal(found.token_ids, generate_ids(model, [prompt], config)[0].token_ids)
