@@ -168,6 +168,22 @@ def test_steps_are_replayed_and_ask_pytorch_for_nothing(way: str, opened: Any) -
     assert tokens_of(again) == tokens_of(first)
 
 
+@pytest.mark.parametrize("way", ["llada", "sdar static", "sdar evicting, dc+", "llada2 evicting"])
+def test_crews_in_turn_get_the_cpus_tokens(way: str, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One crew's step is launched while the other's is on its way, from rows that both have in one state."""
+    monkeypatch.setattr(decoding.session, "CREW_TOKENS", 4)
+    family, options = WAYS[way]
+    lengths = (*LENGTHS, 33, 5)
+    expected = generated(opened(family, "cpu"), family, options, lengths)
+    model = opened(family, DEVICE, debug="poison")
+    launch, most = model.launch, []
+    monkeypatch.setattr(
+        type(model), "launch", lambda _, requests, **more: (most.append(len(requests)), launch(requests, **more))[1]
+    )
+    assert tokens_of(generated(model, family, options, lengths)) == tokens_of(expected)
+    assert max(most) <= 3 < len(lengths)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_request_gets_the_same_tokens_alone(way: str, opened: Any) -> None:
     family, options = WAYS[way]
