@@ -98,6 +98,7 @@ class ModelEngine(Engine):
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
         self._counts, self._planned = KeptCounts(), Recent[Hashable, bool](KEPT_SIZES)
+        self._last_kept = Recent[Hashable, int](KEPT_SIZES)
         self.unsettled: Callable[[], None] | None = None
         """Of the last step, if it may have to run again in part: what waits until that is known."""
         self.plans = StepPlans(planner, config)
@@ -212,9 +213,23 @@ class ModelEngine(Engine):
             kept = next((kept for kept in buckets if expected is not None and kept >= expected), buckets[-1])
             again = partial(self._again, step, config, kept)
             return self._run_suffix(step.graph(kept), config)._replace(again=again)
-        if buckets[0] < size.tokens:  # else there is one, which holds all rows
-            return self._run_suffix(step.graph(how.bucket(int(found.outputs[how.count].item()), buckets)), config)
-        return self._run_suffix(step.graph(buckets[0]), config)
+        if buckets[0] >= size.tokens:  # there is one, which holds all rows
+            return self._run_suffix(step.graph(buckets[0]), config)
+        likely = self._prepared(step) if config is None else None  # while the first graph runs
+        kept = how.bucket(int(found.outputs[how.count].item()), buckets)
+        self._last_kept.pop(step.key, None)
+        self._last_kept.find(step.key, lambda: kept)
+        return self._run_suffix(likely if likely and likely.size.kept == kept else step.graph(kept), config)
+
+    def _prepared(self, step: PackedStep) -> PackedStep | None:
+        """The second graph at the size that the last such step has needed, prepared if it is bound; None: there was none."""
+        if step.key not in self._last_kept:
+            return None
+        graph = step.graph(self._last_kept[step.key])
+        bound = self._bound.get((graph.key, None))
+        if bound is not None:
+            bound[1].prepare(graph.taken(bound[1].inputs))
+        return graph
 
     def _require_all(self, size: StepSize, config: Settings | None) -> bool:
         """Make sure that all graphs of a step have plans before anything of it runs: where one does not fit, nothing does. Of given
