@@ -18,7 +18,8 @@ if importlib.util.find_spec("triton") is None:
 
 from test_kernels import BF16, Case
 from test_kv import kv_case, starts
-from test_selection_of_keys import assert_attended, assert_mass, assert_sums, stated_selection
+from test_selected_attention import assert_attended
+from test_selection_of_keys import assert_mass, assert_sums, stated_selection
 from test_triton_kernels import INTERPRETED, scratch_for
 from torch import Tensor
 

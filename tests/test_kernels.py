@@ -795,8 +795,8 @@ def test_memory_cases_cover_every_kernel() -> None:
         "evict_tokens",  # test_evict_tokens
         "key_mass",  # test_selection_of_keys
         "prefix_logsumexp",  # test_selection_of_keys
-        "selected_attention",
-        "top_keys",
+        "selected_attention",  # test_selected_attention
+        "top_keys",  # test_selection_of_keys
         "page_bounds",  # test_pages
         "page_extrema",
         "row_sample",  # test_sampling

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from sparse_stated import BLOCK, CONFIG, HEADS, KV_HEADS, LAYERS, SIZE, Plain
 from test_ahead import Telling
 from test_session import FAMILIES
-from test_sparse_attention import BLOCK, CONFIG, HEADS, KV_HEADS, LAYERS, SIZE, Plain
 from torch import Tensor
 
 import mosaic

@@ -14,16 +14,14 @@ if importlib.util.find_spec("triton") is None:
 
 from test_kernels import BF16, F32
 from test_kv import kv_case, starts
+from test_selected_attention import assert_attended, selected_case, slices_of
 from test_selection_of_keys import (
     TOPS,
-    assert_attended,
     assert_mass,
     assert_selection_of_equation_3,
     assert_sums,
     key_mass_case,
     mass_case,
-    selected_case,
-    slices_of,
     stated_selection,
     sums_case,
     sums_of_prefixes,

@@ -4,9 +4,9 @@ MAGE (arXiv 2602.14209, section 4, Phase 2 of Algorithm 1). Sequence b has captu
 all, its window's own among them: they are stored first (`kv_store`). A query of set s attends to the keys below P of the pages
 that row owner[b] of `selected` lists for s (`top_keys` says how), and to the keys from P to seen[b]. With `block` a query at
 position p sees, of these, the keys j < (p // block + 1) * block. Sets are those of `key_mass`, also of `tiles` of `rows` rows: a
-query in tile t has the keys that are listed for s * tiles + t. With P = 0 this is `kv_attention`,
-and no row of `selected` is read. A row in no sequence, or that sees no key, is left as it was. q, positions and y may be sliced
-by a region of tokens, the rest never. y may overwrite q.
+query in tile t has the keys that are listed for s * tiles + t. With P = 0 this is `kv_attention`, and no row of `selected` is read.
+A row in no sequence, or that sees no key, is left as it was. q, positions and y may be sliced by a region of tokens, the rest
+never. y may overwrite q.
 
 `attended`, the mean number of keys that a query attends to, is for the cost model alone.
 """
