@@ -242,6 +242,10 @@ def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic:
         assert fewer["tokens"] < more["tokens"] and fewer["predicted_ms"] < more["predicted_ms"]
         assert fewer["total_bytes"] <= more["total_bytes"] <= found["total_bytes"]
     assert prefix["predicted_ms"] + suffixes[0]["predicted_ms"] < 0.7 * whole["predicted_ms"]
+    steps = {graph["tokens"]: prefix["predicted_ms"] + graph["predicted_ms"] for graph in suffixes}
+    pays = max(kept for kept, step in steps.items() if step <= 0.98 * whole["predicted_ms"])
+    assert found["eviction_pays_up_to"] == pays > suffixes[0]["tokens"]
+    assert f"it pays where a step keeps at most {pays:,} of 8,192 tokens" in shown.out
     assert mosaic(*ask, "--budget", str(found["total_bytes"])).code == 0
     tight = mosaic(*ask, "--budget", str(suffixes[0]["total_bytes"] - 2**22), "--json")
     least, options = tight.json["misfit"]["needed_bytes"], tight.json["misfit"]["options"]
@@ -257,6 +261,7 @@ def test_plan_cuts_the_later_step_of_a_block_that_attends_sparsely(mosaic: Any) 
     shown = mosaic(*both)
     assert shown.code == 0 and "attention sparse(k=64)" in shown.out and "eviction eviction(alpha=1.2)" in shown.out
     found, alone = mosaic(*both, "--json").json, mosaic(*ask, "--json").json
+    assert found["eviction_pays_up_to"] == 0 and "it does not pay here: a step takes" in shown.out  # 32 rows, or one
     assert found["steps"] == alone["steps"] and "graphs" not in alone
     whole, prefix, *suffixes = found["graphs"].values()
     assert whole["predicted_ms"] == pytest.approx(alone["steps"]["later"]["predicted_step_ms"], rel=0.02)

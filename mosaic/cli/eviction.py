@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mosaic.cli.output import results
 from mosaic.errors import UnknownName, UsageError
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
 
-__all__ = ["block_of", "cut_of", "figures", "report_graphs"]
+__all__ = ["block_of", "cut_of", "figures", "pays_up_to", "report_graphs"]
+
+PAYS: Final = 0.98
+"""The share of a whole step's time that a cut one may take to be worth it: predictions are not closer."""
 
 
 def block_of(planner: Planner, ctx: str | None, seq_lens: str | None) -> Request:
@@ -64,8 +67,16 @@ def _name(plan: Plan) -> str:
     return f"suffix_{plan.dims['kept']}" if "kept" in plan.dims else "prefix"
 
 
+def pays_up_to(found: dict[str, dict[str, float]]) -> int:
+    """Return how many tokens a step may keep and still take less time than a whole one; 0: it never does."""
+    most = PAYS * found["whole"]["predicted_ms"] - found["prefix"]["predicted_ms"]
+    kept = [row["tokens"] for name, row in found.items() if name.startswith("suffix") and row["predicted_ms"] <= most]
+    return int(max(kept, default=0))
+
+
 def report_graphs(found: dict[str, dict[str, float]], eviction: Eviction) -> None:
-    """Print the graphs side by side, and what a step takes that keeps as many tokens as each second graph has room for."""
+    """Print the graphs side by side, what a step takes that keeps as many tokens as each second graph has room for, and whether
+    that is less than a whole one."""
     from rich.table import Table
 
     from mosaic.units import format_bytes
@@ -80,3 +91,17 @@ def report_graphs(found: dict[str, dict[str, float]], eviction: Eviction) -> Non
             "" if name == "prefix" else f"{step:,.2f} ms", format_bytes(int(row["total_bytes"])),
         )  # fmt: skip
     results().print(table)
+    whole, up_to = found["whole"], pays_up_to(found)
+    if up_to:
+        results().print(
+            f"it pays where a step keeps at most {up_to:,} of {whole['tokens']:,.0f} tokens", soft_wrap=True
+        )
+        return
+    least = found["prefix"]["predicted_ms"] + min(
+        row["predicted_ms"] for name, row in found.items() if name.startswith("suffix")
+    )
+    results().print(
+        f"it does not pay here: a step takes {least:,.2f} ms at least, and {whole['predicted_ms']:,.2f} ms whole; leave it out, or "
+        "let more requests share a step",
+        soft_wrap=True,
+    )

@@ -10,7 +10,7 @@ import typer
 from mosaic.cli import decoding_options as o
 from mosaic.cli.attention import figures, report_steps, requests_of
 from mosaic.cli.completion import device_names, model_names, solver_names
-from mosaic.cli.eviction import block_of, cut_of, report_graphs
+from mosaic.cli.eviction import block_of, cut_of, pays_up_to, report_graphs
 from mosaic.cli.eviction import figures as eviction_figures
 from mosaic.cli.output import note, print_json, report_plan, results
 from mosaic.errors import UsageError
@@ -156,7 +156,8 @@ def plan(
     export(made.document, targets)
     if as_json and run:
         of_steps = {"steps": figures(others)} if policy is not None else {}
-        print_json({**made.document, **of_steps, **({"graphs": graphs} if evicting is not None else {})})
+        of_graphs = {"graphs": graphs, "eviction_pays_up_to": pays_up_to(graphs)} if evicting is not None else {}
+        print_json({**made.document, **of_steps, **of_graphs})
         return
     report_plan(made.document, as_json, explain)
     if policy is not None:
