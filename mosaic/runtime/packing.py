@@ -186,15 +186,16 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
 def _of_step(entry: Input, requests: Sequence[StepRequest], values: Sequence[Tensor]) -> Tensor:
     """Numbers of requests' tokens as numbers of the step's tokens, or of those of its copy."""
     tokens, counts = [request.token_ids.numel() for request in requests], [rows.numel() for rows in values]
-    found = _joined(values).numpy()
-    ends = np.repeat(tokens, counts)
-    wrong = ((found < 0) | (found >= ends)).nonzero()[0]
+    found = _joined(values)
+    rows = found.cpu().numpy()
+    wrong = ((rows < 0) | (rows >= np.repeat(tokens, counts))).nonzero()[0]
     if len(wrong):
         at = int(np.repeat(np.arange(len(values)), counts)[wrong[0]])
-        rows, count = values[at], tokens[at]
-        raise UsageError(f"rows of a window of {count} tokens are in [0, {count}), got {rows.tolist()}.")
+        count = tokens[at]
+        raise UsageError(f"rows of a window of {count} tokens are in [0, {count}), got {values[at].tolist()}.")
     firsts = [0, *accumulate(tokens)]
-    return torch.from_numpy(found + np.repeat(np.array(firsts[:-1]) + entry.copy * firsts[-1], counts))
+    own = torch.from_numpy(rows + np.repeat(np.array(firsts[:-1]) + entry.copy * firsts[-1], counts))
+    return own.to(found.device)
 
 
 def _values(found: Any, count: int, dtype: str) -> Tensor:

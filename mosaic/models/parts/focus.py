@@ -281,7 +281,7 @@ def _offsets(windows: Sequence[Window]) -> NDArray[np.intp]:
     for window in windows:
         places, start = window.request.values.get("positions"), _block(window).start
         first = window.start - start
-        parts.append(np.arange(first, first + window.length) if places is None else places.numpy() - start)
+        parts.append(np.arange(first, first + window.length) if places is None else places.cpu().numpy() - start)
     return np.concatenate(parts)
 
 
