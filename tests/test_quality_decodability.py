@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -42,6 +43,7 @@ def test_answers_are_measured_along_their_way() -> None:
     with mosaic.compile({**CONFIG, "num_hidden_layers": 3}, device="cpu", host_budget=0, seed=3) as model:
         shown: list[tuple[int, int]] = []
         found = json.loads(json.dumps(measure(model, settings, progress=lambda *now: shown.append(now))))
+        among_masked = measure(model, replace(settings, alphas=(), preset="focus:importance=masked"))
     assert shown == [(1, 2), (2, 2)]
     every, cached, few, whole = found["ways"].values()
     assert list(found["ways"]) == ["all tokens", "dc+", "alpha 1.2", "alpha 1e+06"]
@@ -52,6 +54,8 @@ def test_answers_are_measured_along_their_way() -> None:
         assert row["computed_per_decoded"] == row["computed"] / row["decoded"]
     assert sum(found["decoded_per_step"].values()) == every["steps"]
     assert sum(int(count) * steps for count, steps in found["decoded_per_step"].items()) == every["decoded"]
+    for name, signal in among_masked["signals"].items():
+        assert signal["masked"] == found["signals"][name]["masked"] and signal["auc"] != found["signals"][name]["auc"]
     for signal in found["signals"].values():
         assert len(signal["decoded"]) == len(signal["masked"]) == BINS and 0 <= signal["auc"] <= 1
         assert (

@@ -1,9 +1,9 @@
 """Which tokens of a block a step decides, and whether their importance tells: FOCUS's figures 2 to 4 and 13, and table 5.
 
 Answers are decoded with all tokens computed. Their canvases go once more through the model in plain PyTorch, which shows queries
-and keys of the first two layers: importance is equation 2 of the paper, its delta equation 3. The same answers are then decoded
-with a block cache and with eviction, and what steps compute is counted. Legend: T tokens of a block, N query heads, K key-value
-heads, H head size.
+and keys of the first two layers: importance is equation 2 of the paper, over the block or over its masked tokens, its delta
+equation 3. The same answers are then decoded with a block cache and with eviction, and what steps compute is counted. Legend: T
+tokens of a block, N query heads, K key-value heads, H head size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DecodabilitySettings:
     alphas
         Of the evictions whose computed tokens are counted.
     preset
-        The readings of these evictions, and the pooling of importance.
+        The readings of these evictions; those of importance are what is measured, too.
     tasks, lengths, items, seed
         As for `EstimationSettings`.
     options
@@ -74,8 +74,8 @@ class DecodabilitySettings:
 
 
 def importance(q_TNH: Tensor, keys_TKH: Tensor, pool: int) -> Tensor:
-    """Return the attention that each token of a block gets from the block: scores pooled over neighbours, a softmax over the
-    block, summed over queries and heads (equations 2 and 15), [T]."""
+    """Return the attention that each of some tokens gets from them: scores pooled over neighbours, a softmax over the tokens,
+    summed over queries and heads (equations 2 and 15), [T]."""
     group = q_TNH.shape[1] // keys_TKH.shape[1]
     scores = torch.einsum("tnh,snh->nts", q_TNH, keys_TKH.repeat_interleave(group, 1)) * q_TNH.shape[2] ** -0.5
     return torch.max_pool1d(scores, pool, 1, pool // 2).softmax(2).sum((0, 1))
@@ -152,10 +152,14 @@ def _signals(
             plain.block(tokens[at:start], keep=True)
         at, before = start, (list(plain.keys), list(plain.values))
         queries, _ = plain.block(tokens[start:], keep=True)
-        first, second = (importance(queries[layer], plain.keys[layer][start:], eviction.pool) for layer in (0, 1))
-        plain.keys, plain.values = before
         masked = step.positions - start
-        yield (second - first)[masked], second[masked], first[masked], step.committed
+        among = masked if eviction.importance == "masked" else torch.arange(len(tokens) - start)
+        first, second = (
+            importance(queries[layer][among], plain.keys[layer][start:][among], eviction.pool) for layer in (0, 1)
+        )
+        plain.keys, plain.values = before
+        own = torch.isin(among, masked)
+        yield (second - first)[own], second[own], first[own], step.committed
 
 
 class _Table:
