@@ -11,6 +11,7 @@ mosaic bench decodability --lengths 1k --out decodability-<model>.json
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -245,6 +246,7 @@ def decodability_section(results: Sequence[Result]) -> str:
             f"**{result['model']}**: {settings['items']} answers of each of {', '.join(settings['tasks'])}, contexts of "
             f"{', '.join(f'{n:,}' for n in settings['lengths'])} tokens"
         )
+        title += f", by {settings['preset']}"
         signals = [
             (
                 name, *(f"{part / of:.1%}" if of else "" for part, of in zip(row["decoded"], row["masked"], strict=True)),
@@ -303,6 +305,8 @@ def write_plots(
     for result in decodabilities:
         tasks = result["settings"]["tasks"]
         name = result["model"] if len(tasks) > 1 else f"{result['model']}-{tasks[0]}"
+        if (preset := result["settings"]["preset"]) != "focus":
+            name = "-".join((name, *re.findall(r"\w+", preset.partition("(")[2] or preset)))
         file = folder / f"decodability-{name}.png"
         file.write_bytes(decodability_png(result, name))
         written.append(file)

@@ -389,14 +389,19 @@ def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
     way = {"steps": 12, "decoded": 1000, "computed": 2500, "again": 90, "computed_per_decoded": 2.5}
     decodability = {
         **estimation, "signals": {"delta": signal, "layer 1": {**signal, "auc": None}}, "ways": {"dc+": way},
-        "decoded_per_step": {"1": 3, "4": 2},
+        "decoded_per_step": {"1": 3, "4": 2}, "settings": {**estimation["settings"], "preset": "eviction(importance='masked')"},
     }  # fmt: skip
     text = small_models.decodability_section([decodability])
-    assert "**small-sdar**: 2 answers of each of chain, contexts of 2,048 tokens" in text
+    assert (
+        "**small-sdar**: 2 answers of each of chain, contexts of 2,048 tokens, by eviction(importance='masked')" in text
+    )
     assert "| delta | 0.0% | 25.0% |  | 25.0% | 75.0% | 0.750 |" in text and "| 75.0% |  |" in text
     assert "| dc+ | 12 | 1,000 | 2,500 | 90 | 2.50 |" in text
     written = small_models.write_plots([], [], [estimation], [decodability], tmp_path)
-    assert [file.name for file in written] == ["estimation-small-sdar.png", "decodability-small-sdar-chain.png"]
+    assert [file.name for file in written] == [
+        "estimation-small-sdar.png",
+        "decodability-small-sdar-chain-importance-masked.png",
+    ]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
 
 
