@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -36,13 +36,15 @@ from mosaic.decoding.algorithms import algorithm_of
 from mosaic.decoding.llada import schedule
 from mosaic.models.eviction import Eviction
 from mosaic.models.parts.cut import KEPT
+from mosaic.models.parts.focus import BlockProgress
+from mosaic.runtime.steps import StepResult
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Steps
     from mosaic.models.architecture import Architecture
     from mosaic.runtime.compiled import CompiledModel
     from mosaic.runtime.launched import Launched
-    from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
+    from mosaic.runtime.steps import StepRequest, StepRunner
 
 __all__ = [
     "EVICTION",
@@ -203,9 +205,9 @@ class Replay:
             asked = next(steps, None)
             while asked is not None:
                 began = time.perf_counter()
-                told = self._told(asked, script)
+                self._tell(asked, script)
                 self.seconds += time.perf_counter() - began
-                result = yield told
+                result = yield asked
                 began = time.perf_counter()
                 if asked.rows.numel():
                     result = self._outcome(canvas, asked, result, script)
@@ -220,33 +222,38 @@ class Replay:
             own, algorithm=Algorithm(name=f"{inner}, replayed", decode=decode, shapes=inner.shapes, traits=traits)
         )
 
-    def _told(self, asked: StepRequest, script: _Script) -> StepRequest:
-        """The request with the budget that keeps as many rows as the trace says."""
-        progress = asked.values.get("block")
-        if progress is None:
-            return asked
-        block, masked = self.trace.block, len(progress.masked)
-        fixed = int((asked.values["positions"] >= progress.start).sum()) if "positions" in asked.values else block
+    def _tell(self, asked: StepRequest, script: _Script) -> None:
+        """Tell the step, which nobody else has yet, a budget that keeps as many rows as the trace says."""
+        told, places = asked.values.get("block"), asked.values.get("positions")
+        if told is None:
+            return
+        block, masked = self.trace.block, len(told.masked)
+        fixed = block if places is None else int(np.count_nonzero(places.numpy() >= told.start))
         budget = block if self.all_kept else script.budget(masked, fixed - masked)
-        return replace(asked, values={**asked.values, "block": replace(progress, processed=block, decoded=budget)})
+        cast("dict[str, Any]", asked.values)["block"] = BlockProgress(
+            start=told.start, masked=told.masked, processed=block, step=told.step, decoded=budget
+        )
 
     def _outcome(self, canvas: Canvas, asked: StepRequest, result: StepResult, script: _Script) -> StepResult:
         """The outcome with as many of the kept rows decided, the first ones, as the trace says; tokens differ from row to row."""
-        rows, tokens = asked.rows.numel(), asked.token_ids.numel()
-        places = asked.values.get("positions")
-        first = asked.start if places is None else int(places[0])
-        at = int(asked.rows[0] if places is None else places[asked.rows[0]])
-        start = (at if places is not None else first + at) // self.trace.block * self.trace.block
-        again = max(start - first, 0) if places is None else int((places < start).sum())
-        kept = result.values[KEPT].numpy() if KEPT in result.values else np.ones(rows, dtype=bool)
-        here = kept.nonzero()[0]
+        wanted, tokens = asked.rows.numpy(), asked.token_ids.numel()
+        rows, places = len(wanted), asked.values.get("positions")
+        if places is None:
+            again = (asked.start + int(wanted[0])) // self.trace.block * self.trace.block - asked.start
+        else:
+            stand = places.numpy()
+            again = int(stand.searchsorted(stand[wanted[0]] // self.trace.block * self.trace.block))
+        here = result.values[KEPT].numpy().nonzero()[0] if KEPT in result.values else np.arange(rows)
         self.computed += tokens
         self.kept += tokens - rows + len(here)
         self.undecided += len(here)
         taken = np.zeros(rows, dtype=bool)
         taken[here[: script.take(rows, tokens - again - rows + len(here), len(here))]] = True
-        chosen = (asked.rows + canvas.step).mul(7919).add(canvas.request).remainder(canvas.architecture.mask_token_id)
-        return replace(result, token=chosen, chosen=chosen, committed=torch.from_numpy(taken))
+        chosen = torch.from_numpy(((wanted + canvas.step) * 7919 + canvas.request) % canvas.architecture.mask_token_id)
+        return StepResult(
+            token=chosen, score=result.score, committed=torch.from_numpy(taken), chosen=chosen, plan=result.plan,
+            seconds=result.seconds, values=result.values,
+        )  # fmt: skip
 
 
 class _Script:
