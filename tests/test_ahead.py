@@ -199,7 +199,8 @@ def test_a_step_that_is_hardly_in_vain_is_launched(model: CompiledModel) -> None
 def test_the_largest_steps_are_those_that_are_taken(model: CompiledModel) -> None:
     """Of each phase the longest window, and no more rows to decide, for answers of one block and of several."""
     rng, lengths = random.Random(5), set()
-    for chosen in (None, SparseAttention(k=4, exact_layers=1, every=5)):
+    ways = (SparseAttention(k=4, exact_layers=1, exact_steps=0.5), SparseAttention(k=4, exact_layers=1, every=5))
+    for chosen in (None, *ways):
         for gen_length in (3, 8, 21):
             prompt = a_prompt(rng)
             config = GenerationConfig(
