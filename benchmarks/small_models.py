@@ -250,7 +250,7 @@ def decodability_section(results: Sequence[Result]) -> str:
         signals = [
             (
                 name, *(f"{part / of:.1%}" if of else "" for part, of in zip(row["decoded"], row["masked"], strict=True)),
-                "" if row["auc"] is None else f"{row['auc']:.3f}",
+                "" if row["auc"] is None else f"{row['auc']:.3f}", f"{row['reached']:.1%}" if row["reached"] is not None else "",
             )
             for name, row in result["signals"].items()
         ]  # fmt: skip
@@ -261,7 +261,16 @@ def decodability_section(results: Sequence[Result]) -> str:
             )
             for name, row in result["ways"].items()
         ]  # fmt: skip
-        header = ("decided, of masked tokens by rank in", "lowest fifth", "second", "third", "fourth", "highest", "AUC")
+        header = (
+            "decided, of masked tokens by rank in",
+            "lowest fifth",
+            "second",
+            "third",
+            "fourth",
+            "highest",
+            "AUC",
+            "of two",
+        )
         counted = ("", "steps", "decided", "computed in their block", "again", "computed / decided")
         parts.append("\n\n".join((title, table(header, signals), table(counted, ways), source_line(dict(result)))))
     return "\n\n".join(parts)

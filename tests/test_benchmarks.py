@@ -385,17 +385,17 @@ def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
     text = small_models.estimation_section([estimation])
     assert "| union of the tokens' sets over k | 1.50 |" in text and "| later steps: oracle | 50.0% |" in text
     assert "| 0 | 1.50 | 60.0% |  | 25.0% |" in text
-    signal = {"decoded": [0, 1, 0, 1, 3], "masked": [4, 4, 0, 4, 4], "auc": 0.75}
+    signal = {"decoded": [0, 1, 0, 1, 3], "masked": [4, 4, 0, 4, 4], "auc": 0.75, "reached": 0.5}
     way = {"steps": 12, "decoded": 1000, "computed": 2500, "again": 90, "computed_per_decoded": 2.5}
     decodability = {
-        **estimation, "signals": {"delta": signal, "layer 1": {**signal, "auc": None}}, "ways": {"dc+": way},
+        **estimation, "signals": {"delta": signal, "layer 1": {**signal, "auc": None, "reached": None}}, "ways": {"dc+": way},
         "decoded_per_step": {"1": 3, "4": 2}, "settings": {**estimation["settings"], "preset": "eviction(importance='masked')"},
     }  # fmt: skip
     text = small_models.decodability_section([decodability])
     assert (
         "**small-sdar**: 2 answers of each of chain, contexts of 2,048 tokens, by eviction(importance='masked')" in text
     )
-    assert "| delta | 0.0% | 25.0% |  | 25.0% | 75.0% | 0.750 |" in text and "| 75.0% |  |" in text
+    assert "| delta | 0.0% | 25.0% |  | 25.0% | 75.0% | 0.750 | 50.0% |" in text and "| 75.0% |  |  |" in text
     assert "| dc+ | 12 | 1,000 | 2,500 | 90 | 2.50 |" in text
     written = small_models.write_plots([], [], [estimation], [decodability], tmp_path)
     assert [file.name for file in written] == [

@@ -12,7 +12,7 @@ import torch
 from test_quality_estimation import CONFIG
 
 import mosaic
-from mosaic.bench.quality.decodability import BINS, DecodabilitySettings, importance, measure
+from mosaic.bench.quality.decodability import BINS, DecodabilitySettings, importance, measure, reaches
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.eviction import token_eviction
 
@@ -34,6 +34,15 @@ def test_importance_is_that_of_the_paper_by_words(seed: int) -> None:
             total = sum(map(math.exp, pooled))
             expected = [sums + math.exp(score) / total for sums, score in zip(expected, pooled, strict=True)]
     assert importance(q, keys, pool).tolist() == pytest.approx(expected)
+
+
+def test_the_tokens_with_the_most_are_asked_whether_they_are_decided() -> None:
+    rng = Random(0)
+    for _ in range(200):
+        values = [rng.randint(0, 5) for _ in range(rng.randint(1, 8))]
+        decided, count = [rng.random() < 0.4 for _ in values], rng.randint(1, 3)
+        best = sorted(range(len(values)), key=lambda at: (-values[at], at))[:count]
+        assert reaches(torch.tensor(values), torch.tensor(decided), count) == any(decided[at] for at in best)
 
 
 def test_answers_are_measured_along_their_way() -> None:
@@ -58,6 +67,7 @@ def test_answers_are_measured_along_their_way() -> None:
         assert signal["masked"] == found["signals"][name]["masked"] and signal["auc"] != found["signals"][name]["auc"]
     for signal in found["signals"].values():
         assert len(signal["decoded"]) == len(signal["masked"]) == BINS and 0 <= signal["auc"] <= 1
+        assert 0 < signal["reached"] <= 1
         assert (
             sum(signal["decoded"]) < every["decoded"] and max(signal["masked"]) - min(signal["masked"]) < every["steps"]
         )

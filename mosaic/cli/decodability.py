@@ -61,11 +61,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
     from rich.table import Table
 
     signals = Table(box=None, padding=(0, 1))
-    for name in ("signal", "lowest fifth", "", "", "", "highest", "AUC"):
+    for name in ("signal", "lowest fifth", "", "", "", "highest", "AUC", "of two"):
         signals.add_column(name, justify="left" if name == "signal" else "right", header_style="dim", no_wrap=True)
     for name, row in result["signals"].items():
         shares = [f"{part / of:.1%}" if of else "" for part, of in zip(row["decoded"], row["masked"], strict=True)]
-        signals.add_row(name, *shares, "" if row["auc"] is None else f"{row['auc']:.3f}")
+        signals.add_row(name, *shares, "" if row["auc"] is None else f"{row['auc']:.3f}",
+            "" if row["reached"] is None else f"{row['reached']:.1%}",
+        )  # fmt: skip
     ways = Table(box=None, padding=(0, 1))
     for name in ("computed", "steps", "decoded", "in blocks", "again", "per decoded"):
         ways.add_column(name, justify="left" if name == "computed" else "right", header_style="dim", no_wrap=True)

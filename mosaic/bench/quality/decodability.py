@@ -27,11 +27,13 @@ from mosaic.models.eviction import Eviction, token_eviction
 if TYPE_CHECKING:
     from mosaic.runtime.compiled import CompiledModel
 
-__all__ = ["BINS", "SCHEMA", "DecodabilitySettings", "importance", "measure"]
+__all__ = ["BINS", "LEAST_KEPT", "SCHEMA", "DecodabilitySettings", "importance", "measure", "reaches"]
 
 SCHEMA: Final = "mosaic.decodability/1"
 BINS: Final = 5
 """Of the rank of a masked token among those of its step, as in figure 4."""
+LEAST_KEPT: Final = 2
+"""Masked tokens that an eviction keeps at least, by any alpha above 1 and at most 2."""
 SIGNALS: Final = ("delta", "layer 1", "layer 0")
 
 
@@ -81,6 +83,11 @@ def importance(q_TNH: Tensor, keys_TKH: Tensor, pool: int) -> Tensor:
     return torch.max_pool1d(scores, pool, 1, pool // 2).softmax(2).sum((0, 1))
 
 
+def reaches(values: Tensor, decided: Tensor, count: int) -> bool:
+    """Return whether one of the `count` tokens with the most of a signal is decided; equal ones as they stand."""
+    return bool(decided[values.argsort(descending=True, stable=True)[:count]].any())
+
+
 def measure(
     model: CompiledModel,
     settings: DecodabilitySettings,
@@ -94,7 +101,8 @@ def measure(
     dict
         `decoded_per_step`: steps by the tokens that they decided. `signals`: by signal `decoded` and `masked`, numbers of masked
         tokens by fifth of their rank among those of the step, ascending, and `auc`, the share of pairs of a step, a token decided
-        and one that was not, in which the first has more of the signal. `ways`: by name `steps`, tokens `decoded`, `computed` in
+        and one that was not, in which the first has more of the signal, and `reached`, the share of steps in which one of the
+        `LEAST_KEPT` tokens with the most of it was decided. `ways`: by name `steps`, tokens `decoded`, `computed` in
         their block beyond the layer in which tokens are dropped, `again` of the block before, and `computed_per_decoded`.
 
     Raises
@@ -167,12 +175,15 @@ class _Table:
 
     def __init__(self) -> None:
         self.decoded, self.masked, self._pairs, self._ordered = [0] * BINS, [0] * BINS, 0, 0.0
+        self._steps = self._reached = 0
 
     def add(self, values: Tensor, decided: Tensor) -> None:
         """Take note of one step, unless all of its masked tokens were decided."""
         count = values.numel()
         if bool(decided.all()):
             return
+        self._steps += 1
+        self._reached += reaches(values, decided, LEAST_KEPT)
         for rank, row in enumerate(values.argsort(stable=True).tolist()):
             place = rank * BINS // count
             self.masked[place] += 1
@@ -184,5 +195,6 @@ class _Table:
     def figures(self) -> dict[str, Any]:
         """Return what was noted."""
         return {
-            "decoded": self.decoded, "masked": self.masked, "auc": self._ordered / self._pairs if self._pairs else None
+            "decoded": self.decoded, "masked": self.masked, "auc": self._ordered / self._pairs if self._pairs else None,
+            "reached": self._reached / self._steps if self._steps else None,
         }  # fmt: skip
