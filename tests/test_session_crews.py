@@ -110,6 +110,17 @@ def test_crews_are_halves_and_few_tokens_wait_for_each_other(
         assert {len(step) for step in beside.asked} == {2} and beside.overlapped() == 0
 
 
+def test_crews_are_alike(model: CompiledModel) -> None:
+    """Requests at different places of their blocks are dealt to both, so that steps have few sizes."""
+    beside = Beside(model)
+    with Session(beside) as session:
+        for length in (8, 8, 16, 16, 24, 32, 40, 48, 56, 64):
+            session.submit(torch.arange(length) % 5, GenerationConfig(ahead=False, gen_length=8))
+        session.advance()
+        one, other = (sum(request.token_ids.numel() for request in step) for step in beside.asked)
+    assert abs(one - other) <= 32 < one + other
+
+
 def test_what_goes_wrong_under_way_loses_nothing(model: CompiledModel) -> None:
     rng, faults = random.Random(1), 0
     for _ in range(2):

@@ -322,7 +322,15 @@ class Session(ClosesOnExit):
         if len(self._live) < 2 or tokens < 2 * CREW_TOKENS or not self._runner.asynchronous:
             return None
         half = -(-len(self._live) // 2)
-        return sorted(group, key=lambda request: request.waiting_since)[:half]
+        if len(group) <= half:
+            return list(group)
+        # of those that have waited as long, some from each end of a block: crews whose steps are alike need fewer plans
+        last = sorted(request.waiting_since for request in group)[half - 1]
+        crew = [request for request in group if request.waiting_since < last]
+        alike = [request for request in group if request.waiting_since == last]
+        alike.sort(key=lambda request: 0 if request.pending is None else request.pending.token_ids.numel())
+        more = half - len(crew)
+        return crew + [alike[place * len(alike) // more] for place in range(more)]
 
     def _launch_beside(self, group: Sequence[LiveRequest]) -> None:
         """Launch the step that follows one whose requests are known, if there is one that does not depend on its outcome."""
