@@ -79,14 +79,15 @@ def measured(
             # what the replay takes is hidden, or not, where the device runs another crew meanwhile: it counts there
             times.append(1e3 * (seconds - (0 if crews else replay.seconds - own)))
             decided.append(sum([len(step.positions) for step in done]))
-    tokens, keys = (sum(sizes) / timed for sizes in zip(*runner.sizes, strict=True))
+    steps = round(len(runner.sizes) / timed)  # of all requests: one, or one of each crew; the last are launched ahead
+    tokens, keys = (steps * statistics.mean(sizes) for sizes in zip(*runner.sizes, strict=True))
     if way == WHOLE:  # which unembeds all rows of a block, decided or not
         kept, rows = tokens, requests * trace.mean[0]
     else:
         kept, rows = replay.kept / timed, replay.undecided / timed
     return {
         "step_ms": times, "decided": decided, "tokens": tokens, "rows": rows, "kept": kept, "keys": keys,
-        "steps_of_all": len(runner.sizes) / timed,
+        "steps_of_all": steps,
     }  # fmt: skip
 
 
