@@ -192,8 +192,8 @@ class SparseAttention:
     def tiles(self, arch: Architecture) -> int:
         """Return how many tiles of rows a block is cut into, each with sets of its own.
 
-        >>> from mosaic.models import Model
-        >>> SparseAttention(rows=3).tiles(Model("sdar-8b").architecture)
+        >>> from mosaic.models import load
+        >>> SparseAttention(rows=3).tiles(load("sdar-8b").architecture)
         2
         """
         return -(-arch.block // self.rows) if self.rows else 1
