@@ -32,7 +32,7 @@ def _few_tokens_are_worth_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(rng: random.Random) -> dict[str, Any]:
     way = {
-        "ahead": False, "gen_length": rng.randint(4, 24), "threshold": rng.choice([0.05, 0.1, 0.5]), "steps": rng.randint(1, 4),
+        "ahead": False, "gen_length": rng.randint(4, 16), "threshold": rng.choice([0.05, 0.1, 0.5]), "steps": rng.randint(1, 2),
         "temperature": rng.choice([0.0, 0.7]), "seed": rng.randrange(99), "stop_at_eos": rng.random() < 0.3,
     }  # fmt: skip
     return way | rng.choice([{}, {}, {"block_cache": "dc+"}, {"eviction": "focus"}])
@@ -60,9 +60,9 @@ class Beside(Telling):
 
 def test_crews_get_the_tokens_of_requests_alone(model: CompiledModel) -> None:
     rng, overlapped, shared = random.Random(0), 0, 0
-    for _ in range(2):
+    for count in (5, 7):
         ways = [drawn(rng) for _ in range(2)]
-        asked = [(a_prompt(rng), rng.choice(ways)) for _ in range(rng.randint(5, 8))]
+        asked = [(a_prompt(rng), rng.choice(ways)) for _ in range(count)]
         beside, kept = Beside(model), []
         with Session(beside) as session:
             for number, (prompt, way) in enumerate(asked):
@@ -83,7 +83,7 @@ def test_crews_get_the_tokens_of_requests_alone(model: CompiledModel) -> None:
                     alone.advance()
             assert live.generation is not None and waited.generation is not None
             same(live.generation, waited.generation)
-    assert overlapped > 10 and shared > 10 and model.state_rows == {}
+    assert overlapped > 4 and shared > 4 and model.state_rows == {}
 
 
 def test_crews_are_halves_and_few_tokens_wait_for_each_other(
