@@ -79,6 +79,8 @@ def test_policies_and_schedules_are_read_as_they_are_written() -> None:
     assert (reusing["attention"].k, reusing["attention"].reuse, reusing["block_cache"]) == (24, PrefixReuse(), "dc")
     refused: dict[str, tuple[type[Exception], str]] = {
         "mages": (UnknownName, "Did you mean 'mage'"),
+        "mage:ratio=1/0": (UsageError, "ratio is '1/0'; it must be a share"),
+        "mage:ratio=1/16:page=0": (UsageError, "page is 0; it must be"),
         "mage:ration=2": (UnknownName, "Did you mean 'ratio'"),
         "mage:k": (UsageError, "expected option=value, got 'k'"),
         "exact:k=3": (UsageError, "exact attention selects nothing; leave k out"),

@@ -27,6 +27,7 @@ Per: TypeAlias = Literal["kv_head", "query_head"]
 Statistic: TypeAlias = Literal["mean", "max", "worst"]
 Voters: TypeAlias = Literal["block", "answer"]
 By: TypeAlias = Literal["mass", "bounds"]
+MOST_KEYS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,10 @@ class SparseAttention:
                 f"attention: k {self.k} is not whole pages of {self.page} keys; use k "
                 f"{max(self.k // self.page, 1) * self.page}."
             )
+        if self.k > MOST_KEYS:
+            raise UsageError(f"attention: k is {self.k}; keys are counted in 32 bits, use at most {MOST_KEYS}.")
+        if not isinstance(self.carried, bool):
+            raise UsageError(f"attention: carried is {self.carried!r}; it must be true or false.")
         for name, of in (
             ("ratio", "the prefix"),
             ("mass", "the prefix's attention"),

@@ -16,7 +16,7 @@ def spelled(text: str) -> tuple[str, dict[str, Any]]:
     Raises
     ------
     UsageError
-        If a part is no option with a value.
+        If a part is no option with a value, or an option has two.
 
     Examples
     --------
@@ -29,6 +29,8 @@ def spelled(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise UsageError(f"{text}: expected option=value, got '{pair}'.")
+        if key in found:
+            raise UsageError(f"{text}: '{key}' is given twice.")
         found[key] = _value(value)
     return name, found
 

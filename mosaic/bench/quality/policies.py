@@ -98,10 +98,10 @@ def _once(text: str, options: dict[str, Any], kind: str, value: Any) -> None:
 
 def _attention(name: str, given: dict[str, Any], longest: int) -> Any:
     preset = attention_policy(name)
-    if "ratio" in given and "k" not in given:
-        page = given.get("page", getattr(preset, "page", 1))
-        given["k"] = max(-(-math.ceil(given["ratio"] * longest) // page), 1) * page
-    return with_options(preset, given)
+    ratio, page = given.get("ratio"), given.get("page", getattr(preset, "page", 1))
+    if "k" not in given and isinstance(ratio, int | float) and isinstance(page, int) and 0 <= ratio <= 1 and page > 0:
+        given["k"] = max(-(-math.ceil(ratio * longest) // page), 1) * page
+    return with_options(preset, given)  # which refuses values that cannot be
 
 
 def schedule(text: str) -> Mapping[str, Any]:
