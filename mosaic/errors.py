@@ -51,9 +51,9 @@ class UnknownName(UsageError):
     'rtx-3090'
     """
 
-    def __init__(self, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
-        self.what, self.name, self.known = what, name, tuple(known)
-        close = difflib.get_close_matches(name.lower(), self.known, n=1, cutoff=0.5)
+    def __init__(self, what: str, name: object, known: Iterable[str], hint: str = "") -> None:
+        self.what, self.name, self.known = what, str(name), tuple(known)
+        close = difflib.get_close_matches(self.name.lower(), self.known, n=1, cutoff=0.5)
         self.suggestion = close[0] if close else None
         guess = f" Did you mean '{self.suggestion}'?" if close else ""
         tail = f" {hint}" if hint else ""

@@ -628,6 +628,7 @@ def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_sh
     ({"eviction": "focus:keep=-4"}, UsageError, "keep is -4"), ({"eviction": "focus:keep"}, UsageError, "expected option=value"),
     ({"eviction": 3}, UsageError, "eviction is 3; it must be Eviction"),
     ({"eviction": "focus:keep=4:keep=8"}, UsageError, "'keep' is given twice"),
+    ({"eviction": "focus:threshold=0.9"}, UnknownName, "eviction's threshold '0.9'. Known: deviation, mean"),
     ({"block_cache": "dc++"}, UnknownName, r"block_cache 'dc\+\+'"),
     ({"block_commit": "never"}, UnknownName, "block_commit 'never'"),
     ({"block_commit": "cached"}, UsageError, "is about tokens that a block cache has frozen; give block_cache"),

@@ -350,6 +350,7 @@ def test_a_share_of_steps_is_rounded_up_as_it_is_written() -> None:
         ({"by": "bounds", "page": 16}, "estimates what a step attends to before it does; use selects='every'"),
         ({"by": "keys"}, "attention's by 'keys'"),
         ({"per": "head"}, "attention's per 'head'"),
+        ({"per": 8}, "attention's per '8'. Known: kv_head, query_head"),
         ({"statistic": "median"}, "statistic 'median'"),
         ({"selects": "last"}, "selects 'last'"),
         ({"voters": "all"}, "voters 'all'"),
