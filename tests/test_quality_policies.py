@@ -91,6 +91,9 @@ def test_policies_and_schedules_are_read_as_they_are_written() -> None:
         "focus:alpha=0.5": (UsageError, "alpha is 0.5"),
         "focus+focus-public": (UsageError, "policy focus\\+focus-public: one eviction, not two"),
         "dc+dc+": (UsageError, "one block_cache, not two"),
+        "mage:k=4+flashblock:k=8": (UsageError, "one k, not two"),
+        "exact:threshold=0.5+dc:threshold=0.4": (UsageError, "one threshold, not two"),
+        "mage+exact": (UsageError, "exact attention and another do not go together"),
         "mage+quest": (UnknownName, "attention 'mage\\+quest'"),
         "mage:steps=3": (UnknownName, "unknown option of 'mage:steps=3' 'steps'"),
     }

@@ -67,7 +67,8 @@ def policy(text: str, longest: int) -> Policy:
         if name in _ATTENTION:
             attention.append(name)
             own = sparse.OPTIONS
-            of_attention |= {key: value for key, value in given.items() if key in own}
+            for key in [key for key in given if key in own]:
+                _once(text, of_attention, key, given[key])
         elif name in eviction.PRESETS:
             own = eviction.OPTIONS
             chosen = {key: value for key, value in given.items() if key in own}
@@ -76,9 +77,13 @@ def policy(text: str, longest: int) -> Policy:
             _once(text, options, "block_cache", name)
         elif name != "exact":
             raise UnknownName("policy", name, _NAMES)
+        elif any(spelled(other)[0] in _ATTENTION for other in _parts(text)):
+            raise UsageError(f"policy {text}: exact attention and another do not go together.")
         elif selecting := [key for key in given if key in sparse.OPTIONS]:
             raise UsageError(f"policy {text}: exact attention selects nothing; leave {', '.join(selecting)} out.")
-        options |= _of_generation(text, {key: value for key, value in given.items() if key not in own}, own)
+        others = _of_generation(text, {key: value for key, value in given.items() if key not in own}, own)
+        for key, value in others.items():
+            _once(text, options, key, value)
     if attention:
         options["attention"] = _attention("+".join(attention), of_attention, longest)
     return Policy(name=text, options=options)
