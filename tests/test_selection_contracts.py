@@ -57,6 +57,8 @@ def test_contracts_count_this_layers_work() -> None:
     more = 4 * TOKENS + 16 * COLUMNS + COLUMNS * 16 * 2
     assert sympy.expand(mass.moved(MASS | placed | {"mass": wide}, attrs | tiled) - moved - more) == 0
     assert top.infer(**TOP, **PAGES) == ()
+    one_key = {"selected": Spec((9, 16), "int32")}, {"k": 1, "page": 1, "slot": 1}
+    assert top.infer(**TOP | one_key[0], **PAGES | one_key[1]) == ()
     moved = 16 * COLUMNS + 4 * SEQS + 4 * (SEQS + 1) + 8 * SEQS + 4 * SEQS * 4 * 5
     assert sympy.expand(top.moved(TOP, PAGES) - moved) == 0
     attrs = HEADS | PAGES | {"attended": SPAN}
@@ -178,6 +180,7 @@ def test_parts_of_prefixes_fit_into_the_scratch_buffer() -> None:
         available = int(scratch_bytes("cuda", "top_keys", specs, {"sets": sets}))
         parts = parts_of(sequences * sets)
         assert 4 * sequences * sets * (parts * BINS + 1 + PLACED + LISTED) <= available
+        assert BINS & (BINS - 1) == 0  # as ranges of a kernel are
         assert parts & (parts - 1) == 0 and (parts == 1 or parts * sequences * sets <= 256)
 
 

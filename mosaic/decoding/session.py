@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
@@ -314,11 +315,9 @@ class Session(ClosesOnExit):
         halves together are not worth two steps.
         """
         asked = _asked_by(group)
-        if any(one.phase.tokens.computes for one in asked):
+        if _on_device(asked):
             return list(group)
-        tokens = sum(
-            [one.token_ids.numel() for one in asked + [one for step in self._launched for one in step.requests]]
-        )
+        tokens = sum(one.token_ids.numel() for one in chain(asked, *(step.requests for step in self._launched)))
         if len(self._live) < 2 or tokens < 2 * CREW_TOKENS or not self._runner.asynchronous:
             return None
         half = -(-len(self._live) // 2)
@@ -334,15 +333,14 @@ class Session(ClosesOnExit):
 
     def _launch_beside(self, group: Sequence[LiveRequest]) -> None:
         """Launch the step that follows one whose requests are known, if there is one that does not depend on its outcome."""
-        if any(one.phase.tokens.computes for one in self._launched[0].requests):
+        if _on_device(self._launched[0].requests):
             self._get_ready(group)
             return
         busy = {request.number for request in group}
         other = self._next_group([request for request in self.live if request.number not in busy])
-        if other and not any(one.phase.tokens.computes for one in _asked_by(other)):
-            crew = self._crew(other)
-            if crew is not None:
-                self._launch(_asked_by(crew))
+        crew = None if _on_device(_asked_by(other)) else self._crew(other)
+        if crew:
+            self._launch(_asked_by(crew))
 
     def _launch(self, asked: list[StepRequest]) -> None:
         self._launched.append(_Asked(asked, self._runner.launch(_of_one_phase(asked))))
@@ -399,6 +397,11 @@ class Session(ClosesOnExit):
 def _asked_by(group: Sequence[LiveRequest]) -> list[StepRequest]:
     """What requests ask for."""
     return [request.pending for request in group if request.pending is not None]
+
+
+def _on_device(asked: Sequence[StepRequest]) -> bool:
+    """Whether any of these requests has its tokens on the device."""
+    return any(one.phase.tokens.computes for one in asked)
 
 
 def _of_one_phase(asked: list[StepRequest]) -> list[StepRequest]:

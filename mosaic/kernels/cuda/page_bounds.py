@@ -91,23 +91,8 @@ def query_sums_kernel(
     voters = tl.zeros([BLOCK_Q], tl.int32)
     for tile in range(0, count, BLOCK_Q):
         queries, says = queries_of(
-            q,
-            votes,
-            positions,
-            start,
-            tile,
-            count,
-            own,
-            of_tile,
-            q_stride,
-            SIZE,
-            MEMBERS,
-            SEEN,
-            ROWS,
-            TILES,
-            BLOCK_Q,
-            BLOCK_H,
-        )
+            q, votes, positions, start, tile, count, own, of_tile, q_stride, SIZE, MEMBERS, SEEN, ROWS, TILES, BLOCK_Q, BLOCK_H
+        )  # fmt: skip
         positive += tl.maximum(queries.to(tl.float32), 0.0)
         negative += tl.minimum(queries.to(tl.float32), 0.0)
         voters += says.to(tl.int32)
@@ -177,23 +162,8 @@ def page_bounds_kernel(
         of_tile = tile_of_voters(votes, positions, start, stop, tl.program_id(1) % TILES, SEEN, ROWS, TILES, BLOCK_Q)
         for tile in range(0, tl.where(last > first, count, 0), BLOCK_Q):
             queries, says = queries_of(
-                q,
-                votes,
-                positions,
-                start,
-                tile,
-                count,
-                own,
-                of_tile,
-                q_stride,
-                SIZE,
-                MEMBERS,
-                SEEN,
-                ROWS,
-                TILES,
-                BLOCK_Q,
-                BLOCK_H,
-            )
+                q, votes, positions, start, tile, count, own, of_tile, q_stride, SIZE, MEMBERS, SEEN, ROWS, TILES, BLOCK_Q, BLOCK_H
+            )  # fmt: skip
             voters += tl.sum(says.to(tl.int32), 0)
             over = tl.maximum(queries.to(tl.float32), 0.0).to(queries.dtype)
             under = tl.minimum(queries.to(tl.float32), 0.0).to(queries.dtype)
