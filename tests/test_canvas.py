@@ -160,7 +160,7 @@ def test_a_request_says_what_a_step_needs() -> None:
         draw, opened = random.Random(seed), dict[State, Rows]()
         canvas = canvas_of([1, 2, 3], extra=2, demand={KV: 13}, opened=opened, gen_length=8, seed=seed)
         canvas.step = draw.randrange(9)
-        canvas.tokens = torch.arange(13) * 2
+        canvas.tokens[:] = torch.arange(13) * 2
         phase, start = draw.choice(PHASES), draw.randrange(12)
         end = draw.randrange(start + 1, 14)
         at = torch.tensor(sorted(draw.sample(range(start, end), draw.randrange(end - start))), dtype=torch.int64)

@@ -7,9 +7,10 @@ the schedule commits. All rows of a block are unembedded in each of its steps, a
 device only.
 
 Where a rule takes as many tokens as it likes, the outcome says whether the block is done. So the next step is one of two: both
-are packed meanwhile. Where a block has more masks than any step of the request has decided so far, of `TRIED` or more, the host
-takes it that the block goes on, and launches. With `ahead=True` it goes by the mean of the steps so far, from the first on. A wrong
-guess costs a step that decides nothing; its outcome is not read.
+are packed meanwhile. What steps of the request have decided so far says which is the likelier, and how doubtful that is. Where it
+is hardly doubtful, or a step of many requests hardly is on the whole, the host takes it that way, and launches. With `ahead=True`
+the block is taken to go on where it has more masks than steps decide on average. A wrong guess costs the request a step that
+decides nothing; its outcome is not read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mosaic.decoding.canvas import COMMIT, cached_shape, whole_blocks
+from mosaic.decoding.canvas import COMMIT, Following, cached_shape, whole_blocks
 from mosaic.decoding.noise import row_keys
 from mosaic.decoding.selecting import attending, later_steps, selection
 from mosaic.models.parts.windows import CANVAS, ENTERED, OPEN, STAYING
@@ -34,11 +35,8 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.runtime.steps import StepRequest
 
-__all__ = ["TRIED", "ahead_shapes", "decode_ahead"]
+__all__ = ["ahead_shapes", "decode_ahead"]
 
-TRIED: Final = 16
-"""Steps after which a request's next one is taken to decide no more than any of them. It decides more with a chance of 1 in 17 at
-most. That costs a step where a block had no more masks left; waiting costs about a sixteenth of one (H200, SDAR-8B)."""
 STAYS: Final = OPEN - 1
 """Of a window that enters the canvas: a token that is there already."""
 
@@ -54,7 +52,8 @@ def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Seque
     asked = _Requests(canvas, phase, sampling, quotas)
     if asked.prefix:
         yield canvas.fill(0, asked.prefix)
-    masked, steps, taken, largest = canvas.masked.numpy(), 0, 0, 0
+    masked, steps, taken = canvas.mask_array, 0, 0
+    seen = [0] * (asked.block + 1)  # steps so far, by how many positions they have decided
     for number in range(asked.blocks):
         canvas.block = number
         positions = asked.positions(number)
@@ -62,16 +61,17 @@ def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Seque
         for step, quota in enumerate(quotas):
             left = int(np.count_nonzero(masked[places]))
             expected = quota if exactly else max(quota, taken // max(steps, 1))
-            most = expected
-            if not (exactly or canvas.config.ahead):
-                most = max(quota, largest) if steps >= TRIED else left
-            canvas.following = partial(asked.following, number, step, left, expected, most)
+            sure = exactly or left <= quota or (canvas.config.ahead and left > expected)
+            against = sum(seen[left:] if left > expected else seen[:left])
+            doubt = 0.0 if sure else (1 + against) / (1 + steps)
+            canvas.following = partial(asked.following, number, step, left, expected, doubt)
             result = yield asked.request(number, step)
             # by what stands there: a step before it may have been interrupted on the host, and decided on the device
             committed = masked[places] & (result.chosen.numpy() != OPEN)
             canvas.take(positions, result, torch.from_numpy(committed))
             decided = int(np.count_nonzero(committed))
-            steps, taken, largest = steps + 1, taken + decided, max(largest, decided)
+            steps, taken = steps + 1, taken + decided
+            seen[decided] += 1
             if canvas.finished:
                 return
             if decided == left:
@@ -87,38 +87,43 @@ class _Requests:
         Tokens of the prompt that are filled in before the first block.
     blocks
         Blocks to decode.
+    block
+        Tokens of a block.
     """
 
     def __init__(self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int]) -> None:
         self._canvas, self._sampling, self._quotas = canvas, sampling, quotas
         self._phases = [_phase_of(phase, canvas.config, step) for step in range(len(quotas))]
         self._noisy = phase.noisy
-        self._block = block = canvas.config.block_length or 1
+        self.block = block = canvas.config.block_length or 1
         self.prefix, length = whole_blocks(canvas.config, canvas.prompt_len)
         self.blocks = (length - self.prefix) // block
         self._made: dict[tuple[int, int, Phase, int], StepRequest] = {}
 
     def positions(self, number: int) -> Tensor:
         """Return the positions of a block that are ever decided, int64."""
-        start = self.prefix + number * self._block
-        return torch.arange(max(start, self._canvas.prompt_len), start + self._block)
+        start = self.prefix + number * self.block
+        return torch.arange(max(start, self._canvas.prompt_len), start + self.block)
 
-    def following(self, number: int, step: int, left: int, expected: int, most: int) -> tuple[StepRequest | None, ...]:
-        """Return what may come after a step that finds `left` open positions, the likeliest first.
+    def following(self, number: int, step: int, left: int, expected: int, doubt: float) -> Following:
+        """Return what may come after a step that finds `left` open positions.
 
         Parameters
         ----------
         expected
             Positions that the step is expected to decide, at least its quota.
-        most
-            Positions that it is taken not to exceed.
+        doubt
+            The chance that it does not end the block if that many would, or does if they would not; 0: one of these is ruled out.
         """
-        within, after = left > self._quotas[step], left <= most
-        found: list[StepRequest | None] = [self.request(number, step + 1, later=1)] if within else []
-        if after:
-            place = len(found) if left > expected else 0
-            found.insert(place, self.request(number + 1, 0, later=1) if number + 1 < self.blocks else None)
-        return tuple(found)
+
+        def within() -> StepRequest:
+            return self.request(number, step + 1, later=1)
+
+        def after() -> StepRequest | None:
+            return self.request(number + 1, 0, later=1) if number + 1 < self.blocks else None
+
+        made = (within, after) if left > expected else (after, within)
+        return Following(tuple(make() for make in (made if doubt else made[:1])), doubt)
 
     def request(self, number: int, step: int, *, later: int = 0) -> StepRequest:
         """Return the request for a step of a block, which is `later` steps after the one that comes next."""
@@ -131,8 +136,8 @@ class _Requests:
         return self._made[key]
 
     def _make(self, phase: Phase, number: int, step: int, now: int) -> StepRequest:
-        canvas, start = self._canvas, self.prefix + number * self._block
-        first, end = start - self._block if step == 0 and number else start, start + self._block
+        canvas, start = self._canvas, self.prefix + number * self.block
+        first, end = start - self.block if step == 0 and number else start, start + self.block
         positions = self.positions(number)
         made = canvas.ask(
             phase, positions, window=(first, end), sampling=self._sampling, quota=self._quotas[step],

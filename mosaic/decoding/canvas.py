@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mosaic.decoding.noise import row_keys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.state import State
 
-__all__ = ["COMMIT", "Canvas", "Decision", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
+__all__ = ["COMMIT", "Canvas", "Decision", "Following", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
 
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
 Shapes: TypeAlias = Sequence[StepSize | None]
@@ -77,6 +78,16 @@ class Decision:
         return cls(positions=none, token_ids=none.clone(), confidence=torch.empty(0))
 
 
+class Following(NamedTuple):
+    """What a request may ask for next, before the outcome of its step is known: the likeliest first, None where that is nothing.
+
+    `doubt` is the chance that it is not the first one. Without any, nothing is known.
+    """
+
+    requests: tuple[StepRequest | None, ...] = ()
+    doubt: float = 1.0
+
+
 @dataclass(slots=True, kw_only=True)
 class Canvas:
     """Prompt and answer of one request.
@@ -106,6 +117,9 @@ class Canvas:
         bool [N], what is still to be decided. A model may decide for the mask token itself: that position is done.
     confidence
         float32 [N], the score that a token was committed by; 0 where masked, 1 in the prompt.
+    token_array, mask_array
+        `tokens` and `masked` as NumPy arrays of the same memory. The device waits while the host looks at outcomes, and NumPy
+        handles a few elements in a fraction of the time that PyTorch takes.
     step
         Denoising steps so far, those included that decide nothing and are not run.
     block
@@ -115,8 +129,7 @@ class Canvas:
     last
         What the last step decided.
     following
-        Gives what may be asked for next, the likeliest first, None where that is nothing; it is called while the step runs that
-        is asked for now. The only one is launched before the outcome of that step is known; several are packed.
+        Gives what may be asked for next; it is called while the step runs that is asked for now.
     """
 
     prompt: Tensor
@@ -129,12 +142,17 @@ class Canvas:
     tokens: Tensor = field(init=False)
     masked: Tensor = field(init=False)
     confidence: Tensor = field(init=False)
+    token_array: NDArray[np.int64] = field(init=False)
+    mask_array: NDArray[np.bool_] = field(init=False)
     step: int = 0
     block: int = 0
     settled: int | None = None
     last: Decision | None = None
-    following: Callable[[], tuple[StepRequest | None, ...]] = tuple
+    following: Callable[[], Following] = Following
     _held: dict[State, StateRows] = field(default_factory=dict)
+    _rows: dict[Phase, tuple[StateRows | None, Mapping[State, StateRows]]] = field(
+        default_factory=dict
+    )  # by those who ask
     _decided: tuple[tuple[object, ...], int, int | None] = field(default=((), 0, None), init=False)
 
     def __post_init__(self) -> None:
@@ -143,6 +161,7 @@ class Canvas:
         self.masked = torch.ones(self.length, dtype=torch.bool)
         self.masked[: self.prompt_len] = False
         self.confidence = (~self.masked).float()
+        self.token_array, self.mask_array = self.tokens.numpy(), self.masked.numpy()
 
     # --- what is where ------------------------------------------------------------------------------------------------
 
@@ -158,7 +177,7 @@ class Canvas:
 
     def open_rows(self, start: int, end: int) -> Tensor:
         """Return the positions in [start, end) that are still to be decided, int64."""
-        return torch.from_numpy(self.masked.numpy()[start:end].nonzero()[0] + start)
+        return torch.from_numpy(self.mask_array[start:end].nonzero()[0] + start)
 
     @property
     def final(self) -> int:
@@ -174,7 +193,7 @@ class Canvas:
         """`final` and `eos`, found once a step."""
         now = self.step, self.settled
         if self._decided[0] != now:
-            masked = self.masked.numpy()[self.prompt_len : self.end]
+            masked = self.mask_array[self.prompt_len : self.end]
             first = int(masked.argmax())
             decided = self.prompt_len + first if masked[first] else self.end
             final = decided if self.settled is None else min(decided, max(self.settled, self.prompt_len))
@@ -184,7 +203,7 @@ class Canvas:
     def _first_eos(self, final: int) -> int | None:
         if not self.config.stop_at_eos or not self.architecture.eos_token_ids:
             return None
-        tokens = self.tokens.numpy()[self.prompt_len : final]
+        tokens = self.token_array[self.prompt_len : final]
         found = [int(ends.argmax()) for eos in self.architecture.eos_token_ids if (ends := tokens == eos).any()]
         return self.prompt_len + min(found) if found else None
 
@@ -221,6 +240,7 @@ class Canvas:
 
     def close(self) -> None:
         """Give all rows back."""
+        self._rows.clear()
         while self._held:
             self._held.popitem()[1].close()
 
@@ -245,25 +265,27 @@ class Canvas:
         or as many as the window's end. The position just past the window may be decided too where row i-1 predicts position i.
         """
         start, end = window
-        own, wanted = self.tokens.numpy(), positions.numpy()
+        own, wanted = self.token_array, positions.numpy()
         if places is None:
             tokens, found = own[start:end].copy(), wanted - start
         else:
             apart = places.numpy()
             start, tokens, found = int(apart[0]), own[apart], apart.searchsorted(wanted)
             rule["values"] = {**rule.get("values", {}), "positions": torch.from_numpy(apart.astype(np.int32))}
-        kept = phase.cache.kept
-        rows = {state: self.rows_of(state) for state in phase.states}
+        if phase not in self._rows:
+            rows = {state: self.rows_of(state) for state in phase.states}
+            self._rows[phase] = None if phase.cache.kept is None else rows.pop(phase.cache.kept), rows
+        sequence, states = self._rows[phase]
         if sampling is not None:
             rule |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return StepRequest(
             phase=phase,
             token_ids=torch.from_numpy(tokens),
             start=start,
-            sequence=None if kept is None else rows.pop(kept),
-            key_len=0 if kept is None else key_len or end,
+            sequence=sequence,
+            key_len=0 if sequence is None else key_len or end,
             final_length=self.length,
-            states=rows,
+            states=states,
             rows=torch.from_numpy(found),
             current=torch.from_numpy(own[wanted]),
             keys=self.keys(positions) if phase.noisy else None,
@@ -276,16 +298,15 @@ class Canvas:
 
     def take(self, positions: Tensor, result: StepResult, committed: Tensor | None = None) -> None:
         """Write what a step has committed of the positions that it was asked to decide: bool [n], the result's own if not given."""
-        # The device waits meanwhile: NumPy indexes a few elements in a fraction of the time that PyTorch takes.
         places, taking = positions.numpy(), (result.committed if committed is None else committed).numpy()
         taken, scores = places[taking], result.score.numpy()[taking]
-        tokens = self.tokens.numpy()
-        tokens[taken] = result.chosen.numpy()[taking]
-        self.masked.numpy()[taken] = False
+        tokens = result.chosen.numpy()[taking]
+        self.token_array[taken] = tokens
+        self.mask_array[taken] = False
         self.confidence.numpy()[taken] = scores
         self.last = Decision(
             positions=torch.from_numpy(taken),
-            token_ids=torch.from_numpy(tokens[taken]),
+            token_ids=torch.from_numpy(tokens),
             confidence=torch.from_numpy(scores),
         )
         self.step += 1

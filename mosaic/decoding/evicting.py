@@ -99,7 +99,7 @@ class Progress:
         if not isinstance(eviction, Eviction):
             return {}
         end = self.start + (self.canvas.config.block_length or 0)
-        masked = tuple(self.canvas.masked.numpy()[self.start : end].nonzero()[0].tolist())
+        masked = tuple(self.canvas.mask_array[self.start : end].nonzero()[0].tolist())
         ranks = uniforms(self.canvas.keys(torch.arange(self.start, end))) if eviction.rank == "random" else ()
         return {
             "block": BlockProgress(
@@ -110,25 +110,36 @@ class Progress:
 
     def take(self, request: StepRequest, result: StepResult) -> None:
         """Note what a step of the block has computed, before the canvas takes what it has decided."""
-        # The device waits meanwhile: NumPy handles a few elements in a fraction of the time that PyTorch takes.
         if not self._followed:
             return
-        places = request.values.get("positions")
-        first, decided = request.start, ~self.canvas.masked.numpy()
-        tokens = np.arange(first, first + request.token_ids.numel()) if places is None else places.numpy()
-        computed = decided[tokens]  # those that are decided are kept, of the others those that the step says
+        rows, first, count = request.rows.numpy(), request.start, request.token_ids.numel()
+        places = request.values["positions"].numpy() if "positions" in request.values else None
+        length = count if places is None else int(places[-1]) + 1 - first
+        done = ~self.canvas.mask_array[
+            first : first + length
+        ]  # decided ones are kept, of the others those that the step says
+        if places is not None:
+            done &= ~self.frozen[first : first + length]
         if self.canvas.config.block_cache is not None:
-            self._freeze(tokens, computed, decided)
-        kept = result.values.get(KEPT)
-        computed[request.rows.numpy()] = True if kept is None else kept.numpy()
-        reach = int(result.values[REACH]) if REACH in result.values else int(tokens[computed.nonzero()[0][-1]]) + 1
+            self._freeze(first, done)
+        if KEPT in result.values:
+            rows = rows[result.values[KEPT].numpy()]
+        if REACH in result.values:
+            reach = int(result.values[REACH])
+        else:
+            own = done.nonzero()[0]
+            last = -1 if not len(rows) else int(rows[-1]) if places is None else int(places[rows[-1]]) - first
+            reach = first + 1 + max(int(own[-1]) if len(own) else -1, last)
         self.processed = max(self.processed, reach - self.start)
         self.step += 1
         self.decoded = int(np.count_nonzero(result.committed.numpy()))
 
-    def _freeze(self, tokens: NDArray[np.integer], done: NDArray[np.bool_], decided: NDArray[np.bool_]) -> None:
-        """Freeze tokens that the step has computed as decided ones, and the right neighbour too, where that counts."""
-        end = self.start + (self.canvas.config.block_length or 0)
+    def _freeze(self, first: int, done: NDArray[np.bool_]) -> None:
+        """Freeze tokens from `first` on that the step has computed as decided ones, and the right neighbour where that counts."""
         if self.canvas.config.block_cache == "dc+":
-            done = done & (decided[np.minimum(tokens + 1, end - 1)] | (tokens + 1 == end))
-        self.frozen[tokens[done]] = True
+            end = self.start + (self.canvas.config.block_length or 0)
+            follows = ~self.canvas.mask_array[
+                first + 1 : min(first + 1 + len(done), end)
+            ]  # the block's last token has none
+            done = np.concatenate((done[: len(follows)] & follows, done[len(follows) :]))
+        self.frozen[first : first + len(done)] |= done

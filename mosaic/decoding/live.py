@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from mosaic.decoding.algorithms import algorithm_of
-from mosaic.decoding.canvas import Canvas, Decision, Steps
+from mosaic.decoding.canvas import Canvas, Decision, Following, Steps
 from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.streaming import DraftStreamer, OnStep, Step, Streamer
 
@@ -113,7 +113,7 @@ class LiveRequest:
         """The options, those that were left out included."""
         return self._canvas.config
 
-    def following(self) -> tuple[StepRequest | None, ...]:
+    def following(self) -> Following:
         """Return what it may ask for next, as far as that is known before the outcome of `pending`: as for `Canvas`."""
         return self._canvas.following()
 
@@ -135,7 +135,7 @@ class LiveRequest:
         """Go on with an outcome, to the next step or the end. Where the algorithm raises, the request has failed."""
         assert self.pending is not None
         canvas, phase = self._canvas, self.pending.phase
-        canvas.last, canvas.following = None, tuple
+        canvas.last, canvas.following = None, Following
         block = canvas.block
         self.steps += 1
         try:
@@ -189,7 +189,7 @@ class LiveRequest:
             step=self.steps,
             block=block,
             phase=phase,
-            masked=int(np.count_nonzero(canvas.masked.numpy()[canvas.prompt_len : canvas.end])),
+            masked=int(np.count_nonzero(canvas.mask_array[canvas.prompt_len : canvas.end])),
             positions=last.positions,
             token_ids=last.token_ids,
             confidence=last.confidence,

@@ -93,7 +93,7 @@ def _denoise_block(canvas: Canvas, progress: Progress, quotas: list[int], *, unw
         progress.take(asked, result)
         canvas.take(positions, result)
         first = start
-        if canvas.finished or not canvas.masked.numpy()[start:end].any():
+        if canvas.finished or not canvas.mask_array[start:end].any():
             return
 
 

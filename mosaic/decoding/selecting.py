@@ -28,9 +28,18 @@ def attending(phase: Phase, config: GenerationConfig, step: int, *, refreshes: b
     chosen, reuse = config.attention, reuse_of(config)
     again = reuse is not None and (_refreshes(reuse, step) if refreshes is None else refreshes)
     if isinstance(chosen, SparseAttention):
-        policy = Selected(attention=chosen, selects=_selects(chosen, config, step), refreshes=again)
-        return replace(phase, cache=policy)
-    return phase if reuse is None else replace(phase, cache=Reused(reuse=reuse, refreshes=again))
+        return _selecting(phase, chosen, _selects(chosen, config, step), again)
+    return phase if reuse is None else _reusing(phase, reuse, again)
+
+
+@lru_cache(maxsize=256)
+def _selecting(phase: Phase, attention: SparseAttention, selects: bool, refreshes: bool) -> Phase:
+    return replace(phase, cache=Selected(attention=attention, selects=selects, refreshes=refreshes))
+
+
+@lru_cache(maxsize=256)
+def _reusing(phase: Phase, reuse: PrefixReuse, refreshes: bool) -> Phase:
+    return replace(phase, cache=Reused(reuse=reuse, refreshes=refreshes))
 
 
 @lru_cache(maxsize=256)

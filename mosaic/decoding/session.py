@@ -39,8 +39,11 @@ if TYPE_CHECKING:
     from mosaic.runtime.launched import Launched
     from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
-__all__ = ["CREW_TOKENS", "Session"]
+__all__ = ["CREW_TOKENS", "DOUBT", "Session"]
 
+DOUBT: Final = 1 / 17
+"""Share of a step's requests that may be in it in vain. Each of these costs a request one step; waiting for outcomes costs all of
+them about a sixteenth of one (H200, SDAR-8B, one request), and more with many requests."""
 CREW_TOKENS: Final = 512
 """Fewest tokens of a step that is worth a crew: with fewer, products take as long as reading their weights does."""
 
@@ -351,22 +354,25 @@ class Session(ClosesOnExit):
         return [(places[id(request.pending)], request) for request in self.live if id(request.pending) in places]
 
     def _get_ready(self, group: Sequence[LiveRequest]) -> None:
-        """Launch the step that follows, where nobody else waits and it is one step, whatever is decided meanwhile. Where the
-        outcome decides which step that is, prepare those that it may be."""
-        if len(group) < len(self._live):
-            return
-        following = [request.following() for request in group]
-        certain = all(len(requests) == 1 for requests in following)
-        for asked in zip(*following, strict=False):
-            step = [request for request in asked if request is not None]
-            if len(step) < len(group):
+        """Launch the step that most likely follows. Where that is too doubtful, prepare those that it may be.
+
+        Requests whose step was launched in vain are not in the group: they wait for the step that follows, which serves them too.
+        Where others wait, which no such step serves, they come first.
+        """
+        following = {request.number: request.following() for request in group}
+        doubt = sum(one.doubt for one in following.values())
+        for place in range(min([len(one.requests) for one in following.values()], default=0)):
+            asked = [
+                following[request.number].requests[place] if request.number in following else request.pending
+                for request in self.live
+            ]
+            step = [one for one in asked if one is not None]
+            if not step or len({group_of(one.covering, self._runner.architecture) for one in step}) > 1:
                 continue
-            if len(step) > 1 and len({group_of(one.covering, self._runner.architecture) for one in step}) > 1:
-                continue
-            if certain:
+            if doubt <= DOUBT * len(step):
                 self._launch(step)
-            else:
-                self._runner.prepare(_of_one_phase(step))
+                return
+            self._runner.prepare(_of_one_phase(step))
 
     def _next_group(self, among: Sequence[LiveRequest]) -> list[LiveRequest]:
         """Requests whose steps can be one, those of the request that has waited longest."""

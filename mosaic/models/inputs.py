@@ -130,7 +130,7 @@ class Window:
     @property
     def length(self) -> int:
         """Tokens of the window."""
-        return len(self.token_ids)
+        return int(self.token_ids.numel())
 
     @property
     def end(self) -> int:

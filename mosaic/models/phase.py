@@ -59,6 +59,8 @@ class Phase:
     ----------
     states
         The states that its parts have, each once.
+    noisy
+        Whether the step takes random keys.
 
     Raises
     ------
@@ -85,11 +87,13 @@ class Phase:
     held: tuple[State, ...] = ()
     graph: GraphOf = "whole"
     states: tuple[State, ...] = field(init=False, repr=False, compare=False)
+    noisy: bool = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found = dict.fromkeys(state for part in self.parts for state in part.states)
         object.__setattr__(self, "states", tuple(found))
+        object.__setattr__(self, "noisy", any(part.noisy for part in self.parts))
         own = [getattr(self, entry.name) for entry in fields(self) if entry.compare]
         object.__setattr__(self, "_hash", hash(tuple(own)))
         returns = self.commit is not None or self.guidance is not None or self.logits is not None
@@ -144,11 +148,6 @@ class Phase:
     def shipped(self) -> bool:
         """Whether all parts, and kinds of states, are Mosaic's own."""
         return all(type(one).__module__.startswith("mosaic.") for one in (*self.parts, *self.held))
-
-    @property
-    def noisy(self) -> bool:
-        """Whether the step takes random keys."""
-        return any(part.noisy for part in self.parts)
 
     @property
     def copies(self) -> int:

@@ -146,7 +146,7 @@ class Kept(CachePolicy):
         """Check that a request has a sequence, and sees its own window at least."""
         if not hasattr(request.sequence, "extents"):
             raise UsageError("a cached request needs a sequence that this model has opened.")
-        end = request.start + len(request.token_ids)
+        end = request.start + request.token_ids.numel()
         if request.key_len < end:
             raise UsageError(
                 f"a window that ends at position {end} sees that many keys at least, got {request.key_len}."

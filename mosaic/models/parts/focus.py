@@ -181,7 +181,7 @@ class Focus(Cut):
             raise UsageError('eviction: a request says how far it is in its block: values={"block": BlockProgress(…)}.')
         places = request.values.get("positions")
         first = request.start - block.start
-        found = range(first, first + len(request.token_ids)) if places is None else (places - block.start).tolist()
+        found = range(first, first + request.token_ids.numel()) if places is None else (places - block.start).tolist()
         if found[-1] >= length or not {*found}.issuperset(block.masked):
             raise UsageError(
                 f"eviction: a window ends in its request's block, which is [{block.start}, {block.start + length}), and has "

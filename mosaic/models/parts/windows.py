@@ -94,9 +94,9 @@ class Apart(Windows):
         """Check that every token of a request has a position, that they ascend, and that their keys are seen."""
         found = request.values.get("positions")
         places = [] if found is None else found.tolist()
-        if len(places) != len(request.token_ids):
+        if len(places) != request.token_ids.numel():
             raise UsageError(
-                f"the phase needs 'positions': one for each of the {len(request.token_ids)} tokens of the window; give it in "
+                f"the phase needs 'positions': one for each of the {request.token_ids.numel()} tokens of the window; give it in "
                 "`values`."
             )
         if places[0] != request.start or not all(map(lt, places, places[1:])):
@@ -145,7 +145,7 @@ class OnDevice(Windows):
             raise UsageError(
                 f"a request with tokens on the device needs rows of the state '{CANVAS.name}': give them in `states`."
             )
-        tokens = len(request.token_ids)
+        tokens = request.token_ids.numel()
         if self.enters and len(request.values.get("entered", ())) != tokens:
             raise UsageError(
                 f"the phase needs 'entered': a token for each of the {tokens} tokens of the window; give it in `values`."
