@@ -211,7 +211,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "moe_sort", {"experts": choice, "order": order, "offsets": offsets, "num_experts": experts}
     yield "moe_gather", {"x": empty(rows, width), "order": order, "y": routed, "top_k": top_k}
     weights = empty(experts, 1024, width)
-    yield "grouped_linear", {"x": routed, "weight": weights, "offsets": offsets, "y": empty(rows * top_k, 1024)}
+    for assigned in (rows * top_k, 64):  # many and few rows an expert
+        given = {"x": routed[:assigned], "y": empty(assigned, 1024)}
+        yield "grouped_linear", {**given, "weight": weights, "offsets": offsets}
     yield "moe_combine", {"y": routed, "order": order, "scores": empty(rows, top_k), "x": empty(rows, width)}
 
 
@@ -252,6 +254,14 @@ def samples() -> Iterator[tuple[str, dict[str, Any], tuple[int, ...]]]:
     # the kernel of embedding over positions; last, as cards take turns by how many operators came before
     places, index = (torch.empty(2048, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
     yield "gather_rows", {"x": places, "rows": index, "y": places}, tuple(SHARED_BYTES)
+    # Hopper's tiles for few rows an expert, and for fewer
+    offsets = torch.empty(65, dtype=torch.int64, device="meta")
+    x, y, weight = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((2048, 2048), (2048, 1024), (64, 1024, 2048))
+    )
+    for rows in (2048, 64):
+        yield "grouped_linear", {"x": x[:rows], "weight": weight, "offsets": offsets, "y": y[:rows]}, hopper
 
 
 def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
@@ -261,7 +271,7 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
     from triton.runtime.jit import JITFunction
 
     from mosaic.kernels import load
-    from mosaic.kernels.cuda import kv_attention, unembed_stats
+    from mosaic.kernels.cuda import grouped_linear, kv_attention, moe_route, unembed_stats
     from mosaic.kernels.cuda.shared import launching
 
     found: list[tuple[str, Any, dict[str, Any]]] = []
@@ -272,9 +282,8 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
 
     JITFunction.run = record
     launching.capability = lambda operand: capability
-    unembed_stats.has_descriptors = lambda x, weight: (
-        capability == 90 and x.element_size() == 2 and x.stride(0) % 8 == 0
-    )
+    for kernel in (unembed_stats, moe_route, grouped_linear):
+        kernel.has_descriptors = lambda x, weight: capability == 90 and x.element_size() == 2 and x.stride(0) % 8 == 0
     kv_attention.has_ring = lambda kv, head_size: capability == 90 and kv.element_size() == 2
     turns: Counter[str] = Counter()
     for operator, given, cards in [*((*launch, tuple(SHARED_BYTES)) for launch in launches()), *samples()]:
@@ -405,8 +414,11 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
 
 
 def test_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
-    products = {"attention_kernel", "kv_attention_tiles_kernel", "partial_kernel", "grouped_linear_kernel"}
+    products = {"attention_kernel", "kv_attention_tiles_kernel", "partial_kernel"}
     assert products == {line["kernel"] for line in compiled if line["wgmma"] and line["kernel"] in products}
+    mixture = [line for line in compiled if line["kernel"] in ("grouped_linear_kernel", "router_logits_kernel")]
+    assert all(line["wgmma"] == (line["capability"] == 90) for line in mixture), mixture
+    assert {line["kernel"] for line in mixture if line["wgmma"]} == {"grouped_linear_kernel", "router_logits_kernel"}
 
 
 def test_products_of_few_rows_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:

@@ -352,10 +352,11 @@ def moe_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> Built:
     return case, equal(y=x[order // top_k])
 
 
-def grouped_linear(shape: tuple[tuple[int, ...], int, int], dtype: torch.dtype) -> Built:
+def grouped_linear(shape: tuple[tuple[int, ...], int, int], dtype: torch.dtype, *, aligned: bool = False) -> Built:
     counts, inner, outer = shape
     rows, offsets = sum(counts), torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
-    x, weight = strided(randn(rows, inner, dtype=dtype)), randn(len(counts), outer, inner, dtype=dtype, seed=1)
+    beside = (8, 8) if aligned else (3, 5)
+    x, weight = strided(randn(rows, inner, dtype=dtype), *beside), randn(len(counts), outer, inner, dtype=dtype, seed=1)
     y = strided(torch.empty(rows, outer, dtype=dtype))
     case = Case("grouped_linear", {"x": x, "weight": weight, "offsets": offsets}, {"y": y})
     expected = case.reference()

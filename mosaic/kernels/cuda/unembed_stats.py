@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.kernels.cuda.shared.launching import TensorDescriptor, power_of_two, processors, tl, triton
+from mosaic.kernels.cuda.shared.launching import TensorDescriptor, has_descriptors, power_of_two, processors, tl, triton
 from mosaic.kernels.cuda.shared.sampling import (
     BLOCK,
     GUMBEL_SLACK,
@@ -27,12 +27,7 @@ from mosaic.kernels.cuda.shared.sampling import (
     random_words,
 )
 from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, join, rebase
-from mosaic.kernels.cuda.shared.unembed_tiles import (
-    FEW_ROWS,
-    has_descriptors,
-    narrow_columns,
-    tile_of,
-)
+from mosaic.kernels.cuda.shared.unembed_tiles import FEW_ROWS, narrow_columns, tile_of
 from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.shared.statistics import check_outputs
 from mosaic.kernels.unembed_stats import reference

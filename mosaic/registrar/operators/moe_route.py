@@ -71,6 +71,14 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     return (*own, Tile((ROWS, inner), compute), Tile((experts, inner), compute))
 
 
+LOGIT_BYTES: Final = 4
+
+
+def logits(specs: Specs, attrs: Attrs) -> Dim:
+    """Reserve the logits in float32, which one launch writes and the next chooses from."""
+    return specs["x"].shape[0] * specs["weight"].shape[0] * LOGIT_BYTES
+
+
 OPERATOR = Operator(
     name="moe_route",
     reads=("x", "weight", "bias?"),
@@ -80,7 +88,7 @@ OPERATOR = Operator(
     rate="gemm",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_route", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.moe_route"),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.moe_route", scratch=logits),
     ),
     roles={"scores": "ffn", "experts": "ffn"},
 )

@@ -21,12 +21,25 @@ try:
 except ImportError:  # before Triton 3.4
     TensorDescriptor = None
 
-__all__ = ["DOT_MINIMUM", "TensorDescriptor", "Tile", "power_of_two", "processors", "since", "tile_for", "tl", "triton"]
+__all__ = [
+    "DOT_MINIMUM",
+    "TensorDescriptor",
+    "Tile",
+    "has_descriptors",
+    "power_of_two",
+    "processors",
+    "since",
+    "tile_for",
+    "tl",
+    "triton",
+]
 
 T = TypeVar("T")
 
 DOT_MINIMUM: Final = 16
 """Smallest side of a tile that tl.dot takes."""
+DESCRIBED: Final = {0: False, 90: True, 100: False}
+"""From which architecture on loads go through tensor descriptors; the tiles for them are compiled for Hopper alone."""
 PROCESSORS: Final = 132
 """Multiprocessors where the device is no GPU: an H200's."""
 
@@ -62,6 +75,13 @@ def since(tables: Mapping[int, T], operand: Tensor) -> T:
     """
     card = capability(operand)
     return tables[max((listed for listed in tables if listed <= card), default=min(tables))]
+
+
+def has_descriptors(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether the GPU loads tiles by descriptor and these matrices are aligned to the 16 bytes that it asks for."""
+    if TensorDescriptor is None or not x.is_cuda or x.element_size() != 2 or not since(DESCRIBED, x):
+        return False
+    return all(t.data_ptr() % 16 == 0 and 2 * t.stride(0) % 16 == 0 for t in (x, weight))
 
 
 def capability(operand: Tensor) -> int:

@@ -6,10 +6,10 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.cuda.shared.launching import TensorDescriptor, Tile, since, tile_for
+from mosaic.kernels.cuda.shared.launching import Tile, tile_for
 from mosaic.registrar.operators.unembed_stats import UNEMBED_ROWS
 
-__all__ = ["FEW_ROWS", "has_descriptors", "narrow_columns", "tile_of"]
+__all__ = ["FEW_ROWS", "narrow_columns", "tile_of"]
 
 # Tiles by item size, for many rows and for few, without and with samples. What bounds the product of many rows seems to
 # be how fast tiles come from the L2 cache, 1 / rows + 1 / columns bytes per FLOP: on an H200 (D 4,096, V 126,464,
@@ -29,16 +29,7 @@ FEW_POINTER_TILES: Final = {
 DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 3), True: Tile(128, 128, 64, 8, 3)}
 SINGLE_DESCRIPTOR_TILES: Final = {False: Tile(128, 256, 64, 8, 4), True: DESCRIPTOR_TILES[True]}
 FEW_DESCRIPTOR_TILES: Final = {False: Tile(64, 256, 64, 8, 4), True: Tile(64, 128, 64, 8, 4)}
-DESCRIBED: Final = {0: False, 90: True, 100: False}
-"""From which architecture on loads go through tensor descriptors; the tiles for them are compiled for Hopper alone."""
 FEW_ROWS: Final = 64
-
-
-def has_descriptors(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether the GPU loads tiles by descriptor and these operands are aligned to the 16 bytes that it asks for."""
-    if TensorDescriptor is None or not x.is_cuda or x.element_size() != 2 or not since(DESCRIBED, x):
-        return False
-    return all(t.data_ptr() % 16 == 0 and 2 * t.stride(0) % 16 == 0 for t in (x, weight))
 
 
 def tile_of(x: Tensor, sampled: bool, described: bool) -> Tile:
