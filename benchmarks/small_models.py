@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.record import source_line, table
-from mosaic.bench.quality.answers import merged
+from mosaic.bench.quality.answers import together
 from mosaic.bench.quality.items import LONG_TASKS, TASKS
 from mosaic.bench.quality.plot import decodability_png, estimation_png, png
 from mosaic.viz.palette import COLORS
@@ -26,7 +26,6 @@ __all__ = [
     "SECTIONS",
     "decodability_section",
     "estimation_section",
-    "evictions_section",
     "policies_section",
     "quality_section",
     "training_section",
@@ -100,9 +99,10 @@ def quality_section(results: Sequence[Result]) -> str:
 
 
 def policies_section(results: Sequence[Result]) -> str:
-    """Policies side by side, per run and schedule: all answers together, exact answers by task, and forced canvases."""
+    """Policies side by side, by schedule: all answers, exact answers by task, and forced canvases. Runs over the same items are put
+    together, so that all are paired with `exact` of their schedule."""
     parts = []
-    for result in results:
+    for result in together(results):
         asked = result["settings"]
         if len(result["schedules"]) > 1:
             parts.append(_by_schedule(result["schedules"]))
@@ -140,15 +140,6 @@ def _by_schedule(schedules: Mapping[str, Mapping[str, Result]]) -> str:
         groups = [by_policy[name]["groups"]["all"] if name in by_policy else None for by_policy in schedules.values()]
         rows.append((name, *(f"{_changed(group)}, {group['forwards']:.1f}" if group else "" for group in groups)))
     return table(("exact, forwards", *schedules), rows)
-
-
-def evictions_section(results: Sequence[Result]) -> str:
-    """Evictions side by side: runs over the same items together, so that all are paired with `exact` of their schedule."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        asked = {name: result["settings"][name] for name in ("lengths", "per_cell", "tasks", "seed", "split")}
-        groups.setdefault(str((result["model"], result["card"], asked)), []).append(result)
-    return policies_section([merged(group) for group in groups.values()])
 
 
 def _figures(found: Result, first: str) -> dict[str, str]:
@@ -280,7 +271,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Any]], str]]]] = {
     "training": ("training", training_section),
     "quality": ("quality", quality_section),
     "policies": ("policies", policies_section),
-    "evictions": ("evictions", evictions_section),
+    "evictions": ("evictions", policies_section),
     "decodability": ("decodability", decodability_section),
     "estimation": ("estimation", estimation_section),
 }

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from mosaic.bench.quality.pairing import difference, mcnemar, ratio
 from mosaic.errors import UsageError
 
-__all__ = ["Answers", "merged"]
+__all__ = ["Answers", "merged", "together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +19,17 @@ class Answers:
     `exact` and `right` (the share of tokens right at their place) are judgements; `tokens` counts those of the answer with
     [EOS], `forwards` the steps behind the prefill. `decoded` are tokens that these decide, some behind an [EOS]. `processed` are
     those of its block that each computes in all layers, `again` those of the block before. `forced` are tokens of the answer that
-    were decided below the schedule's threshold, as a step decides one at least; empty where there is none, or nobody has counted.
+    were decided below the schedule's threshold, as a step decides one at least. These are empty where nobody has counted.
     """
 
     exact: list[bool]
     right: list[float]
     tokens: list[int]
     forwards: list[int]
-    decoded: list[int]
-    processed: list[int]
-    again: list[int]
     seconds: float
+    decoded: list[int] = field(default_factory=list)
+    processed: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
     forced: list[int] = field(default_factory=list)
 
     def figures(self, items: Sequence[tuple[str, int]], baseline: Answers) -> dict[str, Any]:
@@ -72,16 +72,18 @@ def _group(members: Sequence[int], answers: Answers, baseline: Answers) -> dict[
     def of(values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in members]
 
-    count, forwards, decoded = len(members), sum(of(answers.forwards)), sum(of(answers.decoded))
+    count, forwards = len(members), sum(of(answers.forwards))
     found: dict[str, Any] = {
         "count": count,
         "exact": sum(of(answers.exact)) / count,
         "tokens_right": sum(of(answers.right)) / count,
         "forwards": forwards / count,
         "tokens_per_forward": sum(of(answers.tokens)) / forwards,
-        "processed_per_decoded": sum(of(answers.processed)) / decoded,
-        "again_per_decoded": sum(of(answers.again)) / decoded,
     }
+    if answers.decoded:
+        decoded = sum(of(answers.decoded))
+        found["processed_per_decoded"] = sum(of(answers.processed)) / decoded
+        found["again_per_decoded"] = sum(of(answers.again)) / decoded
     if answers.forced:
         found["forced"] = sum(of(answers.forced)) / count
     if answers is not baseline:
@@ -129,6 +131,18 @@ def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             name: by_policy[name] | mine.figures(items, answers[names[0]]) for name, mine in answers.items()
         }
     return {**first, "schedules": schedules, "runs": list(documents)}
+
+
+def together(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return documents of `compare`, those over the same items as one each (`merged`), in order of the first of them."""
+    groups: list[list[Mapping[str, Any]]] = []
+    for document in documents:
+        group = next((group for group in groups if _asked(group[0]) == _asked(document)), None)
+        if group is None:
+            groups.append([document])
+        else:
+            group.append(document)
+    return [merged(group) if len(group) > 1 else {**group[0], "runs": group} for group in groups]
 
 
 def _asked(document: Mapping[str, Any]) -> dict[str, Any]:

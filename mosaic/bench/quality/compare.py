@@ -217,7 +217,7 @@ def _answers(
     table, began = vocabulary(), time.perf_counter()
     decoded = _decode(model, items, configs, batch, done)
     seconds = time.perf_counter() - began
-    found = Answers([], [], [], [], [], [], [], seconds)
+    found = Answers(exact=[], right=[], tokens=[], forwards=[], seconds=seconds)
     for index, (item, config, (ids, steps, confidence)) in enumerate(zip(items, configs, decoded, strict=True)):
         judged = score(item, table.decode(ids[: ids.index(EOS)] if EOS in ids else ids))
         found.exact.append(judged.exact)
