@@ -8,36 +8,45 @@ out, and the keys in the state are random. Prompts have 256 to 1,024 tokens, ans
 are spread over a block, so steps are alike. Ways: `whole`, all tokens of a block in each step, on the default path, where
 tokens are on the device; `dc+`, those that are not frozen; `focus` and `focus, dc+`, what the trace keeps of these; `all kept`, an
 eviction that drops nothing: beside `dc+` it shows what metric, selection, compaction and the wait between the graphs take.
+
+    python -m benchmarks.eviction sdar-8b --device h200 --batch 24 --prompts 32448,32448 --answer 0 --attention mage:k=1024
+
+lets all ways attend so. On a card every point also has the milliseconds of a step's kernels by what they do.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import mosaic
 from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, options, tag_of, token_counts
 from benchmarks.record import environment, table, write
 from benchmarks.step_floor import StepFloor
+from benchmarks.step_kernels import kernel_ms
 from benchmarks.traces import EVICTION, Counted, Replay, Trace, flat_importance, load_trace, paper_trace
 from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.devices import load_device
-from mosaic.errors import DoesNotFit
+from mosaic.errors import DoesNotFit, UsageError
+from mosaic.models.architecture import Architecture
+from mosaic.models.sparse import SparseAttention, attention_policy
 from mosaic.runtime.compiled import CompiledModel
 
 __all__ = ["HEADER", "WAYS", "main", "measured", "rows_of"]
 
 HEADER = (
     "block", "requests", "way", "tokens/s", "a step, ms", "kept rows", "floor, ms", "of it", "of whole blocks", "floors allow",
-    "eviction itself",
+    "eviction itself", "kernels: products, attention, selection, others, ms",
 )  # fmt: skip
 WHOLE, FROZEN, ALL_KEPT = "whole", "dc+", "all kept"
 _FROZEN: Final[Mapping[str, Any]] = {"block_cache": "dc+", "block_commit": "cached"}
@@ -47,67 +56,119 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 PROMPTS: Final = (256, 1024)
 ANSWER: Final = 2048
-WARM, TIMED = 8, 16
-"""Steps before any is timed, and that are timed, of many requests; fewer requests run through two blocks more."""
+LEAST, WARM, TIMED = 17, 72, 24
+"""Steps before any is timed, at least and at most, and that are timed, of many requests; fewer run through two blocks more.
+After 17 it is little in doubt that a request which has never decided a whole block goes on."""
+PROFILED: Final = 4
+"""Steps whose kernels are profiled."""
+QUIET, STEADY = 8, 1.5
+"""Steps of which none takes so many times their median: sizes that most steps have are planned and captured by then."""
 SLOW: Final = 3.0
-"""A step that takes so many times the median has planned or captured a size that none had before: it is not counted."""
+"""A step that takes so many times the median has met another one: it is not counted, as a server meets each once."""
 AT_LEAST: Final = 0.9
 """Share of the requests that have had a step when one of all requests is over: crews are halves, and not quite equal."""
 CASE: Final = ("block", "requests")
 
 
 def measured(
-    model: CompiledModel, way: str, trace: Trace, *, requests: int, prompts: tuple[int, int] = PROMPTS, answer: int = ANSWER
+    model: CompiledModel, way: str, trace: Trace, *, requests: int, prompts: tuple[int, int] = PROMPTS, answer: int = ANSWER,
+    attention: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Milliseconds and tokens decided of the steps of some blocks, in the middle of a generation, and the sizes of these steps."""
     replay = Replay(trace, all_kept=way == ALL_KEPT)
-    more = int(2 * trace.steps / requests)
-    warm, timed = WARM + more, TIMED + more
-    runner, times, decided = Counted(model), list[float](), list[int]()
+    blocks = int(2 * trace.steps / requests)  # which few requests are to run through, as theirs are not spread over one
+    runner, warm = Counted(model), list[_Round]()
     with Session(runner) as session:
-        session.submit_all([*_submissions(model, way, replay, warm + timed, requests, prompts, answer)])
+        config = _config(model, way, replay, WARM + TIMED + PROFILED + 2 * blocks, attention)
+        session.submit_all([*_submissions(model, config, requests, prompts, answer)])
         session.advance()
         fill(model)
-        session.advance(warm)
+        gc.collect()
+        gc.freeze()  # as a server would: collecting what was made before takes some milliseconds of every step
+        while len(warm) < blocks + LEAST or (len(warm) < WARM + blocks and not _settled(warm)):
+            warm.append(_round(session, replay, requests))
         runner.sizes, replay.computed, replay.kept, replay.undecided = [], 0, 0, 0
-        for _ in range(timed):
-            own, began, done = replay.seconds, time.perf_counter(), session.advance()
-            while len(done) < requests * AT_LEAST:  # the other crew
-                done += session.advance()
-            seconds = time.perf_counter() - began
-            crews = len(runner.sizes) > len(times) + 2
-            # what the replay takes is hidden, or not, where the device runs another crew meanwhile: it counts there
-            times.append(1e3 * (seconds - (0 if crews else replay.seconds - own)))
-            decided.append(sum([len(step.positions) for step in done]))
-    steps = round(len(runner.sizes) / timed)  # of all requests: one, or one of each crew; the last are launched ahead
-    tokens, keys = (steps * statistics.mean(sizes) for sizes in zip(*runner.sizes, strict=True))
-    if way == WHOLE:  # which unembeds all rows of a block, decided or not
-        kept, rows = tokens, requests * trace.mean[0]
-    else:
-        kept, rows = replay.kept / timed, replay.undecided / timed
+        timed = [_round(session, replay, requests) for _ in range(TIMED + blocks)]
+        steps = round(len(runner.sizes) / len(timed))  # of all requests: one, or one of each crew
+        tokens, keys = (steps * statistics.mean(sizes) for sizes in zip(*runner.sizes, strict=True))
+        if way == WHOLE:  # which unembeds all rows of a block, decided or not
+            kept, rows = tokens, requests * trace.mean[0]
+        else:
+            kept, rows = replay.kept / len(timed), replay.undecided / len(timed)
+        kernels = _kernels(session, replay, requests) if model.asynchronous else {}
+        gc.unfreeze()
+    # what the replay takes is hidden, or not, where the device runs another crew meanwhile: it counts there
     return {
-        "step_ms": times, "decided": decided, "tokens": tokens, "rows": rows, "kept": kept, "keys": keys,
-        "steps_of_all": steps,
+        "warm_ms": [one.ms for one in warm], "step_ms": [one.ms - (one.replay_ms if steps == 1 else 0) for one in timed],
+        "decided": [one.decided for one in timed], "tokens": tokens, "rows": rows, "kept": kept, "keys": keys,
+        "steps_of_all": steps, "kernels_ms": kernels,
     }  # fmt: skip
 
 
+class _Round(NamedTuple):
+    """One step of all requests, or one of each crew: what it took, what of that the replay did, and tokens decided."""
+
+    ms: float
+    replay_ms: float
+    decided: int
+
+
+def _round(session: Session, replay: Replay, requests: int) -> _Round:
+    own, began, done = replay.seconds, time.perf_counter(), session.advance()
+    while len(done) < requests * AT_LEAST:  # the other crew
+        done += session.advance()
+    seconds = time.perf_counter() - began
+    return _Round(1e3 * seconds, 1e3 * (replay.seconds - own), sum([len(step.positions) for step in done]))
+
+
+def _settled(rounds: Sequence[_Round]) -> bool:
+    """Whether the last ones took about as long: a size that none had before is planned and captured, which takes longer."""
+    last = [one.ms for one in rounds[-QUIET:]]
+    return max(last) <= STEADY * statistics.median(last)
+
+
+def _kernels(session: Session, replay: Replay, requests: int) -> dict[str, float]:
+    """Milliseconds of a step's kernels, by kind."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(PROFILED):
+            _round(session, replay, requests)
+        torch.cuda.synchronize()
+    launches = [(event.name, event.device_time) for event in profiled.events() if event.device_type.name == "CUDA"]
+    return kernel_ms(launches, PROFILED)
+
+
+def _config(model: CompiledModel, way: str, replay: Replay, steps: int, attention: str | None) -> GenerationConfig:
+    """Options that last so many steps, by the trace where steps are not whole."""
+    length = (int((steps + 1) / replay.trace.steps) + 3) * model.architecture.block
+    config = GenerationConfig(
+        gen_length=length, steps=round(replay.trace.steps), stop_at_eos=False, attention=attention, **WAYS[way]
+    )
+    return config if way == WHOLE else replay.options(config, model.architecture)
+
+
 def _submissions(
-    model: CompiledModel, way: str, replay: Replay, steps: int, requests: int, prompts: tuple[int, int], answer: int
+    model: CompiledModel, config: GenerationConfig, requests: int, prompts: tuple[int, int], answer: int
 ) -> Iterator[Submission]:
     """Requests whose prompts and answers so far are as long as any, and whose first blocks have as many known tokens as any."""
     arch, block = model.architecture, model.architecture.block
-    blocks = int((steps + 1) / replay.trace.steps) + 3
-    config = GenerationConfig(
-        gen_length=blocks * block, steps=round(replay.trace.steps), stop_at_eos=False, **WAYS[way]
-    )
-    if way != WHOLE:
-        config = replay.options(config, arch)
     for number in range(requests):
         low, high = prompts
         so_far = low + (high - low) * number // max(requests - 1, 1) + answer * (number * 7 % requests) // requests
         known = number * block // requests
         ids = torch.arange(so_far // block * block + known) % arch.mask_token_id
         yield Submission(prompt=ids, config=config, request_id=number)
+
+
+def _keys_read(asked: str | None, arch: Architecture, keys: float, requests: int) -> float:
+    """Keys that a layer reads on average, in a step that selects none."""
+    if asked is None:
+        return keys
+    chosen = attention_policy(asked)
+    if not isinstance(chosen, SparseAttention):
+        raise UsageError(f"{asked}: only attention to selected keys has a floor here.")
+    exact = chosen.exact_layers + chosen.exact_last
+    selected = chosen.ratio * keys if chosen.ratio else min(requests * chosen.k, keys)
+    return (exact * keys + (arch.layers - exact) * selected) / arch.layers
 
 
 def _steady(point: Mapping[str, Any]) -> tuple[float, float]:
@@ -132,6 +193,7 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [
             f"{case[0]}", f"{case[1]}", way, f"{speed:,.0f}", f"{step:.2f}", f"{point['kept']:,.0f} of {point['tokens']:,.0f}",
             f"{floor:.2f}", f"{step / floor:.2f}", gained, allowed, itself,
+            ", ".join(f"{ms:.1f}" for ms in point.get("kernels_ms", {}).values()),
         ]  # fmt: skip
 
 
@@ -144,6 +206,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--trace", type=Path, help="a file of a trace; the paper's averages if not given")
     parser.add_argument("--prompts", type=token_counts, default=PROMPTS, help="the shortest and the longest prompt")
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
+    parser.add_argument("--attention", help="how all ways attend, as in `mosaic plan`; to all keys if not given")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     asked = parser.parse_args(arguments)
     device, on_card, clock = load_device(asked.device), asked.device != "cpu", Clock.start(asked.minutes)
@@ -153,20 +216,22 @@ def main(arguments: Sequence[str]) -> None:
         for block in asked.block:
             described = with_block(name, block, asked.layers)
             trace = load_trace(asked.trace) if asked.trace else paper_trace(described.family, block)
-            result["trace"] = trace.name
+            result |= {"trace": trace.name, "attention": asked.attention or "all keys"}
             floor = StepFloor(described.architecture, device)
             with mosaic.compile(described, device=asked.device, seed=3) as model:
                 flat_importance(model)
                 for requests, way in clock.while_left([*product(asked.batch, asked.ways.split(";"))], print):
                     try:
                         found = measured(
-                            model, way, trace, requests=requests, prompts=asked.prompts, answer=asked.answer
-                        )
+                            model, way, trace, requests=requests, prompts=asked.prompts, answer=asked.answer,
+                            attention=asked.attention,
+                        )  # fmt: skip
                     except DoesNotFit as error:
                         print(requests, way, error)
                         continue
                     cut = 1 if "eviction" in WAYS[way] else None
-                    sizes = {size: found[size] for size in ("tokens", "kept", "rows", "keys")}
+                    sizes = {size: found[size] for size in ("tokens", "kept", "rows")}
+                    sizes["keys"] = _keys_read(asked.attention, described.architecture, found["keys"], requests)
                     found["floor_s"] = floor.of(requests=requests, cut=cut, **sizes)
                     result["points"].append({"block": block, "requests": requests, "way": way, **found})
                     write(f"eviction-{name}-{asked.device}{tag_of(asked)}", result)

@@ -26,9 +26,9 @@ from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, options, tag_of, token_counts
 from benchmarks.plain_blocks import plain_step_ms
 from benchmarks.record import environment, table, write
-from mosaic.decoding import GenerationConfig, Session
+from mosaic.decoding import GenerationConfig, OnStep, Session
 from mosaic.devices import load_device
-from mosaic.errors import DoesNotFit
+from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models import Model
 from mosaic.models.reuse import REUSES, PrefixReuse
 from mosaic.models.sparse import PRESETS, SparseAttention, attention_policy
@@ -48,6 +48,9 @@ WARM, BLOCKS = 1, 3
 GENERATED: Final = (WARM + BLOCKS + 2) * BLOCK
 EXACT: Final = "exact"
 PLAIN: Final = "plain"
+SHIFTED: Final = "fast-dllm-v2"
+"""Whose blocks begin with a known token, which the step that commits the one before decides."""
+STATIC: Final = {"remasking": "low_confidence_static"}
 CASE: Final = ("prefix", "requests", "steps", "staggered")
 
 
@@ -83,19 +86,20 @@ def measured(
     requests: int,
     steps: int,
     staggered: bool,
+    on_step: OnStep | None = None,
 ) -> list[float]:
-    """Milliseconds of the steps of some blocks, in the middle of a generation."""
-    quota = BLOCK // steps
+    """Milliseconds of the steps of some blocks, in the middle of a generation; `on_step` is told what each did."""
+    family, quota = model.model.family, BLOCK // steps
     config = GenerationConfig(
-        gen_length=GENERATED, steps=steps, remasking="low_confidence_static", stop_at_eos=False,
-        attention=None if attention == EXACT else attention,
+        gen_length=GENERATED, stop_at_eos=False, attention=None if attention == EXACT else attention,
+        **_schedule(family, steps),
     )  # fmt: skip
     found = list[float]()
     with Session(NoPrefill(model)) as session:
         for number in range(requests):
             known = number * BLOCK // requests // quota * quota if staggered else 0  # of the first block
-            ids = torch.arange(prefix + known) % model.architecture.mask_token_id
-            session.submit(ids, config)
+            ids = torch.arange(prefix + max(known, int(family == SHIFTED))) % model.architecture.mask_token_id
+            session.submit(ids, config, on_step=on_step)
         session.advance()
         fill(model)
         session.advance(WARM * steps)
@@ -104,6 +108,21 @@ def measured(
             session.advance()
             found.append(1e3 * (time.perf_counter() - began))
     return found
+
+
+def _schedule(family: str, steps: int) -> dict[str, Any]:
+    """Options by which a block takes so many steps, the one that commits it among them if it has one of its own.
+
+    Raises
+    ------
+    UsageError
+        If steps of the family commit one token each, and it takes another number of steps.
+    """
+    if family == SHIFTED:
+        if steps != BLOCK:
+            raise UsageError(f"a block of {family} takes {BLOCK} steps where no token is confident, not {steps}.")
+        return {"threshold": 1.0}
+    return {"steps": steps} | ({"threshold": 1.0, "ahead": True} if family == "llada2" else STATIC)
 
 
 def _reaching(model: Model, positions: int) -> Model:
@@ -130,7 +149,13 @@ def floor_s(
     """Seconds of reading what the steps of one block touch, once each."""
     arch = model.architecture
     item = 2 if arch.dtype != "float32" else 4
-    weights = item * (arch.parameters - (0 if arch.tied else arch.vocabulary * arch.hidden))
+    routed = (
+        3 * arch.hidden * arch.ffn * (arch.layers - arch.dense_layers) if arch.experts else 0
+    )  # an expert of all layers
+    missed = arch.experts * (1 - arch.experts_per_token / max(arch.experts, 1)) ** (
+        requests * BLOCK
+    )  # by random routing
+    weights = item * (arch.parameters - (0 if arch.tied else arch.vocabulary * arch.hidden) - routed * missed)
     of_layer = 2 * item * arch.kv_heads * arch.head_size * prefix  # keys and values
     if attention == EXACT:
         return steps * (weights + requests * arch.layers * of_layer) / bandwidth
@@ -213,7 +238,7 @@ def main(arguments: Sequence[str]) -> None:
             for *case, attention in clock.while_left(cases, print):
                 try:
                     keep(case, attention, measured(model, named[attention], **dict(zip(CASE, case, strict=True))))
-                except DoesNotFit as error:
+                except (DoesNotFit, UsageError) as error:
                     print(case, attention, error)
         print(table(HEADER, list(rows_of(result))))
 

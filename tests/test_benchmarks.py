@@ -32,6 +32,7 @@ from benchmarks import (
     small_models,
     sparse,
     speed,
+    step_kernels,
     traces,
     unembed,
 )
@@ -325,7 +326,7 @@ def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
     figures = {"seconds": 2.0, "tokens_per_s": 1234.5, "groups": {"all": group, "chain": group, "chain, 2048": group}}
     sparse = {**group, "exact": 0.8, "against": change}
     policies = {
-        "model": "small-sdar", "card": "cpu", "environment": ENVIRONMENT, "items": [{}] * 9,
+        "model": "small-sdar", "card": "cpu", "dtype": None, "environment": ENVIRONMENT, "items": [{}] * 9,
         "settings": {"lengths": [2048, 4096], "split": "choose"},
         "schedules": {
             "dynamic": {
@@ -358,13 +359,13 @@ def test_policies_and_sets_of_keys_are_reported(tmp_path: Path) -> None:
     asked = {"lengths": [2048], "split": "judge", "per_cell": 1, "tasks": ["chain", "frequent"], "seed": 0}
     runs = [
         {
-            **policies, "dtype": None, "items": [{"task": task, "length": length} for task, length in items],
+            **policies, "items": [{"task": task, "length": length} for task, length in items],
             "settings": {**asked, "seconds": turn},
             "schedules": {schedule: {name: answers.figures(items, answers)} for schedule in ("dynamic", *more)},
         }
         for turn, (name, answers, *more) in enumerate([("focus", focus, "static:2"), ("exact", exact)])
     ]  # fmt: skip
-    text = small_models.evictions_section([*runs, {**runs[1], "settings": {**asked, "seed": 1}}])
+    text = small_models.policies_section([*runs, {**runs[1], "settings": {**asked, "seed": 1}}])
     assert text.count("| policy | exact | against exact | p |") == 2 and text.count("3 answers under each policy") == 3
     assert "| exact, forwards | dynamic | static:2 |" in text and "| focus | 66.7%, 8.0 | 66.7%, 8.0 |" in text
     assert "| exact | 100.0%, 4.0 |  |" in text
@@ -455,15 +456,53 @@ def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
     assert once == pytest.approx(weights + 3 * layer) and beside == pytest.approx(mage - layer)
 
 
-def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "steps"), [("fast-dllm-v2-7b", 32), ("llada2-mini", 4)])
+def test_blocks_of_every_family_take_the_steps_that_are_asked_for(name: str, steps: int) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
+    described = block.with_block(name, sparse.BLOCK, 3)
+    more = {"pad_token_id": 0, **experts} if described.architecture.experts else {}
+    tiny = load({**described.config, **SMALL, **more})
+    asked, decided = {"prefix": 64, "requests": 1, "steps": steps}, []
+    with mosaic.compile(tiny, device="cpu", seed=1) as model:
+        found = sparse.measured(
+            model, SparseAttention(k=16, exact_layers=1), **asked, staggered=False, on_step=decided.append
+        )
+    assert len(found) == sparse.BLOCKS * steps
+    tokens = [len(step.positions) for step in decided][-len(found) :]
+    assert sum(tokens) == sparse.BLOCKS * sparse.BLOCK and max(tokens) == sparse.BLOCK // steps
+    arch = tiny.architecture
+    floor = sparse.floor_s(tiny, sparse.EXACT, **asked, bandwidth=1e9) * 1e9 / steps / 4
+    unread = 3 * arch.hidden * arch.ffn * 2 * arch.experts * 0.75**32 if arch.experts else 0
+    assert floor == pytest.approx(
+        arch.parameters - arch.vocabulary * arch.hidden - unread + 3 * 2 * arch.kv_heads * arch.head_size * 64
+    )
+
+
+def test_kernels_of_a_step_are_told_apart_by_what_they_do() -> None:
+    launches = [
+        ("nvjet_sm90_tst_64x32_64x16_4x1_v_bz_TNT", 3000.0), ("void cublasLt::splitKreduce_kernel<32>", 500.0),
+        ("grouped_linear_kernel", 500.0), ("selected_attention_kernel", 1000.0), ("kv_attention_tiles_kernel", 1000.0),
+        ("importance_kernel", 100.0), ("key_mass_kernel", 300.0), ("silu_mul_kernel", 800.0), ("Memcpy HtoD", 200.0),
+    ]  # fmt: skip
+    found = step_kernels.kernel_ms(launches, 2)
+    assert found == pytest.approx({"products": 2.0, "attention": 1.0, "metric and selection": 0.2, "others": 0.5})
+
+
+def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What steps decide and keep is what the trace says, on average; the figures of the table are those of the points."""
     tiny, trace = load({**block.with_block("sdar-8b", 16, 3).config, **SMALL}), traces.paper_trace("sdar", 16)
     masked, kept, decided = trace.mean
+    monkeypatch.setattr(eviction, "LEAST", eviction.QUIET)
+    monkeypatch.setattr(eviction, "WARM", eviction.QUIET)
+    monkeypatch.setattr(eviction, "TIMED", 12)
     points: dict[str, dict[str, Any]] = {}
     with mosaic.compile(tiny, device="cpu", seed=1) as model:
         traces.flat_importance(model)
         for way in [way for way in eviction.WAYS if way != "focus"]:
             found = eviction.measured(model, way, trace, requests=4, prompts=(16, 40), answer=48)
+            assert not found["kernels_ms"]  # a CPU has none
             points[way] = {"block": 16, "requests": 4, "way": way, "floor_s": 1e-3, **found}
         assert model.state_rows == {}
     whole, frozen, focus, all_kept = (
@@ -480,11 +519,11 @@ def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(tmp_path: Path)
     # a step that takes more than three times the median is not counted, nor is what it decides
     for point, ms in zip((whole, frozen, focus, all_kept), (4.0, 2.0, 1.0, 2.5), strict=True):
         point |= {"step_ms": [ms] * 4 + [99.0], "decided": [8] * 4 + [0]}
-    focus["floor_s"] = 5e-4
+    focus |= {"floor_s": 5e-4, "kernels_ms": {"products": 0.5, "attention": 0.25}}
     rows = {row[2]: row for row in eviction.rows_of({"points": [*points.values()]})}
     assert all(len(row) == len(eviction.HEADER) for row in rows.values())
     assert rows["focus, dc+"][3:5] == ["8,000", "1.00"]
-    assert rows["focus, dc+"][6:] == ["0.50", "2.00", "4.00", "2.00", "0.50 ms, 50.0%"]
+    assert rows["focus, dc+"][6:] == ["0.50", "2.00", "4.00", "2.00", "0.50 ms, 50.0%", "0.5, 0.2"]
     result = {
         "model": "tiny",
         "trace": "paper",

@@ -1,0 +1,52 @@
+"""Milliseconds of a step's kernels by what they do, from the profiler: products, attention, metric and selection, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+__all__ = ["KINDS", "kernel_ms"]
+
+PRODUCTS, ATTENTION, SELECTION, OTHERS = "products", "attention", "metric and selection", "others"
+KINDS: Final = (PRODUCTS, ATTENTION, SELECTION, OTHERS)
+OPERATORS: Final[Mapping[str, tuple[str, ...]]] = {
+    PRODUCTS: (
+        "grouped_linear", "norm_gate_up", "norm_qkv", "split_linear_add", "unembed_sample", "unembed_stats",
+    ),
+    ATTENTION: ("joined_attention", "kv_attention", "kv_attention_hopper", "prefix_attention", "selected_attention"),
+    SELECTION: ("evict_tokens", "gather_rows", "key_mass", "prefix_logsumexp", "token_importance", "top_keys"),
+}  # fmt: skip
+"""Whose own kernels are of a kind."""
+LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
+    PRODUCTS: ("nvjet", "gemm", "splitk", "cublas"),
+    ATTENTION: ("cudnn", "fmha"),
+}
+"""Parts of the names of libraries' kernels."""
+
+
+def kernel_ms(kernels: Iterable[tuple[str, float]], steps: int) -> dict[str, float]:
+    """Return milliseconds of a step by kind, of names and microseconds of all launches of so many steps."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for name, microseconds in kernels:
+        found[_kind(name)] += microseconds / 1e3 / steps
+    return found
+
+
+@cache
+def _kind(name: str) -> str:
+    for kind, modules in OPERATORS.items():
+        if any(name in _own(module) for module in modules):
+            return kind
+    for kind, parts in LIBRARIES.items():
+        if any(part in name.lower() for part in parts):
+            return kind
+    return OTHERS
+
+
+@cache
+def _own(module: str) -> Mapping[str, Any]:
+    """The kernels that a module defines."""
+    found = vars(import_module(f"mosaic.kernels.cuda.{module}"))
+    return {name: kernel for name, kernel in found.items() if name.endswith("_kernel")}
