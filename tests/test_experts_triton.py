@@ -20,7 +20,7 @@ from mosaic.kernels.cuda import moe_route as router_kernel
 from mosaic.kernels.cuda.shared.launching import capability
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-INNER = 200 if INTERPRETED else 2048
+INNER = 256 if INTERPRETED else 2048
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 # rows of each expert: for every tile some without rows, with one, a last tile of few, one more than a tile, all rows
@@ -56,6 +56,18 @@ ways = pytest.mark.parametrize(
 )
 
 
+def operand(*shape: int, dtype: torch.dtype, seed: int = 0, apart: int = 0, scale: float = 1.0) -> Tensor:
+    """Random numbers, and for the interpreter such that 64 products add up exactly: NumPy's order depends on a product's shape.
+
+    They are whole, and of every 128 the first half is larger by 2^`apart`. So sums are rounded in the order of the kernel's steps.
+    """
+    if not INTERPRETED:
+        return randn(*shape, dtype=dtype, seed=seed, scale=scale)
+    whole = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed))
+    sizes = 2.0 ** torch.tensor([apart, 0]).repeat_interleave(64).repeat(shape[-1] // 128)
+    return (whole * sizes * scale).to(dtype)
+
+
 def test_counts_are_of_every_tile() -> None:
     for described, tiles in ((False, 2), (True, 3)):
         chosen = {
@@ -74,7 +86,8 @@ def test_products_of_experts(counts: tuple[int, ...], described: bool) -> None:
 def test_a_row_of_an_expert_is_the_same_alone_and_among_others(dtype: torch.dtype, described: bool) -> None:
     """Whichever tile the rows of the batch choose. Inputs cancel, so what is left are the roundings of sums, in their order."""
     counts, outer = (130, 0, 97, 280), 150
-    half, half_weight = randn(sum(counts), INNER // 2, dtype=dtype), randn(4, outer, INNER // 2, dtype=dtype, seed=1)
+    half = operand(sum(counts), INNER // 2, dtype=dtype, apart=20)
+    half_weight = operand(4, outer, INNER // 2, dtype=dtype, seed=1)
     x, weight = torch.cat([half, -half], dim=1), torch.cat([half_weight, half_weight], dim=2)
     starts = [sum(counts[:expert]) for expert in range(len(counts))]
     tiles = set()
@@ -113,7 +126,8 @@ def test_router(shape: tuple[int, int, int], described: bool) -> None:
 @ways
 def test_a_row_is_routed_the_same_alone_and_among_others(dtype: torch.dtype, described: bool) -> None:
     rows, experts, top_k = 300 if INTERPRETED else 8576, 60, 4
-    x, weight = randn(rows, INNER, dtype=dtype), randn(experts, INNER, dtype=dtype, seed=1, scale=INNER**-0.5)
+    x = operand(rows, INNER, dtype=dtype, apart=20)
+    weight = operand(experts, INNER, dtype=dtype, seed=1, scale=2.0**-28 if INTERPRETED else INNER**-0.5)
 
     def routed(chosen: list[int]) -> dict[str, Tensor]:
         scores = torch.empty(len(chosen), top_k, dtype=dtype)
