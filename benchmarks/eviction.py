@@ -11,7 +11,8 @@ eviction that drops nothing: beside `dc+` it shows what metric, selection, compa
 
     python -m benchmarks.eviction sdar-8b --device h200 --batch 24 --prompts 32448,32448 --answer 0 --attention mage:k=1024
 
-lets all ways attend so. On a card every point also has the milliseconds of a step's kernels by what they do.
+lets all ways attend so. Blocks of Fast-dLLM v2 are committed by steps of their own, which count with those of the others. On a card
+every point also has the milliseconds of a step's kernels by what they do.
 """
 
 from __future__ import annotations
@@ -32,14 +33,26 @@ import mosaic
 from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, options, tag_of, token_counts
 from benchmarks.record import environment, table, write
-from benchmarks.step_floor import StepFloor
+from benchmarks.step_floor import StepFloor, keys_read
 from benchmarks.step_kernels import kernel_ms
-from benchmarks.traces import EVICTION, Counted, Replay, Trace, flat_importance, load_trace, paper_trace
+from benchmarks.traces import (
+    EVICTION,
+    Attending,
+    Counted,
+    Replay,
+    Sizes,
+    Trace,
+    flat_importance,
+    load_trace,
+    paper_trace,
+)
 from mosaic.decoding import GenerationConfig, Session, Submission
+from mosaic.decoding.config import ALGORITHMS, own_algorithm
 from mosaic.devices import load_device
-from mosaic.errors import DoesNotFit, UsageError
+from mosaic.errors import DoesNotFit
 from mosaic.models.architecture import Architecture
-from mosaic.models.sparse import SparseAttention, attention_policy
+from mosaic.models.parts.reused import Reused
+from mosaic.models.parts.selected import Selected
 from mosaic.runtime.compiled import CompiledModel
 
 __all__ = ["HEADER", "WAYS", "main", "measured", "rows_of"]
@@ -77,7 +90,7 @@ def measured(
     """Milliseconds and tokens decided of the steps of some blocks, in the middle of a generation, and the sizes of these steps."""
     replay = Replay(trace, all_kept=way == ALL_KEPT)
     blocks = int(2 * trace.steps / requests)  # which few requests are to run through, as theirs are not spread over one
-    runner, warm = Counted(model), list[_Round]()
+    arch, runner, warm = model.architecture, Counted(model), list[_Round]()
     with Session(runner) as session:
         config = _config(model, way, replay, WARM + TIMED + PROFILED + 2 * blocks, attention)
         session.submit_all([*_submissions(model, config, requests, prompts, answer)])
@@ -87,19 +100,23 @@ def measured(
         gc.freeze()  # as a server would: collecting what was made before takes some milliseconds of every step
         while len(warm) < blocks + LEAST or (len(warm) < WARM + blocks and not _settled(warm)):
             warm.append(_round(session, replay, requests))
-        runner.sizes, replay.computed, replay.kept, replay.undecided = [], 0, 0, 0
+        runner.sizes, replay.kept, replay.unembedded = [], 0, 0
         timed = [_round(session, replay, requests) for _ in range(TIMED + blocks)]
-        steps = round(len(runner.sizes) / len(timed))  # of all requests: one, or one of each crew
-        tokens, keys = (steps * statistics.mean(sizes) for sizes in zip(*runner.sizes, strict=True))
-        if way == WHOLE:  # which unembeds all rows of a block, decided or not
+        sizes, steps = runner.sizes, len(runner.sizes) / len(timed)
+        if not _is_replayed(arch, way):  # of these some are launched in vain
+            steps = round(steps)
+        tokens = steps * statistics.mean(step.tokens for step in sizes)
+        keys = [steps * read / len(sizes) for read in _keys_read(sizes, arch)]
+        if _is_replayed(arch, way):
+            kept, rows = replay.kept / len(timed), replay.unembedded / len(timed)
+        else:  # all rows of a block are unembedded, decided or not
             kept, rows = tokens, requests * trace.mean[0]
-        else:
-            kept, rows = replay.kept / len(timed), replay.undecided / len(timed)
         kernels = _kernels(session, replay, requests) if model.asynchronous else {}
         gc.unfreeze()
     # what the replay takes is hidden, or not, where the device runs another crew meanwhile: it counts there
+    overlapped = any(step.overlapped for step in sizes)
     return {
-        "warm_ms": [one.ms for one in warm], "step_ms": [one.ms - (one.replay_ms if steps == 1 else 0) for one in timed],
+        "warm_ms": [one.ms for one in warm], "step_ms": [one.ms - (0 if overlapped else one.replay_ms) for one in timed],
         "decided": [one.decided for one in timed], "tokens": tokens, "rows": rows, "kept": kept, "keys": keys,
         "steps_of_all": steps, "kernels_ms": kernels,
     }  # fmt: skip
@@ -139,11 +156,17 @@ def _kernels(session: Session, replay: Replay, requests: int) -> dict[str, float
 
 def _config(model: CompiledModel, way: str, replay: Replay, steps: int, attention: str | None) -> GenerationConfig:
     """Options that last so many steps, by the trace where steps are not whole."""
-    length = (int((steps + 1) / replay.trace.steps) + 3) * model.architecture.block
-    config = GenerationConfig(
-        gen_length=length, steps=round(replay.trace.steps), stop_at_eos=False, attention=attention, **WAYS[way]
-    )
-    return config if way == WHOLE else replay.options(config, model.architecture)
+    arch = model.architecture
+    length = (int((steps + 1) / replay.trace.steps) + 3) * arch.block
+    wanted = {"steps": round(replay.trace.steps), "small_block_length": arch.block, **WAYS[way]}
+    taken = {option: value for option, value in wanted.items() if option in ALGORITHMS[own_algorithm(arch)].options}
+    config = GenerationConfig(gen_length=length, stop_at_eos=False, attention=attention, **taken)
+    return replay.options(config, arch) if _is_replayed(arch, way) else config
+
+
+def _is_replayed(arch: Architecture, way: str) -> bool:
+    """Whether steps go by the trace one by one: whole blocks do not where a number of steps can be asked for."""
+    return way != WHOLE or "steps" not in ALGORITHMS[own_algorithm(arch)].options
 
 
 def _submissions(
@@ -154,21 +177,23 @@ def _submissions(
     for number in range(requests):
         low, high = prompts
         so_far = low + (high - low) * number // max(requests - 1, 1) + answer * (number * 7 % requests) // requests
-        known = number * block // requests
+        # where rows predict what follows them, a prompt of whole blocks is run
+        known = max(number * block // requests, int(arch.shifted))
         ids = torch.arange(so_far // block * block + known) % arch.mask_token_id
         yield Submission(prompt=ids, config=config, request_id=number)
 
 
-def _keys_read(asked: str | None, arch: Architecture, keys: float, requests: int) -> float:
-    """Keys that a layer reads on average, in a step that selects none."""
-    if asked is None:
-        return keys
-    chosen = attention_policy(asked)
-    if not isinstance(chosen, SparseAttention):
-        raise UsageError(f"{asked}: only attention to selected keys has a floor here.")
-    exact = chosen.exact_layers + chosen.exact_last
-    selected = chosen.ratio * keys if chosen.ratio else min(requests * chosen.k, keys)
-    return (exact * keys + (arch.layers - exact) * selected) / arch.layers
+def _keys_read(sizes: Sequence[Sizes], arch: Architecture) -> list[float]:
+    """Keys that each layer reads in so many steps, by what each request does in them."""
+    read = [_read_by(some, arch, keys) for step in sizes for some in step.attending for keys in some.keys]
+    return [sum(layer) for layer in zip(*read, strict=True)]
+
+
+def _read_by(some: Attending, arch: Architecture, keys: int) -> list[float]:
+    """Keys that each layer reads for a request that sees so many."""
+    cache = some.phase.cache
+    policy = cache.attention if isinstance(cache, Selected) else cache.reuse if isinstance(cache, Reused) else None
+    return keys_read(policy, arch, keys, selects=some.selects, refreshes=some.refreshes)
 
 
 def _steady(point: Mapping[str, Any]) -> tuple[float, float]:
@@ -230,8 +255,7 @@ def main(arguments: Sequence[str]) -> None:
                         print(requests, way, error)
                         continue
                     cut = 1 if "eviction" in WAYS[way] else None
-                    sizes = {size: found[size] for size in ("tokens", "kept", "rows")}
-                    sizes["keys"] = _keys_read(asked.attention, described.architecture, found["keys"], requests)
+                    sizes = {size: found[size] for size in ("tokens", "kept", "rows", "keys")}
                     found["floor_s"] = floor.of(requests=requests, cut=cut, **sizes)
                     result["points"].append({"block": block, "requests": requests, "way": way, **found})
                     write(f"eviction-{name}-{asked.device}{tag_of(asked)}", result)

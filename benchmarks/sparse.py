@@ -26,6 +26,7 @@ from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, options, tag_of, token_counts
 from benchmarks.plain_blocks import plain_step_ms
 from benchmarks.record import environment, table, write
+from benchmarks.step_floor import keys_read
 from mosaic.decoding import GenerationConfig, OnStep, Session
 from mosaic.devices import load_device
 from mosaic.errors import DoesNotFit, UsageError
@@ -156,23 +157,18 @@ def floor_s(
         requests * BLOCK
     )  # by random routing
     weights = item * (arch.parameters - (0 if arch.tied else arch.vocabulary * arch.hidden) - routed * missed)
-    of_layer = 2 * item * arch.kv_heads * arch.head_size * prefix  # keys and values
-    if attention == EXACT:
-        return steps * (weights + requests * arch.layers * of_layer) / bandwidth
-    chosen = attention_policy(attention)
-    if isinstance(chosen, PrefixReuse):
-        return (steps * weights + chosen.refreshing(steps) * requests * arch.layers * of_layer) / bandwidth
-    sparse = len(chosen.sparse_layers(arch))
-    selecting = sum(chosen.selects_in(step, steps) for step in range(steps))
-    every = chosen.selects == "every"
-    exactly = 0 if every else selecting
-    ranked = of_layer / chosen.page if chosen.by == "bounds" else of_layer / 2
-    attended = of_layer * min(chosen.k / prefix, 1.0)
-    whole = steps if chosen.reuse is None else chosen.reuse.refreshing(steps)
-    kept = (whole * chosen.exact_layers + steps * chosen.exact_last) * of_layer + sparse * (
-        exactly * of_layer + (steps - exactly) * attended + selecting * ranked
-    )
-    return (steps * weights + requests * kept) / bandwidth
+    chosen = None if attention == EXACT else attention_policy(attention)
+    reuse = chosen if isinstance(chosen, PrefixReuse) else chosen and chosen.reuse
+    refreshing = steps if reuse is None else reuse.refreshing(steps)  # whichever these are
+    read = [
+        keys_read(
+            chosen, arch, prefix, refreshes=step < refreshing,
+            selects=isinstance(chosen, SparseAttention) and chosen.selects_in(step, steps),
+        )
+        for step in range(steps)
+    ]  # fmt: skip
+    of_key = 2 * item * arch.kv_heads * arch.head_size  # and its value
+    return (steps * weights + requests * of_key * sum(map(sum, read))) / bandwidth
 
 
 def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:

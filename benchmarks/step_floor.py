@@ -2,20 +2,54 @@
 
 A product takes the longer of its FLOPs at the profile's rate for its rows and columns, and of reading its weights; experts are read
 where a token is expected to choose them. Attention takes the longer of its FLOPs and of reading the keys and values that are
-attended to. Norms, rotary embeddings, selection, statistics, launches and the host cost nothing here.
+attended to, and to those that a selection ranks. Norms, rotary embeddings, statistics, launches and the host cost nothing here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mosaic.devices import Device
 from mosaic.models.architecture import Architecture
+from mosaic.models.reuse import PrefixReuse
+from mosaic.models.sparse import SparseAttention
 from mosaic.planner.cost import RateGrids
 
-__all__ = ["StepFloor"]
+__all__ = ["StepFloor", "keys_read"]
+
+
+def keys_read(
+    attention: SparseAttention | PrefixReuse | None, arch: Architecture, keys: float, *, selects: bool, refreshes: bool
+) -> list[float]:
+    """Return how many keys, each with its value, each layer reads in a request's step; a key that is only ranked is half of one.
+
+    Parameters
+    ----------
+    attention
+        What the request attends by; None: to all keys.
+    keys
+        That it sees.
+    selects
+        Whether the step selects.
+    refreshes
+        Whether layers that reuse what they kept attend to their prefix in it.
+    """
+    reuse = attention if isinstance(attention, PrefixReuse) else attention and attention.reuse
+    found = [keys if refreshes or reuse is None else 0.0] * arch.layers
+    if not isinstance(attention, SparseAttention):
+        return found
+    attended = min(attention.k, attention.ratio * keys or keys)
+    if selects and attention.selects == "first" and not attention.carried:
+        attended = keys
+    ranked = keys / attention.page if attention.by == "bounds" else keys / 2
+    for layer in attention.sparse_layers(arch):
+        found[layer] = attended + selects * ranked
+    for layer in range(arch.layers - attention.exact_last, arch.layers):
+        found[layer] = keys
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +68,7 @@ class StepFloor:
     device: Device
 
     def of(
-        self, *, requests: int, tokens: float, kept: float, rows: float, keys: float, cut: int | None = None
+        self, *, requests: int, tokens: float, kept: float, rows: float, keys: Sequence[float], cut: int | None = None
     ) -> float:
         """Return seconds.
 
@@ -49,17 +83,17 @@ class StepFloor:
         rows
             That are unembedded.
         keys
-            That sequences see, all together.
+            That each layer reads for all sequences together (`keys_read`).
         cut
             The layer; None: the step computes all tokens to its end.
         """
         arch, seconds = self.arch, 0.0
         queries, head = arch.heads * arch.head_size, arch.head_size
-        for layer in range(arch.layers):
+        for layer, read in enumerate(keys):
             before = tokens if cut is None or layer <= cut else kept
             after = tokens if cut is None or layer < cut else kept
             seconds += self._product(before, arch.hidden, queries + 2 * arch.kv_heads * head)
-            seconds += self._attention(after, keys, requests)
+            seconds += self._attention(after, read, requests)
             seconds += self._product(after, queries, arch.hidden)
             seconds += self._feed_forward(layer, after)
         return seconds + self._product(rows, arch.hidden, arch.vocabulary)

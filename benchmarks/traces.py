@@ -35,13 +35,16 @@ from mosaic.decoding import ALGORITHMS, Algorithm, Canvas, GenerationConfig, res
 from mosaic.decoding.algorithms import algorithm_of
 from mosaic.decoding.llada import schedule
 from mosaic.models.eviction import Eviction
-from mosaic.models.parts.cut import KEPT
+from mosaic.models.parts.cut import COUNT, KEPT
 from mosaic.models.parts.focus import BlockProgress
 from mosaic.runtime.steps import StepResult
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mosaic.decoding.canvas import Steps
     from mosaic.models.architecture import Architecture
+    from mosaic.models.phase import Phase
     from mosaic.runtime.compiled import CompiledModel
     from mosaic.runtime.launched import Launched
     from mosaic.runtime.steps import StepRequest, StepRunner
@@ -49,8 +52,10 @@ if TYPE_CHECKING:
 __all__ = [
     "EVICTION",
     "PAPER",
+    "Attending",
     "Counted",
     "Replay",
+    "Sizes",
     "Trace",
     "TraceStep",
     "flat_importance",
@@ -64,6 +69,8 @@ EVICTION: Final = Eviction(alpha=1.0, history="ema", weight=1.0)
 """Keeps as many masked tokens as the request says that its step before has decided, and those that stand out."""
 PAPER: Final[Mapping[str, tuple[float, float]]] = {"sdar": (15.02, 3.12), "llada2": (19.73, 4.19)}
 """By family, tokens computed for each that is decided in blocks of 32, without eviction and with it: FOCUS, table 5, ShareGPT."""
+_AS: Final[Mapping[str, str]] = {"fast-dllm-v2": "sdar"}
+"""Families that the paper has no figures of, and whose stand for theirs."""
 _PAPER_BLOCK: Final = 32
 _GAIN: Final = 8.0
 _BEHIND: Final = 4.0
@@ -112,11 +119,14 @@ class Trace:
 def paper_trace(family: str, block: int, blocks: int = 8) -> Trace:
     """Make a trace whose averages are those of the paper's table 5: the same tokens decided and kept a step, whatever the block.
 
+    A family that the paper has no figures of goes by those of another one, which the trace's name says.
+
     >>> trace = paper_trace("sdar", 32)
     >>> trace.steps, [round(count, 1) for count in trace.mean], trace.blocks[0][:2]
     (15.0, [16.9, 6.6, 2.1], (TraceStep(masked=32, kept=6, committed=3), TraceStep(masked=29, kept=7, committed=3)))
     """
-    without, evicted = PAPER[family]
+    of = _AS.get(family, family)
+    without, evicted = PAPER[of]
     steps_of_block, decided = without * block / _PAPER_BLOCK, _PAPER_BLOCK / without
     ends = [math.floor(number * steps_of_block) for number in range(blocks + 1)]
     keeps = [math.floor(step * evicted * decided) for step in range(ends[-1] + 1)]
@@ -126,7 +136,7 @@ def paper_trace(family: str, block: int, blocks: int = 8) -> Trace:
         masked = [block - before for before in accumulate([0, *quotas[:-1]])]
         kept = [after - before for before, after in pairwise(keeps[first : end + 1])]
         found.append(tuple(map(TraceStep, masked, kept, quotas)))
-    return Trace(name="paper", block=block, blocks=tuple(found))
+    return Trace(name="paper" if of == family else f"paper, of {of}", block=block, blocks=tuple(found))
 
 
 def recorded_trace(model: CompiledModel, name: str, tasks: Sequence[str], items: int) -> Trace:
@@ -155,14 +165,22 @@ def load_trace(path: Path) -> Trace:
 
 
 def flat_importance(model: CompiledModel) -> None:
-    """Write norms of the first layers' queries, so that the importance of hardly any masked token stands out.
+    """Write weights of the first layers' queries, so that the importance of hardly any masked token stands out.
 
     Layer 0 attends to all alike, layer 1 to few positions: rarely to masked ones, whose keys are alike. So deltas of masked tokens
-    are small beside the deviation over the block, and the budget says how many are kept.
+    are small beside the deviation over the block, and the budget says how many are kept. Scores of layer 1 have a deviation of
+    `_GAIN`: by the weight of its heads' norm, or by that of the projection where heads are not normed.
     """
-    names, weights = model.architecture.names, model.weights()
-    weights[names.query_norm.format(layer=0)].zero_()
-    weights[names.query_norm.format(layer=1)].fill_(_GAIN)
+    arch, weights = model.architecture, model.weights()
+    names = arch.names
+    if arch.head_norms:
+        weights[names.query_norm.format(layer=0)].zero_()
+        weights[names.query_norm.format(layer=1)].fill_(_GAIN)
+        return
+    for layer in (0, 1):
+        query, key = (weights[name.format(layer=layer)] for name in (names.query, names.key))
+        query.mul_(layer * _GAIN / (arch.hidden * query.std() * key.std()))
+        weights[names.query.format(layer=layer).replace(".weight", ".bias")].zero_()
 
 
 @dataclass(slots=True)
@@ -180,20 +198,18 @@ class Replay:
     ----------
     seconds
         What the replay itself has taken of the host's time.
-    computed
-        Tokens that steps were asked for, of all requests together.
     kept
-        Of these, those that were kept.
-    undecided
-        Of those that were kept, the masked ones.
+        Tokens that steps have computed to the last layer, of all requests together.
+    unembedded
+        Of these, those that were unembedded.
     """
 
     trace: Trace
     all_kept: bool = False
     seconds: float = 0.0
-    computed: int = 0
     kept: int = 0
-    undecided: int = 0
+    unembedded: int = 0
+    _counted: Tensor | None = None
 
     def options(self, config: GenerationConfig, architecture: Architecture) -> GenerationConfig:
         """Return options that decode as `config` does, by the trace. A request begins at the block of its number."""
@@ -238,29 +254,43 @@ class Replay:
         """The outcome with as many of the kept rows decided, the first ones, as the trace says; tokens differ from row to row."""
         wanted, tokens = asked.rows.numpy(), asked.token_ids.numel()
         rows, places = len(wanted), asked.values.get("positions")
+        here = result.values[KEPT].numpy().nonzero()[0] if KEPT in result.values else np.arange(rows)
+        self._count(tokens, len(here), result.values.get(COUNT))
+        if wanted[0] == tokens:  # row i-1 predicts position i: the step commits a block, and decides what follows it
+            script.decided_first()
+            return result
         if places is None:
             again = (asked.start + int(wanted[0])) // self.trace.block * self.trace.block - asked.start
         else:
             stand = places.numpy()
             again = int(stand.searchsorted(stand[wanted[0]] // self.trace.block * self.trace.block))
-        here = result.values[KEPT].numpy().nonzero()[0] if KEPT in result.values else np.arange(rows)
-        self.computed += tokens
-        self.kept += tokens - rows + len(here)
-        self.undecided += len(here)
+        kept = float(len(here))
+        if canvas.architecture.shifted:  # the rows before these are: of a run of masked ones nobody says of the last
+            kept -= (1 + np.count_nonzero(np.diff(wanted) > 1)) * (1 - script.share)
         taken = np.zeros(rows, dtype=bool)
-        taken[here[: script.take(rows, tokens - again - rows + len(here), len(here))]] = True
+        taken[here[: script.take(rows, tokens - again - rows + kept, len(here))]] = True
         chosen = torch.from_numpy(((wanted + canvas.step) * 7919 + canvas.request) % canvas.architecture.mask_token_id)
         return StepResult(
             token=chosen, score=result.score, committed=torch.from_numpy(taken), chosen=chosen, plan=result.plan,
             seconds=result.seconds, values=result.values,
         )  # fmt: skip
 
+    def _count(self, tokens: int, decided: int, kept: Tensor | None) -> None:
+        """Count what a step has computed; a step of two graphs says what it has kept once, to all of its requests."""
+        self.unembedded += decided
+        if kept is None:
+            self.kept += tokens
+        elif kept is not self._counted:
+            self.kept += int(kept)
+            self._counted = kept
+
 
 class _Script:
-    """Where one request is in the trace, and what it is behind by."""
+    """Where one request is in the trace, and what it is behind by. `share` of the masked rows is its last budget."""
 
     def __init__(self, trace: Trace, block: int) -> None:
         self._trace, self._block = trace, block
+        self.share = 1.0
         self._more = 0.0  # rows that steps before have kept too many
         self._enter()
 
@@ -272,12 +302,18 @@ class _Script:
         """Return the masked rows to keep beside `fixed` others: each that is kept also keeps the one before it."""
         least = self._now.committed + self._owed
         wanted = min(max(self._now.kept - fixed - self._more, least, 1), masked)
-        return max(round(masked * (1 - math.sqrt(1 - wanted / masked))), 1)
+        budget = max(round(masked * (1 - math.sqrt(1 - wanted / masked))), 1)
+        self.share = budget / masked
+        return budget
 
-    def take(self, masked: int, kept: int, most: int) -> int:
+    def decided_first(self) -> None:
+        """Take note that the first token of the block is known: its first step decides one fewer."""
+        self._owed -= 1
+
+    def take(self, masked: int, kept: float, most: int) -> int:
         """Return how many of the masked rows a step decides, at most so many, that has kept `kept` rows of the block; go on."""
         self._more = min(max(self._more + kept - self._now.kept, -_BEHIND), _BEHIND)
-        count = min(self._now.committed + self._owed, most)
+        count = min(max(self._now.committed + self._owed, 0), most)
         self._owed += self._now.committed - count
         self._now = next(self._steps, self._now)
         if count == masked:
@@ -286,27 +322,51 @@ class _Script:
         return count
 
 
+class Attending(NamedTuple):
+    """How some requests of a step attend: by their phase, which others may share, whether they select, and whether they attend
+    to their prefix anew; and how many keys each sees."""
+
+    phase: Phase
+    selects: bool
+    refreshes: bool
+    keys: list[int]
+
+
+class Sizes(NamedTuple):
+    """Sizes of a step; `overlapped`: it was launched without waiting for its outcome."""
+
+    tokens: int
+    attending: list[Attending]
+    overlapped: bool
+
+
 class Counted(NoPrefill):
     """A runner without prefills that notes the sizes of its steps."""
 
     def __init__(self, runner: StepRunner) -> None:
         super().__init__(runner)
-        self.sizes: list[tuple[int, int]] = []
-        """Of each step, tokens, and keys that are seen."""
+        self.sizes: list[Sizes] = []
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""
-        self._note(requests)
+        self._note(requests, overlapped=False)
         return super().step(requests)
 
     def launch(self, requests: Sequence[StepRequest]) -> Launched:
         """Begin one step."""
-        self._note(requests)
+        self._note(requests, overlapped=True)
         return super().launch(requests)
 
-    def _note(self, requests: Sequence[StepRequest]) -> None:
+    def _note(self, requests: Sequence[StepRequest], *, overlapped: bool) -> None:
+        kinds: dict[tuple[int, bool, bool], Attending] = {}  # by ids: phases take long to compare, and this is timed
+        for request in requests:
+            kind = bool(request.values.get("candidates")), bool(request.values.get("refreshes", True))
+            key = id(request.phase), *kind
+            if key not in kinds:
+                kinds[key] = Attending(request.phase, *kind, [])
+            kinds[key].keys.append(request.key_len)
         tokens = sum([request.token_ids.numel() for request in requests])
-        self.sizes.append((tokens, sum([request.key_len for request in requests])))
+        self.sizes.append(Sizes(tokens, [*kinds.values()], overlapped))
 
 
 def main(arguments: Sequence[str]) -> None:

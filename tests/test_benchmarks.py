@@ -36,7 +36,7 @@ from benchmarks import (
     traces,
     unembed,
 )
-from benchmarks.step_floor import StepFloor
+from benchmarks.step_floor import StepFloor, keys_read
 from mosaic.bench.baselines import Transformer
 from mosaic.bench.quality.answers import Answers
 from mosaic.calibration.measure import Bench
@@ -44,7 +44,7 @@ from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
 from mosaic.models.reuse import PrefixReuse
-from mosaic.models.sparse import SparseAttention
+from mosaic.models.sparse import SparseAttention, attention_policy
 from mosaic.planner import Planner, Request
 from mosaic.runtime.weights import fill_randomly, save_checkpoint
 
@@ -488,15 +488,19 @@ def test_kernels_of_a_step_are_told_apart_by_what_they_do() -> None:
     assert found == pytest.approx({"products": 2.0, "attention": 1.0, "metric and selection": 0.2, "others": 0.5})
 
 
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let few steps be timed, which is enough where tokens are counted."""
+    for name, steps in {"LEAST": 3, "WARM": 3, "TIMED": 6}.items():
+        monkeypatch.setattr(eviction, name, steps)
+
+
 def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What steps decide and keep is what the trace says, on average; the figures of the table are those of the points."""
     tiny, trace = load({**block.with_block("sdar-8b", 16, 3).config, **SMALL}), traces.paper_trace("sdar", 16)
     masked, kept, decided = trace.mean
-    monkeypatch.setattr(eviction, "LEAST", eviction.QUIET)
-    monkeypatch.setattr(eviction, "WARM", eviction.QUIET)
-    monkeypatch.setattr(eviction, "TIMED", 12)
+    shorten(monkeypatch)
     points: dict[str, dict[str, Any]] = {}
     with mosaic.compile(tiny, device="cpu", seed=1) as model:
         traces.flat_importance(model)
@@ -543,6 +547,34 @@ def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
     assert traces.load_trace(record.RESULTS / "trace-small-sdar.json").blocks[0][0].masked == 32
 
 
+def test_shifted_blocks_go_by_a_trace_though_a_step_of_their_own_commits_them(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command, of a family whose rows predict what follows them, which takes other options and does not norm its heads."""
+    shorten(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.json").write_text(json.dumps({**block.with_block("fast-dllm-v2-7b", 16, 3).config, **SMALL}))
+    asked = "--device cpu --block 16 --batch 6 --prompts 32,32 --answer 0 --attention mage:k=8"
+    eviction.main(["tiny.json", *asked.split(), "--ways", "focus, dc+;dc+"])
+    result = read(out, "eviction-tiny.json-cpu")
+    assert result["trace"] == "paper, of sdar"
+    evicted, frozen = result["points"]
+    masked, kept, decided = traces.paper_trace("sdar", 16).mean
+    for point in (evicted, frozen):
+        point["found"] = sum(point["decided"]) / len(point["decided"])
+        assert point["found"] == pytest.approx(6 * decided, rel=0.1)
+        assert point["steps_of_all"] > 1.2  # blocks end in steps of their own
+    # beside what the trace keeps, a token is computed once more for each that is decided
+    assert evicted["kept"] / evicted["found"] == pytest.approx((kept + decided) / decided, rel=0.05)
+    assert evicted["kept"] < 0.7 * evicted["tokens"] and frozen["kept"] == frozen["tokens"]
+    assert frozen["rows"] / frozen["found"] == pytest.approx(masked / decided, rel=0.05)
+    # of six requests, those that begin a block read all keys, and half of that again; steps of their own read all
+    first, second, sparse_layer = evicted["keys"]
+    begin = 6 * decided / 16
+    seen = first / (6 + begin)
+    assert first == second and sparse_layer == pytest.approx(2.5 * begin * seen + (6 - begin) * 8, rel=0.1)
+
+
 @pytest.mark.parametrize("family", traces.PAPER)
 @pytest.mark.parametrize("length", [16, 32, 64])
 def test_a_trace_of_the_paper_has_its_averages(family: str, length: int) -> None:
@@ -559,12 +591,14 @@ def test_the_floor_of_a_step_counts_products_keys_and_experts_once() -> None:
     """On a card whose bandwidth bounds all: the bytes of what is read; on one whose products do: their FLOPs."""
     arch = load({**block.with_block("sdar-8b", 16, 3).config, **SMALL}).architecture
     card = replace(load_device("h200"), gemm_rates={1: 1e12}, attention_rates={"triton": {1: 1e12}})
-    sizes: dict[str, Any] = {"requests": 2, "tokens": 40.0, "kept": 10.0, "rows": 5.0, "keys": 100.0}
+    sizes: dict[str, Any] = {"requests": 2, "tokens": 40.0, "kept": 10.0, "rows": 5.0, "keys": [100.0] * 3}
     widths = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     of_layer = arch.hidden * (2 * widths[0] + 2 * widths[1] + 3 * arch.ffn)
     weights = 4 * (arch.layers * of_layer + arch.hidden * arch.vocabulary)
     read = StepFloor(arch, replace(card, bandwidth=1.0)).of(**sizes, cut=1)
     assert read == pytest.approx(weights + arch.layers * 4 * 2 * widths[1] * 100)
+    fewer = StepFloor(arch, replace(card, bandwidth=1.0)).of(**{**sizes, "keys": [100.0, 30.0, 50.0]}, cut=1)
+    assert fewer == pytest.approx(read - 4 * 2 * widths[1] * 120)
     fast = StepFloor(arch, replace(card, bandwidth=1e30))
     head, attended = 2 * 5 * arch.hidden * arch.vocabulary, 4 * 50 * widths[0]
     whole = arch.layers * 40 * (2 * of_layer + attended) + head
@@ -577,10 +611,28 @@ def test_the_floor_of_a_step_counts_products_keys_and_experts_once() -> None:
     assert 1e12 * fast.of(**sizes, cut=1) == pytest.approx(before + after + head)
     # of experts, those that a token chooses: of all, where there are many tokens
     experts = load("llada2-mini").architecture
-    floor = StepFloor(experts, replace(card, bandwidth=1.0))
+    floor, sizes = StepFloor(experts, replace(card, bandwidth=1.0)), {**sizes, "keys": [100.0] * experts.layers}
     most, one = (floor.of(**{**sizes, "tokens": tokens}) for tokens in (1e6, 1.0))
     layers, of_expert = experts.layers - experts.dense_layers, 2 * 3 * experts.hidden * experts.ffn
     assert most - one == pytest.approx(layers * of_expert * (experts.experts - experts.experts_per_token))
+
+
+@pytest.mark.parametrize(
+    ("spelled", "later", "selecting"),
+    [
+        ("mage:k=64", [1000, 1000, 64, 64], [1000, 1000, 1500, 1500]),
+        ("exact-ends:k=64:carried=true", [1000, 64, 64, 1000], [1000, 564, 564, 1000]),
+        ("quest:k=64", [1000, 1000, 64, 64], [1000, 1000, 126.5, 126.5]),
+        ("oracle:ratio=0.01", [1000, 1000, 10, 10], [1000, 1000, 510, 510]),
+        ("mage+flashblock:k=64", [0, 0, 64, 64], [1000, 1000, 1500, 1500]),
+        ("flashblock", [0] * 4, [1000] * 4),
+    ],
+)
+def test_what_a_step_reads_goes_by_what_it_does(spelled: str, later: list[float], selecting: list[float]) -> None:
+    """A sparse step reads what is selected, one that selects ranks all keys or pages, too; exact layers read all."""
+    arch = load({**block.with_block("sdar-8b", 16, 4).config, **SMALL}).architecture
+    for selects, read in ((False, later), (True, selecting)):
+        assert keys_read(attention_policy(spelled), arch, 1000, selects=selects, refreshes=selects) == read
 
 
 def test_attention_over_kept_keys_is_timed_against_its_bound() -> None:

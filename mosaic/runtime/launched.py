@@ -120,10 +120,11 @@ class Launched:
             cut[name] = torch.split(mine.bool() if name == "committed" else mine.clone(), counts)
         main = [cut.pop(name) if name in cut else [nothing] * len(self.requests) for name, nothing in _NOTHING.items()]
         others = zip(*cut.values(), strict=True) if cut else repeat(())
+        of_step = {name: outputs[name].clone() for name, per in self._declared.items() if per == "step"}
         return [
             StepResult(
                 token=token, score=score, committed=committed, chosen=chosen, plan=plan, seconds=seconds,
-                values=dict(zip(cut, values, strict=True)),
+                values=dict(zip(cut, values, strict=True)) | of_step,
             )
             for token, score, committed, chosen, values in zip(*main, others, strict=False)
         ]  # fmt: skip

@@ -134,7 +134,8 @@ class StepResult:
         The step's wall-clock time, from its launch until its outcome was there. Those of a step that was launched ahead and
         of the step before it overlap.
     values
-        By name, what other parts of the phase declare as results (`mosaic.models.parts.part.Part.results`).
+        By name, what other parts of the phase declare as results (`mosaic.models.parts.part.Part.results`). What belongs to the
+        step is one tensor, which all of its requests share.
     """
 
     token: Tensor

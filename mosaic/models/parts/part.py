@@ -16,7 +16,7 @@ __all__ = ["Part", "ResultPer"]
 
 ResultPer: TypeAlias = Literal["token", "row", "sequence", "step"]
 """What one value of an output belongs to. Values of one request are next to each other, in its own order; what belongs to the
-step goes to no request."""
+step goes to all of its requests."""
 
 
 class Part:
