@@ -85,11 +85,12 @@ class Plain:
         heads = []
         for head in range(HEADS):
             k, v = kept[:, :, head // (HEADS // KV_HEADS)].unbind(1)
-            whole, found = list(range(len(kept))), []
+            if not (self.is_sparse(layer) and mode in ("select", "sparse", "carry")):
+                heads.append(torch.softmax(q[:, head] @ k.T * SIZE**-0.5, -1) @ v)
+                continue
+            own, found = list(range(start - (BLOCK if mode == "carry" else 0), len(kept))), []
             for row in range(len(q)):
-                keys = whole
-                if self.is_sparse(layer) and mode in ("select", "sparse", "carry"):
-                    keys = self.sets[layer, head, row] + whole[start - (BLOCK if mode == "carry" else 0) :]
+                keys = self.sets[layer, head, row] + own
                 found.append(torch.softmax(q[row, head] @ k[keys].T * SIZE**-0.5, -1) @ v[keys])
             heads.append(torch.stack(found))
         return heads
