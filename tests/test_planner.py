@@ -137,7 +137,7 @@ def test_plans_of_presets_of_other_sizes_are_certified_optimal(name: str, device
     _certify(name, device)
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.soak)])
 def test_the_checker_accepts_every_plan(count: int) -> None:
     settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])(_accepts)()
 
