@@ -11,8 +11,10 @@ eviction that drops nothing: beside `dc+` it shows what metric, selection, compa
 
     python -m benchmarks.eviction sdar-8b --device h200 --batch 24 --prompts 32448,32448 --answer 0 --attention mage:k=1024
 
-lets all ways attend so. Blocks of Fast-dLLM v2 are committed by steps of their own, which count with those of the others. On a card
-every point also has the milliseconds of a step's kernels by what they do.
+lets all ways attend so. Blocks of Fast-dLLM v2 are committed by steps of their own, which count with those of the others. On a
+card every point also has the milliseconds of a step's kernels by what they do. Where the host knows a step's tokens, a point has
+what its launches of a kind take alone (`benchmarks.step_parts`), and what a step takes relative to products, attention and
+selection together.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, options, tag_of, token_counts
 from benchmarks.record import environment, table, write
 from benchmarks.step_floor import StepFloor, keys_read
-from benchmarks.step_kernels import kernel_ms
+from benchmarks.step_kernels import KINDS, OTHERS, kernel_ms
+from benchmarks.step_parts import alone_ms, launches_of
 from benchmarks.traces import (
     EVICTION,
     Attending,
@@ -55,7 +58,7 @@ from mosaic.models.parts.reused import Reused
 from mosaic.models.parts.selected import Selected
 from mosaic.runtime.compiled import CompiledModel
 
-__all__ = ["HEADER", "WAYS", "main", "measured", "rows_of"]
+__all__ = ["HEADER", "WAYS", "header_of", "main", "measured", "rows_of"]
 
 HEADER = (
     "block", "requests", "way", "tokens/s", "a step, ms", "kept rows", "floor, ms", "of it", "of whole blocks", "floors allow",
@@ -72,8 +75,8 @@ ANSWER: Final = 2048
 LEAST, WARM, TIMED = 17, 72, 24
 """Steps before any is timed, at least and at most, and that are timed, of many requests; fewer run through two blocks more.
 After 17 it is little in doubt that a request which has never decided a whole block goes on."""
-PROFILED: Final = 4
-"""Steps whose kernels are profiled."""
+PROFILED, PARTED = 4, 3
+"""Steps whose kernels are profiled, and whose parts are run alone."""
 QUIET, STEADY = 8, 1.5
 """Steps of which none takes so many times their median: sizes that most steps have are planned and captured by then."""
 SLOW: Final = 3.0
@@ -81,6 +84,8 @@ SLOW: Final = 3.0
 AT_LEAST: Final = 0.9
 """Share of the requests that have had a step when one of all requests is over: crews are halves, and not quite equal."""
 CASE: Final = ("block", "requests")
+PARTS: Final = ("alone: products, attention, selection, others, ms", "step / the first three")
+"""More of the table, of runs whose steps were also run in parts."""
 
 
 def measured(
@@ -112,13 +117,12 @@ def measured(
         else:  # all rows of a block are unembedded, decided or not
             kept, rows = tokens, requests * trace.mean[0]
         kernels = _kernels(session, replay, requests) if model.asynchronous else {}
+        parts = _parts(model, session, runner, replay, requests)  # which is the end of the session
         gc.unfreeze()
-    # what the replay takes is hidden, or not, where the device runs another crew meanwhile: it counts there
-    overlapped = any(step.overlapped for step in sizes)
     return {
-        "warm_ms": [one.ms for one in warm], "step_ms": [one.ms - (0 if overlapped else one.replay_ms) for one in timed],
+        "warm_ms": [one.ms for one in warm], "step_ms": [one.step_ms(sizes) for one in timed],
         "decided": [one.decided for one in timed], "tokens": tokens, "rows": rows, "kept": kept, "keys": keys,
-        "steps_of_all": steps, "kernels_ms": kernels,
+        "steps_of_all": steps, "kernels_ms": kernels, **parts,
     }  # fmt: skip
 
 
@@ -128,6 +132,10 @@ class _Round(NamedTuple):
     ms: float
     replay_ms: float
     decided: int
+
+    def step_ms(self, sizes: Sequence[Sizes]) -> float:
+        """Without what the replay takes. While the device runs another crew that is hidden, or not: it counts there."""
+        return self.ms - (0 if any(step.overlapped for step in sizes) else self.replay_ms)
 
 
 def _round(session: Session, replay: Replay, requests: int) -> _Round:
@@ -152,6 +160,31 @@ def _kernels(session: Session, replay: Replay, requests: int) -> dict[str, float
         torch.cuda.synchronize()
     launches = [(event.name, event.device_time) for event in profiled.events() if event.device_type.name == "CUDA"]
     return kernel_ms(launches, PROFILED)
+
+
+def _parts(model: CompiledModel, session: Session, runner: Counted, replay: Replay, requests: int) -> dict[str, Any]:
+    """Milliseconds of a step's launches by kind, those of a kind alone, and what steps take relative to all kinds but the rest.
+
+    Nothing where the device alone knows a step's tokens. Steps are run once more for it, and what that leaves in the states is
+    of no use to the requests: the session ends with it.
+    """
+    found, ratios = list[dict[str, float]](), list[float]()
+    for _ in range(PARTED):
+        before = len(runner.sizes)
+        one = _round(session, replay, requests)
+        sizes, asked = runner.sizes[before:], [*runner.last][before - len(runner.sizes) :]
+        if any(some[0].phase.tokens.computes for some in asked):
+            return {}
+        parts = dict.fromkeys(KINDS, 0.0)
+        for some in asked:
+            for kind, launches in launches_of(model, some).items():
+                parts[kind] += alone_ms(launches, on_card=model.asynchronous)
+        found.append(parts)
+        ratios.append(one.step_ms(sizes) / (sum(parts.values()) - parts[OTHERS]))
+    if model.asynchronous:
+        torch.cuda.empty_cache()  # which the next plans may need
+    means = {kind: statistics.mean(parts[kind] for parts in found) for kind in KINDS}
+    return {"parts_ms": means, "of_parts": statistics.median(ratios)}
 
 
 def _config(model: CompiledModel, way: str, replay: Replay, steps: int, attention: str | None) -> GenerationConfig:
@@ -203,8 +236,14 @@ def _steady(point: Mapping[str, Any]) -> tuple[float, float]:
     return 1e3 * sum(n for _, n in steps) / sum(ms for ms, _ in steps), middle
 
 
+def header_of(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns of a run's table."""
+    return (*HEADER, *PARTS) if any("parts_ms" in point for point in result["points"]) else HEADER
+
+
 def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """Rows for a table, one a point."""
+    more = len(header_of(result)) - len(HEADER)
     points = {(*(point[name] for name in CASE), point["way"]): point for point in result["points"]}
     for (*case, way), point in points.items():
         (speed, step), floor = _steady(point), 1e3 * point["floor_s"]
@@ -219,7 +258,12 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
             f"{case[0]}", f"{case[1]}", way, f"{speed:,.0f}", f"{step:.2f}", f"{point['kept']:,.0f} of {point['tokens']:,.0f}",
             f"{floor:.2f}", f"{step / floor:.2f}", gained, allowed, itself,
             ", ".join(f"{ms:.1f}" for ms in point.get("kernels_ms", {}).values()),
+            *([_alone(point), f"{point['of_parts']:.2f}"] if "parts_ms" in point else [""] * more),
         ]  # fmt: skip
+
+
+def _alone(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{ms:.2f}" for ms in point["parts_ms"].values())
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -259,7 +303,7 @@ def main(arguments: Sequence[str]) -> None:
                     found["floor_s"] = floor.of(requests=requests, cut=cut, **sizes)
                     result["points"].append({"block": block, "requests": requests, "way": way, **found})
                     write(f"eviction-{name}-{asked.device}{tag_of(asked)}", result)
-        print(table(HEADER, list(rows_of(result))))
+        print(table(header_of(result), list(rows_of(result))))
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def eviction_section(results: Sequence[Result]) -> str:
         titled(
             f"{r['model']}, trace '{r['trace']}', prompts of {r['prompts'][0]:,} to {r['prompts'][1]:,} tokens, answers of up to "
             f"{r['answer']:,}" + (f", attention {r['attention']}" if "attention" in r else ""),
-            table(eviction.HEADER, list(eviction.rows_of(r))),
+            table(eviction.header_of(r), list(eviction.rows_of(r))),
             source_line(r),
         )
         for r in results

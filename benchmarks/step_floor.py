@@ -2,7 +2,7 @@
 
 A product takes the longer of its FLOPs at the profile's rate for its rows and columns, and of reading its weights; experts are read
 where a token is expected to choose them. Attention takes the longer of its FLOPs and of reading the keys and values that are
-attended to, and to those that a selection ranks. Norms, rotary embeddings, statistics, launches and the host cost nothing here.
+attended to, and the keys that a selection ranks. Norms, rotary embeddings, statistics, launches and the host cost nothing here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["StepFloor", "keys_read"]
 def keys_read(
     attention: SparseAttention | PrefixReuse | None, arch: Architecture, keys: float, *, selects: bool, refreshes: bool
 ) -> list[float]:
-    """Return how many keys, each with its value, each layer reads in a request's step; a key that is only ranked is half of one.
+    """Return how many keys, each with its value, each layer reads in a request's step; a key that is ranked is half of one.
 
     Parameters
     ----------

@@ -7,18 +7,21 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
-__all__ = ["KINDS", "kernel_ms"]
+__all__ = ["KINDS", "OTHERS", "kernel_ms", "kind_of"]
 
 PRODUCTS, ATTENTION, SELECTION, OTHERS = "products", "attention", "metric and selection", "others"
 KINDS: Final = (PRODUCTS, ATTENTION, SELECTION, OTHERS)
 OPERATORS: Final[Mapping[str, tuple[str, ...]]] = {
     PRODUCTS: (
-        "grouped_linear", "norm_gate_up", "norm_qkv", "split_linear_add", "unembed_sample", "unembed_stats",
+        "grouped_linear", "linear", "linear_add", "norm_gate_up", "norm_qkv", "split_linear_add", "unembed_sample",
+        "unembed_stats",
     ),
-    ATTENTION: ("joined_attention", "kv_attention", "kv_attention_hopper", "prefix_attention", "selected_attention"),
+    ATTENTION: (
+        "attention", "joined_attention", "kv_attention", "kv_attention_hopper", "prefix_attention", "selected_attention",
+    ),
     SELECTION: ("evict_tokens", "gather_rows", "key_mass", "prefix_logsumexp", "token_importance", "top_keys"),
 }  # fmt: skip
-"""Whose own kernels are of a kind."""
+"""Which operators, and which modules' own kernels, are of a kind."""
 LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
     PRODUCTS: ("nvjet", "gemm", "splitk", "cublas"),
     ATTENTION: ("cudnn", "fmha"),
@@ -32,6 +35,15 @@ def kernel_ms(kernels: Iterable[tuple[str, float]], steps: int) -> dict[str, flo
     for name, microseconds in kernels:
         found[_kind(name)] += microseconds / 1e3 / steps
     return found
+
+
+def kind_of(operator: str) -> str:
+    """Return the kind of an operator, by its name.
+
+    >>> kind_of("linear"), kind_of("rotary")
+    ('products', 'others')
+    """
+    return next((kind for kind, operators in OPERATORS.items() if operator in operators), OTHERS)
 
 
 @cache

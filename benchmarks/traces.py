@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, groupby, pairwise
@@ -75,6 +76,7 @@ _PAPER_BLOCK: Final = 32
 _GAIN: Final = 8.0
 _BEHIND: Final = 4.0
 """Rows, kept too many or too few, that later steps make up for."""
+_LAST: Final = 16
 
 
 class TraceStep(NamedTuple):
@@ -167,9 +169,9 @@ def load_trace(path: Path) -> Trace:
 def flat_importance(model: CompiledModel) -> None:
     """Write weights of the first layers' queries, so that the importance of hardly any masked token stands out.
 
-    Layer 0 attends to all alike, layer 1 to few positions: rarely to masked ones, whose keys are alike. So deltas of masked tokens
-    are small beside the deviation over the block, and the budget says how many are kept. Scores of layer 1 have a deviation of
-    `_GAIN`: by the weight of its heads' norm, or by that of the projection where heads are not normed.
+    Layer 0 attends to all alike, layer 1 to few positions: rarely to masked ones, whose keys are alike. So deltas of masked
+    tokens are small beside the deviation over the block, and the budget says how many are kept. Scores of layer 1 have a
+    deviation of `_GAIN`: by the weight of its heads' norm, or by that of the projection where heads are not normed.
     """
     arch, weights = model.architecture, model.weights()
     names = arch.names
@@ -346,6 +348,8 @@ class Counted(NoPrefill):
     def __init__(self, runner: StepRunner) -> None:
         super().__init__(runner)
         self.sizes: list[Sizes] = []
+        self.last: deque[Sequence[StepRequest]] = deque(maxlen=_LAST)
+        """What the last steps were asked for."""
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""
@@ -366,6 +370,7 @@ class Counted(NoPrefill):
                 kinds[key] = Attending(request.phase, *kind, [])
             kinds[key].keys.append(request.key_len)
         tokens = sum([request.token_ids.numel() for request in requests])
+        self.last.append(requests)
         self.sizes.append(Sizes(tokens, [*kinds.values()], overlapped))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise, product
@@ -33,6 +34,7 @@ from benchmarks import (
     sparse,
     speed,
     step_kernels,
+    step_parts,
     traces,
     unembed,
 )
@@ -43,9 +45,12 @@ from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
+from mosaic.models.parts import KV
 from mosaic.models.reuse import PrefixReuse
 from mosaic.models.sparse import SparseAttention, attention_policy
 from mosaic.planner import Planner, Request
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.steps import StepRequest
 from mosaic.runtime.weights import fill_randomly, save_checkpoint
 
 SMALL = {
@@ -488,10 +493,46 @@ def test_kernels_of_a_step_are_told_apart_by_what_they_do() -> None:
     assert found == pytest.approx({"products": 2.0, "attention": 1.0, "metric and selection": 0.2, "others": 0.5})
 
 
-def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten(monkeypatch: pytest.MonkeyPatch, timed: int = 6) -> None:
     """Let few steps be timed, which is enough where tokens are counted."""
-    for name, steps in {"LEAST": 3, "WARM": 3, "TIMED": 6}.items():
+    for name, steps in {"LEAST": 3, "WARM": 3, "TIMED": timed}.items():
         monkeypatch.setattr(eviction, name, steps)
+
+
+def test_parts_of_a_step_are_each_run_once_and_write_where_the_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step of two graphs that evicts tokens and selects keys: every operator is of one kind. Whatever the workspace holds
+    when parts are run, no keys of another owner change, nor weights, and those of the step stay numbers."""
+    shorten(monkeypatch, timed=1)
+    tiny, trace = load({**block.with_block("sdar-8b", 16, 4).config, **SMALL}), traces.paper_trace("sdar", 16)
+    noted, listed = list[Counter[str]](), list[Counter[str]]()
+
+    def checked(model: CompiledModel, requests: Sequence[StepRequest]) -> dict[str, list[step_parts.Launch]]:
+        found = step_parts.launches_of(model, requests)
+        for kind, launches in found.items():
+            assert {step_kernels.kind_of(launch.operator) for launch in launches} == {kind}
+        noted.append(Counter(launch.operator for launches in found.values() for launch in launches))
+        graphs = model.executors[-2:]
+        listed.append(Counter(graph.document["ops"][call.op]["kernel"] for graph in graphs for call in graph.calls))
+        keys = graphs[1].buffer("kv")
+        start, count = other.runs()[0]
+        views = [keys[start : start + count], *model.weights().values()]
+        before = [view.clone() for view in views]
+        within = model.workspace.range("workspace").committed_bytes
+        model.workspace.view("workspace", 0, (within,), "uint8").fill_(0xFF)  # NaN, and -1
+        for launches in reversed(found.values()):
+            assert step_parts.alone_ms(launches, on_card=False) > 0
+        assert keys.isfinite().all() and all(map(torch.equal, views, before))
+        return found
+
+    monkeypatch.setattr(eviction, "launches_of", checked)
+    with mosaic.compile(tiny, device="cpu", seed=1) as model, model.open_rows(KV) as other:
+        other.reserve(64)
+        traces.flat_importance(model)
+        found = eviction.measured(
+            model, "focus, dc+", trace, requests=4, prompts=(32, 64), answer=0, attention="mage:k=8"
+        )
+    assert noted == listed and len(listed) == eviction.PARTED and any(count["top_keys"] for count in listed)
+    assert {*found["parts_ms"]} == {*step_kernels.KINDS} and found["of_parts"] > 0
 
 
 def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
@@ -507,6 +548,7 @@ def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
         for way in [way for way in eviction.WAYS if way != "focus"]:
             found = eviction.measured(model, way, trace, requests=4, prompts=(16, 40), answer=48)
             assert not found["kernels_ms"]  # a CPU has none
+            assert ("parts_ms" in found) is (way != eviction.WHOLE)  # whose tokens the host does not know
             points[way] = {"block": 16, "requests": 4, "way": way, "floor_s": 1e-3, **found}
         assert model.state_rows == {}
     whole, frozen, focus, all_kept = (
@@ -524,10 +566,13 @@ def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
     for point, ms in zip((whole, frozen, focus, all_kept), (4.0, 2.0, 1.0, 2.5), strict=True):
         point |= {"step_ms": [ms] * 4 + [99.0], "decided": [8] * 4 + [0]}
     focus |= {"floor_s": 5e-4, "kernels_ms": {"products": 0.5, "attention": 0.25}}
-    rows = {row[2]: row for row in eviction.rows_of({"points": [*points.values()]})}
-    assert all(len(row) == len(eviction.HEADER) for row in rows.values())
+    focus |= {"parts_ms": {"products": 0.25, "attention": 0.125, "others": 4.0}, "of_parts": 1.5}
+    run = {"points": [*points.values()]}
+    rows = {row[2]: row for row in eviction.rows_of(run)}
+    assert all(len(row) == len(eviction.header_of(run)) for row in rows.values())
     assert rows["focus, dc+"][3:5] == ["8,000", "1.00"]
-    assert rows["focus, dc+"][6:] == ["0.50", "2.00", "4.00", "2.00", "0.50 ms, 50.0%", "0.5, 0.2"]
+    assert rows["focus, dc+"][6:12] == ["0.50", "2.00", "4.00", "2.00", "0.50 ms, 50.0%", "0.5, 0.2"]
+    assert rows["focus, dc+"][12:] == ["0.25, 0.12, 4.00", "1.50"] and rows["whole"][12:] == ["", ""]
     result = {
         "model": "tiny",
         "trace": "paper",
@@ -540,7 +585,12 @@ def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
     assert (
         "**tiny, trace 'paper', prompts of 16 to 40 tokens, answers of up to 48**" in text
         and "| 16 | 4 | dc+ | 4,000 | 2.00 |" in text
+        and "| 0.5, 0.2 | 0.25, 0.12, 4.00 | 1.50 |\n" in text
+        and f"| {eviction.PARTS[1]} |\n" in text
     )
+    for point in points.values():  # as in older records
+        point.pop("parts_ms", None)
+    assert eviction.header_of(run) == eviction.HEADER and len(next(eviction.rows_of(run))) == len(eviction.HEADER)
     # a file of a trace, and one that a model's own answers make
     (tmp_path / "trace.json").write_text(json.dumps(asdict(trace)))
     assert traces.load_trace(tmp_path / "trace.json") == trace

@@ -21,7 +21,7 @@ from mosaic.planner import Planner, Request
 from mosaic.planner.custom import plan_graph
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operators import operator
-from mosaic.runtime.executor import Executor
+from mosaic.runtime.executor import Call, Executor
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.streams import device_lost
 from mosaic.runtime.weights import fill_randomly, weight_views
@@ -572,6 +572,32 @@ def test_the_second_step_is_captured_and_later_ones_replay_it(workspace: Workspa
     assert not executor.captured and log.captures == 0  # it compiles and loads what is launched
     assert all(map(torch.equal, first + steps_of(executor, 3, seed=1), results))
     assert executor.captured and executor.not_captured is None and (log.captures, log.replays) == (1, 3)
+
+
+@pytest.mark.parametrize("graph", [heads, windows])
+def test_a_watched_step_shows_each_call_before_it_is_made_and_stays_captured(
+    workspace: Workspace, graph: Callable[[Graph], None]
+) -> None:
+    document, shown, stood = planned(graph), list[Call](), list[Tensor]()
+    results = steps_of(bind(document, workspace), 4)
+    log = Capturing()
+    executor = bind(document, workspace, streams=log, capture=True)
+    found = steps_of(executor, 2)
+
+    def watch(call: Call) -> None:
+        shown.append(call)
+        stood.append(executor.outputs["y"].clone())
+
+    with executor.watched(watch):
+        found += steps_of(executor, 1, seed=2)
+    calls = executor.calls
+    assert [(call.op, call.name, call.function) for call in shown] == [
+        (call.op, call.name, call.function) for call in calls
+    ]
+    last = max(place for place, call in enumerate(calls) if call.function not in (log.record, log.wait))
+    assert not torch.equal(stood[last], found[-1]) and (log.captures, log.replays) == (1, 1)
+    assert all(map(torch.equal, found + steps_of(executor, 1, seed=3), results))
+    assert len(shown) == len(calls) and (log.captures, log.replays) == (1, 2)
 
 
 @pytest.mark.parametrize("graph", [heads, windows])

@@ -8,7 +8,8 @@ lies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -122,6 +123,7 @@ class Executor:
         self._tensors = dict(tensors or {})
         self._streams = CudaStreams() if streams is None and self.document.get("backend") == "cuda" else streams
         self._capture, self._warm = capture, False
+        self._watch: Callable[[Call], object] | None = None
         self._graphs, self._key = graphs if graphs is not None else GraphMemory(), object()
         self._captured_over = 0  # changes of the pinned memory when it was: copies are tied to its registration
         self.not_captured: str | None = None
@@ -224,6 +226,19 @@ class Executor:
 
     # --- running --------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def watched(self, watch: Callable[[Call], object]) -> Iterator[None]:
+        """Until the block is left, run steps launch by launch, in order on one stream, and show each call before it is made.
+
+        What a call reads is there when it is shown, as in any step. A step that was captured stays so, and is replayed again
+        afterwards.
+        """
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
     def run(self) -> None:
         """Run the step. Inputs are read from `inputs`; afterwards the results stand in `outputs`.
 
@@ -247,10 +262,10 @@ class Executor:
 
     def _run(self) -> None:
         if self._streams is None:
-            self._walk()
+            self._launch()
             return
         try:
-            graph = self._graphs.find(self._key)
+            graph = None if self._watch is not None else self._graphs.find(self._key)
             if graph is not None and self._captured_over == self._host_changes():
                 self._streams.replay(graph)
                 return
@@ -265,7 +280,9 @@ class Executor:
             raise lost from error
 
     def _launch(self) -> None:
-        if not (self._capture and self._warm and self._try_capture()):
+        if self._watch is not None:
+            self._show(self._watch)
+        elif not (self._capture and self._warm and self._try_capture()):
             self._walk()
             self._warm = True
 
@@ -288,6 +305,11 @@ class Executor:
     def _never_again(self, why: str) -> None:
         self._capture, self.not_captured = False, why
         _log.warning("the step is not captured into a CUDA graph, it runs launch by launch: %s", why)
+
+    def _show(self, watch: Callable[[Call], object]) -> None:
+        for call in self.calls:
+            watch(call)
+            call.function(**call.arguments)
 
     def _walk(self) -> None:
         step = None
