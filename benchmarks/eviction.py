@@ -97,7 +97,7 @@ def measured(
     blocks = int(2 * trace.steps / requests)  # which few requests are to run through, as theirs are not spread over one
     arch, runner, warm = model.architecture, Counted(model), list[_Round]()
     with Session(runner) as session:
-        config = _config(model, way, replay, WARM + TIMED + PROFILED + 2 * blocks, attention)
+        config = _config(model, way, replay, WARM + TIMED + PROFILED + PARTED + 2 * blocks, attention)
         session.submit_all([*_submissions(model, config, requests, prompts, answer)])
         session.advance()
         fill(model)
