@@ -1058,16 +1058,16 @@ def test_samples(kernel: str) -> None:
 
 
 def test_time() -> None:
-    """418 ops and 548 buffers take 3 ms of one core; the bound leaves room for a busy machine."""
+    """418 ops and 548 buffers take 3 ms of one core, as long as writing and reading the document as JSON does."""
     document = decoder()
     assert (len(document["ops"]), len(document["buffers"])) == (418, 548)
-    best = min(_seconds(document) for _ in range(20))
-    assert best < 0.015
+    written = min(_seconds(lambda: json.loads(json.dumps(document))) for _ in range(20))
+    assert min(_seconds(lambda: check_plan(document)) for _ in range(20)) < 3 * written
 
 
-def _seconds(document: Document) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     start = time.process_time()
-    check_plan(document)
+    run()
     return time.process_time() - start
 
 
