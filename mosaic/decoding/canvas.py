@@ -150,9 +150,7 @@ class Canvas:
     last: Decision | None = None
     following: Callable[[], Following] = Following
     _held: dict[State, StateRows] = field(default_factory=dict)
-    _rows: dict[Phase, tuple[StateRows | None, Mapping[State, StateRows]]] = field(
-        default_factory=dict
-    )  # by those who ask
+    _rows: dict[Phase, tuple[StateRows | None, Mapping[State, StateRows]]] = field(default_factory=dict)
     _decided: tuple[tuple[object, ...], int, int | None] = field(default=((), 0, None), init=False)
 
     def __post_init__(self) -> None:

@@ -115,9 +115,8 @@ class Progress:
         rows, first, count = request.rows.numpy(), request.start, request.token_ids.numel()
         places = request.values["positions"].numpy() if "positions" in request.values else None
         length = count if places is None else int(places[-1]) + 1 - first
-        done = ~self.canvas.mask_array[
-            first : first + length
-        ]  # decided ones are kept, of the others those that the step says
+        # decided ones are kept, of the others those that the step says
+        done = ~self.canvas.mask_array[first : first + length]
         if places is not None:
             done &= ~self.frozen[first : first + length]
         if self.canvas.config.block_cache is not None:
@@ -138,8 +137,7 @@ class Progress:
         """Freeze tokens from `first` on that the step has computed as decided ones, and the right neighbour where that counts."""
         if self.canvas.config.block_cache == "dc+":
             end = self.start + (self.canvas.config.block_length or 0)
-            follows = ~self.canvas.mask_array[
-                first + 1 : min(first + 1 + len(done), end)
-            ]  # the block's last token has none
+            # the block's last token has none
+            follows = ~self.canvas.mask_array[first + 1 : min(first + 1 + len(done), end)]
             done = np.concatenate((done[: len(follows)] & follows, done[len(follows) :]))
         self.frozen[first : first + len(done)] |= done

@@ -17,8 +17,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.evict_tokens import NEARLY, check, reference
 from mosaic.registrar.operators.evict_tokens import HISTORIES
 
@@ -209,7 +209,8 @@ def launch(
     )  # fmt: skip
     sequences, heads, block = after.shape
     tokens = status.shape[0]
-    flags, counts = _numbers(scratch, tokens, sequences)
+    numbers = floats_of("evict_tokens", scratch, tokens + sequences).view(torch.int32)
+    flags, counts = numbers[:tokens], numbers[tokens:]
     tile = power_of_two(block, 1 << 16)
     choose_kernel[(sequences,)](
         before,
@@ -255,15 +256,3 @@ def launch(
         SEQUENCES=power_of_two(sequences, SEQUENCES),
         num_warps=WARPS,
     )
-
-
-def _numbers(scratch: Tensor | None, tokens: int, sequences: int) -> tuple[Tensor, Tensor]:
-    """View the scratch buffer as int32 numbers of rows and of sequences."""
-    needed, available = 4 * (tokens + sequences), 0 if scratch is None else scratch.numel()
-    if scratch is None or available < needed:
-        raise RuntimeMemoryError(
-            f"evict_tokens: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by the "
-            "operator's scratch on cuda."
-        )
-    whole = scratch[:needed].view(torch.int32)
-    return whole[:tokens], whole[tokens:]

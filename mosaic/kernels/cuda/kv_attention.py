@@ -28,7 +28,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.kv_attention_hopper import GLUON, launch_tiles
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tl, triton
-from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, floats_of
+from mosaic.kernels.cuda.shared.scratch import floats_of
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.kv_attention import check, reference
 from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENT_ALIGNED,

@@ -13,11 +13,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.moe_combine import reference
 from mosaic.kernels.shared.operands import INDEX, check_shapes
-from mosaic.registrar.operators.moe_combine import INVERSE_BYTES
 
 __all__ = ["launch", "reference"]
 
@@ -69,7 +68,7 @@ def launch(*, y: Tensor, order: Tensor, scores: Tensor, x: Tensor, scratch: Tens
         y=(y, (count, columns), dtype),
         order=(order, (count,), INDEX[0]),
     )
-    inverse, block = _inverse(scratch, count), power_of_two(columns, COLUMNS)
+    inverse, block = floats_of("moe_combine", scratch, count).view(torch.int32), power_of_two(columns, COLUMNS)
     inverse_kernel[(triton.cdiv(count, ASSIGNMENTS),)](order, inverse, count, BLOCK=ASSIGNMENTS, num_warps=4)
     moe_combine_kernel[(rows, triton.cdiv(columns, block))](
         y,
@@ -84,14 +83,3 @@ def launch(*, y: Tensor, order: Tensor, scores: Tensor, x: Tensor, scratch: Tens
         BLOCK=block,
         num_warps=4,
     )
-
-
-def _inverse(scratch: Tensor | None, count: int) -> Tensor:
-    """View the scratch buffer as the inverse of `order`."""
-    needed, available = INVERSE_BYTES * count, 0 if scratch is None else scratch.numel()
-    if scratch is None or available < needed:
-        raise RuntimeMemoryError(
-            f"moe_combine: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            "the operator's scratch on cuda."
-        )
-    return scratch[:needed].view(torch.int32)

@@ -16,7 +16,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import (
     TensorDescriptor,
     Tile,
@@ -26,9 +25,9 @@ from mosaic.kernels.cuda.shared.launching import (
     tl,
     triton,
 )
+from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.moe_route import TINY, reference
 from mosaic.kernels.shared.operands import INDEX, check_shapes
-from mosaic.registrar.operators.moe_route import LOGIT_BYTES
 
 __all__ = ["launch", "reference"]
 
@@ -193,7 +192,7 @@ def launch(
         experts=(experts, (rows, top_k), INDEX[0]),
     )
     described = has_descriptors(x, weight)
-    tile, logits = tile_for(TILES, x), _logits(scratch, rows, num_experts)
+    tile, logits = tile_for(TILES, x), floats_of("moe_route", scratch, rows * num_experts)
     parts = triton.cdiv(num_experts, tile.columns)
     router_logits_kernel[(triton.cdiv(rows, tile.rows) * parts,)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.inner]) if described else x,
@@ -235,14 +234,3 @@ def launch(
         BLOCK_TOP=power_of_two(top_k, 1 << 16),
         num_warps=4,
     )
-
-
-def _logits(scratch: Tensor | None, rows: int, experts: int) -> Tensor:
-    """View the scratch buffer as the logits, float32."""
-    available, needed = 0 if scratch is None else scratch.numel(), LOGIT_BYTES * rows * experts
-    if scratch is None or available < needed:
-        raise RuntimeMemoryError(
-            f"moe_route: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            "the operator's scratch on cuda."
-        )
-    return scratch[:needed].view(torch.float32)

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.moe_sort import reference
 from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.registrar.operators.moe_sort import SORT_BLOCK
@@ -103,20 +103,9 @@ def launch(*, experts: Tensor, order: Tensor, offsets: Tensor, num_experts: int,
         offsets=(offsets, (num_experts + 1,), INDEX[0]),
     )
     blocks, block_e = triton.cdiv(count, SORT_BLOCK), power_of_two(num_experts, EXPERTS)
-    counts, stride = _counts(scratch, blocks * num_experts), experts.stride(0)
+    counts, stride = floats_of("moe_sort", scratch, blocks * num_experts).view(torch.int32), experts.stride(0)
     tile = {"TOP_K": top_k, "BLOCK": SORT_BLOCK, "BLOCK_E": block_e, "num_warps": 4}
     count_kernel[(blocks,)](experts, counts, stride, count, blocks, num_experts, **tile)
     place_kernel[(num_experts,)](counts, offsets, blocks, BLOCK=SCAN, num_warps=4)
     offsets_kernel[(1,)](offsets, num_experts, BLOCK=power_of_two(num_experts, SCAN), num_warps=4)
     order_kernel[(blocks,)](experts, counts, offsets, order, stride, count, blocks, num_experts, **tile)
-
-
-def _counts(scratch: Tensor | None, count: int) -> Tensor:
-    """View the scratch buffer as int32 counts."""
-    available = 0 if scratch is None else scratch.numel()
-    if scratch is None or available < 4 * count:
-        raise RuntimeMemoryError(
-            f"moe_sort: scratch of {available:,} bytes, {4 * count:,} needed: give the plan's scratch buffer, sized by "
-            "the operator's scratch on cuda."
-        )
-    return scratch[: 4 * count].view(torch.int32)

@@ -17,7 +17,8 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
-from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, floats_of
+from mosaic.kernels.cuda.shared.scratch import floats_of
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
 from mosaic.kernels.page_bounds import check, reference
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.key_mass import tile_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
-from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, floats_of, share_of
+from mosaic.kernels.cuda.shared.scratch import floats_of
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, share_of
 from mosaic.kernels.prefix_logsumexp import check, reference
 from mosaic.registrar.operators.prefix_logsumexp import SPLIT_KEYS, SPLITS
 

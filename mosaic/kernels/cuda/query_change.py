@@ -14,7 +14,8 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, floats_of
+from mosaic.kernels.cuda.shared.scratch import floats_of
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.query_change import check, reference
 
 __all__ = ["launch", "reference"]

@@ -15,8 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.resume_rows import check, reference
 
 __all__ = ["launch", "reference"]
@@ -160,7 +160,7 @@ def launch(
         count,
     )
     sequences = bounds.shape[0] - 1
-    counts = _counts(scratch, bounds.shape[0])
+    counts = floats_of("resume_rows", scratch, bounds.shape[0]).view(torch.int32)
     find_kernel[(sequences + 1,)](
         chosen,
         bounds,
@@ -196,14 +196,3 @@ def launch(
         COPIED=COPIED,
         SEQUENCES=power_of_two(sequences, SEQUENCES),
     )
-
-
-def _counts(scratch: Tensor | None, count: int) -> Tensor:
-    """View the scratch buffer as int32 counts."""
-    available = 0 if scratch is None else scratch.numel()
-    if scratch is None or available < 4 * count:
-        raise RuntimeMemoryError(
-            f"resume_rows: scratch of {available:,} bytes, {4 * count:,} needed: give the plan's scratch buffer, sized by "
-            "the operator's scratch on cuda."
-        )
-    return scratch[: 4 * count].view(torch.int32)

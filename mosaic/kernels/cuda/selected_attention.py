@@ -25,7 +25,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.kv_attention import NARROW, WIDEST
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
-from mosaic.kernels.cuda.shared.sequences import SEQUENCES, floats_of, share_of
+from mosaic.kernels.cuda.shared.scratch import floats_of
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, share_of
 from mosaic.kernels.selected_attention import check, reference
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-from mosaic.kernels.cuda.shared.sequences import floats_of
+from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.top_keys import check, reference
 from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, numbers_of, parts_of
 

@@ -14,7 +14,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import TensorDescriptor, has_descriptors, power_of_two, processors, tl, triton
 from mosaic.kernels.cuda.shared.sampling import (
     BLOCK,
@@ -26,6 +25,7 @@ from mosaic.kernels.cuda.shared.sampling import (
     gumbel,
     random_words,
 )
+from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, join, rebase
 from mosaic.kernels.cuda.shared.unembed_tiles import FEW_ROWS, narrow_columns, tile_of
 from mosaic.kernels.shared.operands import check_shapes
@@ -378,7 +378,8 @@ def launch_unembedding(
     places = processors(x.device) * (1 if sampled or tile.rows * tile.columns >= 1 << 14 else 2)
     splits = min(unembed_splits(row_tiles, places), tiles)
     narrow = 0 if sampled else narrow_columns(tiles, splits, vocabulary, tile.columns)
-    integers, floats = _partials(kernel, scratch, rows * splits, SAMPLED_PARTIAL_BYTES if sampled else PARTIAL_BYTES)
+    floats = floats_of(kernel, scratch, rows * splits * (SAMPLED_PARTIAL_BYTES if sampled else PARTIAL_BYTES) // 4)
+    integers = floats.view(torch.int32)
     partial_kernel[(row_tiles * splits,)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.inner]) if described else x,
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]) if described else weight,
@@ -422,14 +423,3 @@ def launch_unembedding(
         SAMPLE=sampled,
         num_warps=4,
     )
-
-
-def _partials(kernel: str, scratch: Tensor | None, partials: int, partial_bytes: int) -> tuple[Tensor, Tensor]:
-    """View the scratch buffer's planes as integers and as floats."""
-    available, needed = 0 if scratch is None else scratch.numel(), partial_bytes * partials
-    if scratch is None or available < needed:
-        raise RuntimeMemoryError(
-            f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            f"the operator's scratch on cuda."
-        )
-    return scratch[:needed].view(torch.int32), scratch[:needed].view(torch.float32)

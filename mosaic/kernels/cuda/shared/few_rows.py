@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.registrar.few_rows import FEW_ROWS, partial_floats
 
 __all__ = ["Split", "joined", "padded_rows", "partials_of", "rows_tile", "split_of", "weight_tile"]
@@ -43,15 +42,8 @@ def padded_rows(rows: int) -> int:
 
 def partials_of(kernel: str, scratch: Tensor | None, x: Tensor, tiles: int, splits: int) -> Tensor:
     """View scratch as the partial results of all splits; x itself where there is one split, which leaves none."""
-    needed, available = 4 * partial_floats(tiles, splits), 0 if scratch is None else scratch.numel()
-    if not needed:
-        return x
-    if scratch is None or available < needed:
-        raise RuntimeMemoryError(
-            f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            f"the operator's scratch on cuda."
-        )
-    return scratch[:needed].view(torch.float32)
+    count = partial_floats(tiles, splits)
+    return floats_of(kernel, scratch, count) if count else x
 
 
 @triton.jit

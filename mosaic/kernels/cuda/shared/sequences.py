@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
-from torch import Tensor
-
-from mosaic.errors import RuntimeMemoryError
 from mosaic.kernels.cuda.shared.launching import tl, triton
 
-__all__ = ["SEQUENCES", "find_tile", "floats_of", "share_of"]
+__all__ = ["SEQUENCES", "find_tile", "share_of"]
 
 SEQUENCES: Final = 16
 """Least sequences that a kernel is compiled for, beyond them powers of two."""
@@ -37,14 +33,3 @@ def find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS: tl.constexpr
 def share_of(keys, splits, BLOCK_K: tl.constexpr, LEAST: tl.constexpr):
     """The keys of one split, of those of a sequence: whole tiles, and enough to be worth a program."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), BLOCK_K) * BLOCK_K, LEAST)
-
-
-def floats_of(kernel: str, scratch: Tensor | None, count: int) -> Tensor:
-    """View the beginning of the scratch buffer as float32 [count]."""
-    needed, available = 4 * count, 0 if scratch is None else scratch.numel()
-    if scratch is None or available < needed:
-        raise RuntimeMemoryError(
-            f"{kernel}: scratch of {available:,} bytes, {needed:,} needed: give the plan's scratch buffer, sized by "
-            f"the operator's scratch on cuda."
-        )
-    return scratch[:needed].view(torch.float32)
