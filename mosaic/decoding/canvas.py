@@ -117,8 +117,8 @@ class Canvas:
         bool [N], what is still to be decided. A model may decide for the mask token itself: that position is done.
     confidence
         float32 [N], the score that a token was committed by; 0 where masked, 1 in the prompt.
-    token_array, mask_array
-        `tokens` and `masked` as NumPy arrays of the same memory. The device waits while the host looks at outcomes, and NumPy
+    token_array, mask_array, confidence_array
+        `tokens`, `masked` and `confidence` as NumPy arrays of the same memory. The device waits while the host looks at outcomes, and NumPy
         handles a few elements in a fraction of the time that PyTorch takes.
     step
         Denoising steps so far, those included that decide nothing and are not run.
@@ -144,6 +144,7 @@ class Canvas:
     confidence: Tensor = field(init=False)
     token_array: NDArray[np.int64] = field(init=False)
     mask_array: NDArray[np.bool_] = field(init=False)
+    confidence_array: NDArray[np.float32] = field(init=False)
     step: int = 0
     block: int = 0
     settled: int | None = None
@@ -160,6 +161,7 @@ class Canvas:
         self.masked[: self.prompt_len] = False
         self.confidence = (~self.masked).float()
         self.token_array, self.mask_array = self.tokens.numpy(), self.masked.numpy()
+        self.confidence_array = self.confidence.numpy()
 
     # --- what is where ------------------------------------------------------------------------------------------------
 
@@ -252,14 +254,14 @@ class Canvas:
         positions: Tensor,
         *,
         window: tuple[int, int],
-        places: Tensor | None = None,
+        places: NDArray[np.int64] | None = None,
         key_len: int = 0,
         sampling: Sampling | None = None,
         **rule: Any,
     ) -> StepRequest:
         """Make the request for a step over the window [start, end), deciding some positions.
 
-        `places`, int64 ascending, are the positions of its tokens where they stand apart. A cached step sees `key_len` keys,
+        `places`, [T] ascending, are the positions of its tokens where they stand apart. A cached step sees `key_len` keys,
         or as many as the window's end. The position just past the window may be decided too where row i-1 predicts position i.
         """
         start, end = window
@@ -267,9 +269,8 @@ class Canvas:
         if places is None:
             tokens, found = own[start:end].copy(), wanted - start
         else:
-            apart = places.numpy()
-            start, tokens, found = int(apart[0]), own[apart], apart.searchsorted(wanted)
-            rule["values"] = {**rule.get("values", {}), "positions": torch.from_numpy(apart.astype(np.int32))}
+            start, tokens, found = int(places[0]), own[places], places.searchsorted(wanted)
+            rule["values"] = {**rule.get("values", {}), "positions": torch.from_numpy(places.astype(np.int32))}
         if phase not in self._rows:
             rows = {state: self.rows_of(state) for state in phase.states}
             self._rows[phase] = None if phase.cache.kept is None else rows.pop(phase.cache.kept), rows
@@ -296,12 +297,12 @@ class Canvas:
 
     def take(self, positions: Tensor, result: StepResult, committed: Tensor | None = None) -> None:
         """Write what a step has committed of the positions that it was asked to decide: bool [n], the result's own if not given."""
-        places, taking = positions.numpy(), (result.committed if committed is None else committed).numpy()
-        taken, scores = places[taking], result.score.numpy()[taking]
-        tokens = result.chosen.numpy()[taking]
+        rows = (result.array("committed") if committed is None else committed.numpy()).nonzero()[0]
+        taken = positions.numpy()[rows]
+        tokens, scores = result.array("chosen")[rows], result.array("score")[rows]
         self.token_array[taken] = tokens
         self.mask_array[taken] = False
-        self.confidence.numpy()[taken] = scores
+        self.confidence_array[taken] = scores
         self.last = Decision(
             positions=torch.from_numpy(taken),
             token_ids=torch.from_numpy(tokens),

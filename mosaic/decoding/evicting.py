@@ -61,7 +61,7 @@ class Progress:
     step
         Steps of the block so far.
     processed
-        Positions from `start` to the rightmost that a step of the block has kept.
+        With eviction, positions from `start` to the rightmost that a step of the block has kept.
     decoded
         Tokens that the request's last step has decided; None before its first.
     frozen
@@ -87,11 +87,11 @@ class Progress:
         if self.canvas.config.block_commit != "cached":
             self.frozen[:start] = False
 
-    def places(self, first: int, end: int) -> Tensor | None:
-        """Return the positions in [first, end) that are computed, int64; None where all are."""
+    def places(self, first: int, end: int) -> NDArray[np.int64] | None:
+        """Return the positions in [first, end) that are computed; None where all are."""
         if self.canvas.config.block_cache is None:
             return None
-        return torch.from_numpy((~self.frozen[first:end]).nonzero()[0] + first)
+        return (~self.frozen[first:end]).nonzero()[0] + first
 
     def values(self) -> dict[str, Any]:
         """Return what the next step has to know of the block."""
@@ -108,36 +108,44 @@ class Progress:
             )
         }  # fmt: skip
 
-    def take(self, request: StepRequest, result: StepResult) -> None:
-        """Note what a step of the block has computed, before the canvas takes what it has decided."""
+    def take(self, window: tuple[int, int], positions: Tensor, result: StepResult) -> None:
+        """Note what a step has computed, before the canvas takes what it has decided.
+
+        Parameters
+        ----------
+        window
+            Of the step; of this all positions that are not frozen were computed.
+        positions
+            int64 [M], those that it was to decide.
+        """
         if not self._followed:
             return
-        rows, first, count = request.rows.numpy(), request.start, request.token_ids.numel()
-        places = request.values["positions"].numpy() if "positions" in request.values else None
-        length = count if places is None else int(places[-1]) + 1 - first
-        # decided ones are kept, of the others those that the step says
-        done = ~self.canvas.mask_array[first : first + length]
-        if places is not None:
-            done &= ~self.frozen[first : first + length]
-        if self.canvas.config.block_cache is not None:
-            self._freeze(first, done)
         if KEPT in result.values:
-            rows = rows[result.values[KEPT].numpy()]
-        if REACH in result.values:
-            reach = int(result.values[REACH])
-        else:
-            own = done.nonzero()[0]
-            last = -1 if not len(rows) else int(rows[-1]) if places is None else int(places[rows[-1]]) - first
-            reach = first + 1 + max(int(own[-1]) if len(own) else -1, last)
-        self.processed = max(self.processed, reach - self.start)
+            self.processed = max(self.processed, self._reach(positions, result) - self.start)
+        if self.canvas.config.block_cache is not None:
+            self._freeze(*window)
         self.step += 1
-        self.decoded = int(np.count_nonzero(result.committed.numpy()))
+        self.decoded = int(np.count_nonzero(result.array("committed")))
 
-    def _freeze(self, first: int, done: NDArray[np.bool_]) -> None:
-        """Freeze tokens from `first` on that the step has computed as decided ones, and the right neighbour where that counts."""
-        if self.canvas.config.block_cache == "dc+":
-            end = self.start + (self.canvas.config.block_length or 0)
-            # the block's last token has none
-            follows = ~self.canvas.mask_array[first + 1 : min(first + 1 + len(done), end)]
-            done = np.concatenate((done[: len(follows)] & follows, done[len(follows) :]))
-        self.frozen[first : first + len(done)] |= done
+    def _reach(self, positions: Tensor, result: StepResult) -> int:
+        """The position after the rightmost that the step has kept: a masked one, or a decided one, which all are. Those that were
+        decided by a step of the block lie before the rightmost that this step has kept."""
+        if REACH in result.values:
+            return int(result.values[REACH])
+        kept = result.array(KEPT).nonzero()[0]
+        reach = int(positions.numpy()[kept[-1]]) + 1 if len(kept) else self.start
+        if self.step == 0:
+            known = (~self.canvas.mask_array[self.start : self.start + (self.canvas.config.block_length or 0)]).nonzero()[0]
+            reach = max(reach, self.start + int(known[-1]) + 1) if len(known) else reach
+        return reach
+
+    def _freeze(self, first: int, end: int) -> None:
+        """Freeze tokens that the step has computed as decided ones, and whose right neighbour was decided where that counts."""
+        if self.canvas.config.block_cache == "dc":
+            self.frozen[first:end] |= ~self.canvas.mask_array[first:end]
+            return
+        # the block's last token has no neighbour
+        beyond = min(end + 1, self.start + (self.canvas.config.block_length or 0))
+        decided = ~self.canvas.mask_array[first:beyond]
+        decided[:-1] &= decided[1:]
+        self.frozen[first:end] |= decided[: end - first]

@@ -61,7 +61,7 @@ def decode(canvas: Canvas) -> Steps:
             first = config.cache is not None and window[0] == 0
             quota = next(quotas, 1)
             positions = positions[:1] if first and shifted else candidates(canvas, positions, quota)
-            asked = canvas.ask(
+            result = yield canvas.ask(
                 _phase(config, canvas.architecture, first=first),
                 positions,
                 window=window,
@@ -71,9 +71,8 @@ def decode(canvas: Canvas) -> Steps:
                 values={} if first else progress.values(),
                 **rule,
             )
-            result = yield asked
             if not first:
-                progress.take(asked, result)
+                progress.take(window, positions, result)
             canvas.take(positions, result)
             if canvas.finished:
                 return

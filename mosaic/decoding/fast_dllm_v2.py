@@ -72,13 +72,12 @@ def _denoise_block(canvas: Canvas, progress: Progress, end: int) -> Steps:
         while len(positions := canvas.open_rows(first, first + small)):
             window = (first, first + small) if cached and not canvas.masked[first] else (start, end)
             again = refreshes.now(*window)
-            asked = canvas.ask(
+            result = yield canvas.ask(
                 attending(_phase(config), config, step, refreshes=again), positions, window=window,
                 places=progress.places(*window), key_len=end, sampling=sampling, quota=1, threshold=config.threshold or 0.0,
                 values=selection(canvas, start, step, refreshes=again) | progress.values(),
             )  # fmt: skip
-            result = yield asked
-            progress.take(asked, result)
+            progress.take(window, positions, result)
             refreshes.take(*window, result, refreshed=again)
             canvas.take(positions, result)
             step += 1

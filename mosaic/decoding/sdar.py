@@ -83,14 +83,13 @@ def _denoise_block(canvas: Canvas, progress: Progress, quotas: list[int], *, unw
         if config.remasking == "sequential":
             positions = positions[:quota]
         again = refreshes.now(start, end)
-        asked = canvas.ask(
+        result = yield canvas.ask(
             attending(phase, config, step, refreshes=again), positions, window=(first, end), places=progress.places(first, end),
             sampling=sampling, quota=quota, threshold=config.threshold or 0.0,
             values=selection(canvas, start, step, refreshes=again) | progress.values(),
         )  # fmt: skip
-        result = yield asked
         refreshes.take(start, end, result, refreshed=again)
-        progress.take(asked, result)
+        progress.take((first, end), positions, result)
         canvas.take(positions, result)
         first = start
         if canvas.finished or not canvas.mask_array[start:end].any():

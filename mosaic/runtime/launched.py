@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
+from itertools import accumulate, repeat
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mosaic.errors import BucketOverflow
@@ -115,18 +116,22 @@ class Launched:
     def _cut(self, outputs: Mapping[str, Tensor]) -> list[StepResult]:
         seconds, plan = perf_counter() - self._started, self._ran.plan
         cut: dict[str, Sequence[Tensor]] = {}
+        arrays: dict[str, list[NDArray[Any]]] = {}
         for name, counts in self._counts.items():
-            mine = outputs[name][: sum(counts)]
-            cut[name] = torch.split(mine.bool() if name == "committed" else mine.clone(), counts)
+            *firsts, end = accumulate(counts, initial=0)
+            mine = outputs[name][:end].bool() if name == "committed" else outputs[name][:end].clone()
+            cut[name], whole = torch.split(mine, counts), mine.numpy()
+            arrays[name] = [whole[first : first + count] for first, count in zip(firsts, counts, strict=True)]
         main = [cut.pop(name) if name in cut else [nothing] * len(self.requests) for name, nothing in _NOTHING.items()]
         others = zip(*cut.values(), strict=True) if cut else repeat(())
+        of_each = zip(*arrays.values(), strict=True) if arrays else repeat(())
         of_step = {name: outputs[name].clone() for name, per in self._declared.items() if per == "step"}
         return [
             StepResult(
                 token=token, score=score, committed=committed, chosen=chosen, plan=plan, seconds=seconds,
                 values=dict(zip(cut, values, strict=True)) | of_step,
-            )
-            for token, score, committed, chosen, values in zip(*main, others, strict=False)
+            ).hold(zip(arrays, held, strict=True))
+            for token, score, committed, chosen, values, held in zip(*main, others, of_each, strict=False)
         ]  # fmt: skip
 
 
