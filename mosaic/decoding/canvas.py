@@ -27,11 +27,25 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.state import State
 
-__all__ = ["COMMIT", "Canvas", "Decision", "Following", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
+__all__ = [
+    "COMMIT",
+    "Canvas",
+    "Decision",
+    "Following",
+    "Positions",
+    "Sampling",
+    "Shapes",
+    "Steps",
+    "as_array",
+    "cached_shape",
+    "whole_blocks",
+]
 
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
 Shapes: TypeAlias = Sequence[StepSize | None]
 """The largest steps of one request; the same entries of all requests of a batch are packed together."""
+Positions: TypeAlias = Tensor | NDArray[np.int64]
+"""int64 [M], on the host."""
 COMMIT: Final = Phase(cache=KEPT, head=NO_HEAD)
 """Fill the cache, nothing else; a long one is a prefill."""
 
@@ -177,7 +191,11 @@ class Canvas:
 
     def open_rows(self, start: int, end: int) -> Tensor:
         """Return the positions in [start, end) that are still to be decided, int64."""
-        return torch.from_numpy(self.mask_array[start:end].nonzero()[0] + start)
+        return torch.from_numpy(self.open_array(start, end))
+
+    def open_array(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return the same as a NumPy array."""
+        return self.mask_array[start:end].nonzero()[0] + start
 
     @property
     def final(self) -> int:
@@ -251,7 +269,7 @@ class Canvas:
     def ask(
         self,
         phase: Phase,
-        positions: Tensor,
+        positions: Positions,
         *,
         window: tuple[int, int],
         places: NDArray[np.int64] | None = None,
@@ -265,7 +283,7 @@ class Canvas:
         or as many as the window's end. The position just past the window may be decided too where row i-1 predicts position i.
         """
         start, end = window
-        own, wanted = self.token_array, positions.numpy()
+        own, wanted = self.token_array, as_array(positions)
         if places is None:
             tokens, found = own[start:end].copy(), wanted - start
         else:
@@ -287,7 +305,7 @@ class Canvas:
             states=states,
             rows=torch.from_numpy(found),
             current=torch.from_numpy(own[wanted]),
-            keys=self.keys(positions) if phase.noisy else None,
+            keys=self.keys(torch.from_numpy(wanted)) if phase.noisy else None,
             **rule,
         )
 
@@ -295,10 +313,10 @@ class Canvas:
         """Make the request that writes the keys and values of [start, end): a prefill, or the commit of a block."""
         return self.ask(phase, torch.empty(0, dtype=torch.int64), window=(start, end))
 
-    def take(self, positions: Tensor, result: StepResult, committed: Tensor | None = None) -> None:
+    def take(self, positions: Positions, result: StepResult, committed: Tensor | None = None) -> None:
         """Write what a step has committed of the positions that it was asked to decide: bool [n], the result's own if not given."""
         rows = (result.array("committed") if committed is None else committed.numpy()).nonzero()[0]
-        taken = positions.numpy()[rows]
+        taken = as_array(positions)[rows]
         tokens, scores = result.array("chosen")[rows], result.array("score")[rows]
         self.token_array[taken] = tokens
         self.mask_array[taken] = False
@@ -309,6 +327,11 @@ class Canvas:
             confidence=torch.from_numpy(scores),
         )
         self.step += 1
+
+
+def as_array(positions: Positions) -> NDArray[np.int64]:
+    """Return positions as a NumPy array of the same memory."""
+    return positions if isinstance(positions, np.ndarray) else positions.numpy()
 
 
 def cached_shape(

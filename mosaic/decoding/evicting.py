@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
 from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models.eviction import Eviction
 from mosaic.models.parts.cut import KEPT
@@ -22,10 +20,10 @@ from mosaic.models.parts.focus import REACH, BlockProgress, Focus
 from mosaic.models.parts.windows import APART
 
 if TYPE_CHECKING:
-    from mosaic.decoding.canvas import Canvas
+    from mosaic.decoding.canvas import Canvas, Positions
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.phase import Phase
-    from mosaic.runtime.steps import StepRequest, StepResult
+    from mosaic.runtime.steps import StepResult
 
 __all__ = ["Progress", "computing"]
 
@@ -93,22 +91,22 @@ class Progress:
             return None
         return (~self.frozen[first:end]).nonzero()[0] + first
 
-    def values(self) -> dict[str, Any]:
-        """Return what the next step has to know of the block."""
+    def values(self, masked: NDArray[np.int64] | None = None) -> dict[str, Any]:
+        """Return what the next step has to know of the block; `masked`, its masked positions, if they are known."""
         eviction = self.canvas.config.eviction
         if not isinstance(eviction, Eviction):
             return {}
         end = self.start + (self.canvas.config.block_length or 0)
-        masked = tuple(self.canvas.mask_array[self.start : end].nonzero()[0].tolist())
+        offsets = (self.canvas.open_array(self.start, end) if masked is None else masked) - self.start
         ranks = uniforms(self.canvas.keys(torch.arange(self.start, end))) if eviction.rank == "random" else ()
         return {
             "block": BlockProgress(
-                start=self.start, masked=masked, processed=self.processed, step=self.step, decoded=self.decoded,
+                start=self.start, masked=tuple(offsets.tolist()), processed=self.processed, step=self.step, decoded=self.decoded,
                 ranks=tuple(map(float, ranks)),
             )
         }  # fmt: skip
 
-    def take(self, window: tuple[int, int], positions: Tensor, result: StepResult) -> None:
+    def take(self, window: tuple[int, int], positions: Positions, result: StepResult) -> None:
         """Note what a step has computed, before the canvas takes what it has decided.
 
         Parameters
@@ -116,7 +114,7 @@ class Progress:
         window
             Of the step; of this all positions that are not frozen were computed.
         positions
-            int64 [M], those that it was to decide.
+            Those that it was to decide.
         """
         if not self._followed:
             return
@@ -127,13 +125,13 @@ class Progress:
         self.step += 1
         self.decoded = int(np.count_nonzero(result.array("committed")))
 
-    def _reach(self, positions: Tensor, result: StepResult) -> int:
+    def _reach(self, positions: Positions, result: StepResult) -> int:
         """The position after the rightmost that the step has kept: a masked one, or a decided one, which all are. Those that were
         decided by a step of the block lie before the rightmost that this step has kept."""
         if REACH in result.values:
             return int(result.values[REACH])
         kept = result.array(KEPT).nonzero()[0]
-        reach = int(positions.numpy()[kept[-1]]) + 1 if len(kept) else self.start
+        reach = int(positions[kept[-1]]) + 1 if len(kept) else self.start
         if self.step == 0:
             known = (~self.canvas.mask_array[self.start : self.start + (self.canvas.config.block_length or 0)]).nonzero()[0]
             reach = max(reach, self.start + int(known[-1]) + 1) if len(known) else reach

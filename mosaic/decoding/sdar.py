@@ -77,22 +77,21 @@ def _denoise_block(canvas: Canvas, progress: Progress, quotas: list[int], *, unw
     if unwritten and not commits_within(config):
         yield canvas.fill(first, start, committing(COMMIT, config))
         first = start
-    refreshes = Refreshes(config)
+    refreshes, masked = Refreshes(config), canvas.open_array(start, end)
     for step, quota in enumerate(chain(quotas, repeat(quotas[-1]))):
-        positions = canvas.open_rows(start, end)
-        if config.remasking == "sequential":
-            positions = positions[:quota]
+        positions = masked[:quota] if config.remasking == "sequential" else masked
         again = refreshes.now(start, end)
         result = yield canvas.ask(
             attending(phase, config, step, refreshes=again), positions, window=(first, end), places=progress.places(first, end),
             sampling=sampling, quota=quota, threshold=config.threshold or 0.0,
-            values=selection(canvas, start, step, refreshes=again) | progress.values(),
+            values=selection(canvas, start, step, refreshes=again) | progress.values(masked),
         )  # fmt: skip
         refreshes.take(start, end, result, refreshed=again)
         progress.take((first, end), positions, result)
         canvas.take(positions, result)
         first = start
-        if canvas.finished or not canvas.mask_array[start:end].any():
+        masked = canvas.open_array(start, end)
+        if canvas.finished or not len(masked):
             return
 
 

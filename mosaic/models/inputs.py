@@ -5,9 +5,9 @@ A record says what one value belongs to and how a value of a request is turned i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from mosaic.errors import GraphError, UsageError
 
@@ -96,18 +96,17 @@ class Input:
             )
         return found
 
-    def at(self, window: Window) -> Any:
-        """Return the value of one window."""
+    def of_all(self, windows: Iterable[Window]) -> list[Any]:
+        """Return the value of each window."""
         if callable(self.value):
-            return self.value(window)
-        return self.of(window.request) if not window.copy else 0
+            return [*map(self.value, windows)]
+        return [0 if window.copy else self.of(window.request) for window in windows]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class Window(NamedTuple):
     """The tokens of one sequence in a step.
 
-    Parameters
+    Attributes
     ----------
     request
         The request that they belong to.
@@ -130,7 +129,8 @@ class Window:
     @property
     def length(self) -> int:
         """Tokens of the window."""
-        return int(self.token_ids.numel())
+        count: int = self.token_ids.numel()
+        return count
 
     @property
     def end(self) -> int:

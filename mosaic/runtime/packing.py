@@ -165,17 +165,17 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
         assert callable(entry.value)
         return torch.from_numpy(entry.value(windows))
     if entry.per == "bound":
-        return Numbers((0, *accumulate(entry.at(window) for window in windows)), entry.dtype)
+        return Numbers((0, *accumulate(entry.of_all(windows))), entry.dtype)
     if entry.per == "sequence":
-        values = [entry.at(window) for window in windows]
+        values = entry.of_all(windows)
         return torch.stack(list(map(_vector, values))) if entry.width else Numbers(tuple(values), entry.dtype)
     if entry.per == "extent":
-        numbers = chain.from_iterable(chain.from_iterable(entry.at(window) for window in windows))
+        numbers = chain.from_iterable(chain.from_iterable(entry.of_all(windows)))
         return Numbers(tuple(numbers), entry.dtype, entry.width)
     if entry.per in ("row", "logit_row"):
         values = [entry.of(request) for request in requests]
         return _of_step(entry, requests, values) if entry.index else _joined(values)
-    found = [entry.at(window) for window in windows]
+    found = entry.of_all(windows)
     if all(isinstance(part, range | tuple) for part in found):
         ranges = [(part,) if isinstance(part, range) else part for part in found]
         return Numbers(tuple(chain.from_iterable(ranges)), entry.dtype)

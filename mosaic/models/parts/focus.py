@@ -180,13 +180,13 @@ class Focus(Cut):
         if not isinstance(block, BlockProgress):
             raise UsageError('eviction: a request says how far it is in its block: values={"block": BlockProgress(…)}.')
         places = request.values.get("positions")
-        first = request.start - block.start
-        found = range(first, first + request.token_ids.numel()) if places is None else (places - block.start).tolist()
-        if found[-1] >= length or not {*found}.issuperset(block.masked):
+        end = request.start + request.token_ids.numel()
+        found = range(request.start, end) if places is None else places.tolist()
+        masked = [block.start + offset for offset in block.masked]
+        if found[-1] >= block.start + length or not {*found}.issuperset(masked):
             raise UsageError(
                 f"eviction: a window ends in its request's block, which is [{block.start}, {block.start + length}), and has "
-                f"its masked positions {[block.start + offset for offset in block.masked]}; got "
-                f"{[block.start + offset for offset in found]}."
+                f"its masked positions {masked}; got {[*found]}."
             )
         if len(block.ranks) != (length if self.eviction.rank == "random" else 0):
             raise UsageError(
@@ -277,12 +277,11 @@ class _Masked(NamedTuple):
 
 def _offsets(windows: Sequence[Window]) -> NDArray[np.intp]:
     """Of each token of the step, its position from the block's start on."""
-    parts = []
-    for window in windows:
-        places, start = window.request.values.get("positions"), _block(window).start
-        first = window.start - start
-        parts.append(np.arange(first, first + window.length) if places is None else places.cpu().numpy() - start)
-    return np.concatenate(parts)
+    given = [window.request.values.get("positions") for window in windows]
+    parts = [range(window.start, window.end) if at is None else at.tolist() for window, at in zip(windows, given, strict=True)]
+    lengths = [*map(len, parts)]
+    starts = np.repeat([_block(window).start for window in windows], lengths)
+    return np.fromiter(chain.from_iterable(parts), np.intp, sum(lengths)) - starts
 
 
 def _block(window: Window) -> BlockProgress:
