@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from mosaic.models.parts.focus import BlockProgress
 from mosaic.runtime.steps import StepResult
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from mosaic.decoding.canvas import Steps
@@ -77,6 +78,9 @@ _GAIN: Final = 8.0
 _BEHIND: Final = 4.0
 """Rows, kept too many or too few, that later steps make up for."""
 _LAST: Final = 16
+_PRIME: Final = 7919
+Places: TypeAlias = "NDArray[np.int32] | None"
+"""Positions of a request's tokens, where they stand apart."""
 
 
 class TraceStep(NamedTuple):
@@ -223,12 +227,14 @@ class Replay:
             asked = next(steps, None)
             while asked is not None:
                 began = time.perf_counter()
-                self._tell(asked, script)
+                places = asked.values.get("positions")
+                stand = None if places is None else places.numpy()
+                self._tell(asked, stand, script)
                 self.seconds += time.perf_counter() - began
                 result = yield asked
                 began = time.perf_counter()
                 if asked.rows.numel():
-                    result = self._outcome(canvas, asked, result, script)
+                    result = self._outcome(canvas, asked, stand, result, script)
                 self.seconds += time.perf_counter() - began
                 try:
                     asked = steps.send(result)
@@ -240,23 +246,25 @@ class Replay:
             own, algorithm=Algorithm(name=f"{inner}, replayed", decode=decode, shapes=inner.shapes, traits=traits)
         )
 
-    def _tell(self, asked: StepRequest, script: _Script) -> None:
+    def _tell(self, asked: StepRequest, places: Places, script: _Script) -> None:
         """Tell the step, which nobody else has yet, a budget that keeps as many rows as the trace says."""
-        told, places = asked.values.get("block"), asked.values.get("positions")
+        told = asked.values.get("block")
         if told is None:
             return
         block, masked = self.trace.block, len(told.masked)
-        fixed = block if places is None else int(np.count_nonzero(places.numpy() >= told.start))
+        fixed = block if places is None else len(places) - int(places.searchsorted(told.start))
         budget = block if self.all_kept else script.budget(masked, fixed - masked)
         cast("dict[str, Any]", asked.values)["block"] = BlockProgress(
             start=told.start, masked=told.masked, processed=block, step=told.step, decoded=budget
         )
 
-    def _outcome(self, canvas: Canvas, asked: StepRequest, result: StepResult, script: _Script) -> StepResult:
+    def _outcome(
+        self, canvas: Canvas, asked: StepRequest, places: Places, result: StepResult, script: _Script
+    ) -> StepResult:  # fmt: skip
         """The outcome with as many of the kept rows decided, the first ones, as the trace says; tokens differ from row to row."""
         wanted, tokens = asked.rows.numpy(), asked.token_ids.numel()
-        rows, places = len(wanted), asked.values.get("positions")
-        here = result.values[KEPT].numpy().nonzero()[0] if KEPT in result.values else np.arange(rows)
+        rows = len(wanted)
+        here = result.array(KEPT).nonzero()[0] if KEPT in result.values else np.arange(rows)
         self._count(tokens, len(here), result.values.get(COUNT))
         if wanted[0] == tokens:  # row i-1 predicts position i: the step commits a block, and decides what follows it
             script.decided_first()
@@ -264,18 +272,20 @@ class Replay:
         if places is None:
             again = (asked.start + int(wanted[0])) // self.trace.block * self.trace.block - asked.start
         else:
-            stand = places.numpy()
-            again = int(stand.searchsorted(stand[wanted[0]] // self.trace.block * self.trace.block))
+            again = int(places.searchsorted(int(places[wanted[0]]) // self.trace.block * self.trace.block))
         kept = float(len(here))
         if canvas.architecture.shifted:  # the rows before these are: of a run of masked ones nobody says of the last
             kept -= (1 + np.count_nonzero(np.diff(wanted) > 1)) * (1 - script.share)
         taken = np.zeros(rows, dtype=bool)
         taken[here[: script.take(rows, tokens - again - rows + kept, len(here))]] = True
-        chosen = torch.from_numpy(((wanted + canvas.step) * 7919 + canvas.request) % canvas.architecture.mask_token_id)
-        return StepResult(
-            token=chosen, score=result.score, committed=torch.from_numpy(taken), chosen=chosen, plan=result.plan,
+        chosen = (wanted * _PRIME + (canvas.step * _PRIME + canvas.request)) % canvas.architecture.mask_token_id
+        token = torch.from_numpy(chosen)
+        forced = StepResult(
+            token=token, score=result.score, committed=torch.from_numpy(taken), chosen=token, plan=result.plan,
             seconds=result.seconds, values=result.values,
         )  # fmt: skip
+        same = [(name, result.array(name)) for name in ("score", KEPT) if name == "score" or name in result.values]
+        return forced.hold([("committed", taken), ("chosen", chosen), *same])
 
     def _count(self, tokens: int, decided: int, kept: Tensor | None) -> None:
         """Count what a step has computed; a step of two graphs says what it has kept once, to all of its requests."""

@@ -132,8 +132,8 @@ class Canvas:
     confidence
         float32 [N], the score that a token was committed by; 0 where masked, 1 in the prompt.
     token_array, mask_array, confidence_array
-        `tokens`, `masked` and `confidence` as NumPy arrays of the same memory. The device waits while the host looks at outcomes, and NumPy
-        handles a few elements in a fraction of the time that PyTorch takes.
+        `tokens`, `masked` and `confidence` as NumPy arrays of the same memory. The device waits while the host looks at outcomes,
+        and NumPy handles a few elements in a fraction of the time that PyTorch takes.
     step
         Denoising steps so far, those included that decide nothing and are not run.
     block

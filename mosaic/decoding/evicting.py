@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models.eviction import Eviction
 from mosaic.models.parts.cut import KEPT
@@ -133,7 +134,9 @@ class Progress:
         kept = result.array(KEPT).nonzero()[0]
         reach = int(positions[kept[-1]]) + 1 if len(kept) else self.start
         if self.step == 0:
-            known = (~self.canvas.mask_array[self.start : self.start + (self.canvas.config.block_length or 0)]).nonzero()[0]
+            known = (
+                ~self.canvas.mask_array[self.start : self.start + (self.canvas.config.block_length or 0)]
+            ).nonzero()[0]
             reach = max(reach, self.start + int(known[-1]) + 1) if len(known) else reach
         return reach
 

@@ -278,10 +278,14 @@ class _Masked(NamedTuple):
 def _offsets(windows: Sequence[Window]) -> NDArray[np.intp]:
     """Of each token of the step, its position from the block's start on."""
     given = [window.request.values.get("positions") for window in windows]
-    parts = [range(window.start, window.end) if at is None else at.tolist() for window, at in zip(windows, given, strict=True)]
+    parts = [
+        range(window.start, window.end) if at is None else at.tolist()
+        for window, at in zip(windows, given, strict=True)
+    ]
     lengths = [*map(len, parts)]
     starts = np.repeat([_block(window).start for window in windows], lengths)
-    return np.fromiter(chain.from_iterable(parts), np.intp, sum(lengths)) - starts
+    found: NDArray[np.intp] = np.fromiter(chain.from_iterable(parts), np.intp, sum(lengths)) - starts
+    return found
 
 
 def _block(window: Window) -> BlockProgress:
