@@ -77,7 +77,8 @@ LEAST, WARM, TIMED = 17, 72, 24
 After 17 it is little in doubt that a request which has never decided a whole block goes on."""
 PROFILED, PARTED = 4, 3
 """Steps whose kernels are profiled, and whose parts are run alone."""
-QUIET, STEADY = 8, 1.5
+RARELY: Final = (100_000, 50, 50)
+QUIET, STEADY = 16, 1.5
 """Steps of which none takes so many times their median: sizes that most steps have are planned and captured by then."""
 SLOW: Final = 3.0
 """A step that takes so many times the median has met another one: it is not counted, as a server meets each once."""
@@ -102,7 +103,9 @@ def measured(
         session.advance()
         fill(model)
         gc.collect()
-        gc.freeze()  # as a server would: collecting what was made before takes some milliseconds of every step
+        often = gc.get_threshold()
+        gc.freeze()  # as a server would: collecting what was made before takes some milliseconds of every step,
+        gc.set_threshold(*RARELY)  # and looking for cycles a seventh of the host's time
         while len(warm) < blocks + LEAST or (len(warm) < WARM + blocks and not _settled(warm)):
             warm.append(_round(session, replay, requests))
         runner.sizes, replay.kept, replay.unembedded = [], 0, 0
@@ -118,6 +121,7 @@ def measured(
             kept, rows = tokens, requests * trace.mean[0]
         kernels = _kernels(session, replay, requests) if model.asynchronous else {}
         parts = _parts(model, session, runner, replay, requests)  # which is the end of the session
+        gc.set_threshold(*often)
         gc.unfreeze()
     return {
         "warm_ms": [one.ms for one in warm], "step_ms": [one.step_ms(sizes) for one in timed],

@@ -35,6 +35,12 @@ class Counted(Launched):
         self._runner.peak_bytes = max(self._runner.peak_bytes, results[0].plan.total_bytes)
         return results
 
+    def proceed(self) -> None:
+        self._inner.proceed()
+
+    def settle(self) -> None:
+        self._inner.settle()
+
 
 class CompiledRunner:
     """A checkpoint of these tensors, compiled.

@@ -32,6 +32,7 @@ from mosaic.models.step import StepSize
 from mosaic.planner.check import weight_map
 from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.host_copy import Arriving
 from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.packing import pack_step
 from mosaic.runtime.state_rows import OwnedRows
@@ -380,17 +381,32 @@ def few_and_all(model: CompiledModel, rng: random.Random, phase: Phase) -> tuple
     return one, request
 
 
-def test_more_rows_than_were_guessed_run_again_without_the_first_graph(model: CompiledModel) -> None:
-    """The outcome, and all that outlives the step, is as if the larger size had been launched at once; whatever runs between."""
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("guess", [True, False])
+def test_a_second_graph_that_runs_later_needs_no_first_one(
+    model: CompiledModel, guess: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than were guessed run again; without a guess the host has to look at the count. The outcome, and all that outlives
+    the step, is as if the right size had been launched at once, whatever runs between."""
     rng = random.Random(0)
-    phase = replace(CUT, cut=Dropping(sizes=(2, 8, 64)))
-    for between in ("nothing", "a step", "a trim", "a sequence that ends"):
+    phase = replace(CUT, cut=Dropping(sizes=(2, 8, 64), guess=guess))
+    for between in ("nothing", "a look", "a step", "an interrupt", "a trim", "a sequence that ends"):
         one, request = few_and_all(model, rng, phase)
         other = Sequence.filled(model, 16, rng)
         prefixes = len(selections)
         launched = model.launch([request])
         assert model.memory().planned["workspace"] and len(selections) == prefixes + 1
-        if between == "a step":
+        if between == "a look":
+            launched.proceed()
+        elif between == "a step":
+            model.step([replace(other.window(rng, UNCUT), quota=1)])
+        elif between == "an interrupt":
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(Arriving, "wait", interrupted)
+                model.step([replace(other.window(rng, UNCUT), quota=1)])
             model.step([replace(other.window(rng, UNCUT), quota=1)])
         elif between == "a trim":
             model.trim()

@@ -71,6 +71,17 @@ class _Asked(NamedTuple):
 
     requests: list[StepRequest]
     launched: Launched
+    cut: bool
+
+    def proceed(self) -> None:
+        """Let it go on, if it is of two graphs, and the device has come to where the host says how large the second is."""
+        if self.cut:
+            self.launched.proceed()
+
+    def settle(self) -> None:
+        """The same, and wait for it: the device would, once it has come there."""
+        if self.cut:
+            self.launched.settle()
 
 
 class Session(ClosesOnExit):
@@ -275,6 +286,8 @@ class Session(ClosesOnExit):
         """
         raised = list[BaseException]()
         for request, result in zip(group, results, strict=True):
+            for step in self._launched:
+                step.proceed()
             if request.generation is not None:
                 continue
             request.waiting_since = self._turns
@@ -285,6 +298,8 @@ class Session(ClosesOnExit):
                 raised.append(error)
             if request.generation is not None:
                 self._forget(request)
+        for step in self._launched:
+            step.settle()
         if raised:
             raise raised[0]
 
@@ -346,7 +361,8 @@ class Session(ClosesOnExit):
             self._launch(_asked_by(crew))
 
     def _launch(self, asked: list[StepRequest]) -> None:
-        self._launched.append(_Asked(asked, self._runner.launch(_of_one_phase(asked))))
+        step = _of_one_phase(asked)
+        self._launched.append(_Asked(asked, self._runner.launch(step), step[0].phase.bucketed is not None))
 
     def _waiting_for(self, step: _Asked) -> list[tuple[int, LiveRequest]]:
         """The live requests that ask for what was launched for them, each with its place in the step."""

@@ -26,6 +26,11 @@ class Arriving:
     def __init__(self, results: list[Tensor], sent: torch.cuda.Event | None) -> None:
         self._results, self._sent = results, sent
 
+    @property
+    def arrived(self) -> bool:
+        """Whether nobody has to wait for them."""
+        return self._sent is None or self._sent.query()
+
     def wait(self) -> list[Tensor]:
         """Wait for all of them; returns tensors of the shapes and dtypes that were asked for.
 

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mosaic.errors import BucketOverflow
 from mosaic.models.parts.cut import COUNT, KEPT, PLACE
 from mosaic.models.parts.part import ResultPer
 from mosaic.models.parts.windows import OPEN
@@ -58,32 +57,42 @@ class Launched:
         self._counts = _counts_of(self.requests, self._declared)
         self._copy, self._started, self._turns = copy, started, turns
         self._results: list[StepResult] | None = None
-        self._failed: BucketOverflow | None = None
+        self._failed: Exception | None = None
         self._cutting = (
             Lock()
         )  # whoever launches a step waits for an earlier one too, whose outcome arrives in the same place
         self._arrives(ran)
 
     def _arrives(self, ran: Ran) -> None:
-        """Begin to copy the outputs."""
+        """Begin to copy the outputs, as far as there are any."""
         self._ran = ran
-        self._arriving = self._copy.start([ran.outputs[name] for name in self._declared]) if self._declared else None
+        self._names = [name for name in self._declared if name in ran.outputs]
+        self._arriving = self._copy.start([ran.outputs[name] for name in self._names]) if self._names else None
 
     def _outputs(self) -> dict[str, Tensor]:
         outputs = [] if self._arriving is None else self._arriving.wait()
-        return dict(zip(self._declared, outputs, strict=True))
+        return dict(zip(self._names, outputs, strict=True))
+
+    def proceed(self) -> None:
+        """Run the step's second graph, or find that it need not run again, if what says so has arrived; do not wait for it."""
+        if self._ran.again is not None and self._arriving is not None and self._arriving.arrived:
+            self.settle()
 
     def settle(self) -> None:
-        """Wait until it is known that the step's second graph had room for all rows; where it had not, run it again."""
+        """Wait until the step's second graph can run, and run it; where it has, and had no room for all rows, run it again."""
         if self._ran.again is None:
             return
         with self._turns:
             while (again := self._ran.again) is not None:
+                count = int(self._outputs()[COUNT])
                 self._ran = self._ran._replace(again=None)
                 try:
-                    larger = again(int(self._outputs()[COUNT]))
-                except BucketOverflow as failed:
+                    larger = again(count)
+                except Exception as failed:  # whoever asks for the outcome is told
                     self._failed = failed
+                except BaseException:
+                    self._ran = self._ran._replace(again=again)
+                    raise
                 else:
                     if larger is not None:
                         self._arrives(larger)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from torch import Tensor
 
 from mosaic.errors import UsageError
+from mosaic.models.parts.cut import COUNT
 from mosaic.models.state import State
 from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.engine import Engine
@@ -40,8 +41,9 @@ _log = logging.getLogger(__name__)
 class Ran(NamedTuple):
     """A step that was given to the device.
 
-    `outputs` by name are valid until the next step. Where the size of its second graph was guessed, `again` takes the count that
-    has come with the outputs: it gives None if the size was enough, and else the step with that graph run again, larger.
+    `outputs` by name are valid until the next step. Where its second graph waits for a size, they are the count alone, and `again`
+    takes it and gives the step with that graph run. Where the size was guessed, `again` takes the count that has come with the
+    outputs: it gives None if the size was enough, and else the step with that graph run again, larger.
     """
 
     outputs: Mapping[str, Tensor]
@@ -100,7 +102,7 @@ class ModelEngine(Engine):
         self._counts, self._planned = KeptCounts(), Recent[Hashable, bool](KEPT_SIZES)
         self._last_kept = Recent[Hashable, int](KEPT_SIZES)
         self.unsettled: Callable[[], None] | None = None
-        """Of the last step, if it may have to run again in part: what waits until that is known."""
+        """Of the last step, if its second graph has yet to run, or may have to again: what waits until it has."""
         self.plans = StepPlans(planner, config)
         longest = self.plans.exact(StepSize(windows=(max_tokens or 1,), rows=max_tokens or 1))
         super().__init__(planner, longest, "model", tables=self._tables.values(), capture=capture, debug=debug)
@@ -216,7 +218,13 @@ class ModelEngine(Engine):
         if buckets[0] >= size.tokens:  # there is one, which holds all rows
             return self._run_suffix(step.graph(buckets[0]), config)
         likely = self._prepared(step) if config is None else None  # while the first graph runs
-        kept = how.bucket(int(found.outputs[how.count].item()), buckets)
+        return Ran({COUNT: found.outputs[how.count]}, found.plan, partial(self._sized, step, config, likely))
+
+    def _sized(self, step: PackedStep, config: Settings | None, likely: PackedStep | None, count: int) -> Ran:
+        """Run the second graph at the size that the first asks for; `likely` is it at the size that is most likely."""
+        how = step.size.phase.bucketed
+        assert how is not None
+        kept = how.bucket(count, step.buckets)
         self._last_kept.pop(step.key, None)
         self._last_kept.find(step.key, lambda: kept)
         return self._run_suffix(likely if likely and likely.size.kept == kept else step.graph(kept), config)
@@ -262,10 +270,14 @@ class ModelEngine(Engine):
         return self._run_suffix(step.graph(enough), config)
 
     def settle(self) -> None:
-        """Wait for the last step where its second graph may have to run again: what it starts from is still there."""
+        """Wait for the last step where its second graph has yet to run, or may have to again: what it takes is still there."""
         waiting, self.unsettled = self.unsettled, None
         if waiting is not None:
-            waiting()
+            try:
+                waiting()
+            except BaseException:  # who is interrupted has not run it
+                self.unsettled = waiting
+                raise
 
     def give_back(self) -> None:
         """Give back what neither the last step nor owners of rows need; the workspace later if outputs are lent."""
