@@ -28,6 +28,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[CompiledModel]:
 @pytest.fixture(autouse=True)
 def _few_tokens_are_worth_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "CREW_TOKENS", 12)
+    monkeypatch.setattr(sessions, "EXPERTS", 1)
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
@@ -108,6 +109,16 @@ def test_crews_are_halves_and_few_tokens_wait_for_each_other(
         while session.live:
             session.advance()
         assert {len(step) for step in beside.asked} == {2} and beside.overlapped() == 0
+
+
+def test_experts_are_read_once_more_for_many_tokens_only(model: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "EXPERTS", 1000)
+    beside = Beside(model)
+    with Session(beside) as session:
+        for _ in range(9):
+            session.submit(torch.arange(8) % 5, GenerationConfig(ahead=False, gen_length=12))
+        session.advance()
+    assert [len(step) for step in beside.asked] == ([9] if model.architecture.experts else [5, 4])
 
 
 def test_crews_are_alike(model: CompiledModel) -> None:

@@ -46,6 +46,9 @@ DOUBT: Final = 1 / 17
 them about a sixteenth of one (H200, SDAR-8B, one request), and more with many requests."""
 CREW_TOKENS: Final = 512
 """Fewest tokens of a step that is worth a crew: with fewer, products take as long as reading their weights does."""
+EXPERTS: Final = 4
+"""So many times more where a feed-forward has experts. Each of two steps reads nearly all of them, which is worth it where the host
+takes as long for a crew."""
 
 _SESSIONS: Final[WeakValueDictionary[int, WeakSet[Session]]] = WeakValueDictionary()
 """Of each model, by its id: what one of them admits must leave room for the steps of the others. A session holds its model, so no
@@ -336,7 +339,8 @@ class Session(ClosesOnExit):
         if _on_device(asked):
             return list(group)
         tokens = sum(one.token_ids.numel() for one in chain(asked, *(step.requests for step in self._launched)))
-        if len(self._live) < 2 or tokens < 2 * CREW_TOKENS or not self._runner.asynchronous:
+        least = CREW_TOKENS * (EXPERTS if self._runner.architecture.experts else 1)
+        if len(self._live) < 2 or tokens < 2 * least or not self._runner.asynchronous:
             return None
         half = -(-len(self._live) // 2)
         if len(group) <= half:

@@ -29,7 +29,7 @@ class Arriving:
     @property
     def arrived(self) -> bool:
         """Whether nobody has to wait for them."""
-        return self._sent is None or self._sent.query()
+        return self._sent is None or bool(self._sent.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Tensor]:
         """Wait for all of them; returns tensors of the shapes and dtypes that were asked for.
