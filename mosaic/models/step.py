@@ -129,7 +129,13 @@ class StepSize:
     def tokens(self) -> int:
         """Tokens that the step computes: those of all windows together, rounded up where its phase's windows are padded."""
         count = sum(self.windows)
-        return bucket(count, doubled=MOST_PADDED) if self.phase.tokens.padded else count
+        return bucket(count, doubled=MOST_PADDED, share=self._share) if self.phase.tokens.padded else count
+
+    @property
+    def _share(self) -> int:
+        """What tokens and rows to decide are rounded up by at most: a quarter of a step that is cut. They say little of what it
+        computes, and its second graph has a size for each number of rows that are kept, beside every such number."""
+        return 8 if self.phase.cut is None else 4
 
     @property
     def has_rows(self) -> bool:
@@ -227,7 +233,13 @@ class StepSize:
         return (
             bucket(sum(self.owned), least=FEWEST_KEYS),
             bucket(self.extents, least=FEWEST_EXTENTS, doubled=MOST_DOUBLED),
-            bucket(self.rows, tokens, least=FEWEST_ROWS if rules else 0, doubled=MOST_DOUBLED if rules else 0),
+            bucket(
+                self.rows,
+                tokens,
+                least=FEWEST_ROWS if rules else 0,
+                doubled=MOST_DOUBLED if rules else 0,
+                share=self._share,
+            ),
             bucket(self.logit_rows, tokens),
             rounded_states(self.states),
         )
@@ -253,8 +265,9 @@ def rounded_states(states: Mapping[State, int]) -> frozenset[tuple[State, int]]:
     )
 
 
-def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0) -> int:
-    """Round a number of rows up by at most an eighth, so that plans are reused while rows get fewer, or keys more.
+def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0, share: int = 8) -> int:
+    """Round a number of rows up by at most an eighth, or another `share`, so that plans are reused while rows get fewer, or keys
+    more.
 
     A number above zero becomes at least `least`, and never more than `most`. Numbers up to `doubled` go up to the next
     power of two, which makes fewer plans of what takes about as long.
@@ -263,11 +276,13 @@ def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int 
     [0, 7, 36, 104, 1000]
     >>> [bucket(n, 1000, least=16, doubled=256) for n in (0, 7, 33, 100, 999)]
     [0, 16, 64, 128, 1000]
+    >>> [bucket(n, share=4) for n in (33, 100, 500)]
+    [40, 112, 512]
     """
     if not count:
         return 0
     count = max(count, least)
-    step = 1 << (count - 1).bit_length() if count <= doubled else 1 << max(count.bit_length() - 4, 0)
+    step = 1 << (count - 1).bit_length() if count <= doubled else 1 << max(count.bit_length() - share.bit_length(), 0)
     rounded = -(-count // step) * step
     return rounded if most is None else min(rounded, most)
 
