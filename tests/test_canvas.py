@@ -21,6 +21,7 @@ from mosaic.models.parts import Commit as Rule
 from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
+from mosaic.runtime.steps import StepResult
 
 MASK, EOS = 99, (7, 11)
 SEEDS = range(120)
@@ -61,12 +62,12 @@ def canvas_of(
     )  # fmt: skip
 
 
-def result_of(committed: list[bool], chosen: list[int], score: list[float]) -> Any:
-    return SimpleNamespace(
-        committed=torch.tensor(committed, dtype=torch.bool),
-        chosen=torch.tensor(chosen, dtype=torch.int64),
-        score=torch.tensor(score, dtype=torch.float32),
-    )
+def result_of(committed: list[bool], chosen: list[int], score: list[float]) -> StepResult:
+    plan: Any = None
+    return StepResult(
+        token=torch.tensor(chosen, dtype=torch.int64), score=torch.tensor(score, dtype=torch.float32),
+        committed=torch.tensor(committed, dtype=torch.bool), chosen=torch.tensor(chosen, dtype=torch.int64), plan=plan, seconds=0.0,
+    )  # fmt: skip
 
 
 def drawn_canvas(draw: random.Random) -> Canvas:

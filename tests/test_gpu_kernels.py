@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,9 +42,13 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def float32_sums() -> Iterator[None]:
     """Let cuBLAS join the parts of a split product in float32, as the bounds assume."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    yield
+    settings.allow_bf16_reduced_precision_reduction = before
 
 
 @pytest.mark.parametrize(("name", "dtype"), PARAMETERS)

@@ -38,6 +38,7 @@ from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.packing import group_of
+from mosaic.runtime.steps import StepResult
 
 MASK, EOS, END = 95, 7, 30
 KEEPING = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
@@ -110,9 +111,10 @@ class Runner:
         at = request.rows + request.start
         committed = torch.arange(len(at)) < max(request.quota, 1)
         drawn = torch.tensor([token(p) for p in at.tolist()], dtype=torch.int64)
-        return SimpleNamespace(
-            token=drawn, score=at / 64, committed=committed, chosen=torch.where(committed, drawn, request.current),
-            plan=SimpleNamespace(total_bytes=1_000 + len(self.stepped)), seconds=len(self.stepped) / 8, values={},
+        plan: Any = SimpleNamespace(total_bytes=1_000 + len(self.stepped))
+        return StepResult(
+            token=drawn, score=at / 64, committed=committed, chosen=torch.where(committed, drawn, request.current), plan=plan,
+            seconds=len(self.stepped) / 8,
         )  # fmt: skip
 
 
