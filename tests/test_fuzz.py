@@ -8,9 +8,9 @@ from fuzz.cases import explain, run_case
 from fuzz.findings import Finding, Tally
 
 PARTS = {
-    "programs": [range(start, start + 20) for start in range(0, 80, 20)],
-    "requests": [range(start, start + 6) for start in range(0, 18, 6)],
-    "packing": [range(start, start + 40) for start in range(0, 80, 40)],
+    "programs": [range(start, start + 20) for start in range(0, 40, 20)],
+    "requests": [range(start, start + 6) for start in range(0, 12, 6)],
+    "packing": [range(start, start + 40) for start in range(0, 40, 40)],
 }
 """Seeds of each kind, in parts that take about five seconds each."""
 
