@@ -229,7 +229,7 @@ def test_eviction_is_planned_of_whole_blocks(more: tuple[str, ...], message: str
 
 def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic: Any) -> None:
     """The step fits where the largest of its graphs does; its second one takes less, the fewer tokens it computes."""
-    whole_blocks = ("plan", "--device", "h200", "--model", "small-sdar", "--seq-lens", ",".join(["1k"] * 64))
+    whole_blocks = ("plan", "--device", "h200", "--model", "small-sdar", "--seq-lens", ",".join(["1k"] * 128))
     ask = (*whole_blocks, "--eviction", "focus-public:rank=random", "--alpha", "1.2", "--block-cache", "dc+")
     shown = mosaic(*ask)
     assert (
@@ -237,7 +237,7 @@ def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic:
     )
     found = mosaic(*ask, "--json").json
     whole, prefix, *suffixes = found["graphs"].values()
-    assert whole["tokens"] == prefix["tokens"] == suffixes[-1]["tokens"] == 64 * 32
+    assert whole["tokens"] == prefix["tokens"] == suffixes[-1]["tokens"] == 128 * 32
     for fewer, more in pairwise(suffixes):
         assert fewer["tokens"] < more["tokens"] and fewer["predicted_ms"] < more["predicted_ms"]
         assert fewer["total_bytes"] <= more["total_bytes"] <= found["total_bytes"]
@@ -245,7 +245,7 @@ def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic:
     steps = {graph["tokens"]: prefix["predicted_ms"] + graph["predicted_ms"] for graph in suffixes}
     pays = max(kept for kept, step in steps.items() if step <= 0.98 * whole["predicted_ms"])
     assert found["eviction_pays_up_to"] == pays > suffixes[0]["tokens"]
-    assert f"it pays where a step keeps at most {pays:,} of 8,192 tokens" in shown.out
+    assert f"it pays where a step keeps at most {pays:,} of 4,096 tokens" in shown.out
     assert mosaic(*ask, "--budget", str(found["total_bytes"])).code == 0
     tight = mosaic(*ask, "--budget", str(suffixes[0]["total_bytes"] - 2**22), "--json")
     least, options = tight.json["misfit"]["needed_bytes"], tight.json["misfit"]["options"]
