@@ -32,7 +32,9 @@ from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models import load
 from mosaic.models.architecture import Architecture
 from mosaic.models.eviction import PRESETS, Eviction, token_eviction
+from mosaic.models.parts import KEPT, Commit
 from mosaic.models.parts.focus import Focus
+from mosaic.models.phase import Phase
 from mosaic.models.sparse import PRESETS as SPARSE
 from mosaic.models.sparse import SparseAttention
 from mosaic.models.state import State
@@ -111,6 +113,9 @@ class Recorder:
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
         self.admitted = list(sizes)
         return self.model.admits(sizes, more=more)
+
+    def pays(self, size: StepSize) -> bool:
+        return self.model.pays(size)
 
     def of_requests(self) -> list[list[StatedStep]]:
         """What the steps of each request did in its blocks, in the order of their first ones."""
@@ -263,7 +268,13 @@ def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
         stated.eviction = READINGS[name]
         generate_ids(recorder, [prompt], config)
         assert torch.equal(mine.token_ids, stated.run())
-        steps = [(asked[0], results[0]) for asked, results in recorder.steps if asked[0].phase.cut is not None]
+        cut = [(asked[0], results[0]) for asked, results in recorder.steps if asked[0].phase.cut is not None]
+        finished = [
+            request for request, _ in cut if not request.values["block"].masked
+        ]  # whole, to decide what follows
+        assert finished and all(positions_of(request).diff().unique().tolist() == [1] for request in finished)
+        assert {request.token_ids.numel() for request in finished} == {BLOCK}
+        steps = [(request, result) for request, result in cut if request.values["block"].masked]
         for (request, result), step in zip(steps, stated.steps, strict=True):
             places = positions_of(request)
             rows, kept, committed = places[request.rows], result.values["kept"], result.committed
@@ -271,6 +282,62 @@ def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
             assert rows[kept].tolist() == [place for place in rows.tolist() if place - 1 in step.kept]
             assert dict(zip(rows[committed].tolist(), result.chosen[committed].tolist(), strict=True)) == step.decided
             assert int(result.values["reach"]) > max(step.kept)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "mage:k=4"}, {"attention": "mage:k=4", "eviction": "focus", "block_cache": "dc+"}]
+)
+def test_a_finished_block_of_a_shifted_model_shares_a_step_with_blocks_that_are_not(
+    shifted: CompiledRunner, options: dict[str, Any]
+) -> None:
+    prompts = [torch.arange(8, 8 + count) for count in (2 * BLOCK, 2 * BLOCK + 5)]
+    config = GenerationConfig(gen_length=4 * BLOCK, threshold=0.6, top_p=1.0, stop_at_eos=False, **options)
+    recorder = Recorder(shifted.model)
+    together = generate_ids(recorder, prompts, config)
+    shared = [
+        {int(request.rows[0]) == request.token_ids.numel() for request in asked}
+        for asked, _ in recorder.steps
+        if len(asked) == 2
+    ]
+    assert {True, False} in shared  # whose row to decide lies beyond the window, and not
+    for mine, prompt in zip(together, prompts, strict=True):
+        (alone,) = generate_ids(shifted.model, [prompt], config)
+        assert torch.equal(mine.token_ids, alone.token_ids)
+
+
+@pytest.mark.parametrize(("expected", "evicts"), [(0, True), (1, False), (64, True)])
+def test_eviction_that_does_not_pay_for_the_requests_that_are_expected_is_left_out(
+    model: CompiledModel, caplog: pytest.LogCaptureFixture, expected: int, evicts: bool
+) -> None:
+    """The tokens are those of whole blocks, or those of eviction; how many requests there are does not matter."""
+    prompts = [torch.arange(8, 8 + count) for count in (BLOCK + 3, 3)]
+    config = GenerationConfig(gen_length=2 * BLOCK, threshold=0.9, stop_at_eos=False)
+    options: dict[str, Any] = {"eviction": Eviction(requests=expected), "block_cache": "dc+", "block_commit": "cached"}
+    recorder = Recorder(model)
+    with caplog.at_level(logging.WARNING):
+        for prompt in prompts:
+            (found,) = generate_ids(recorder, [prompt], replace(config, ahead=False, **options))
+            like = options | {"eviction": Eviction()} if evicts else {}
+            (alone,) = generate_ids(model, [prompt], replace(config, **like))
+            assert torch.equal(found.token_ids, alone.token_ids)
+    cut = [request.phase.cut is not None for asked, _ in recorder.steps for request in asked if len(request.rows)]
+    assert cut and {*cut} == {evicts}
+    said = [record.getMessage() for record in caplog.records]
+    assert said == (
+        [] if evicts else 2 * ["request 0: eviction does not pay where 1 share a step: blocks are computed whole"]
+    )
+
+
+@pytest.mark.parametrize("requests", [1, 16, 64])
+def test_what_pays_is_what_plans_predict(model: CompiledModel, requests: int) -> None:
+    phase = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"), cut=Focus(eviction=Eviction()))
+    size = StepSize(phase=phase, windows=(BLOCK,) * requests, keys=(64,) * requests, rows=BLOCK * requests).rounded()
+    whole, prefix, suffix = (
+        model.planner.plan(step, limit=False).predicted_step_ms
+        for step in (replace(size, phase=replace(phase, cut=None)), size.graphs[0], size.graphs[1])
+    )
+    assert size.graphs[1].kept == size.buckets[0] and model.pays(size) == (prefix + suffix <= 0.98 * whole)
+    assert model.pays(size) == (requests > 16)
 
 
 @pytest.mark.parametrize("name", [pytest.param("focus", marks=pytest.mark.soak), "focus-public"])

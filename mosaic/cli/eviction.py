@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from mosaic.cli.output import results
 from mosaic.errors import UnknownName, UsageError
@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from mosaic.planner.request import Request
 
 __all__ = ["block_of", "cut_of", "figures", "pays_up_to", "report_graphs"]
-
-PAYS: Final = 0.98
-"""The share of a whole step's time that a cut one may take to be worth it: predictions are not closer."""
 
 
 def block_of(planner: Planner, ctx: str | None, seq_lens: str | None) -> Request:
@@ -69,9 +66,10 @@ def _name(plan: Plan) -> str:
 
 def pays_up_to(found: dict[str, dict[str, float]]) -> int:
     """Return how many tokens a step may keep and still take less time than a whole one; 0: it never does."""
-    most = PAYS * found["whole"]["predicted_ms"] - found["prefix"]["predicted_ms"]
-    kept = [row["tokens"] for name, row in found.items() if name.startswith("suffix") and row["predicted_ms"] <= most]
-    return int(max(kept, default=0))
+    from mosaic.planner import cut_steps
+
+    suffixes = {int(row["tokens"]): row["predicted_ms"] for name, row in found.items() if name.startswith("suffix")}
+    return cut_steps.pays_up_to(found["whole"]["predicted_ms"], found["prefix"]["predicted_ms"], suffixes)
 
 
 def report_graphs(found: dict[str, dict[str, float]], eviction: Eviction) -> None:

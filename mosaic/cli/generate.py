@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -96,7 +96,7 @@ def generate(
     from mosaic.models import load
     from mosaic.models.shipped import SHIPPED
 
-    config = GenerationConfig(**o.given(context))
+    config = _of_one_request(GenerationConfig(**o.given(context)))
     described = scaled(load(model), rope_scaling)
     chat = model in SHIPPED if chat is None else chat
     tokenizer = _tokenizer(described)
@@ -123,6 +123,16 @@ def generate(
         found, record, _ = _decode(job, view=_live_view if drawn else _lines)
         _write(_text(job, found, terminal=terminal))
     note(record.summary(len(found.token_ids)))
+
+
+def _of_one_request(config: GenerationConfig) -> GenerationConfig:
+    """The same options, where eviction does not say otherwise for one request: where it does not pay, it is left out."""
+    from mosaic.models.eviction import Eviction
+
+    eviction = config.eviction
+    if not isinstance(eviction, Eviction) or eviction.requests:
+        return config
+    return replace(config, eviction=replace(eviction, requests=1))
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------

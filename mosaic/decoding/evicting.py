@@ -21,12 +21,15 @@ from mosaic.models.parts.focus import REACH, BlockProgress, Focus
 from mosaic.models.parts.windows import APART
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mosaic.decoding.canvas import Canvas, Positions
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.phase import Phase
+    from mosaic.models.step import StepSize
     from mosaic.runtime.steps import StepResult
 
-__all__ = ["Progress", "computing"]
+__all__ = ["Progress", "computing", "expected_step", "never_evicting"]
 
 
 def computing(phase: Phase, config: GenerationConfig, *, shifted: bool = False, dual: bool = False) -> Phase:
@@ -42,6 +45,30 @@ def computing(phase: Phase, config: GenerationConfig, *, shifted: bool = False, 
         block = config.block_length or 0 if dual else 0
         phase = replace(phase, cut=Focus(eviction=eviction, reports=shifted, block=block))
     return phase
+
+
+def expected_step(config: GenerationConfig, largest: Sequence[StepSize]) -> StepSize | None:
+    """Return a step of one block of as many requests as the eviction expects to share it; None where it expects nothing.
+
+    Parameters
+    ----------
+    largest
+        The largest steps of one request.
+    """
+    eviction = config.eviction
+    cut = [size for size in largest if size.phase.cut is not None]
+    if not isinstance(eviction, Eviction) or not eviction.requests or not cut:
+        return None
+    size, count, block = cut[-1], eviction.requests, config.block_length or 1
+    return replace(
+        size, windows=(block,) * count, keys=size.keys * count, owned=size.owned * count, extents=0,
+        rows=min(size.rows, block) * count, states={},
+    )  # fmt: skip
+
+
+def never_evicting(config: GenerationConfig) -> GenerationConfig:
+    """Return the same options without eviction and block cache."""
+    return replace(config, eviction=None, block_cache=None, block_commit=None)
 
 
 @dataclass(slots=True)
@@ -92,8 +119,9 @@ class Progress:
             return None
         return (~self.frozen[first:end]).nonzero()[0] + first
 
-    def values(self, masked: NDArray[np.int64] | None = None) -> dict[str, Any]:
-        """Return what the next step has to know of the block; `masked`, its masked positions, if they are known."""
+    def values(self, masked: NDArray[np.int64] | None = None, *, counted: bool = False) -> dict[str, Any]:
+        """Return what the next step has to know of the block; `masked`, its masked positions, if they are known, and `counted`,
+        whether the request's history stays as it is."""
         eviction = self.canvas.config.eviction
         if not isinstance(eviction, Eviction):
             return {}
@@ -103,7 +131,7 @@ class Progress:
         return {
             "block": BlockProgress(
                 start=self.start, masked=tuple(offsets.tolist()), processed=self.processed, step=self.step, decoded=self.decoded,
-                ranks=tuple(map(float, ranks)),
+                counted=counted, ranks=tuple(map(float, ranks)),
             )
         }  # fmt: skip
 

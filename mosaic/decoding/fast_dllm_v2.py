@@ -1,20 +1,23 @@
 """Fast-dLLM v2 (v2/generation_functions.py): block diffusion on a shifted model, each block by small blocks from the left.
 
 Row i-1 predicts position i, so the last row of a finished block predicts the first token of the next one: the pass that
-writes a block's keys and values also decides that token, greedily. So no window ever needs the row before it. With cache
+writes a block's keys and values also decides that token, greedily. So no window ever needs the row before it. Where blocks are
+decoded greedily, too, that pass is a step like theirs, and shares one with requests that are in a block. With cache
 `dual`, once a small block's first token is known, only the small block is forwarded, over the block's keys as they were.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.evicting import Progress, computing
-from mosaic.decoding.reusing import Refreshes
-from mosaic.decoding.selecting import attending, committing, later_steps, selection
+from mosaic.decoding.reusing import Refreshes, reuse_of
+from mosaic.decoding.selecting import attending, commits_within, committing, later_steps, seeing_all, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -24,21 +27,37 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "shapes"]
 
-_NEXT: Final = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
+_NEXT: Final = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"))
 """Fill the cache and take the most likely token after the window."""
 
 
 def _phase(config: GenerationConfig) -> Phase:
-    phase = Phase(
-        cache=KEPT, head=Sampling.of(config, scaled=True).head, commit=Commit(score="confidence", rule="dynamic")
-    )
+    phase = replace(_NEXT, head=Sampling.of(config, scaled=True).head)
     return computing(phase, config, shifted=True)
 
 
-def _fill_and_predict(canvas: Canvas, start: int, end: int) -> Steps:
-    """Write the keys and values of [start, end) and decide position `end`."""
-    following = torch.tensor([end])
-    result = yield canvas.ask(committing(_NEXT, canvas.config), following, window=(start, end), quota=1)
+def _commits_within(config: GenerationConfig) -> bool:
+    """Whether a finished block is written, and the next token decided, by a step like those of blocks."""
+    return not config.temperature and commits_within(config) and reuse_of(config) is None
+
+
+def _committing(config: GenerationConfig) -> Phase:
+    """The phase of the step that follows a finished block."""
+    return attending(_phase(config), config, 0) if _commits_within(config) else committing(_NEXT, config)
+
+
+def _fill_and_predict(canvas: Canvas, start: int, end: int, progress: Progress | None = None) -> Steps:
+    """Write the keys and values of [start, end), a block that is finished where there is `progress`, and decide position `end`."""
+    config, following = canvas.config, torch.tensor([end])
+    if progress is None or not _commits_within(config):
+        request = canvas.ask(committing(_NEXT, config), following, window=(start, end), quota=1)
+    else:
+        request = canvas.ask(
+            _committing(config), following, window=(start, end),
+            places=None if config.block_cache is None else np.arange(start, end),
+            sampling=Sampling.of(config, scaled=True), quota=1, values=seeing_all(config, start) | progress.values(counted=True),
+        )  # fmt: skip
+    result = yield request
     canvas.take(following, result)
 
 
@@ -60,7 +79,7 @@ def decode(canvas: Canvas) -> Steps:
         yield from _denoise_block(canvas, progress, start + block)
         if canvas.finished:
             return
-        yield from _fill_and_predict(canvas, start, start + block)
+        yield from _fill_and_predict(canvas, start, start + block, progress)
 
 
 def _denoise_block(canvas: Canvas, progress: Progress, end: int) -> Steps:
@@ -109,5 +128,5 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
         cached_shape(committing(_NEXT if predicts else COMMIT, config), prefix, prefix, int(predicts)),
         *(cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)) for phase in phases),
         *(cached_shape(phase, block if fullest != last else 0, fullest, most_rows.get(fullest, 0)) for phase in phases),
-        cached_shape(committing(_NEXT, config), block if committed > prefix else 0, committed, 1),
+        cached_shape(_committing(config), block if committed > prefix else 0, committed, 1),
     ]

@@ -11,6 +11,7 @@ the other.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from torch import Tensor
 from mosaic.decoding.algorithms import canvas_length, largest_steps
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve
+from mosaic.decoding.evicting import expected_step, never_evicting
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import check_prompt
 from mosaic.decoding.sharing import SharedSizes
@@ -50,6 +52,7 @@ EXPERTS: Final = 4
 """So many times more where a feed-forward has experts. Each of two steps reads nearly all of them, which is worth it where the host
 takes as long for a crew."""
 
+_log = logging.getLogger(__name__)
 _SESSIONS: Final[WeakValueDictionary[int, WeakSet[Session]]] = WeakValueDictionary()
 """Of each model, by its id: what one of them admits must leave room for the steps of the others. A session holds its model, so no
 other one gets its id while an entry lives."""
@@ -199,9 +202,22 @@ class Session(ClosesOnExit):
             config, prompt = resolve(submission.config, arch), submission.prompt
             which = f"prompt {place}" if len(submissions) > 1 else "the prompt"
             check_prompt(prompt, config, arch, which=which)
-            largest = largest_steps(config, arch, prompt.numel(), submission.request_id)
-            found.append(_Described(submission, config, canvas_length(config, arch, prompt.numel()), largest))
+            one = self._of_options(submission, config)
+            expected = expected_step(config, one.largest)
+            if expected is not None and not self._runner.pays(expected):
+                _log.warning(
+                    "request %d: eviction does not pay where %d share a step: blocks are computed whole",
+                    submission.request_id, len(expected.windows),
+                )  # fmt: skip
+                one = self._of_options(submission, resolve(never_evicting(submission.config), arch))
+            found.append(one)
         return found
+
+    def _of_options(self, submission: Submission, config: GenerationConfig) -> _Described:
+        """What a request will be by these options."""
+        arch, tokens = self._runner.architecture, submission.prompt.numel()
+        largest = largest_steps(config, arch, tokens, submission.request_id)
+        return _Described(submission, config, canvas_length(config, arch, tokens), largest)
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], Counter[State]]:
         """The largest steps that the live requests and these may come to share, and the rows that these take."""

@@ -66,6 +66,10 @@ class Eviction:
     rank
         Which are kept: those whose "importance" has risen most, or as baselines (table 3) those at the "bottom", where it has risen
         least, or as many at "random": by the request's seed and number, the step and the position.
+    requests
+        How many requests are expected to share a step. A few rows take as long as one, so where by the plan eviction of so many
+        blocks takes as long as computing them whole, it is left out, with the block cache: blocks are decoded whole, and exactly.
+        0: it is never left out. What is expected says it, not what is there, so that a request's tokens do not depend on others.
 
     Raises
     ------
@@ -88,6 +92,7 @@ class Eviction:
     first_step: FirstStep = "evicts"
     keep: int = 0
     rank: Rank = "importance"
+    requests: int = 0
 
     def __post_init__(self) -> None:
         alpha, weight, pool = self.alpha, self.weight, self.pool
@@ -97,8 +102,10 @@ class Eviction:
             raise UsageError(f"eviction: weight is {weight!r}; it must be a share above 0, at most 1.")
         if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1 or pool % 2 == 0:
             raise UsageError(f"eviction: pool is {pool!r}; it must be an odd number of scores.")
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 0:
-            raise UsageError(f"eviction: keep is {self.keep!r}; it must be a number of tokens, or 0.")
+        for name, what in (("keep", "tokens"), ("requests", "requests")):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise UsageError(f"eviction: {name} is {count!r}; it must be a number of {what}, or 0.")
         for name, options in (
             ("history", History), ("threshold", Threshold), ("importance", Importance), ("placeholders", Placeholders),
             ("first_step", FirstStep), ("rank", Rank),

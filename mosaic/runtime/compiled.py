@@ -325,6 +325,11 @@ class CompiledModel(Face):
         with self._engine.turn():
             return self._engine.plans.fits(self._engine.scattered(sizes), self._states_of(sizes, more))
 
+    def pays(self, size: StepSize) -> bool:
+        """Return whether a step that is cut takes less time, by its plans, than the same step whole, where it keeps few rows."""
+        with self._engine.turn():
+            return self._engine.plans.pays(size)
+
     def _states_of(self, sizes: Sequence[StepSize], more: Mapping[State, int] | None) -> dict[State, int]:
         """Rows of each state beside steps of these sizes, once `more` are taken."""
         return self._engine.states_with(most_rows(sizes) if more is None else more)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import DoesNotFit
 from mosaic.models.state import State
 from mosaic.models.step import StepSize, rounded_states
+from mosaic.planner.cut_steps import pays_up_to
 from mosaic.planner.planner import Settings
 from mosaic.runtime.recent import Recent
 from mosaic.units import format_bytes, format_tokens
@@ -51,6 +53,7 @@ class StepPlans:
         self.config = config
         self._plans: Recent[Hashable, Plan | None] = Recent(KEPT_PLANS)  # None: it does not fit
         self._answers: Recent[Hashable, bool] = Recent(KEPT_ANSWERS)
+        self._paying: Recent[Hashable, bool] = Recent(KEPT_PLANS)
         if config is not None:
             asked.at(StepSize(windows=(1,), rows=1)).config(config)
 
@@ -123,6 +126,18 @@ class StepPlans:
             if not self._fits_beside(size, states, taken):
                 step = size.beside(states)
                 raise self._refusal(step, self._settings(step, None))
+
+    def pays(self, size: StepSize) -> bool:
+        """Return whether a step that is cut takes less time than the same step whole, where it keeps as few rows as it is planned
+        for: by plans without regard to the budget, found once."""
+        return self._paying.find((self.planner, size.key), lambda: self._pays(size.rounded()))
+
+    def _pays(self, size: StepSize) -> bool:
+        fewest, whole = size.buckets[0], replace(size, phase=replace(size.phase, cut=None))
+        whole_ms, prefix_ms, suffix_ms = (
+            self.planner.plan(step, limit=False).predicted_step_ms for step in (whole, size.graph(), size.graph(fewest))
+        )
+        return pays_up_to(whole_ms, prefix_ms, {fewest: suffix_ms}) > 0
 
     def exact(self, step: StepSize, config: Settings | None = None) -> Plan:
         """Plan with the weights where they are; where only that fits, with weights elsewhere."""

@@ -204,3 +204,6 @@ class StepRunner(Protocol):
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
         """Return whether `check` finds a plan for every one of these sizes; it need not make them."""
+
+    def pays(self, size: StepSize) -> bool:
+        """Return whether a step that is cut takes less time, by its plans, than the same step whole, where it keeps few rows."""
