@@ -249,7 +249,7 @@ class Replay:
     def _tell(self, asked: StepRequest, places: Places, script: _Script) -> None:
         """Tell the step, which nobody else has yet, a budget that keeps as many rows as the trace says."""
         told = asked.values.get("block")
-        if told is None:
+        if told is None or not told.masked:  # a step that commits a block keeps all of it
             return
         block, masked = self.trace.block, len(told.masked)
         fixed = block if places is None else len(places) - int(places.searchsorted(told.start))
