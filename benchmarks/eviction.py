@@ -12,9 +12,10 @@ eviction that drops nothing: beside `dc+` it shows what metric, selection, compa
     python -m benchmarks.eviction sdar-8b --device h200 --batch 24 --prompts 32448,32448 --answer 0 --attention mage:k=1024
 
 lets all ways attend so. A request of Fast-dLLM v2 has one more step a block, which commits it and decides the first token of
-the next one; others share it. On a card every point also has the milliseconds of a step's kernels by what they do. Where the
-host knows a step's tokens, a point has what its launches of a kind take alone (`benchmarks.step_parts`), and what a step
-takes relative to products, attention and selection together.
+the next one: shared with others, or with eviction one of its own, which counts with those of the others. On a card every
+point also has the milliseconds of a step's kernels by what they do. Where the host knows a step's tokens, a point has what
+its launches of a kind take alone (`benchmarks.step_parts`), and what a step takes relative to products, attention and
+selection together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -94,12 +96,13 @@ def measured(
     attention: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Milliseconds and tokens decided of the steps of some blocks, in the middle of a generation, and the sizes of these steps."""
-    replay = Replay(trace, all_kept=way == ALL_KEPT)
+    replay = Replay(trace, requests, all_kept=way == ALL_KEPT)
     blocks = int(2 * trace.steps / requests)  # which few requests are to run through, as theirs are not spread over one
     arch, runner, warm = model.architecture, Counted(model), list[_Round]()
     with Session(runner) as session:
         config = _config(model, way, replay, WARM + TIMED + PROFILED + PARTED + 2 * blocks, attention)
-        session.submit_all([*_submissions(model, config, requests, prompts, answer)])
+        place = replay.place if _is_replayed(arch, way) else partial(_evenly, arch.block, requests)
+        session.submit_all([*_submissions(model, config, requests, prompts, answer, place)])
         session.advance()
         fill(model)
         gc.collect()
@@ -194,7 +197,7 @@ def _parts(model: CompiledModel, session: Session, runner: Counted, replay: Repl
 def _config(model: CompiledModel, way: str, replay: Replay, steps: int, attention: str | None) -> GenerationConfig:
     """Options that last so many steps, by the trace where steps are not whole."""
     arch = model.architecture
-    length = (int((steps + 1) / replay.trace.steps) + 3) * arch.block
+    length = (replay.trace.most_blocks(steps) + 2) * arch.block
     wanted = {"steps": round(replay.trace.steps), "small_block_length": arch.block, **WAYS[way]}
     taken = {option: value for option, value in wanted.items() if option in ALGORITHMS[own_algorithm(arch)].options}
     config = GenerationConfig(gen_length=length, stop_at_eos=False, attention=attention, **taken)
@@ -206,16 +209,22 @@ def _is_replayed(arch: Architecture, way: str) -> bool:
     return way != WHOLE or "steps" not in ALGORITHMS[own_algorithm(arch)].options
 
 
+def _evenly(block: int, requests: int, number: int) -> int:
+    """Known tokens of a request's first block: as many as any."""
+    return number * block // requests
+
+
 def _submissions(
-    model: CompiledModel, config: GenerationConfig, requests: int, prompts: tuple[int, int], answer: int
-) -> Iterator[Submission]:
-    """Requests whose prompts and answers so far are as long as any, and whose first blocks have as many known tokens as any."""
+    model: CompiledModel, config: GenerationConfig, requests: int, prompts: tuple[int, int], answer: int,
+    place: Callable[[int], int],
+) -> Iterator[Submission]:  # fmt: skip
+    """Requests whose prompts and answers so far are as long as any; `place` says how many tokens their first blocks know."""
     arch, block = model.architecture, model.architecture.block
     for number in range(requests):
         low, high = prompts
         so_far = low + (high - low) * number // max(requests - 1, 1) + answer * (number * 7 % requests) // requests
         # where rows predict what follows them, a prompt of whole blocks is run
-        known = max(number * block // requests, int(arch.shifted))
+        known = max(place(number), int(arch.shifted))
         ids = torch.arange(so_far // block * block + known) % arch.mask_token_id
         yield Submission(prompt=ids, config=config, request_id=number)
 

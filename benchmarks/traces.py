@@ -12,10 +12,11 @@ import json
 import math
 import sys
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, chain, cycle, groupby, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
@@ -121,6 +122,22 @@ class Trace:
         steps = sum(map(len, self.blocks))
         return masked / steps, kept / steps, committed / steps
 
+    def most_blocks(self, steps: int) -> int:
+        """Return the most blocks that a request of the trace is in during so many steps."""
+        lengths = [*map(len, self.blocks)]
+        ends = [*accumulate(islice(cycle(lengths), len(lengths) + steps), initial=0)]
+        return max(bisect_left(ends, ends[first] + steps) - first + 1 for first in range(len(lengths)))
+
+    def at(self, number: int, requests: int) -> tuple[int, int]:
+        """Return the block that a request begins with, and its first step there: all together are spread over all steps, and so
+        decide as many tokens in each step as the trace does on average."""
+        step = number * sum(map(len, self.blocks)) // requests
+        for block, steps in enumerate(self.blocks):
+            if step < len(steps):
+                return block, step
+            step -= len(steps)
+        raise AssertionError
+
 
 def paper_trace(family: str, block: int, blocks: int = 8) -> Trace:
     """Make a trace whose averages are those of the paper's table 5: the same tokens decided and kept a step, whatever the block.
@@ -197,6 +214,8 @@ class Replay:
     ----------
     trace
         The trace.
+    requests
+        How many there are.
     all_kept
         Whether an eviction keeps everything.
 
@@ -211,6 +230,7 @@ class Replay:
     """
 
     trace: Trace
+    requests: int
     all_kept: bool = False
     seconds: float = 0.0
     kept: int = 0
@@ -218,12 +238,12 @@ class Replay:
     _counted: Tensor | None = None
 
     def options(self, config: GenerationConfig, architecture: Architecture) -> GenerationConfig:
-        """Return options that decode as `config` does, by the trace. A request begins at the block of its number."""
+        """Return options that decode as `config` does, by the trace. A request begins where its number says (`Trace.at`)."""
         own = resolve(config, architecture)
         inner = algorithm_of(own)
 
         def decode(canvas: Canvas) -> Steps:
-            steps, script = inner.decode(canvas), _Script(self.trace, canvas.request)
+            steps, script = inner.decode(canvas), _Script(self.trace, *self.trace.at(canvas.request, self.requests))
             asked = next(steps, None)
             while asked is not None:
                 began = time.perf_counter()
@@ -246,10 +266,15 @@ class Replay:
             own, algorithm=Algorithm(name=f"{inner}, replayed", decode=decode, shapes=inner.shapes, traits=traits)
         )
 
+    def place(self, number: int) -> int:
+        """Return how many tokens of its first block a request knows when it begins."""
+        block, step = self.trace.at(number, self.requests)
+        return self.trace.block - self.trace.blocks[block][step].masked
+
     def _tell(self, asked: StepRequest, places: Places, script: _Script) -> None:
         """Tell the step, which nobody else has yet, a budget that keeps as many rows as the trace says."""
         told = asked.values.get("block")
-        if told is None or not told.masked:  # a step that commits a block keeps all of it
+        if told is None:
             return
         block, masked = self.trace.block, len(told.masked)
         fixed = block if places is None else len(places) - int(places.searchsorted(told.start))
@@ -300,14 +325,14 @@ class Replay:
 class _Script:
     """Where one request is in the trace, and what it is behind by. `share` of the masked rows is its last budget."""
 
-    def __init__(self, trace: Trace, block: int) -> None:
+    def __init__(self, trace: Trace, block: int, step: int) -> None:
         self._trace, self._block = trace, block
         self.share = 1.0
         self._more = 0.0  # rows that steps before have kept too many
-        self._enter()
+        self._enter(step)
 
-    def _enter(self) -> None:
-        self._steps = iter(self._trace.blocks[self._block % len(self._trace.blocks)])
+    def _enter(self, step: int = 0) -> None:
+        self._steps = iter(self._trace.blocks[self._block % len(self._trace.blocks)][step:])
         self._now, self._owed = next(self._steps), 0  # tokens that steps before should have decided
 
     def budget(self, masked: int, fixed: int) -> int:

@@ -76,7 +76,7 @@ def drawn(seed: int, *, sequences: int = 0) -> Case:
         "first": torch.tensor(first, dtype=I32), "progress": torch.tensor(progress, dtype=I32),
         "status": torch.tensor(status + [1] * padding, dtype=torch.uint8),
         "positions": torch.tensor(positions + [0] * padding, dtype=I32), "cu_seqlens": starts(windows),
-        "decoded": torch.tensor([rng.randint(-2, 6) for _ in owned], dtype=I32), "owner": torch.tensor(owned),
+        "decoded": torch.tensor([rng.randint(-1, 6) for _ in owned], dtype=I32), "owner": torch.tensor(owned),
         "state": strided(state),
     }  # fmt: skip
     if rng.random() < 0.25:
@@ -130,9 +130,9 @@ def stated(case: Case) -> dict[str, Any]:
 def counted(own: Tensor, decoded: int, attrs: dict[str, Any]) -> list[float]:
     """Equations 17 and 18, or an exponential average."""
     summed, steps = own.tolist()
-    if decoded == -1:
+    if decoded < 0:
         return [0.0, 0.0]
-    if decoded == -2 or (attrs["history"] == "block" and not decoded):
+    if attrs["history"] == "block" and not decoded:
         return [summed, steps]
     if attrs["history"] == "ema" and steps:
         return [(1 - attrs["weight"]) * summed + attrs["weight"] * decoded, steps + 1]

@@ -119,9 +119,8 @@ class Progress:
             return None
         return (~self.frozen[first:end]).nonzero()[0] + first
 
-    def values(self, masked: NDArray[np.int64] | None = None, *, counted: bool = False) -> dict[str, Any]:
-        """Return what the next step has to know of the block; `masked`, its masked positions, if they are known, and `counted`,
-        whether the request's history stays as it is."""
+    def values(self, masked: NDArray[np.int64] | None = None) -> dict[str, Any]:
+        """Return what the next step has to know of the block; `masked`, its masked positions, if they are known."""
         eviction = self.canvas.config.eviction
         if not isinstance(eviction, Eviction):
             return {}
@@ -131,7 +130,7 @@ class Progress:
         return {
             "block": BlockProgress(
                 start=self.start, masked=tuple(offsets.tolist()), processed=self.processed, step=self.step, decoded=self.decoded,
-                counted=counted, ranks=tuple(map(float, ranks)),
+                ranks=tuple(map(float, ranks)),
             )
         }  # fmt: skip
 

@@ -37,8 +37,13 @@ def _phase(config: GenerationConfig) -> Phase:
 
 
 def _commits_within(config: GenerationConfig) -> bool:
-    """Whether a finished block is written, and the next token decided, by a step like those of blocks."""
-    return not config.temperature and commits_within(config) and reuse_of(config) is None
+    """Whether a finished block is written, and the next token decided, by a step like those of blocks.
+
+    Not where these evict: attention has tiles for the few rows that are left of each, so a whole block among them takes longer than
+    by itself."""
+    if config.temperature or config.eviction is not None:
+        return False
+    return commits_within(config) and reuse_of(config) is None
 
 
 def _committing(config: GenerationConfig) -> Phase:
@@ -46,16 +51,16 @@ def _committing(config: GenerationConfig) -> Phase:
     return attending(_phase(config), config, 0) if _commits_within(config) else committing(_NEXT, config)
 
 
-def _fill_and_predict(canvas: Canvas, start: int, end: int, progress: Progress | None = None) -> Steps:
-    """Write the keys and values of [start, end), a block that is finished where there is `progress`, and decide position `end`."""
+def _fill_and_predict(canvas: Canvas, start: int, end: int, *, prompt: bool = False) -> Steps:
+    """Write the keys and values of [start, end), a finished block if it is no `prompt`, and decide position `end`."""
     config, following = canvas.config, torch.tensor([end])
-    if progress is None or not _commits_within(config):
+    if prompt or not _commits_within(config):
         request = canvas.ask(committing(_NEXT, config), following, window=(start, end), quota=1)
     else:
         request = canvas.ask(
             _committing(config), following, window=(start, end),
             places=None if config.block_cache is None else np.arange(start, end),
-            sampling=Sampling.of(config, scaled=True), quota=1, values=seeing_all(config, start) | progress.values(counted=True),
+            sampling=Sampling.of(config, scaled=True), quota=1, values=seeing_all(config, start),
         )  # fmt: skip
     result = yield request
     canvas.take(following, result)
@@ -67,7 +72,7 @@ def decode(canvas: Canvas) -> Steps:
     assert block is not None
     prefix, _ = whole_blocks(canvas.config, canvas.prompt_len)
     if prefix == canvas.prompt_len:
-        yield from _fill_and_predict(canvas, 0, prefix)
+        yield from _fill_and_predict(canvas, 0, prefix, prompt=True)
     elif prefix:
         yield canvas.fill(0, prefix, committing(COMMIT, canvas.config))
     progress = Progress(canvas)
@@ -79,7 +84,7 @@ def decode(canvas: Canvas) -> Steps:
         yield from _denoise_block(canvas, progress, start + block)
         if canvas.finished:
             return
-        yield from _fill_and_predict(canvas, start, start + block, progress)
+        yield from _fill_and_predict(canvas, start, start + block)
 
 
 def _denoise_block(canvas: Canvas, progress: Progress, end: int) -> Steps:

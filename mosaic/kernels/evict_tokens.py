@@ -92,9 +92,9 @@ def launch(
 def _budget(own: NDArray[np.float32], decoded: int, alpha: float, kind: str, weight: float) -> int:
     """Count the step before in a row of the state; return how many rows the history asks for."""
     summed, counted = (float(number) for number in own)
-    if decoded == -1:
+    if decoded < 0:
         summed, counted = 0.0, 0.0
-    elif decoded > 0 or (decoded == 0 and kind != "block"):
+    elif kind != "block" or decoded:
         if kind == "ema" and counted:
             summed = (1 - weight) * summed + weight * decoded
         else:
@@ -192,9 +192,9 @@ def reference(
     kept, sizes, ends, after_state = [], [0], [], state.clone()
     for b, (low, high) in enumerate(pairwise(cu_seqlens.tolist())):
         own, count = after_state[owner[b]], int(decoded[b])
-        if count == -1:
+        if count < 0:
             own.zero_()
-        elif count >= (1 if history == "block" else 0):
+        elif count or history != "block":
             moving = history == "ema" and bool(own[1])
             own[0] = (1 - weight) * own[0] + weight * count if moving else own[0] + count
             own[1] += 1

@@ -59,8 +59,6 @@ class BlockProgress:
         Steps of the block before this one.
     decoded
         Tokens that the request's step before this one has decoded; None before its first.
-    counted
-        Whether the history is to stay as it is: a step that decodes no masked position of the block.
     ranks
         Of an eviction at random, a number for each position of the block: the largest are kept.
     """
@@ -70,7 +68,6 @@ class BlockProgress:
     processed: int
     step: int
     decoded: int | None
-    counted: bool = False
     ranks: tuple[float, ...] = ()
 
 
@@ -167,9 +164,8 @@ class Focus(Cut):
 
     def _decoded(self, window: Window) -> int:
         block = _block(window)
-        if block.decoded is None or (self.eviction.history == "block" and not block.step):
-            return -1
-        return -2 if block.counted else block.decoded
+        begins = block.decoded is None or (self.eviction.history == "block" and not block.step)
+        return -1 if begins else int(block.decoded or 0)
 
     @property
     def states(self) -> Sequence[State]:

@@ -6,10 +6,10 @@ names some, n in all, as in `token_importance`. Of a row, `status` says whether 
 and has been processed in this block; 2, it is masked and has not. Rows that can, lie in the block. M are those of b, and D of a row
 is the sum over KV heads of after - before at its position. These rows are kept:
 
-- History. decoded[b] is how many tokens the step before decoded, -1 where there is none that counts, -2 where nothing is to be
-  counted now. owner[b] is the row of `state` [E, 2] that has a sum and a count, which -1 sets to 0, and -2 leaves. Otherwise a
-  step is counted: by `history` "cumulative" each, by "block" those that decoded, and by "ema" the sum is an average, the first
-  number or (1 - weight) * average + weight * decoded. The average N is 1 where nothing was counted, and at least 1.
+- History. decoded[b] is how many tokens the step before decoded, -1 where there is none that counts. owner[b] is the row of
+  `state` [E, 2] that has a sum and a count, which -1 sets to 0. Otherwise a step is counted: by `history` "cumulative" each, by
+  "block" those that decoded, and by "ema" the sum is an average, the first number or (1 - weight) * average + weight * decoded.
+  The average N is 1 where nothing was counted, and at least 1.
 - Budget. The least integer K >= alpha * N, where alpha * N within a share of 2^-20 above an integer is that integer.
 - Candidates. By `threshold` "deviation" (equation 5) the rows of M with D >= sqrt(sum of D^2 over what is listed / n): the mean
   of D over it is 0. By "mean" (E.2.2) those with D >= mean + population deviation, both over M.
