@@ -628,7 +628,10 @@ def test_shifted_blocks_go_by_a_trace_though_one_step_more_commits_each(
         begin = point["found"] / 16
         seen = first / (6 + more * begin)
         sparse = 6 - (2 - more) * begin
-        assert first == second and sparse_layer == pytest.approx(2.5 * begin * seen + sparse * 8, rel=0.1)
+        often = 3 / len(point["decided"])  # so many blocks may begin in these steps more than end
+        assert first == second and sparse_layer == pytest.approx(
+            2.5 * begin * seen + sparse * 8, abs=2.5 * often * seen
+        )
 
 
 def test_requests_begin_at_every_step_of_a_trace_and_are_in_no_more_blocks_than_is_said() -> None:
