@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from benchmarks import (
     ablation,
+    across,
     block,
     decoding,
     eviction,
@@ -216,6 +217,11 @@ def eviction_section(results: Sequence[Result]) -> str:
     )
 
 
+def across_section(results: Sequence[Result]) -> str:
+    """From one graph to the next: a table per run."""
+    return "\n\n".join(f"{table(across.HEADER, list(across.rows_of(r)))}\n\n{source_line(r)}" for r in results)
+
+
 def kv_attention_section(results: Sequence[Result]) -> str:
     """Attention over kept keys against its bound."""
     return "\n\n".join(
@@ -247,6 +253,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "block": ("block", block_section),
     "sparse": ("sparse", sparse_section),
     "eviction": ("eviction", eviction_section),
+    "across": ("across", across_section),
     "kv-attention": ("kv-attention", kv_attention_section),
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import mosaic
 from benchmarks import (
     ablation,
+    across,
     block,
     cases,
     eviction,
@@ -632,6 +633,25 @@ def test_shifted_blocks_go_by_a_trace_though_one_step_more_commits_each(
         assert first == second and sparse_layer == pytest.approx(
             2.5 * begin * seen + sparse * 8, abs=2.5 * often * seen
         )
+
+
+def test_ways_across_graphs_are_read_from_what_a_program_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those before one that fails; and without a compiler there is no program."""
+    program = tmp_path / "across"
+    program.write_text(
+        '#!/bin/sh\necho \'{"way": "read", "sizes": \'$3\', "kernels": \'$1\', "step_us": 1300.4, "gap_us": 9.26, \''
+        '\'"launch_us": 5.1, "instantiate_ms": 3.2, "mib": 24}\'\necho \'no such node\' >&2\nexit 1\n'
+    )
+    program.chmod(0o755)
+    points = across.measured(program, 408, 8)
+    assert [*across.rows_of({"points": points})] == [["408", "8", "read", "1,300", "9.3", "5.1", "3.2", "24"]]
+    monkeypatch.setattr("benchmarks.across.shutil.which", lambda name: str(tmp_path / "nvcc"))
+    with pytest.raises(UsageError, match="no nvcc: install the CUDA toolkit"):
+        across.compiled(tmp_path, (9, 0))
+    (tmp_path / "nvcc").write_text('#!/bin/sh\necho "across.cu: $4" >&2\nexit 2\n')
+    (tmp_path / "nvcc").chmod(0o755)
+    with pytest.raises(UsageError, match=r"nvcc refused across\.cu: across\.cu: -arch=sm_90"):
+        across.compiled(tmp_path, (9, 0))
 
 
 def test_requests_begin_at_every_step_of_a_trace_and_are_in_no_more_blocks_than_is_said() -> None:
