@@ -37,10 +37,8 @@ def _phase(config: GenerationConfig) -> Phase:
 
 
 def _commits_within(config: GenerationConfig) -> bool:
-    """Whether a finished block is written, and the next token decided, by a step like those of blocks.
-
-    Not where these evict: attention has tiles for the few rows that are left of each, so a whole block among them takes longer than
-    by itself."""
+    """Whether a finished block is written, and the next token decided, by a step like those of blocks; not where these evict, as each
+    of theirs counts in the history that says how many tokens are kept."""
     if config.temperature or config.eviction is not None:
         return False
     return commits_within(config) and reuse_of(config) is None
