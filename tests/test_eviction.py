@@ -32,7 +32,6 @@ from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models import load
 from mosaic.models.architecture import Architecture
 from mosaic.models.eviction import PRESETS, Eviction, token_eviction
-from mosaic.models.inputs import Window
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.parts.focus import Focus
 from mosaic.models.phase import Phase
@@ -293,11 +292,6 @@ def test_a_finished_block_of_a_shifted_model_shares_a_step_with_blocks_that_are_
         if len(asked) == 2
     ]
     assert {True, False} in shared  # whose row to decide lies beyond the window, and not
-    if "attention" in options:  # attention to a prefix is cut into parts: a finished block's, too
-        for request in (request for asked, _ in recorder.steps if len(asked) == 2 for request in asked):
-            given = {entry.name: entry for entry in request.phase.covering.inputs(shifted.architecture)}["exact_prefix"]
-            window = Window(request=request, token_ids=request.token_ids, number=0, start=request.start, copy=0)
-            assert given.of_all([window]) == [request.start if request.values["exactly"] else 0]
     for mine, prompt in zip(together, prompts, strict=True):
         (alone,) = generate_ids(shifted.model, [prompt], config)
         assert torch.equal(mine.token_ids, alone.token_ids)

@@ -78,8 +78,8 @@ class SelectedTogether(KeptTogether):
 
 
 def _attend_with_sums(step: StepGraph, layer: int, q: Buffer) -> tuple[Buffer, Buffer]:
-    """Attention to all keys of sequences that attend to all, over the queries' storage; and log-sum-exps over their prefixes."""
-    g, arch, inputs, prefix = step.g, step.arch, step.inputs, step.inputs["exact_prefix"]
+    """Attention to all keys of the sequences that select, over the queries' storage, and the log-sum-exps over their prefixes."""
+    g, arch, inputs, prefix = step.g, step.arch, step.inputs, step.inputs["candidates"]
     sizes = {"layer": layer, "kv_heads": arch.kv_heads, "head_size": arch.head_size, "scale": arch.head_size**-0.5}
     fresh, sums = g.add_op(
         "prefix_attention", q, step.kv, *extents_of(step), prefix, step.cu_seqlens, step.positions, name="prefix_attention",

@@ -189,7 +189,6 @@ class Selected(Kept):
         )
         mixed = (
             Input(name="seen_exactly", dtype="int32", per="sequence", value=_seen_exactly),
-            Input(name="exact_prefix", dtype="int32", per="sequence", value=_exact_prefix),
             Input(name="seen_sparsely", dtype="int32", per="sequence", value=_seen_sparsely),
         )
         first = self.attention.selects == "first"
@@ -276,10 +275,6 @@ def _votes(window: Window) -> Any:
 
 def _seen_exactly(window: Window) -> int:
     return int(window.request.key_len) if window.request.values["exactly"] else 0
-
-
-def _exact_prefix(window: Window) -> int:
-    return int(window.request.values["captured"]) if window.request.values["exactly"] else 0
 
 
 def _seen_sparsely(window: Window) -> int:
