@@ -12,7 +12,7 @@ eviction that drops nothing: beside `dc+` it shows what metric, selection, compa
     python -m benchmarks.eviction sdar-8b --device h200 --batch 24 --prompts 32448,32448 --answer 0 --attention mage:k=1024
 
 lets all ways attend so. A request of Fast-dLLM v2 has one more step a block, which commits it and decides the first token of
-the next one: shared with others, or with eviction one of its own, which counts with those of the others. On a card every
+the next one: shared with others, or with sparse attention or eviction by itself, counted with those of the others. On a card every
 point also has the milliseconds of a step's kernels by what they do. Where the host knows a step's tokens, a point has what
 its launches of a kind take alone (`benchmarks.step_parts`), and what a step takes relative to products, attention and
 selection together.
@@ -238,8 +238,6 @@ def _keys_read(sizes: Sequence[Sizes], arch: Architecture) -> list[float]:
 def _read_by(some: Attending, arch: Architecture, keys: int) -> list[float]:
     """Keys that each layer reads for a request that sees so many."""
     cache = some.phase.cache
-    if some.exactly and not some.selects:
-        return keys_read(None, arch, keys, selects=False, refreshes=True)
     policy = cache.attention if isinstance(cache, Selected) else cache.reuse if isinstance(cache, Reused) else None
     return keys_read(policy, arch, keys, selects=some.selects, refreshes=some.refreshes)
 

@@ -360,12 +360,11 @@ class _Script:
 
 
 class Attending(NamedTuple):
-    """How some requests of a step attend: by their phase, which others may share, whether they select, or attend to all keys, and
-    whether they attend to their prefix anew; and how many keys each sees."""
+    """How some requests of a step attend: by their phase, which others may share, whether they select, and whether they attend
+    to their prefix anew; and how many keys each sees."""
 
     phase: Phase
     selects: bool
-    exactly: bool
     refreshes: bool
     keys: list[int]
 
@@ -398,12 +397,9 @@ class Counted(NoPrefill):
         return super().launch(requests)
 
     def _note(self, requests: Sequence[StepRequest], *, overlapped: bool) -> None:
-        kinds: dict[
-            tuple[int, bool, bool, bool], Attending
-        ] = {}  # by ids: phases take long to compare, and this is timed
+        kinds: dict[tuple[int, bool, bool], Attending] = {}  # by ids: phases take long to compare, and this is timed
         for request in requests:
-            values = request.values
-            kind = bool(values.get("candidates")), bool(values.get("exactly")), bool(values.get("refreshes", True))
+            kind = bool(request.values.get("candidates")), bool(request.values.get("refreshes", True))
             key = id(request.phase), *kind
             if key not in kinds:
                 kinds[key] = Attending(request.phase, *kind, [])

@@ -278,7 +278,7 @@ def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
             assert int(result.values["reach"]) > max(step.kept)
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "mage:k=4"}, {"attention": "mage:k=4", "block_cache": "dc+"}])
+@pytest.mark.parametrize("options", [{}, {"block_cache": "dc+"}])
 def test_a_finished_block_of_a_shifted_model_shares_a_step_with_blocks_that_are_not(
     shifted: CompiledRunner, options: dict[str, Any]
 ) -> None:

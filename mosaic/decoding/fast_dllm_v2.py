@@ -16,8 +16,8 @@ import torch
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.evicting import Progress, computing
-from mosaic.decoding.reusing import Refreshes, reuse_of
-from mosaic.decoding.selecting import attending, commits_within, committing, later_steps, seeing_all, selection
+from mosaic.decoding.reusing import Refreshes
+from mosaic.decoding.selecting import attending, committing, later_steps, selection
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -37,16 +37,14 @@ def _phase(config: GenerationConfig) -> Phase:
 
 
 def _commits_within(config: GenerationConfig) -> bool:
-    """Whether a finished block is written, and the next token decided, by a step like those of blocks; not where these evict, as each
-    of theirs counts in the history that says how many tokens are kept."""
-    if config.temperature or config.eviction is not None:
-        return False
-    return commits_within(config) and reuse_of(config) is None
+    """Whether a finished block is written, and the next token decided, by a step like those of blocks: where all rows attend to all
+    keys."""
+    return not config.temperature and config.eviction is None and config.attention is None
 
 
 def _committing(config: GenerationConfig) -> Phase:
     """The phase of the step that follows a finished block."""
-    return attending(_phase(config), config, 0) if _commits_within(config) else committing(_NEXT, config)
+    return _phase(config) if _commits_within(config) else committing(_NEXT, config)
 
 
 def _fill_and_predict(canvas: Canvas, start: int, end: int, *, prompt: bool = False) -> Steps:
@@ -58,7 +56,7 @@ def _fill_and_predict(canvas: Canvas, start: int, end: int, *, prompt: bool = Fa
         request = canvas.ask(
             _committing(config), following, window=(start, end),
             places=None if config.block_cache is None else np.arange(start, end),
-            sampling=Sampling.of(config, scaled=True), quota=1, values=seeing_all(config, start),
+            sampling=Sampling.of(config, scaled=True), quota=1,
         )  # fmt: skip
     result = yield request
     canvas.take(following, result)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.reuse import PrefixReuse
 
-__all__ = ["attending", "commits_within", "committing", "later_steps", "seeing_all", "selection"]
+__all__ = ["attending", "commits_within", "committing", "later_steps", "selection"]
 
 
 def attending(phase: Phase, config: GenerationConfig, step: int, *, refreshes: bool | None = None) -> Phase:
@@ -76,13 +76,6 @@ def selection(canvas: Canvas, start: int, step: int, *, refreshes: bool | None =
         "exactly": selects and not carries and chosen.selects == "first",
         "votes_from": start if chosen.voters == "block" else max(start, canvas.prompt_len),
     }
-
-
-def seeing_all(config: GenerationConfig, start: int) -> dict[str, Any]:
-    """Return what a step says that attends to all keys, and selects none: where some requests of its kind do."""
-    if not isinstance(config.attention, SparseAttention):
-        return {}
-    return {"captured": start, "candidates": 0, "exactly": True, "votes_from": start}
 
 
 def commits_within(config: GenerationConfig) -> bool:
