@@ -206,7 +206,7 @@ class Session(ClosesOnExit):
             expected = expected_step(config, one.largest)
             if expected is not None and not self._runner.pays(expected):
                 _log.warning(
-                    "request %d: eviction does not pay where %d share a step: blocks are computed whole",
+                    "request %d: eviction left out: by the plans it saves no time with %d a step",
                     submission.request_id, len(expected.windows),
                 )  # fmt: skip
                 one = self._of_options(submission, resolve(never_evicting(submission.config), arch))

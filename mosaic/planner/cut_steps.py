@@ -25,5 +25,7 @@ def pays_up_to(whole_ms: float, prefix_ms: float, suffix_ms: Mapping[int, float]
     --------
     >>> pays_up_to(5.0, 0.4, {64: 4.0, 128: 4.4, 256: 5.2})
     128
+    >>> pays_up_to(5.0, 0.4, {64: 4.6})
+    0
     """
     return max((kept for kept, ms in suffix_ms.items() if prefix_ms + ms <= PAYS * whole_ms), default=0)
