@@ -34,6 +34,7 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.eviction import PRESETS, Eviction, token_eviction
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.parts.focus import Focus
+from mosaic.models.parts.windows import APART
 from mosaic.models.phase import Phase
 from mosaic.models.sparse import PRESETS as SPARSE
 from mosaic.models.sparse import SparseAttention
@@ -319,12 +320,16 @@ def test_eviction_that_does_not_pay_for_the_requests_that_are_expected_is_left_o
     )
 
 
-@pytest.mark.parametrize("requests", [1, 16, 64])
+@pytest.mark.parametrize(
+    "requests", [1, 13, 64, 79]
+)  # of 13 and 79 tokens and rows are rounded otherwise once it is not cut
 def test_what_pays_is_what_plans_predict(model: CompiledModel, requests: int) -> None:
-    phase = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"), cut=Focus(eviction=Eviction()))
-    size = StepSize(phase=phase, windows=(BLOCK,) * requests, keys=(64,) * requests, rows=BLOCK * requests).rounded()
+    phase = Phase(
+        cache=KEPT, tokens=APART, commit=Commit(score="confidence", rule="dynamic"), cut=Focus(eviction=Eviction())
+    )
+    size = StepSize(phase=phase, windows=(BLOCK,) * requests, keys=(64,) * requests, rows=BLOCK * requests)
     whole, prefix, suffix = (
-        model.planner.plan(step, limit=False).predicted_step_ms
+        model.planner.plan(step.rounded(), limit=False).predicted_step_ms
         for step in (replace(size, phase=replace(phase, cut=None)), size.graphs[0], size.graphs[1])
     )
     assert size.graphs[1].kept == size.buckets[0] and model.pays(size) == (prefix + suffix <= 0.98 * whole)

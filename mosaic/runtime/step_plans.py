@@ -130,12 +130,13 @@ class StepPlans:
     def pays(self, size: StepSize) -> bool:
         """Return whether a step that is cut takes less time than the same step whole, where it keeps as few rows as it is planned
         for: by plans without regard to the budget, found once."""
-        return self._paying.find((self.planner, size.key), lambda: self._pays(size.rounded()))
+        return self._paying.find((self.planner, size.key), lambda: self._pays(size))
 
     def _pays(self, size: StepSize) -> bool:
         fewest, whole = size.buckets[0], replace(size, phase=replace(size.phase, cut=None))
         whole_ms, prefix_ms, suffix_ms = (
-            self.planner.plan(step, limit=False).predicted_step_ms for step in (whole, size.graph(), size.graph(fewest))
+            self.planner.plan(step.rounded(), limit=False).predicted_step_ms
+            for step in (whole, size.graph(), size.graph(fewest))
         )
         return pays_up_to(whole_ms, prefix_ms, {fewest: suffix_ms}) > 0
 
