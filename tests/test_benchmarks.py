@@ -531,7 +531,7 @@ def test_parts_of_a_step_are_each_run_once_and_write_where_the_step_does(monkeyp
         other.reserve(64)
         traces.flat_importance(model)
         found = eviction.measured(
-            model, "focus, dc+", trace, requests=4, prompts=(32, 64), answer=0, attention="mage:k=8"
+            model, "focus, dc+", trace, requests=8, prompts=(32, 64), answer=0, attention="mage:k=8"
         )
     assert noted == listed and len(listed) == eviction.PARTED and any(count["top_keys"] for count in listed)
     assert {*found["parts_ms"]} == {*step_kernels.KINDS} and found["of_parts"] > 0
