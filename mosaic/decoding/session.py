@@ -206,7 +206,8 @@ class Session(ClosesOnExit):
             expected = expected_step(config, one.largest)
             if expected is not None and not self._runner.pays(expected):
                 _log.warning(
-                    "request %d: eviction left out: by the plans it saves no time with %d a step",
+                    "request %d: eviction left out: by the plans it saves no time with %d a step; expect more to evict "
+                    "(requests=64)",
                     submission.request_id, len(expected.windows),
                 )  # fmt: skip
                 one = self._of_options(submission, resolve(never_evicting(submission.config), arch))
