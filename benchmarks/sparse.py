@@ -5,9 +5,10 @@
 writes `sparse-<model>-<device>.json`. Sessions decode as they always do, by a fixed schedule, so that steps are launched ahead
 where the policy allows it. Only the prefill is left out: weights are random, and so are the keys in the state. Requests of a batch
 begin together (lockstep), or are spread over a block (staggered). A block's time is that of its steps, in the middle of a
-generation. `plain` is the exact step in plain PyTorch (`benchmarks.plain_blocks`), of one request. The floor is the reading of what
-the steps touch, at the profile's bandwidth: weights but for the embedding, the keys and values that are attended to, and the keys,
-or what is kept of pages, that a selection ranks.
+generation. `plain` is the exact step in plain PyTorch (`benchmarks.plain_blocks`), of one request; `flashinfer` is Mosaic's own
+exact step with FlashInfer's attention in it (`benchmarks.flashinfer_steps`), of requests that begin together. The floor is the
+reading of what the steps touch, at the profile's bandwidth: weights but for the embedding, the keys and values that are attended
+to, and the keys, or what is kept of pages, that a selection ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any, Final
@@ -24,6 +26,7 @@ import torch
 import mosaic
 from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, options, tag_of, token_counts
+from benchmarks.flashinfer_steps import FlashInferSteps, with_flashinfer
 from benchmarks.plain_blocks import plain_step_ms
 from benchmarks.record import environment, table, write
 from benchmarks.step_floor import keys_read
@@ -49,6 +52,8 @@ WARM, BLOCKS = 1, 3
 GENERATED: Final = (WARM + BLOCKS + 2) * BLOCK
 EXACT: Final = "exact"
 PLAIN: Final = "plain"
+FLASHINFER: Final = "flashinfer"
+BASELINES: Final = (EXACT, PLAIN, FLASHINFER)
 SHIFTED: Final = "fast-dllm-v2"
 """Whose blocks begin with a known token, which the step that commits the one before decides."""
 STATIC: Final = {"remasking": "low_confidence_static"}
@@ -88,15 +93,19 @@ def measured(
     steps: int,
     staggered: bool,
     on_step: OnStep | None = None,
+    attending: FlashInferSteps | None = None,
 ) -> list[float]:
-    """Milliseconds of the steps of some blocks, in the middle of a generation; `on_step` is told what each did."""
+    """Milliseconds of the steps of some blocks, in the middle of a generation; `on_step` is told what each did.
+
+    `attending` is whose attention the model was compiled with, if it is not its own.
+    """
     family, quota = model.model.family, BLOCK // steps
     config = GenerationConfig(
         gen_length=GENERATED, stop_at_eos=False, attention=None if attention == EXACT else attention,
         **_schedule(family, steps),
     )  # fmt: skip
     found = list[float]()
-    with Session(NoPrefill(model)) as session:
+    with Session(NoPrefill(model if attending is None else attending.runs(model))) as session:
         for number in range(requests):
             known = number * BLOCK // requests // quota * quota if staggered else 0  # of the first block
             ids = torch.arange(prefix + max(known, int(family == SHIFTED))) % model.architecture.mask_token_id
@@ -108,6 +117,8 @@ def measured(
             began = time.perf_counter()
             session.advance()
             found.append(1e3 * (time.perf_counter() - began))
+        if attending is not None:
+            attending.verify()
     return found
 
 
@@ -205,11 +216,13 @@ def main(arguments: Sequence[str]) -> None:
     asked = parser.parse_args(arguments)
     device, on_card, clock = load_device(asked.device), asked.device != "cpu", Clock.start(asked.minutes)
     wanted = asked.attention.split(",")
-    named = {name: name if name == EXACT else _policy(name, asked.k) for name in wanted if name != PLAIN}
+    named: dict[str, Any] = {EXACT: EXACT} if EXACT in wanted else {}
+    named |= {name: _policy(name, asked.k) for name in wanted if name not in BASELINES}
     cases = [
         case for case in product(asked.prefix, asked.batch, asked.steps, (False, True), named) if case[1] > 1 or not case[3]
     ]  # fmt: skip
     plain = [*product(asked.prefix, asked.steps)] if PLAIN in wanted else []
+    flashinfer = [*product(asked.prefix, asked.batch, asked.steps)] if FLASHINFER in wanted else []
     for name in asked.models:
         described = _reaching(with_block(name, BLOCK, asked.layers), max(asked.prefix) + BLOCK + GENERATED)
         result: dict[str, Any] = {"environment": environment(), "model": name, "block": BLOCK, "k": asked.k}
@@ -229,8 +242,16 @@ def main(arguments: Sequence[str]) -> None:
         for prefix, steps in clock.while_left(plain, print):
             times = plain_step_ms(described, prefix=prefix, steps=steps, blocks=BLOCKS, cuda=on_card)
             keep((prefix, 1, steps, False), PLAIN, times)
+        for prefix, requests, steps in clock.while_left(flashinfer, print):
+            torch.cuda.empty_cache()
+            case: dict[str, Any] = {"prefix": prefix, "requests": requests, "steps": steps, "staggered": False}
+            with (
+                with_flashinfer(described.architecture) as attending,
+                mosaic.compile(described, device=asked.device, seed=3) as model,
+            ):
+                keep((*case.values(),), FLASHINFER, measured(model, EXACT, **case, attending=attending))
         torch.cuda.empty_cache()
-        with mosaic.compile(described, device=asked.device, seed=3) as model:
+        with mosaic.compile(described, device=asked.device, seed=3) if cases else nullcontext() as model:
             for *case, attention in clock.while_left(cases, print):
                 try:
                     keep(case, attention, measured(model, named[attention], **dict(zip(CASE, case, strict=True))))

@@ -8,8 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from benchmarks import (
     cases,
     eviction,
     fit,
+    flashinfer_steps,
     kv_attention,
     paired,
     record,
@@ -46,6 +48,7 @@ from mosaic.bench.quality.answers import Answers
 from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
+from mosaic.kernels import load as load_kernel
 from mosaic.models import load
 from mosaic.models.parts import KV
 from mosaic.models.reuse import PrefixReuse
@@ -483,6 +486,51 @@ def test_blocks_of_every_family_take_the_steps_that_are_asked_for(name: str, ste
     assert floor == pytest.approx(
         arch.parameters - arch.vocabulary * arch.hidden - unread + 3 * 2 * arch.kv_heads * arch.head_size * 64
     )
+
+
+def test_flashinfer_reads_keys_where_they_are_stored() -> None:
+    draw, layers, heads, size, page, rows = random.Random(5), 3, 2, 8, 4, 24
+    kv, width, firsts = torch.zeros(4 * rows, layers * 2 * heads * size), heads * size, (rows, 3 * rows)
+    lengths = [page * draw.randrange(1, rows // page + 1) for _ in firsts]
+    stored = []
+    for layer in range(layers):
+        keys, values = torch.randn(2, sum(lengths), width)
+        load_kernel("kv_store").launch(
+            k=keys, v=values, kv=kv, extents=torch.tensor([[first, rows, 0, 0] for first in firsts]),
+            cu_extents=torch.tensor([0, 1, 2], dtype=torch.int32),
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+            positions=torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]), layer=layer, head_size=size,
+        )  # fmt: skip
+        stored.append((keys, values))
+    for layer, first in product(range(layers), range(2)):
+        begin = firsts[first] * kv.shape[1] // size
+        views = flashinfer_steps.keys_of(kv, layer, rows=rows, heads=heads, size=size)
+        for view, all_of_layer in zip(views, stored[layer], strict=True):
+            expected = all_of_layer.split(lengths)[first].view(-1, heads, size)
+            assert view[begin : begin + lengths[first]].equal(expected)
+            pages = flashinfer_steps.pages_of(view, page)[begin // page :][: lengths[first] // page]
+            assert pages.transpose(1, 2).reshape(-1, heads, size).equal(expected)
+
+
+def test_flashinfer_has_a_sequence_of_each_block() -> None:
+    class Rows:
+        """A sequence's rows in one extent, or in two."""
+
+        def __init__(self, *extents: tuple[int, int, int, int]) -> None:
+            self.extents = extents
+
+    def of(start: int, tokens: int, *extents: tuple[int, int, int, int]) -> Any:
+        return SimpleNamespace(start=start, token_ids=torch.zeros(tokens), sequence=Rows(*extents))
+
+    both = [of(64, 8, (0, 96, 0, 0)), of(16, 4, (96, 96, 0, 0))]
+    found = [flashinfer_steps.Block(0, 68), flashinfer_steps.Block(0, 72), flashinfer_steps.Block(96, 20)]
+    assert flashinfer_steps.blocks_of(both, 4) == (96, found)
+    wrong = [of(0, 6, (0, 96, 0, 0))], [of(0, 4, (0, 4, 0, 0), (9, 4, 4, 0))], [*both, of(0, 4, (192, 64, 0, 0))]
+    for asked, said in zip(
+        wrong, ("6 tokens and 1 extents", "4 tokens and 2 extents", r"\[64, 96\] rows"), strict=True
+    ):
+        with pytest.raises(UsageError, match=said):
+            flashinfer_steps.blocks_of(asked, 4)
 
 
 def test_kernels_of_a_step_are_told_apart_by_what_they_do() -> None:
