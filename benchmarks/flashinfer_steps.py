@@ -5,12 +5,12 @@ side; so pages of one block are views of `kv`, whose next head is n keys further
 row. Each block of a step is a sequence of its own for FlashInfer, which sees all keys up to its own: so a block that is being
 committed and the one behind it share a step, as Mosaic has it. A step of one block alone takes the kernels without pages, the
 faster ones. FlashInfer plans on the host what its blocks do, before a step whose lengths are not those of the one before; that is
-part of the step.
+part of the step. The last layer keeps Mosaic's kernel: it has queries of the rows to decide alone, which are others in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -93,10 +93,12 @@ class FlashInferSteps:
     ----------
     architecture
         Of the model whose steps they are.
+    own
+        Mosaic's launch.
     """
 
-    def __init__(self, architecture: Architecture) -> None:
-        self._architecture = architecture
+    def __init__(self, architecture: Architecture, own: Callable[..., None]) -> None:
+        self._architecture, self._own = architecture, own
         self._runner: Any = None
         self._planned: dict[int, _Planned] = {}
         self.rows = 0
@@ -133,8 +135,11 @@ class FlashInferSteps:
             self._planned[len(blocks)] = _Planned(self._architecture, len(blocks))
         self._planned[len(blocks)].plan(blocks)
 
-    def attend(self, *, q: Tensor, kv: Tensor, layer: int, y: Tensor, row_start: int = 0, **_: Any) -> None:
-        """Launch in place of `kv_attention`."""
+    def attend(self, *, q: Tensor, kv: Tensor, layer: int, y: Tensor, row_start: int = 0, **others: Any) -> None:
+        """Launch in place of `kv_attention`, but for the last layer."""
+        if layer == self._architecture.layers - 1:
+            self._own(q=q, kv=kv, layer=layer, y=y, row_start=row_start, **others)
+            return
         blocks, over = divmod(q.shape[0], self._architecture.block)
         if over or row_start or blocks not in self._planned:
             raise UsageError(f"no step of {q.shape[0]} rows from row {row_start} on was planned with FlashInfer.")
@@ -227,7 +232,7 @@ class _Planned:
         """The largest difference from plain attention in float32, relative to the largest result, for random queries."""
         arch, kv = self._arch, self._kv
         assert kv is not None
-        layer, tokens = arch.layers - 1, arch.block * len(self._blocks)
+        layer, tokens = arch.layers - 2, arch.block * len(self._blocks)
         q = torch.randn(tokens, arch.heads * arch.head_size, dtype=torch.bfloat16, device=kv.device)
         y = torch.empty_like(q)
         self.run(q, kv, layer, rows, y)
@@ -251,8 +256,9 @@ class _Planned:
 @contextmanager
 def with_flashinfer(architecture: Architecture) -> Iterator[FlashInferSteps]:
     """Models that are compiled meanwhile attend to kept keys with FlashInfer; one model at a time, and its prefix of one length."""
-    steps, module = FlashInferSteps(architecture), load("kv_attention", "cuda")
+    module = load("kv_attention", "cuda")
     own = module.launch
+    steps = FlashInferSteps(architecture, own)
     module.launch = steps.attend
     try:
         yield steps
