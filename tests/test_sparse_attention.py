@@ -72,7 +72,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+SOAKED = ("one layer exact", "all layers sparse", "by tiles of rows", "carried", "sparsed", "quest")
+"""Ways whose options others have, too, together with further ones."""
+NAMES = [pytest.param(name, marks=pytest.mark.soak if name in SOAKED else ()) for name in WAYS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_the_algorithm_in_float64(name: str, model: CompiledModel) -> None:
     """And not those of exact attention; with and without steps that are launched ahead."""
     source, others = random.Random(name), 0
@@ -100,18 +105,20 @@ def test_exact_answers_are_those_of_the_algorithm_in_float64(model: CompiledMode
         assert torch.equal(found.token_ids, Plain(model, None, prompt).generate(prompt, gen, steps))
 
 
-def test_with_the_whole_prefix_every_way_is_exact(model: CompiledModel) -> None:
-    prompts = [torch.arange(n) % 60 for n in (1, 9, 50)]
+@pytest.mark.parametrize("name", NAMES)
+def test_with_the_whole_prefix_every_way_is_exact(name: str, model: CompiledModel) -> None:
+    prompts, way = [torch.arange(n) % 60 for n in (1, 9, 50)], WAYS[name]
     expected = model.generate(prompts, gen_length=10)
-    for way in WAYS.values():
-        whole = replace(way, k=60 * way.page, ratio=0.0, mass=0.0)
-        for mine, other in zip(model.generate(prompts, gen_length=10, attention=whole), expected, strict=True):
-            assert torch.equal(mine.token_ids, other.token_ids)
-            torch.testing.assert_close(mine.confidence, other.confidence)
+    whole = replace(way, k=60 * way.page, ratio=0.0, mass=0.0)
+    for mine, other in zip(model.generate(prompts, gen_length=10, attention=whole), expected, strict=True):
+        assert torch.equal(mine.token_ids, other.token_ids)
+        torch.testing.assert_close(mine.confidence, other.confidence)
 
 
+@pytest.mark.grid(together=1)
+@pytest.mark.parametrize("way", ["mage", "oracle", "sparsed", "quest"])
 @pytest.mark.parametrize("family", ["llada2", "fast-dllm-v2"])
-def test_other_families_attend_so(family: str) -> None:
+def test_other_families_attend_so(family: str, way: str) -> None:
     """With the whole prefix they answer as with exact attention, with less of it they do not."""
     prompts = [torch.arange(n) % 60 for n in (1, 9, 50)]
     with mosaic.compile(FAMILIES[family], device="cpu", host_budget=0, debug="poison", seed=3) as other:
@@ -119,13 +126,12 @@ def test_other_families_attend_so(family: str) -> None:
             if not name.startswith("=") and view.dim() > 1:
                 view.mul_(8)  # attention that is not all but even
         expected = [one.token_ids for one in other.generate(prompts, gen_length=20)]
-        for way in ("mage", "oracle", "sparsed", "quest"):
-            for k, same in ((512, True), (2, False)):
-                attention = replace(PRESETS[way], k=k, exact_layers=0, page=2 if way == "quest" else 1)
-                if way == "sparsed":
-                    attention = replace(attention, every=2, rows=3)
-                found = [one.token_ids for one in other.generate(prompts, gen_length=20, attention=attention)]
-                assert all(map(torch.equal, found, expected)) == same
+        for k, same in ((512, True), (2, False)):
+            attention = replace(PRESETS[way], k=k, exact_layers=0, page=2 if way == "quest" else 1)
+            if way == "sparsed":
+                attention = replace(attention, every=2, rows=3)
+            found = [one.token_ids for one in other.generate(prompts, gen_length=20, attention=attention)]
+            assert all(map(torch.equal, found, expected)) == same
 
 
 def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(model: CompiledModel) -> None:
