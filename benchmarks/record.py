@@ -35,6 +35,8 @@ __all__ = [
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+BASELINE = "flashinfer-python"
+"""Whose kernels some figures are set beside, where it is installed."""
 
 
 def command_line() -> str:
@@ -46,7 +48,7 @@ def command_line() -> str:
 
 def environment(*packages: str) -> dict[str, Any]:
     """Machine, versions, commit and command of this run."""
-    return describe(command_line(), packages or PACKAGES)
+    return describe(command_line(), packages or (*PACKAGES, BASELINE))
 
 
 def median_seconds(function: Callable[[], object], repeats: int) -> float:
