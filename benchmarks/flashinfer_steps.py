@@ -154,10 +154,11 @@ class FlashInferSteps:
         UsageError
             If it is more than bfloat16 explains, or if no step was captured.
         """
-        if not any(planned.captured for planned in self._planned.values()):
+        captured = [planned for planned in self._planned.values() if planned.captured]
+        if not captured:
             raise UsageError("no captured step attends with FlashInfer.")
         torch.cuda.synchronize()
-        error = max(planned.error(self.rows) for planned in self._planned.values() if planned.captured)
+        error = max(planned.error(self.rows) for planned in captured)
         if not error < TOLERANCE:
             raise UsageError(f"FlashInfer's steps are off by {error:.3f} of the largest result.")
 
@@ -198,7 +199,7 @@ class _Planned:
         begins = torch.arange(len(blocks) + 1, dtype=torch.int32) * size
         heads = arch.heads, arch.kv_heads, arch.head_size
         common: dict[str, Any] = {"causal": False, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-        firsts = [block.row * 2 * arch.layers * arch.kv_heads for block in blocks]
+        firsts = [self._first(block) for block in blocks]
         if any(first % size for first in firsts):
             raise UsageError(f"extents that begin at the keys {firsts} do not begin with a page of {size}.")
         torch.cuda.synchronize()  # FlashInfer's plan is written over the one that a step in flight may still read
@@ -215,6 +216,10 @@ class _Planned:
             bounds = counts.cumsum(0, dtype=torch.int32)
             self._kernels.plan(begins, bounds, torch.cat(pages).cuda(), last, *heads, size, **common)
         torch.cuda.synchronize()
+
+    def _first(self, block: Block) -> int:
+        """Where its keys begin in what `keys_of` views."""
+        return block.row * 2 * self._arch.layers * self._arch.kv_heads
 
     def run(self, q: Tensor, kv: Tensor, layer: int, rows: int, y: Tensor) -> None:
         """Launch the kernels over one layer."""
@@ -239,7 +244,7 @@ class _Planned:
         k, v = keys_of(kv, layer, rows=rows, heads=arch.kv_heads, size=arch.head_size)
         found, group = 0.0, arch.heads // arch.kv_heads
         for block, asked, given in zip(self._blocks, q.split(arch.block), y.split(arch.block), strict=True):
-            first = block.row * 2 * arch.layers * arch.kv_heads
+            first = self._first(block)
             seen = slice(first, first + block.keys)
             for head in range(arch.kv_heads):
                 own = slice(head * group * arch.head_size, (head + 1) * group * arch.head_size)
