@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,10 @@ from mosaic.bench.limits import largest
 from mosaic.bench.meters import alive_over_time, profiled
 from mosaic.bench.plans import alive_by_plan, launch_shapes, op_seconds, weight_slots
 from mosaic.bench.sdpa import choose, seen_in
+from mosaic.bench.settings import COMPILED
 from mosaic.bench.torch_engine import TorchEngine
 from mosaic.devices import load_device
-from mosaic.errors import UsageError
+from mosaic.errors import UnknownName, UsageError
 from mosaic.models import load
 from mosaic.planner import Planner, Request
 from mosaic.planner.plan_records import PlanRecords
@@ -309,29 +311,18 @@ def test_a_plans_peak_is_the_largest_live_set() -> None:
     assert peak == plan.lower_bound_bytes and peak / average < 1.3
 
 
-def test_the_floor_is_the_products_and_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = mosaic.plan(load(LLADA), tokens=300, masked=100, device="cpu")
-    floor = Floor("cpu")
-    monkeypatch.setattr(floor, "measured", lambda key, measure: 1e9)
-    found = floor.of(plan.records)
-    hidden, ffn, kv, vocabulary, layers = 64, 96, 32, 257, 2
-    dense = 2 * 300 * hidden * (2 * hidden + 2 * kv + 3 * ffn)
-    flops = layers * (dense + 4 * 300 * 300 * hidden) + 2 * 100 * hidden * vocabulary
-    assert found["floor_s"] == pytest.approx(flops / 1e9)
-    assert sum(part["flops"] for part in found["floor_parts"].values()) == flops
-
-
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_the_floors_rates_are_measured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mosaic.bench.floor.sustained", lambda call, *, cuda: (call(), 1e-3)[1])
-    plan = mosaic.plan(load(FAMILIES[family][0]), tokens=70, device="cpu")
-    floor = Floor("cpu")
-    parts = floor.of(plan.records)["floor_parts"]
-    attention = next(part for name, part in parts.items() if name.startswith("attention"))
-    heads = load(FAMILIES[family][0]).architecture
-    assert attention["rate"] == pytest.approx(4 * 70 * 70 * heads.heads * heads.head_size / 1e-3)
-    kinds = {name.split()[0] for name in parts}
-    assert ("grouped_linear" in kinds) == (family == "moe") and {"linear", "linear_add", "attention"} <= kinds
+def test_a_floor_has_the_flops_that_a_plan_has_but_for_rows_that_nobody_needs(family: str) -> None:
+    """At one rate, with nothing to read: all but what the last layer computes of unmasked rows beyond keys and values."""
+    arch = load(FAMILIES[family][0]).architecture
+    plan = mosaic.plan(load(FAMILIES[family][0]), tokens=300, masked=100, device="cpu")
+    card = replace(load_device("h200"), bandwidth=1e30, gemm_rates={1: 1e9}, few_rows_rates={}, unembed_rates={})
+    kernels = ("linear", "linear_add", "grouped_linear", "unembed_stats", "unembed_sample", "attention", "moe_route")
+    flops = sum(op.flops for op in plan.records.ops if op.kernel in kernels)
+    width = arch.heads * arch.head_size
+    ffn = arch.experts_per_token * 3 * arch.ffn + arch.experts + 3 * arch.shared_ffn if arch.experts else 3 * arch.ffn
+    of_row = 2 * arch.hidden * (2 * width + ffn) + 4 * 300 * width
+    assert 1e9 * Floor(arch, card).whole(300, 100) == pytest.approx(flops - 200 * of_row, rel=1e-6)
 
 
 # --- workers and the command line ----------------------------------------------------------------------------------------
@@ -348,9 +339,10 @@ def settings_of(model: Path | str, **more: Any) -> Settings:
     return Settings(**{"model": str(model), "device": "cpu", "contexts": (24,), "engines": ("mosaic", "eager"), **more})
 
 
+@pytest.mark.soak
 def test_engines_run_in_processes_of_their_own_on_the_same_weights(checkpoint: Path) -> None:
     records: list[dict[str, Any]] = []
-    settings = settings_of(checkpoint, mask_ratios=(0.25, 1.0), floor=True, repeats=2, caps=(2 << 20,))
+    settings = settings_of(checkpoint, mask_ratios=(0.25, 1.0), repeats=2, caps=(2 << 20,))
     result = run(settings, command="a test", progress=records.append)
     assert result["failures"] == [] and result["complete"] and result["card"] == "cpu"
     assert result["environment"]["command"] == "a test" and result["environment"]["versions"]["torch"]
@@ -358,7 +350,9 @@ def test_engines_run_in_processes_of_their_own_on_the_same_weights(checkpoint: P
     assert list(points) == [(engine, ratio) for engine in ("mosaic", "eager") for ratio in (0.25, 1.0)]
     ours, eager = points["mosaic", 1.0], points["eager", 1.0]
     assert ours["masked"] == eager["masked"] == 24 and ours["failed"] is None and eager["failed"] is None
-    assert len(ours["seconds"]) == 2 and ours["step_s"] > 0 and ours["floor_s"] > 0 and ours["predicted_s"] > 0
+    assert (
+        len(ours["seconds"]) == 2 and ours["step_s"] > 0 and ours["predicted_s"] > 0 and "floor_s" not in ours
+    )  # of a CPU there are estimates alone
     assert ours["inflation"] == 0 and ours["peak_to_average"] >= 1 and ours["activation_peak_bytes"] > 0
     # the logits of all rows do not depend on how many are masked: LLaDA's baseline is measured once
     assert eager["same_work_as_ratio"] == 0.25 and "same_work_as_ratio" not in points["eager", 0.25]
@@ -381,6 +375,7 @@ def test_a_step_that_does_not_fit_is_a_result(checkpoint: Path) -> None:
     assert result["complete"]
 
 
+@pytest.mark.soak
 def test_an_engine_that_fails_is_said_and_the_others_run(tmp_path: Path, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"short")
@@ -410,27 +405,71 @@ def test_a_compiled_step_is_traced_with_the_attention_of_the_first_point(
         return {"used": "math"}
 
     monkeypatch.setattr(sdpa, "choose", chosen)
-    engine = TorchEngine(settings_of(checkpoint, contexts=(40, 80)), compiled=True)
+    engine = TorchEngine(settings_of(checkpoint, contexts=(40, 80)), compiled="dynamic")
     engine.warm()
     assert asked == [40] and not config.enable_autograd_cache
 
 
-def test_a_compiled_baseline_goes_through_torch_compile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("way", "options"), COMPILED.items())
+def test_a_compiled_baseline_goes_through_torch_compile(
+    way: str, options: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for a single size compiles nothing before its first point, and forgets each size when the next one comes."""
     asked: list[dict[str, Any]] = []
+    events: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
 
     def compile_(function: Any, **options: Any) -> Any:
         asked.append(options)
-        return function
+        return lambda ids: (events.append(f"{ids.shape[1]}"), function(ids))[1]
 
     monkeypatch.setattr(torch, "compile", compile_)
     settings = settings_of(checkpoint)
-    engine, eager = (TorchEngine(settings, compiled=compiled) for compiled in (True, False))
-    assert asked == [{"dynamic": True}] and engine.describe()["torch_compile"] and not eager.describe()["torch_compile"]
+    engine, eager = (TorchEngine(settings, compiled=compiled) for compiled in (way, None))
+    assert asked == [options] == [engine.describe()["torch_compile"]] and not eager.describe()["torch_compile"]
+    engine.warm()
+    assert events == (["256"] if way == "dynamic" else ["reset"])
+    events.clear()
     found = []
     for each in (engine, eager):
         each.start(make_inputs(each.arch, 24, 0.5, seed=0))
         found.append(each.step())
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert events == (["24"] if way == "dynamic" else ["reset", "24"])
+
+
+def test_the_fastest_way_to_compile_counts_at_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way has a process, its name is on what that finds, and the last one alone looks for the largest contexts."""
+    seconds = {"static": {16: 0.5, 24: None, 32: 0.3}, "dynamic": {16: 0.6, 24: 0.7, 32: 0.2}}
+    asked: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
+
+    def engine(name: str, settings: Settings, keep: Callable[[dict[str, Any]], None], **_: Any) -> str | None:
+        asked.append((name, settings.compiled, settings.caps))
+        keep({"record": "engine", "engine": name, "card": "a card"})
+        for tokens in settings.contexts:
+            step_s = seconds[settings.compiled[0]][tokens] if name == "compile" else 1.0
+            keep({"record": "point", "engine": name, "tokens": tokens, "mask_ratio": 0.5, "step_s": step_s})
+        return "no memory" if settings.compiled == ("static",) else None
+
+    monkeypatch.setattr(suite, "run_engine", engine)
+    ways = {"engines": ("eager", "compile"), "compiled": ("static", "dynamic"), "contexts": (16, 24, 32), "caps": (9,)}
+    result = run(settings_of("llada-8b", **ways), command="")
+    assert asked == [("eager", ("dynamic",), (9,)), ("compile", ("static",), ()), ("compile", ("dynamic",), (9,))]
+    assert [entry.get("compiled") for entry in result["engines"]] == [None, "static", "dynamic"]
+    assert result["failures"] == [{"engine": "compile", "message": "no memory", "compiled": "static"}]
+    compiled = {point["tokens"]: point for point in result["points"] if point["engine"] == "compile"}
+    assert [(point["compiled"], point["step_s"]) for point in compiled.values()] == [
+        ("static", 0.5), ("dynamic", 0.7), ("dynamic", 0.2),
+    ]  # fmt: skip
+    assert compiled[24]["compiled_s"] == {"static": None, "dynamic": 0.7} and len(result["points"]) == 6
+    more = {"engine": "compile", "tokens": 16, "mask_ratio": 0.5, "step_s": 0.4, "compiled": "reduce-overhead"}
+    again = suite.fastest_compiled([*result["points"], more])[3]
+    assert again == {**more, "compiled_s": {"static": 0.5, "dynamic": 0.6, "reduce-overhead": 0.4}}
+    for wrong in ((), ("static", "static")):
+        with pytest.raises(UsageError, match="name each way to compile once, of static, reduce-overhead, dynamic"):
+            settings_of("llada-8b", compiled=wrong)
+    with pytest.raises(UnknownName, match="way to compile"):
+        settings_of("llada-8b", compiled=("statik",))
 
 
 def canned(**more: Any) -> dict[str, Any]:

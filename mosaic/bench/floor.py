@@ -1,143 +1,195 @@
-"""The floor of a step: its FLOPs at the rates that its own GEMM and attention shapes reach on this card, in this process.
+"""The floor of a step: its FLOPs at the card's best dense rate, and every byte read once.
 
-What is counted are the products and the attention of a plan's ops, the head over the masked rows only; norms, rotary
-embeddings, statistics, transfers and launches cost nothing here, so no implementation can be below it. Each shape is
-timed as the plan launches it and at another number of rows, and the better rate counts.
+A product takes the longer of its FLOPs at the largest rate of the profile, whatever its shape, and of reading its weights once; of
+experts, those that tokens which choose at random are expected to choose. Attention takes the longer of its FLOPs at the same rate
+and of reading once the keys and values that are attended to, and the keys that a selection ranks. (The profile's best rate of
+attention, 610 TFLOP/s on an H200, bounds nothing: steps whose rows are alike draw less power, and their attention ran faster.)
+Norms, rotary embeddings, activations, logits, launches and the host cost nothing. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from mosaic.devices import Device
+from mosaic.models.architecture import Architecture
+from mosaic.models.reuse import PrefixReuse
+from mosaic.models.sparse import SparseAttention
 
-from mosaic import kernels
-from mosaic.bench.meters import sustained
-from mosaic.bench.plans import launch_shapes
-from mosaic.planner.plan_records import PlanOp, PlanRecords
-from mosaic.runtime.workspace import torch_dtype
-
-__all__ = ["Floor"]
-
-_SWEET_ROWS: Final = 2048
-"""Rows at which dense products reach their best rate on the cards we have measured."""
-_PRODUCTS: Final = {
-    "linear": "x",
-    "linear_add": "x",
-    "unembed_stats": "x",
-    "unembed_sample": "x",
-    "grouped_linear": "x",
-}
+__all__ = ["Best", "Floor", "keys_read"]
 
 
-class Floor:
-    """Measures rates once per shape and sums the floors of plans.
+def keys_read(
+    attention: SparseAttention | PrefixReuse | None, arch: Architecture, keys: float, *, selects: bool, refreshes: bool
+) -> list[float]:
+    """Return how many keys, each with its value, each layer reads in a request's step; a key that is ranked is half of one.
 
     Parameters
     ----------
-    backend
-        "cuda" or "cpu": whose attention kernels are timed.
+    attention
+        What the request attends by; None: to all keys.
+    keys
+        That it sees.
+    selects
+        Whether the step selects.
+    refreshes
+        Whether layers that reuse what they kept attend to their prefix in it.
+    """
+    reuse = attention if isinstance(attention, PrefixReuse) else attention and attention.reuse
+    found = [keys if refreshes or reuse is None else 0.0] * arch.layers
+    if not isinstance(attention, SparseAttention):
+        return found
+    attended = min(attention.k, attention.ratio * keys or keys)
+    if selects and attention.selects == "first" and not attention.carried:
+        attended = keys
+    ranked = keys / attention.page if attention.by == "bounds" else keys / 2
+    for layer in attention.sparse_layers(arch):
+        found[layer] = attended + selects * ranked
+    for layer in range(arch.layers - attention.exact_last, arch.layers):
+        found[layer] = keys
+    return found
+
+
+class Best(NamedTuple):
+    """What a card does at best: FLOP/s of a dense product, and bytes read a second."""
+
+    rate: float
+    bandwidth: float
+
+    @classmethod
+    def of(cls, device: Device) -> Best:
+        """Take the largest rate of the profile, whatever its shape."""
+        rates = chain(device.gemm_rates.values(), (device.few_rows_rates, device.unembed_rates))
+        return cls(max(chain.from_iterable(by_rows.values() for by_rows in rates)), device.bandwidth)
+
+    def seconds(self, flops: float, read: float) -> float:
+        """Return the longer of some FLOPs and of reading some bytes."""
+        return max(flops / self.rate, read / self.bandwidth)
+
+    def attention_s(self, *, pairs: float, keys: float, heads: int, kv_heads: int, size: int, item: int) -> float:
+        """Return the seconds of one layer's attention.
+
+        Parameters
+        ----------
+        pairs
+            Of a query row and a key that it sees, of all sequences together.
+        keys
+            That are read, each with its value.
+        heads, kv_heads, size
+            Query heads, key-value heads, and the elements of one.
+        item
+            Bytes of an element.
+        """
+        return self.seconds(4 * pairs * heads * size, 2 * keys * kv_heads * size * item)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Floors of steps of one model on one device.
+
+    Parameters
+    ----------
+    arch
+        The model's.
+    device
+        Its profile.
+
+    Examples
+    --------
+    >>> from mosaic.devices import load_device
+    >>> from mosaic.models import load
+    >>> arch = load("llada-8b").architecture
+    >>> round(1e3 * Floor(arch, load_device("h200")).of(tokens=1024, rows=512, keys=[1024] * arch.layers), 1)
+    22.0
     """
 
-    def __init__(self, backend: str) -> None:
-        self.backend, self.cuda = backend, backend == "cuda"
-        self._rates: dict[tuple[Any, ...], float] = {}
+    arch: Architecture
+    device: Device
+    _best: Best = field(init=False, repr=False)
 
-    def of(self, records: PlanRecords) -> dict[str, Any]:
-        """Sum the floor of a plan.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_best", Best.of(self.device))
 
-        Returns
-        -------
-        dict
-            `floor_s`, and `floor_parts`: FLOPs, FLOP/s and seconds per kind and shape.
-        """
-        parts: dict[str, dict[str, Any]] = {}
-        for op in records.ops:
-            if op.kernel not in _PRODUCTS and op.kernel != "attention":
-                continue
-            shapes = launch_shapes(records, op)
-            what = self._name(op, shapes)
-            part = parts.setdefault(what, {"flops": 0, "rate": self._rate(records, op, shapes)})
-            part["flops"] += op.flops
-        for part in parts.values():
-            part["seconds"] = part["flops"] / part["rate"]
-        if self.cuda:
-            torch.cuda.empty_cache()
-        return {"floor_s": sum(part["seconds"] for part in parts.values()), "floor_parts": parts}
-
-    def _name(self, op: PlanOp, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        named = ("q", "k") if op.kernel == "attention" else ("x", "weight")
-        return f"{op.kernel} " + " x ".join("[" + ", ".join(map(str, shapes[name])) + "]" for name in named)
-
-    def _rate(self, records: PlanRecords, op: PlanOp, shapes: Mapping[str, tuple[int, ...]]) -> float:
-        """The best FLOP/s of the candidates for one op."""
-        dtype = torch_dtype(records.buffers[op.operands["q" if op.kernel == "attention" else "x"]].dtype)
-        if op.kernel == "attention":
-            candidates = self._attentions(records, op, shapes)
-            return max(self.measured(key, partial(self._attention, op, *key[1:])) for key in candidates)
-        weight = shapes["weight"]
-        stacked = len(weight) == 3
-        rows = -(-shapes["x"][0] // weight[0]) if stacked else shapes["x"][0]
-        if op.kernel.startswith("unembed"):
-            rows = min(rows, _SWEET_ROWS)  # bare logits of more rows would not fit small cards
-        most = records.buffers[op.operands["x"]].shape[0]
-        tried = {rows} if stacked else {rows, min(_SWEET_ROWS, max(most, rows))}
-        return max(
-            self.measured(("product", count, weight, dtype), partial(self._product, count, weight, dtype))
-            for count in sorted(tried)
-        )
-
-    def measured(self, key: tuple[Any, ...], measure: Callable[[], float]) -> float:
-        """Return the rate of a shape, measured when it is first asked for."""
-        if key not in self._rates:
-            self._rates[key] = measure()
-        return self._rates[key]
-
-    def _product(self, rows: int, weight: tuple[int, ...], dtype: torch.dtype) -> float:
-        """FLOP/s of a bare [rows, I] @ [O, I].T, or of one for every expert at once."""
-        outer, inner = weight[-2:]
-        lead = weight[:-2]
-        device = "cuda" if self.cuda else "cpu"
-        x, w, y = (
-            torch.randn(*lead, *shape, device=device, dtype=dtype)
-            for shape in ((rows, inner), (outer, inner), (rows, outer))
-        )
-        multiply = torch.bmm if lead else torch.mm
-        seconds = sustained(lambda: multiply(x, w.transpose(-1, -2), out=y), cuda=self.cuda)
-        return 2 * rows * outer * inner * (lead[0] if lead else 1) / seconds
-
-    def _attentions(
-        self, records: PlanRecords, op: PlanOp, shapes: Mapping[str, tuple[int, ...]]
-    ) -> Iterator[tuple[Any, ...]]:
-        """Queries as the plan slices them, and all of them at once where no scratch depends on how many they are, on CUDA."""
-        implementation = records.implementations.get("attention")
-        dtypes = tuple(sorted((name, records.buffers[buffer].dtype) for name, buffer in op.operands.items()))
-        for rows in sorted({shapes["q"][0], *((shapes["k"][0],) if self.cuda else ())}):
-            sized = {**shapes, "q": (rows, *shapes["q"][1:]), "y": (rows, *shapes["y"][1:])}
-            yield "attention", implementation, tuple(sorted(sized.items())), dtypes
-
-    def _attention(
+    def of(
         self,
-        op: PlanOp,
-        implementation: str | None,
-        shapes: tuple[tuple[str, tuple[int, ...]], ...],
-        dtypes: tuple[tuple[str, str], ...],
+        *,
+        tokens: float,
+        rows: float,
+        keys: Sequence[float],
+        requests: int = 1,
+        kept: float | None = None,
+        cut: int | None = None,
+        prefill: bool = False,
     ) -> float:
-        """FLOP/s of the plan's own implementation on one sequence."""
-        device, sizes, kinds = "cuda" if self.cuda else "cpu", dict(shapes), dict(dtypes)
-        operands: dict[str, Tensor] = {}
-        for name, shape in sizes.items():
-            kind = torch_dtype(kinds[name])
-            operands[name] = (
-                torch.randn(shape, device=device, dtype=kind)
-                if name in "qkvy"
-                else torch.empty(shape, device=device, dtype=kind)
-            )
-        keys = sizes["k"][0]
-        operands["cu_seqlens"].fill_(keys)[0] = 0
-        launch = kernels.load("attention", self.backend, *([implementation] if implementation else [])).launch
-        seconds = sustained(lambda: launch(**operands, **op.attrs), cuda=self.cuda)
-        return 4 * keys * sizes["q"][0] * sizes["q"][1] / seconds
+        """Return seconds.
+
+        Parameters
+        ----------
+        tokens
+            That are computed up to the layer that is cut, its queries, keys and values included; in the last layer, keys and values
+            alone.
+        rows
+            That are unembedded, and whose queries, attention and feed-forward the last layer computes; 0: a step that fills the
+            cache alone.
+        keys
+            That each layer reads for all sequences together (`keys_read`).
+        requests
+            Sequences of the step, alike.
+        kept
+            Tokens that are computed from the attention of the cut layer on; all if not given.
+        cut
+            The layer; None: the step computes all tokens to its end.
+        prefill
+            Whether the step's own tokens are the keys, of which each sees those of its block and of the blocks before.
+        """
+        arch, seconds, last = self.arch, 0.0, len(keys) - 1
+        queries, kv = arch.heads * arch.head_size, 2 * arch.kv_heads * arch.head_size
+        kept = tokens if kept is None or cut is None else kept
+        for layer, read in enumerate(keys):
+            stored = tokens if cut is None or layer <= cut else kept
+            asked = rows if layer == last else stored
+            after = rows if layer == last else tokens if cut is None or layer < cut else kept
+            seconds += self._products(2 * arch.hidden * (asked * queries + stored * kv), arch.hidden * (queries + kv))
+            seen = read / requests
+            pairs = after * ((seen + arch.block) / 2 if prefill else seen)
+            seconds += self._best.attention_s(
+                pairs=pairs, keys=read if after else 0.0, heads=arch.heads, kv_heads=arch.kv_heads,
+                size=arch.head_size, item=self._item,
+            )  # fmt: skip
+            seconds += self._product(after, queries, arch.hidden) + self._feed_forward(layer, after)
+        return seconds + self._product(rows, arch.hidden, arch.vocabulary)
+
+    def whole(self, tokens: int, masked: int) -> float:
+        """Return seconds of a step over one whole sequence, block-causal where the model is."""
+        keys = [float(tokens)] * self.arch.layers
+        return self.of(tokens=tokens, rows=masked, keys=keys, prefill=self.arch.block > 0)
+
+    @property
+    def _item(self) -> int:
+        return 4 if self.arch.dtype == "float32" else 2
+
+    def _product(self, rows: float, inner: int, outer: int) -> float:
+        """Seconds of [rows, inner] times a weight of [outer, inner]; of no rows, none."""
+        return self._products(2 * rows * inner * outer, inner * outer) if rows else 0.0
+
+    def _products(self, flops: float, weights: float) -> float:
+        """Seconds of products of so many FLOPs, with so many weights."""
+        return self._best.seconds(flops, self._item * weights)
+
+    def _feed_forward(self, layer: int, rows: float) -> float:
+        arch = self.arch
+        if not arch.experts or layer < arch.dense_layers:
+            width = arch.dense_ffn if arch.experts else arch.ffn
+            return self._product(rows, arch.hidden, 2 * width) + self._product(rows, width, arch.hidden)
+        chosen = arch.experts_per_token
+        hit = arch.experts * (1 - (1 - chosen / arch.experts) ** rows)
+        seconds = self._product(rows, arch.hidden, arch.experts)
+        for inner, outer in ((arch.hidden, 2 * arch.ffn), (arch.ffn, arch.hidden)):
+            seconds += self._products(2 * rows * chosen * inner * outer, hit * inner * outer)
+        if arch.shared_ffn:
+            seconds += self._product(rows, arch.hidden, 2 * arch.shared_ffn)
+            seconds += self._product(rows, arch.shared_ffn, arch.hidden)
+        return seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from mosaic.bench.plans import alive_by_plan
 from mosaic.bench.settings import Settings
 from mosaic.devices import load_device
 from mosaic.planner import Planner, Request
-from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.compile import compile as compile_model
 
 __all__ = ["MosaicEngine", "fixed_part"]
@@ -42,9 +41,7 @@ class MosaicEngine:
         )
         self.model = self.compiled.model
         self.arch = self.model.architecture
-        self._floor = Floor(self.profile.backend)
         self._inputs: Inputs | None = None
-        self._plans: list[tuple[Inputs, PlanRecords]] = []
 
     def describe(self) -> dict[str, Any]:
         """Return what is true of every point."""
@@ -93,13 +90,9 @@ class MosaicEngine:
         facts |= fixed_part(facts["driver_bytes"], memory.committed, plan.components)
         peak, average = alive_by_plan(plan.records, self.profile)
         facts |= {"average_bytes": round(average), "peak_to_average": peak / average}
-        self._plans.append((self._inputs, plan.records))
+        if not self.profile.estimated:  # the rates of a data sheet bound nothing
+            facts["floor_s"] = Floor(self.arch, self.profile).whole(self._inputs.tokens, self._inputs.masked)
         return facts
-
-    def floors(self) -> Iterator[dict[str, Any]]:
-        """Yield the floor of every point measured, after all of them: its operands are no memory of ours."""
-        for inputs, records in self._plans:
-            yield {"tokens": inputs.tokens, "mask_ratio": inputs.mask_ratio, **self._floor.of(records)}
 
     def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
         """Return the planner's largest context: what it says, it runs."""

@@ -10,10 +10,16 @@ from typing import Any, Final, Self
 from mosaic.errors import UnknownName, UsageError
 from mosaic.units import Size, parse_bytes, parse_lengths
 
-__all__ = ["ATTENTION", "ENGINES", "SCHEMA", "Settings"]
+__all__ = ["ATTENTION", "COMPILED", "ENGINES", "SCHEMA", "Settings"]
 
 SCHEMA: Final = "mosaic.bench/1"
 ENGINES: Final = ("mosaic", "eager", "compile")
+COMPILED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "static": {"dynamic": False},
+    "reduce-overhead": {"dynamic": False, "mode": "reduce-overhead"},
+    "dynamic": {"dynamic": True},
+}
+"""Ways to compile, and what each asks of `torch.compile`: for one size at a time, the same in CUDA graphs, for any size."""
 ATTENTION: Final = ("fastest", "default", "cudnn", "flash", "efficient", "math")
 """How the PyTorch engines attend: the fastest backend of a timing on the same card, PyTorch's own choice, or one."""
 
@@ -32,6 +38,9 @@ class Settings:
         Tokens of the one sequence, and shares of them that are masked, in (0, 1].
     engines
         Of `ENGINES`, in the order in which they run.
+    compiled
+        Of `COMPILED`, in the order in which they run, each in a process of its own. The fastest at a size counts as `compile`
+        there; the last one finds the largest contexts.
     dtype
         Of weights and activations; the checkpoint's if not given.
     budget, host_budget
@@ -43,8 +52,6 @@ class Settings:
         Counted steps per point; the median is reported.
     attention
         One of `ATTENTION`, for the PyTorch engines.
-    floor
-        Measure the GEMM and attention rates of the plan's own shapes, and the time that its FLOPs take at them.
     averages
         Profile one more step of the PyTorch engines, for the time-weighted average of their activations.
     config
@@ -58,13 +65,13 @@ class Settings:
     contexts: tuple[int, ...]
     mask_ratios: tuple[float, ...] = (0.5,)
     engines: tuple[str, ...] = ENGINES
+    compiled: tuple[str, ...] = tuple(COMPILED)
     dtype: str | None = None
     budget: Size | None = None
     host_budget: Size | None = None
     caps: tuple[int, ...] = ()
     repeats: int = 5
     attention: str = "fastest"
-    floor: bool = False
     averages: bool = True
     config: Mapping[str, int | str | None] | None = None
     seed: int = 0
@@ -80,6 +87,11 @@ class Settings:
         for engine in self.engines:
             if engine not in ENGINES:
                 raise UnknownName("engine", engine, ENGINES)
+        if not self.compiled or len(set(self.compiled)) < len(self.compiled):
+            raise UsageError(f"name each way to compile once, of {', '.join(COMPILED)}; got {list(self.compiled)}.")
+        for way in self.compiled:
+            if way not in COMPILED:
+                raise UnknownName("way to compile", way, COMPILED)
         if self.attention not in ATTENTION:
             raise UnknownName("attention backend", self.attention, ATTENTION)
         if self.repeats < 1:

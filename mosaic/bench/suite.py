@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TextIO
 
 from mosaic.bench.environment import environment, idle_device_bytes
 from mosaic.bench.settings import SCHEMA, Settings
 
-__all__ = ["Progress", "run", "run_engine"]
+__all__ = ["Progress", "fastest_compiled", "run", "run_engine"]
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -49,22 +51,55 @@ def run(
         "limits": [],
         "failures": [],
     }
-    for engine in settings.engines:
+    for engine, way in _turns(settings):
 
-        def keep(record: dict[str, Any]) -> None:
+        def keep(record: dict[str, Any], way: dict[str, str] = way) -> None:
+            record |= way
             _keep(result, record)
             if progress is not None:
                 progress(record)
 
         left = None if ends is None else ends - time.monotonic()
-        failure = run_engine(engine, settings, keep, timeout_s=left)
+        failure = run_engine(engine, _of_way(settings, **way), keep, timeout_s=left)
         if failure is not None:
             keep({"record": "failure", "engine": engine, "message": failure})
+    result["points"] = fastest_compiled(result["points"])
     _compare(result["points"])
     cards = [entry.pop("card") for entry in result["engines"]]
     result["card"] = cards[0] if cards else None
     result["complete"] = not result["failures"]
     return result
+
+
+def _turns(settings: Settings) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every engine that runs, and how it is compiled, if it is."""
+    for engine in settings.engines:
+        yield from [(engine, {"compiled": way}) for way in settings.compiled] if engine == "compile" else [(engine, {})]
+
+
+def _of_way(settings: Settings, compiled: str | None = None) -> Settings:
+    """The same of one way to compile. The last one alone finds the largest contexts: others compile each size that is tried."""
+    if compiled is None or compiled == settings.compiled[-1]:
+        return replace(settings, compiled=settings.compiled[-1:])
+    return replace(settings, compiled=(compiled,), caps=() if settings.contexts else settings.caps)
+
+
+def fastest_compiled(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the points, of the ways to compile the fastest at each size; its `compiled_s` has the seconds of all."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for point in points:
+        place = point["engine"], point["tokens"], point["mask_ratio"]
+        if "compiled" not in point:
+            found[place] = dict(point)
+            continue
+        seconds = point.get("compiled_s", {point["compiled"]: point["step_s"]})
+        best = found.get(place)
+        if best is not None:
+            seconds = best["compiled_s"] | seconds
+        if best is None or (point["step_s"] or math.inf) < (best["step_s"] or math.inf):
+            best = dict(point)
+        found[place] = {**best, "compiled_s": seconds}
+    return [*found.values()]
 
 
 def run_engine(engine: str, settings: Settings, keep: Progress, *, timeout_s: float | None = None) -> str | None:
@@ -117,14 +152,10 @@ def _cause(errors: TextIO) -> str:
 
 
 def _keep(result: dict[str, Any], record: dict[str, Any]) -> None:
-    """File a record under its kind; a floor belongs to a point."""
+    """File a record under its kind; which files a process loaded is not kept."""
     kind = record.pop("record")
-    if kind != "floor":
+    if kind != "process":
         result[f"{kind}s"].append(record)
-        return
-    for point in result["points"]:
-        if all(point[key] == record[key] for key in ("engine", "tokens", "mask_ratio")):
-            point.update(record)
 
 
 def _compare(points: list[dict[str, Any]]) -> None:

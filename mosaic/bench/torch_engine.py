@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,7 @@ from mosaic.bench.baselines import Experts, Transformer, grouped_products
 from mosaic.bench.inputs import Inputs, make_inputs
 from mosaic.bench.limits import largest
 from mosaic.bench.meters import alive_over_time, driver_bytes, profiled, synchronise
-from mosaic.bench.settings import Settings
+from mosaic.bench.settings import COMPILED, Settings
 from mosaic.devices import load_device
 from mosaic.models import Model, load
 from mosaic.runtime.checkpoint import Checkpoint
@@ -50,10 +50,10 @@ class TorchEngine:
     settings
         The benchmark.
     compiled
-        Through `torch.compile(dynamic=True)`: the whole step, sampling included.
+        Which of `COMPILED` the whole step goes through, sampling included; None: it runs as it is.
     """
 
-    def __init__(self, settings: Settings, *, compiled: bool) -> None:
+    def __init__(self, settings: Settings, *, compiled: str | None) -> None:
         self.settings, self.compiled = settings, compiled
         model = load(settings.model)
         if settings.dtype is not None:
@@ -74,7 +74,8 @@ class TorchEngine:
         fill(self.transformer.tensors, model, settings.seed)
         if compiled:  # the cache of traces does not know which attention backends were allowed, and would mix them up
             functorch_config.enable_autograd_cache = False
-        self._function = torch.compile(self.transformer, dynamic=True) if compiled else self.transformer
+        self._function = self.transformer if compiled is None else torch.compile(self.transformer, **COMPILED[compiled])
+        self._of_one_size = compiled is not None and compiled != "dynamic"
         self._attention: sdpa.Choice = {}
         self._ids = torch.empty(0, dtype=torch.int64)
         self._held = self._reserved = 0
@@ -89,7 +90,7 @@ class TorchEngine:
         size = sum(tensor.numel() * tensor.element_size() for tensor in self.transformer.tensors.values())
         described = {
             "weights_bytes": size,
-            "torch_compile": "dynamic=True, the whole step" if self.compiled else None,
+            "torch_compile": self.compiled and dict(COMPILED[self.compiled]),
             "arithmetic": "logits of all rows, argmax and softmax confidence in the model's dtype",
         }
         return {**described, "experts": self.experts} if self.arch.experts else described
@@ -103,7 +104,9 @@ class TorchEngine:
 
     def _settle_on_attention(self, tokens: int) -> None:
         found = sdpa.choose(self.settings.attention, self.arch, tokens, self.transformer.dtype, self.device)
-        if self.compiled and self._attention:
+        if self._of_one_size:
+            torch.compiler.reset()  # what was compiled for another size, and the memory of its graphs
+        elif self.compiled and self._attention:
             found = sdpa.keep_unless_slower(self._attention, found)
             if found["used"] != self._attention["used"]:
                 torch.compiler.reset()  # what was traced keeps the backend it was traced with
@@ -205,16 +208,16 @@ class TorchEngine:
         torch.cuda.empty_cache()
         return None
 
-    def floors(self) -> Iterator[dict[str, Any]]:
-        """Yield nothing: the floor is the plan's."""
-        yield from ()
-
     def warm(self) -> None:
         """Load what the first step loads, so that no point pays for it; a compiled step is traced with the attention of the
-        first point, not with what is fastest for a few tokens."""
+        first point, not with what is fastest for a few tokens, and one for a single size by each point's first step."""
         self._settle_on_attention(self.settings.contexts[0] if self.settings.contexts else _FIRST_TRY)
         self._take(make_inputs(self.arch, _WARM_TOKENS, 0.5, self.settings.seed))
-        self.step()
+        if self._of_one_size:
+            with torch.no_grad():
+                self.transformer(self._ids)
+        else:
+            self.step()
         synchronise(self.cuda)
 
     def close(self) -> None:

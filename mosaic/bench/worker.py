@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, Protocol
 
@@ -59,9 +59,6 @@ class Engine(Protocol):
     def facts(self, step_s: float) -> dict[str, Any]:
         """Return what the meters say."""
 
-    def floors(self) -> Iterator[dict[str, Any]]:
-        """Return the floor of every point, where there is one."""
-
     def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
         """Return the largest context under a cap."""
 
@@ -77,11 +74,11 @@ def open_engine(name: str, settings: Settings) -> Engine:
         return MosaicEngine(settings)
     from mosaic.bench.torch_engine import TorchEngine
 
-    return TorchEngine(settings, compiled=name == "compile")
+    return TorchEngine(settings, compiled=settings.compiled[0] if name == "compile" else None)
 
 
 def work(name: str, settings: Settings, emit: Emit) -> None:
-    """Measure all points of one engine, then its floors and its largest contexts."""
+    """Measure all points of one engine, then its largest contexts."""
     began = time.perf_counter()
     engine = open_engine(name, settings)
     engine.warm()
@@ -98,8 +95,6 @@ def work(name: str, settings: Settings, emit: Emit) -> None:
                 }  # fmt: skip
             first = first or found
             emit({"record": "point", "tokens": tokens, "mask_ratio": ratio, **found})
-    for floor in engine.floors() if settings.floor else ():
-        emit({"record": "floor", **floor})
     ratios = settings.mask_ratios if engine.ratio_matters else settings.mask_ratios[:1]
     for cap, ratio in product(settings.caps, ratios):
         found = engine.largest_context(cap, ratio)
@@ -146,6 +141,8 @@ def main() -> None:
         records.flush()
 
     work(sys.argv[1], settings, emit)
+    files = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
+    emit({"record": "process", "files": files})
 
 
 if __name__ == "__main__":
