@@ -3,7 +3,7 @@
 # make test    install the test extras and run the tests
 # make soak    the slow tests, every kernel for every card, and ten minutes of fuzzing
 # make lint    style and types
-# make bench   CPU benchmarks; results go to benchmarks/results and into the docs
+# make bench   CPU benchmarks of a committed tree; records go to benchmarks/results and into the docs
 # make report  tables and plots of the recorded GPU results, into the docs
 
 VENV   ?= .venv
@@ -47,6 +47,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.search
 	$(BIN)/python -m benchmarks.offsets
 	$(BIN)/python -m benchmarks.offset_families
+	$(BIN)/python -m benchmarks.report
 
 report: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report

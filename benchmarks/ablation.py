@@ -174,6 +174,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _ablate(model: str, arguments: Any, clock: Clock) -> None:
+    described = environment(
+        f"largest contexts computed by the planner; a step is the median of {arguments.repeats} after one that is not counted"
+    )
     loaded = load(model)
     ratio = arguments.mask_ratio
     found = [
@@ -182,7 +185,7 @@ def _ablate(model: str, arguments: Any, clock: Clock) -> None:
         for entry in limits(model, budget, arguments.device, arguments.host_budget, ratio)
     ]
     runs: list[dict[str, Any]] = []
-    result = {"environment": environment(), "card": None, "model": loaded.name, "limits": found, "runs": runs}
+    result = {"environment": described, "card": None, "model": loaded.name, "limits": found, "runs": runs}
     cases = []
     for tokens in () if arguments.ctx == "none" else token_counts(arguments.ctx):
         known = variants(model, tokens, arguments.device, ratio)

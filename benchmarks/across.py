@@ -77,10 +77,11 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
 def main(arguments: Sequence[str]) -> None:
     """Measure all cases, and record the figures."""
     asked = options(__doc__, models="*").parse_args(arguments)
+    described = environment("medians over the steps of a run", data=[_SOURCE])
     with tempfile.TemporaryDirectory() as folder:
         program = compiled(Path(folder), torch.cuda.get_device_capability())
         points = [point for case in product(KERNELS, SIZES) for point in measured(program, *case)]
-    result = {"environment": environment(), "card": torch.cuda.get_device_name(), "points": points}
+    result = {"environment": described, "card": torch.cuda.get_device_name(), "points": points}
     write(f"across-{asked.device}{tag_of(asked)}", result)
     print(table(HEADER, list(rows_of(result))))
 

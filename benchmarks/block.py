@@ -3,23 +3,25 @@
     python -m benchmarks.block sdar-8b --device h200 --prefix 256,32k,128k --prefill 32k,128k
 
 writes `block-<model>-<device>.json`. Weights are random, and so are the keys in the state. A step is timed with the host
-included, and on a card also by events around it alone.
+included, and on a card also by events around it alone. A floor is that of `mosaic.bench.floor`.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import mosaic
-from benchmarks.cases import cut, options, tag_of, token_counts
+from benchmarks.cases import cut, device_of, options, tag_of, token_counts
 from benchmarks.paired_worker import Brackets
 from benchmarks.record import environment, table, write
+from mosaic.bench.floor import Floor, keys_read
 from mosaic.decoding.canvas import COMMIT
 from mosaic.models import Model, load
 from mosaic.models.parts import KEPT, KV, Commit
@@ -29,11 +31,28 @@ from mosaic.models.sparse import SparseAttention
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.steps import StepRequest
 
-__all__ = ["HEADER", "fill", "generation_of", "main", "prefill_of", "rows_of", "stages_of", "steps_of", "with_block"]
+__all__ = [
+    "HEADER",
+    "fill",
+    "generation_of",
+    "main",
+    "prefill_of",
+    "rows_of",
+    "stages_of",
+    "steps_of",
+    "timings",
+    "with_block",
+]
 
-HEADER = ("", "a step, ms", "on the card, ms")
+HEADER = ("", "a step, ms", "on the card, ms", "floor, ms", "of it")
 REPEATS, WARM = 20, 3
-GENERATED = 128
+FEW = 3
+"""Prefills and generations that are timed, after one that is not."""
+METHOD = (
+    f"a step is the median of {REPEATS} after {WARM} that are not counted; "
+    f"a prefill and a generation that of {FEW} whole ones after one"
+)
+GENERATED, SHORT = 128, 256
 EXACT = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"))
 
 
@@ -88,8 +107,9 @@ def fill(model: CompiledModel) -> None:
 
 def _timed(
     model: CompiledModel, request: StepRequest, brackets: Brackets | None, *, warm: int = WARM, repeats: int = REPEATS
-) -> dict[str, list[float]]:
-    seconds = []
+) -> dict[str, float]:
+    """Medians in milliseconds, with the host and on the card alone, and the least and the most of the former."""
+    times = []
     if brackets is not None:
         brackets.times()
     for repeat in range(warm + repeats):
@@ -98,12 +118,12 @@ def _timed(
         if brackets is not None:
             torch.cuda.synchronize()
         if repeat >= warm:
-            seconds.append(1e3 * (time.perf_counter() - began))
-    inside = [] if brackets is None else brackets.times()[0][-repeats:]
-    return {"step_ms": seconds, "card_ms": inside}
+            times.append(1e3 * (time.perf_counter() - began))
+    found = {"step_ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times)}
+    return found if brackets is None else {**found, "card_ms": statistics.median(brackets.times()[0][-repeats:])}
 
 
-def prefill_of(model: CompiledModel, tokens: int, brackets: Brackets | None) -> dict[str, list[float]]:
+def prefill_of(model: CompiledModel, tokens: int, brackets: Brackets | None) -> dict[str, float]:
     """Milliseconds of the step that writes the keys of a prompt."""
     kept, none = model.open_rows(KV), torch.empty(0, dtype=torch.int64)
     kept.reserve(tokens)
@@ -112,36 +132,63 @@ def prefill_of(model: CompiledModel, tokens: int, brackets: Brackets | None) -> 
         phase=COMMIT, token_ids=ids, start=0, sequence=kept, key_len=tokens, rows=none, current=none, quota=0
     )
     try:
-        return _timed(model, asked, brackets, warm=1, repeats=2)
+        return _timed(model, asked, brackets, warm=1, repeats=FEW)
     finally:
         kept.close()
 
 
-def generation_of(model: CompiledModel, prefix: int) -> dict[str, Any]:
-    """Milliseconds a step of a generation by a fixed schedule, with and without steps that are launched ahead."""
-    prompt, found = torch.arange(prefix) % 50_000 % model.architecture.mask_token_id, {}
+def generation_of(model: CompiledModel, prefix: int) -> dict[str, float]:
+    """Milliseconds a step of whole generations by a fixed schedule, with and without steps that are launched ahead."""
+    prompt, found = torch.arange(prefix) % 50_000 % model.architecture.mask_token_id, dict[str, float]()
     for ahead in (False, True):
         ask: dict[str, Any] = {"gen_length": GENERATED, "stop_at_eos": False, "ahead": ahead}
-        model.generate(prompt, remasking="low_confidence_static", **ask)
-        began = time.perf_counter()
-        (answer,) = model.generate(prompt, remasking="low_confidence_static", **ask)
-        found["ahead" if ahead else "waiting"] = 1e3 * (time.perf_counter() - began) / answer.steps
+        times = []
+        for _ in range(1 + FEW):
+            began = time.perf_counter()
+            (answer,) = model.generate(prompt, remasking="low_confidence_static", **ask)
+            times.append(1e3 * (time.perf_counter() - began) / answer.steps)
+        found["ahead" if ahead else "waiting"] = statistics.median(times[1:])
     return found
 
 
-def rows_of(result: dict[str, Any]) -> Iterator[list[str]]:
-    """Rows for a table: of each prefix the steps, then the generation."""
+def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield what was timed, its seconds, and its floor."""
+    for name, times, floor in _floors(result):
+        yield name, (_middle(times["step_ms"]) or 0.0) / 1e3, floor
 
-    def middle(values: Sequence[float]) -> str:
-        return f"{sorted(values)[len(values) // 2]:.3f}" if values else ""
 
+def _floors(result: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], float]]:
+    """What was timed, its milliseconds, and its floor in seconds: steps by prefix, prefills, generations."""
+    arch = with_block(result["model"], result["block"], result.get("layers")).architecture
+    floor, attention = Floor(arch, device_of(result)), SparseAttention(k=result["k"])
     for prefix, steps in result["steps"].items():
         for name, times in steps.items():
-            yield [f"{int(prefix):,} keys, {name}", middle(times["step_ms"]), middle(times["card_ms"])]
+            phase = stages_of(attention)[name].cache
+            chosen = phase.attention if isinstance(phase, Selected) else None
+            selects = isinstance(phase, Selected) and phase.selects
+            keys = keys_read(chosen, arch, int(prefix), selects=selects, refreshes=True)
+            yield f"{int(prefix):,} keys, {name}", times, floor.of(tokens=arch.block, rows=arch.block, keys=keys)
     for tokens, times in result.get("prefill", {}).items():
-        yield [f"prefill of {int(tokens):,} tokens", middle(times["step_ms"]), middle(times["card_ms"])]
+        keys = [float(tokens)] * arch.layers
+        yield f"prefill of {int(tokens):,} tokens", times, floor.of(tokens=int(tokens), rows=0, keys=keys, prefill=True)
     for name, milliseconds in result["generation"].items():
-        yield [f"generation, {name}", f"{milliseconds:.3f}", ""]
+        least = floor.of(tokens=arch.block, rows=1, keys=[float(SHORT)] * arch.layers)  # whatever is decided, and when
+        yield f"generation, {name}", {"step_ms": milliseconds}, least
+
+
+def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Rows for a table: of each prefix the steps, then the generation."""
+    for name, times, floor in _floors(result):
+        step, card = (_middle(times.get(kind)) for kind in ("step_ms", "card_ms"))
+        assert step is not None
+        yield [
+            name, f"{step:.3f}", "" if card is None else f"{card:.3f}", f"{1e3 * floor:.3f}", f"{step / (1e3 * floor):.2f}",
+        ]  # fmt: skip
+
+
+def _middle(times: float | Sequence[float] | None) -> float | None:
+    """The median; of all times, as older records have them, too."""
+    return statistics.median(times) if isinstance(times, Sequence) and times else times or None
 
 
 def with_block(name: str, block: int, layers: int | None) -> Model:
@@ -165,10 +212,16 @@ def main(arguments: Sequence[str]) -> None:
     attention, on_card = SparseAttention(k=asked.k), torch.cuda.is_available() and asked.device != "cpu"
     brackets = Brackets() if on_card else None
     for name in asked.models:
-        result: dict[str, Any] = {"environment": environment(), "model": name, "block": asked.block, "k": asked.k}
+        result: dict[str, Any] = {
+            "environment": environment(METHOD),
+            "model": name,
+            "device": asked.device,
+            "layers": asked.layers,
+        }
+        result |= {"block": asked.block, "k": asked.k}
         result["card"] = torch.cuda.get_device_name() if on_card else "cpu"
         with mosaic.compile(with_block(name, asked.block, asked.layers), device=asked.device, seed=3) as model:
-            result["generation"] = generation_of(model, 256)
+            result["generation"] = generation_of(model, SHORT)
             result["prefill"] = {str(tokens): prefill_of(model, tokens, brackets) for tokens in asked.prefill}
             result["steps"] = {str(prefix): steps_of(model, prefix, attention, brackets) for prefix in asked.prefix}
         write(f"block-{name}-{asked.device}{tag_of(asked)}", result)

@@ -9,8 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Final, TypeVar
 
+from benchmarks import sources
+from mosaic.devices import Device, load_device
 from mosaic.models import Model
 from mosaic.units import parse_bytes, parse_tokens
 
@@ -19,6 +22,7 @@ __all__ = [
     "HOST_BUDGET",
     "Clock",
     "cut",
+    "device_of",
     "in_own_process",
     "options",
     "parse_ratio",
@@ -80,6 +84,11 @@ def parse_ratio(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
+def device_of(result: Mapping[str, Any]) -> Device:
+    """The profile of the card that a result is of; older ones do not name it, and are all of an H200."""
+    return load_device(result.get("device", "h200"))
+
+
 def tag_of(arguments: argparse.Namespace) -> str:
     """The end of a result's name."""
     return f"-{arguments.tag}" if arguments.tag else ""
@@ -112,8 +121,11 @@ class Clock:
 
 
 def in_own_process(module: str, case: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Run `python -m <module> --case JSON` and read the last line it prints, as JSON; why it failed, under `failed`."""
-    command = [sys.executable, "-m", module, "--case", json.dumps(dict(case))]
+    """Run `main` of a module with `--case JSON` and read the last line it prints, as JSON; why it failed, under `failed`.
+
+    What the process loaded is measured, too.
+    """
+    command = [sys.executable, "-m", "benchmarks.cases", module, "--case", json.dumps(dict(case))]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(timeout_s, 1.0))
     except subprocess.TimeoutExpired:
@@ -121,5 +133,12 @@ def in_own_process(module: str, case: Mapping[str, Any], timeout_s: float) -> di
     if ran.returncode:
         words = [line for line in ran.stderr.splitlines() if line.strip()]
         return {**case, "failed": words[-1] if words else f"exit code {ran.returncode}"}
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    *_, answer, files = ran.stdout.splitlines()
+    sources.also(json.loads(files))
+    found: dict[str, Any] = json.loads(answer)
     return found
+
+
+if __name__ == "__main__":
+    import_module(sys.argv[1]).main(sys.argv[2:])
+    print(json.dumps(sources.loaded()))

@@ -27,6 +27,8 @@ from mosaic.units import format_bytes, parse_bytes, parse_tokens
 BUDGETS = "4GiB,6GiB,8GiB,12GiB,16GiB,24GiB,40GiB"
 _AGAIN_S = 30.0
 """A step shorter than this runs twice, and the second counts: the first compiles kernels."""
+COMPUTED = "computed by the planner, nothing is timed"
+EXECUTED = f"one step; the second of two where the first takes less than {_AGAIN_S:g} s"
 
 
 # --- the planner's table ------------------------------------------------------------------------------------------------
@@ -176,7 +178,12 @@ def main(argv: list[str] | None = None) -> None:
         for text in arguments.run
     ]
     runs: list[dict[str, Any]] = []
-    result = {"environment": environment(), "card": None, "limits": limits, "runs": runs}
+    result = {
+        "environment": environment(COMPUTED if not cases else EXECUTED),
+        "card": None,
+        "limits": limits,
+        "runs": runs,
+    }
     for case in clock.while_left(cases, print):
         runs.append(in_own_process("benchmarks.fit", case, clock.left_s + GRACE_S))
         result["card"] = runs[-1].get("card") or result["card"]

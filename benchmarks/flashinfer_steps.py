@@ -6,6 +6,10 @@ row. Each block of a step is a sequence of its own for FlashInfer, which sees al
 committed and the one behind it share a step, as Mosaic has it. A step of one block alone takes the kernels without pages, the
 faster ones. FlashInfer plans on the host what its blocks do, before a step whose lengths are not those of the one before; that is
 part of the step. The last layer keeps Mosaic's kernel: it has queries of the rows to decide alone, which are others in every step.
+
+In its own layout FlashInfer reads other keys, random ones, too, of as many tokens: keys and values apart, those of a token side by
+side. What the steps store is not among them, so that storing takes it nothing. The results of every layer are held against plain
+attention before anything is timed.
 """
 
 from __future__ import annotations
@@ -13,19 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mosaic.bench.meters import synchronise
 from mosaic.errors import UsageError
 from mosaic.kernels import load
 from mosaic.models.architecture import Architecture
 from mosaic.runtime.launched import Launched
 from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
-__all__ = ["Block", "FlashInferSteps", "blocks_of", "keys_of", "pages_of", "with_flashinfer"]
+__all__ = ["TOLERANCE", "Block", "FlashInferSteps", "blocks_of", "error_of", "keys_of", "pages_of", "with_flashinfer"]
 
 WORKSPACE_BYTES: Final = 1 << 28
 TOLERANCE: Final = 0.02
@@ -86,6 +92,66 @@ def pages_of(k: Tensor, block: int) -> Tensor:
     return k.as_strided((count // block, heads, block, size), strides, k.storage_offset())
 
 
+class Stored:
+    """Keys where Mosaic has them."""
+
+    layout: Final = "HND"
+
+    def __init__(self, architecture: Architecture) -> None:
+        self._arch = architecture
+
+    def first(self, block: Block) -> int:
+        """Where a block's keys begin in what `of` views."""
+        return block.row * 2 * self._arch.layers * self._arch.kv_heads
+
+    def of(self, kv: Tensor, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and its values, [keys, K, H]."""
+        return keys_of(kv, layer, rows=rows, heads=self._arch.kv_heads, size=self._arch.head_size)
+
+    def pages(self, k: Tensor) -> Tensor:
+        """The same as pages of one block each."""
+        return pages_of(k, self._arch.block)
+
+
+class Apart:
+    """Other keys as FlashInfer prefers them, random ones: [keys, K, H] of each layer, a request's side by side.
+
+    Parameters
+    ----------
+    requests, keys
+        How many there are, and the most keys of one: whole blocks.
+    """
+
+    layout: Final = "NHD"
+
+    def __init__(self, architecture: Architecture, requests: int, keys: int, device: str) -> None:
+        self._arch, self._keys, self._slots = architecture, keys, dict[int, int]()
+        self._requests = requests
+        shape = requests * keys, architecture.kv_heads, architecture.head_size
+        dtype = getattr(torch, architecture.dtype)
+        self._layers = [
+            (torch.randn(shape, dtype=dtype, device=device), torch.randn(shape, dtype=dtype, device=device))
+            for _ in range(architecture.layers - 1)
+        ]
+
+    def first(self, block: Block) -> int:
+        """Where a block's keys begin: those of a request in the order in which requests come."""
+        slot = self._slots.setdefault(block.row, len(self._slots))
+        if slot >= self._requests or block.keys > self._keys:
+            raise UsageError(
+                f"there are keys of {self._requests} requests of {self._keys}, not of {slot + 1} or of {block.keys}."
+            )
+        return slot * self._keys
+
+    def of(self, kv: Tensor, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and its values, [keys, K, H], whatever Mosaic has stored."""
+        return self._layers[layer]
+
+    def pages(self, k: Tensor) -> Tensor:
+        """The same as pages of one block each."""
+        return k.view(-1, self._arch.block, *k.shape[1:])
+
+
 class FlashInferSteps:
     """A runner of captured steps that attend with FlashInfer; `with_flashinfer` makes it.
 
@@ -95,10 +161,14 @@ class FlashInferSteps:
         Of the model whose steps they are.
     own
         Mosaic's launch.
+    keys
+        Which are read.
+    device
+        "cuda", or "cpu" where FlashInfer is stood in for.
     """
 
-    def __init__(self, architecture: Architecture, own: Callable[..., None]) -> None:
-        self._architecture, self._own = architecture, own
+    def __init__(self, architecture: Architecture, own: Callable[..., None], keys: Stored | Apart, device: str) -> None:
+        self._architecture, self._own, self._keys, self._device = architecture, own, keys, device
         self._runner: Any = None
         self._planned: dict[int, _Planned] = {}
         self.rows = 0
@@ -132,7 +202,7 @@ class FlashInferSteps:
             )
         self.rows = rows
         if len(blocks) not in self._planned:
-            self._planned[len(blocks)] = _Planned(self._architecture, len(blocks))
+            self._planned[len(blocks)] = _Planned(self._architecture, self._keys, len(blocks), self._device)
         self._planned[len(blocks)].plan(blocks)
 
     def attend(self, *, q: Tensor, kv: Tensor, layer: int, y: Tensor, row_start: int = 0, **others: Any) -> None:
@@ -146,8 +216,8 @@ class FlashInferSteps:
         self._planned[blocks].run(q, kv, layer, self.rows, y)
 
     def verify(self) -> None:
-        """Hold the last step of each size against plain attention over the keys that are there, for one layer; requests still
-        have them.
+        """Hold the last step of each size against plain attention over the keys that are there, in every layer that attends with
+        FlashInfer; requests still have them.
 
         Raises
         ------
@@ -157,26 +227,27 @@ class FlashInferSteps:
         captured = [planned for planned in self._planned.values() if planned.captured]
         if not captured:
             raise UsageError("no captured step attends with FlashInfer.")
-        torch.cuda.synchronize()
-        error = max(planned.error(self.rows) for planned in captured)
-        if not error < TOLERANCE:
-            raise UsageError(f"FlashInfer's steps are off by {error:.3f} of the largest result.")
+        synchronise(self._device == "cuda")
+        for planned, layer in product(captured, range(self._architecture.layers - 1)):
+            error = planned.error(layer, self.rows)
+            if not error < TOLERANCE:
+                raise UsageError(f"FlashInfer's steps are off by {error:.3f} of the largest result in layer {layer}.")
 
 
 class _Planned:
     """FlashInfer's kernels for steps of so many blocks."""
 
-    def __init__(self, architecture: Architecture, count: int) -> None:
+    def __init__(self, architecture: Architecture, keys: Stored | Apart, count: int, device: str) -> None:
         import flashinfer
 
-        self._arch, self._alone = architecture, count == 1
+        self._arch, self._keys, self._alone, self._device = architecture, keys, count == 1, device
         self._blocks = list[Block]()
         self._kv: Tensor | None = None
         self.captured = 0
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
         def whole(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device="cuda")
+            return torch.zeros(size, dtype=torch.int32, device=device)
 
         bounds: dict[str, Any] = {"use_cuda_graph": True, "backend": "fa2", "qo_indptr_buf": whole(count + 1)}
         if self._alone:
@@ -186,7 +257,7 @@ class _Planned:
         else:
             pages = count * -(-architecture.max_context // architecture.block)
             self._kernels = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "HND", paged_kv_indptr_buf=whole(count + 1), paged_kv_indices_buf=whole(pages),
+                workspace, keys.layout, paged_kv_indptr_buf=whole(count + 1), paged_kv_indices_buf=whole(pages),
                 paged_kv_last_page_len_buf=whole(count), **bounds,
             )  # fmt: skip
 
@@ -197,12 +268,14 @@ class _Planned:
         self._blocks = blocks
         arch, size = self._arch, self._arch.block
         begins = torch.arange(len(blocks) + 1, dtype=torch.int32) * size
-        heads = arch.heads, arch.kv_heads, arch.head_size
-        common: dict[str, Any] = {"causal": False, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-        firsts = [self._first(block) for block in blocks]
+        heads, dtype = (arch.heads, arch.kv_heads, arch.head_size), getattr(torch, arch.dtype)
+        common: dict[str, Any] = {"causal": False, "q_data_type": dtype, "kv_data_type": dtype}
+        firsts = [self._keys.first(block) for block in blocks]
         if any(first % size for first in firsts):
             raise UsageError(f"extents that begin at the keys {firsts} do not begin with a page of {size}.")
-        torch.cuda.synchronize()  # FlashInfer's plan is written over the one that a step in flight may still read
+        synchronise(
+            self._device == "cuda"
+        )  # FlashInfer's plan is written over the one that a step in flight may still read
         if self._alone:
             bounds = torch.tensor([firsts[0], firsts[0] + blocks[0].keys], dtype=torch.int32)
             self._kernels.plan(begins, bounds, *heads, **common)
@@ -214,56 +287,66 @@ class _Planned:
             ]
             last = torch.full((len(blocks),), size, dtype=torch.int32)
             bounds = counts.cumsum(0, dtype=torch.int32)
-            self._kernels.plan(begins, bounds, torch.cat(pages).cuda(), last, *heads, size, **common)
-        torch.cuda.synchronize()
-
-    def _first(self, block: Block) -> int:
-        """Where its keys begin in what `keys_of` views."""
-        return block.row * 2 * self._arch.layers * self._arch.kv_heads
+            self._kernels.plan(begins, bounds, torch.cat(pages).to(self._device), last, *heads, size, **common)
+        synchronise(self._device == "cuda")
 
     def run(self, q: Tensor, kv: Tensor, layer: int, rows: int, y: Tensor) -> None:
         """Launch the kernels over one layer."""
-        heads, size = self._arch.kv_heads, self._arch.head_size
-        k, v = keys_of(kv, layer, rows=rows, heads=heads, size=size)
-        q, y = (tensor.view(-1, self._arch.heads, size) for tensor in (q, y))
+        k, v = self._keys.of(kv, layer, rows)
+        q, y = (tensor.view(-1, self._arch.heads, self._arch.head_size) for tensor in (q, y))
         if self._alone:
             self._kernels.run(q, k, v, out=y)
         else:
-            self._kernels.run(q, (pages_of(k, self._arch.block), pages_of(v, self._arch.block)), out=y)
+            self._kernels.run(q, (self._keys.pages(k), self._keys.pages(v)), out=y)
         self._kv = kv
-        self.captured += torch.cuda.is_current_stream_capturing()
+        self.captured += self._device == "cpu" or torch.cuda.is_current_stream_capturing()
 
-    def error(self, rows: int) -> float:
+    def error(self, layer: int, rows: int) -> float:
         """The largest difference from plain attention in float32, relative to the largest result, for random queries."""
         arch, kv = self._arch, self._kv
         assert kv is not None
-        layer, tokens = arch.layers - 2, arch.block * len(self._blocks)
-        q = torch.randn(tokens, arch.heads * arch.head_size, dtype=torch.bfloat16, device=kv.device)
+        q = torch.randn(
+            arch.block * len(self._blocks), arch.heads * arch.head_size, dtype=kv.dtype, device=self._device
+        )
         y = torch.empty_like(q)
         self.run(q, kv, layer, rows, y)
-        k, v = keys_of(kv, layer, rows=rows, heads=arch.kv_heads, size=arch.head_size)
-        found, group = 0.0, arch.heads // arch.kv_heads
-        for block, asked, given in zip(self._blocks, q.split(arch.block), y.split(arch.block), strict=True):
-            first = self._first(block)
-            seen = slice(first, first + block.keys)
-            for head in range(arch.kv_heads):
-                own = slice(head * group * arch.head_size, (head + 1) * group * arch.head_size)
-                mine, there = (
-                    part[:, own].reshape(-1, group, arch.head_size).transpose(0, 1).float() for part in (asked, given)
-                )
-                expected = scaled_dot_product_attention(
-                    mine, *(x[seen, head].float().expand(group, -1, -1) for x in (k, v))
-                )
-                found = max(found, float((there - expected).abs().max() / expected.abs().max()))
+        k, v = self._keys.of(kv, layer, rows)
+        found = 0.0
+        for block, *both in zip(self._blocks, q.split(arch.block), y.split(arch.block), strict=True):
+            asked, given = (part.view(arch.block, arch.heads, arch.head_size) for part in both)
+            seen = slice(self._keys.first(block), self._keys.first(block) + block.keys)
+            found = max(found, error_of(asked, k[seen], v[seen], given))
         return found
 
 
+def error_of(q: Tensor, k: Tensor, v: Tensor, y: Tensor) -> float:
+    """Return the largest difference of y [T, N, H] from plain attention in float32 of q over all of k and v [S, K, H], relative to
+    the largest result."""
+    group, worst, largest = q.shape[1] // k.shape[1], 0.0, 0.0
+    for head in range(k.shape[1]):
+        own = slice(head * group, (head + 1) * group)
+        mine, given = (part[:, own].transpose(0, 1).float() for part in (q, y))
+        expected = scaled_dot_product_attention(mine, *(x[:, head].float().expand(group, -1, -1) for x in (k, v)))
+        worst = max(worst, float((given - expected).abs().max()))
+        largest = max(largest, float(expected.abs().max()))
+    return worst / max(largest, 1e-30)
+
+
 @contextmanager
-def with_flashinfer(architecture: Architecture) -> Iterator[FlashInferSteps]:
-    """Models that are compiled meanwhile attend to kept keys with FlashInfer; one model at a time, and its prefix of one length."""
-    module = load("kv_attention", "cuda")
+def with_flashinfer(
+    architecture: Architecture, *, apart: tuple[int, int] | None = None, device: str = "cuda"
+) -> Iterator[FlashInferSteps]:
+    """Models that are compiled meanwhile attend to kept keys with FlashInfer; one model at a time, and its prefix of one length.
+
+    Parameters
+    ----------
+    apart
+        Read other keys, in its own layout: of so many requests, and the most of each. None: those that Mosaic has stored.
+    """
+    module = load("kv_attention", device)
     own = module.launch
-    steps = FlashInferSteps(architecture, own)
+    keys = Stored(architecture) if apart is None else Apart(architecture, *apart, device)
+    steps = FlashInferSteps(architecture, own, keys, device)
     module.launch = steps.attend
     try:
         yield steps

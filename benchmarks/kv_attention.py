@@ -1,41 +1,61 @@
-"""Attention over kept keys alone: one layer of blocks at the end of prefixes, and of a prefill, against its bound.
+"""Attention over kept keys alone: one layer of blocks at the end of prefixes, and of a prefill, against its floor.
 
     python -m benchmarks.kv_attention --device h200
 
-writes `kv-attention-<device>.json`. Launches are captured, over layers in turn that together exceed the card's cache. The bound is
-the larger of reading keys and values once at the profile's bandwidth and of the products at 620 TFLOP/s, what cuDNN reaches on an
-H200; a launch beside it would be of no use. Where FlashInfer is installed, its kernels are timed in the same way, over keys that
-lie as it prefers.
+writes `kv-attention-<device>.json`. Launches are captured, over layers in turn that together exceed the card's cache, and timed in
+two ways: sustained, for so long that the card's clock settles, as in a step; and in bursts of 20 after a rest. The floor is that of
+`mosaic.bench.floor`. Where FlashInfer is installed, each of its backends is timed in the same way, over keys that lie as it prefers
+and over those of Mosaic; the faster one of each is recorded. Every kernel's results are held against plain attention first.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 import torch
+from torch import Tensor
 
-from benchmarks.cases import options, tag_of
+from benchmarks.cases import Clock, device_of, options, tag_of
+from benchmarks.flashinfer_steps import TOLERANCE, error_of, keys_of, pages_of
 from benchmarks.record import environment, table, write
-from mosaic.calibration.measure import Bench
-from mosaic.devices import Device, load_device
+from mosaic.bench.floor import Best
+from mosaic.calibration.measure import Bench, Call
+from mosaic.devices import Device
+from mosaic.errors import UsageError
 from mosaic.kernels import load
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
 from mosaic.registrar.operators.kv_attention import kv_parts
 
-__all__ = ["CASES", "HEADER", "Case", "bound_s", "main", "measured", "rows_of"]
+__all__ = ["CASES", "HEADER", "Case", "card_burst_s", "floor_s", "main", "measured", "rows_of", "timings"]
 
 HEADER = (
-    "query heads on KV heads", "requests", "queries of each", "keys of each", "us", "bound, us", "of the bound", "FlashInfer, us",
+    "query heads on KV heads", "requests", "queries of each", "keys of each", "us", "in bursts", "floor, us", "of it",
+    "FlashInfer, us", "in bursts", "by", "over Mosaic's keys, us", "in bursts", "by",
 )  # fmt: skip
-RATE: Final = 620e12
+Burst: TypeAlias = Callable[[Sequence[Call]], float]
+"""Seconds of a launch in bursts."""
+METHOD: Final = (
+    "sustained: the median replay of a captured turn of launches over layers that exceed the cache, after replays that let the "
+    "clock settle; in bursts: the median of 7 captured runs of 20 launches, each after a rest of 50 ms"
+)
 TURNS_BYTES: Final = 1 << 29
 """Least bytes of the layers that take turns."""
+BURST, BURSTS, REST_S = 20, 7, 0.05
+BACKENDS: Final = ("fa2", "fa3")
+OWN, MOSAICS = "own layout", "Mosaic's layout"
+"""Whose keys FlashInfer reads."""
+PAGE: Final = 32
+CHECKED: Final = 64
+"""Query rows of a request, at most, that are held against plain attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,27 +84,79 @@ CASES: Final = (
 )
 
 
-def bound_s(case: Case, bandwidth: float) -> float:
+def floor_s(case: Case, device: Device) -> float:
     """Seconds of reading all keys and values once, or of the products."""
     seen = case.requests * case.keys
     pairs = case.queries * (seen - case.requests * (case.queries - case.blocks) / 2 if case.blocks else seen)
-    return max(4 * seen * case.kv_heads * case.size / bandwidth, 4 * pairs * case.heads * case.size / RATE)
+    return Best.of(device).attention_s(
+        pairs=pairs, keys=seen, heads=case.heads, kv_heads=case.kv_heads, size=case.size, item=2
+    )
 
 
-def measured(case: Case, bench: Bench, layers: int | None = None) -> float:
-    """Seconds of a launch, its second one included."""
-    bytes_of_layer = 4 * case.keys * case.requests * case.kv_heads * case.size
-    turns = layers or max(2, math.ceil(TURNS_BYTES / bytes_of_layer))
-    where, dtype, width = bench.device, torch.bfloat16, case.kv_heads * case.size
-    rows, tokens = case.keys * case.requests, case.queries * case.requests
+class Layers:
+    """Queries of a case, and keys and values of the layers that take turns, as Mosaic stores them."""
 
-    def whole(values: Sequence[int], kind: torch.dtype = torch.int32) -> torch.Tensor:
+    def __init__(self, case: Case, bench: Bench, layers: int | None = None) -> None:
+        of_layer = 4 * case.keys * case.requests * case.kv_heads * case.size
+        self.case, self.bench = case, bench
+        self.count = layers or max(2, math.ceil(TURNS_BYTES / of_layer))
+        where: dict[str, Any] = {"dtype": torch.bfloat16, "device": bench.device}
+        self.q = torch.randn(case.queries * case.requests, case.heads * case.size, **where)
+        self.kv = torch.randn(case.keys * case.requests, self.count * 2 * case.kv_heads * case.size, **where)
+
+    def first(self, request: int) -> int:
+        """Where a request's keys begin in what `views` gives."""
+        return request * self.case.keys * 2 * self.count * self.case.kv_heads
+
+    def views(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [keys, K, H]."""
+        return keys_of(self.kv, layer, rows=self.case.keys, heads=self.case.kv_heads, size=self.case.size)
+
+    def of(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
+        """Those of one request."""
+        mine = slice(self.first(request), self.first(request) + self.case.keys)
+        k, v = self.views(layer)
+        return k[mine], v[mine]
+
+    def copied(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Those of all requests side by side, in memory of their own."""
+        both = zip(*(self.of(layer, request) for request in range(self.case.requests)), strict=True)
+        k, v = (torch.cat(parts) for parts in both)
+        return k, v
+
+    def error(self, launch: Call, layer: int, y: Tensor) -> float:
+        """Run a launch over a layer; the largest difference from plain attention, relative to the largest result."""
+        case = self.case
+        y.zero_()
+        launch()
+        worst = 0.0
+        rows = slice(None, None, -(-case.queries // CHECKED))
+        for request in range(case.requests):
+            mine = slice(request * case.queries, (request + 1) * case.queries)
+            q, given = (tensor[mine].view(-1, case.heads, case.size)[rows] for tensor in (self.q, y))
+            k, v = self.of(layer, request)
+            if not case.blocks:
+                worst = max(worst, error_of(q, k, v, given))
+                continue
+            for number, row in enumerate(range(0, case.queries, rows.step)):
+                end = ((case.keys - case.queries + row) // case.blocks + 1) * case.blocks
+                one = slice(number, number + 1)
+                worst = max(worst, error_of(q[one], k[:end], v[:end], given[one]))
+        return worst
+
+
+def mosaic_launches(layers: Layers) -> tuple[list[Call], Tensor]:
+    """One launch of Mosaic's kernel a layer, its second one included, and where they write."""
+    case, bench = layers.case, layers.bench
+    where = bench.device
+
+    def whole(values: Sequence[int], kind: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=kind, device=where)
 
     everyone = range(case.requests)
     operands: dict[str, Any] = {
-        "q": torch.randn(tokens, case.heads * case.size, dtype=dtype, device=where),
-        "kv": torch.randn(rows, turns * 2 * width, dtype=dtype, device=where),
+        "q": layers.q,
+        "kv": layers.kv,
         "extents": torch.tensor([[case.keys * n, case.keys, 0, 0] for n in everyone], device=where),
         "cu_extents": whole([*everyone, case.requests]),
         "cu_seqlens": whole([case.queries * n for n in (*everyone, case.requests)]),
@@ -96,51 +168,136 @@ def measured(case: Case, bench: Bench, layers: int | None = None) -> float:
     specs = {name: Spec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in operands.items()}
     needed = operator("kv_attention").scratch_bytes(bench.backend, specs, {**attrs, "parts": parts})
     scratch = torch.empty(int(needed), dtype=torch.uint8, device=where)
-    y, launch = torch.empty_like(operands["q"]), load("kv_attention", bench.backend).launch
-
-    def of_layer(layer: int) -> Any:
-        return lambda: launch(**operands, **attrs, layer=layer, y=y, scratch=scratch)
-
-    return bench.timer.captured([of_layer(layer) for layer in range(turns)])
+    y, launch = torch.empty_like(layers.q), load("kv_attention", bench.backend).launch
+    return [partial(launch, **operands, **attrs, layer=layer, y=y, scratch=scratch) for layer in range(layers.count)], y
 
 
-def flashinfer_s(case: Case, bench: Bench) -> float | None:
-    """Seconds of a launch of FlashInfer's kernels for the same rows, all of which see all keys; None where there are none."""
-    if case.blocks or importlib.util.find_spec("flashinfer") is None:
-        return None
+def flashinfer_launches(layers: Layers, layout: str, backend: str) -> tuple[list[Call], Tensor]:
+    """One launch of FlashInfer's kernels a layer, over keys that lie in one of two ways, and where they write."""
     import flashinfer
 
-    turns = max(2, math.ceil(TURNS_BYTES / (4 * case.keys * case.requests * case.kv_heads * case.size)))
-    shape, where = (
-        (case.keys * case.requests, case.kv_heads, case.size),
-        {"dtype": torch.bfloat16, "device": bench.device},
+    case, device = layers.case, layers.bench.device
+    paged = layout == MOSAICS and case.requests > 1
+    wrapper, name = (
+        (flashinfer.BatchPrefillWithPagedKVCacheWrapper, "HND")
+        if paged
+        else (flashinfer.BatchPrefillWithRaggedKVCacheWrapper, "NHD")
     )
-    layers = [(torch.randn(shape, **where), torch.randn(shape, **where)) for _ in range(turns)]
-    q = torch.randn(case.queries * case.requests, case.heads, case.size, **where)
-    begins = torch.arange(case.requests + 1, dtype=torch.int32, device=bench.device)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-        torch.empty(1 << 28, dtype=torch.uint8, device=bench.device), "NHD", backend="fa2"
-    )
-    wrapper.plan(
-        begins * case.queries, begins * case.keys, case.heads, case.kv_heads, case.size, causal=False,
-        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
+    kernels = wrapper(torch.empty(1 << 28, dtype=torch.uint8, device=device), name, backend=backend)
+    counts = torch.arange(case.requests + 1, dtype=torch.int32, device=device)
+    heads = case.heads, case.kv_heads, case.size
+    common: dict[str, Any] = {"causal": False, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    if paged:
+        pages = case.keys // PAGE
+        indices = torch.cat(
+            [torch.arange(pages, dtype=torch.int32) + layers.first(n) // PAGE for n in range(case.requests)]
+        )
+        last = torch.full((case.requests,), PAGE, dtype=torch.int32, device=device)
+        kernels.plan(counts * case.queries, counts * pages, indices.to(device), last, *heads, PAGE, **common)
+    else:
+        kernels.plan(counts * case.queries, counts * case.keys, *heads, **common)
+    q = layers.q.view(-1, case.heads, case.size)
     y = torch.empty_like(q)
 
-    def of_layer(k: torch.Tensor, v: torch.Tensor) -> Any:
-        return lambda: wrapper.run(q, k, v, out=y)
+    def of_layer(layer: int) -> Call:
+        k, v = layers.copied(layer) if layout == OWN else layers.views(layer)
+        if paged:
+            both = pages_of(k, PAGE), pages_of(v, PAGE)
+            return partial(kernels.run, q, both, out=y)
+        return partial(kernels.run, q, k, v, out=y)
 
-    return bench.timer.captured([of_layer(*layer) for layer in layers])
+    return [of_layer(layer) for layer in range(layers.count)], y
+
+
+def timed(layers: Layers, launches: Sequence[Call], y: Tensor, burst_s: Burst) -> dict[str, float]:
+    """Seconds of a launch, sustained and in bursts, once every layer's results are held against plain attention.
+
+    Raises
+    ------
+    UsageError
+        If one is off by more than bfloat16 explains.
+    """
+    for layer, launch in enumerate(launches):
+        error = layers.error(launch, layer, y)
+        if not error < TOLERANCE:
+            raise UsageError(f"{layers.case}: layer {layer} is off by {error:.3f} of the largest result.")
+    return {"sustained_s": layers.bench.timer.captured(launches), "burst_s": burst_s(launches)}
+
+
+def card_burst_s(launches: Sequence[Call]) -> float:
+    """Median seconds of a launch in captured runs of `BURST` over layers in turn, each after a rest."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for number in range(BURST):
+            launches[number % len(launches)]()
+    graph.replay()
+    found = []
+    for _ in range(BURSTS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        time.sleep(REST_S)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3 / BURST)
+    return statistics.median(found)
+
+
+def measured(case: Case, bench: Bench, burst_s: Burst, *, layers: int | None = None) -> dict[str, Any]:
+    """What is timed of a case: Mosaic's kernel, and FlashInfer's fastest over either layout, where it is installed.
+
+    FlashInfer has no kernel whose rows see the blocks before their own; a backend that fails, or is wrong, is left out and named.
+    """
+    of, found = Layers(case, bench, layers), dict[str, Any]()
+    found["mosaic"] = timed(of, *mosaic_launches(of), burst_s)
+    if case.blocks or importlib.util.find_spec("flashinfer") is None:
+        return found
+    for layout in (OWN, MOSAICS):
+        tried = list[dict[str, Any]]()
+        for backend in BACKENDS:
+            try:
+                tried.append({"by": backend, **timed(of, *flashinfer_launches(of, layout, backend), burst_s)})
+            except (RuntimeError, ValueError, NotImplementedError, UsageError) as error:
+                found.setdefault("failed", {})[f"{layout}, {backend}"] = str(error).splitlines()[0][:200]
+        if tried:
+            found[layout] = min(tried, key=lambda one: one["sustained_s"])
+    return found
+
+
+def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield what was timed, its seconds, and its floor."""
+    for point in result["points"]:
+        of = _case_of(point)
+        for name in ("mosaic", OWN, MOSAICS):
+            if (seconds := _seconds(point, name)) is not None:
+                yield f"{of}: {name}", min(seconds), floor_s(of, device_of(result))
+
+
+def _case_of(point: Mapping[str, Any]) -> Case:
+    return Case(**{field.name: point[field.name] for field in fields(Case)})
+
+
+def _seconds(point: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    """Sustained, and in bursts; older records have the former of Mosaic's kernel alone."""
+    if name == "mosaic" and "seconds" in point:
+        return point["seconds"], point["seconds"]
+    return (point[name]["sustained_s"], point[name]["burst_s"]) if name in point else None
 
 
 def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """Rows for a table, one a case."""
     for point in result["points"]:
-        seconds, bound = point["seconds"], point["bound_s"]
+        floor, mosaic = floor_s(_case_of(point), device_of(result)), _seconds(point, "mosaic")
+        assert mosaic is not None
+        cells = list[str]()
+        for layout in (OWN, MOSAICS):
+            seconds = _seconds(point, layout)
+            cells += [*(f"{1e6 * one:,.1f}" for one in seconds), point[layout]["by"]] if seconds else [""] * 3
         yield [
             f"{point['heads']} on {point['kv_heads']}", f"{point['requests']}", f"{point['queries']:,}", f"{point['keys']:,}",
-            f"{1e6 * seconds:,.1f}", f"{1e6 * bound:,.1f}", f"{seconds / bound:.2f}",
-            f"{1e6 * point['flashinfer_s']:,.1f}" if point.get("flashinfer_s") else "",
+            *(f"{1e6 * one:,.1f}" for one in mosaic), f"{1e6 * floor:,.1f}", f"{mosaic[0] / floor:.2f}", *cells,
         ]  # fmt: skip
 
 
@@ -149,18 +306,12 @@ def main(arguments: Sequence[str]) -> None:
     from mosaic.calibration.cuda_card import cuda_bench
 
     asked = options(__doc__, models="*").parse_args(arguments)
-    device: Device = load_device(asked.device)
-    bench = cuda_bench(target_s=0.02)
-    points = []
-    for case in CASES:
-        seconds = measured(case, bench)
-        point = {
-            name: getattr(case, name) for name in ("keys", "queries", "requests", "heads", "kv_heads", "size", "blocks")
-        }
-        other = flashinfer_s(case, bench)
-        points.append(point | {"seconds": seconds, "bound_s": bound_s(case, device.bandwidth), "flashinfer_s": other})
+    described = environment(METHOD)
+    bench, clock, points = cuda_bench(target_s=0.02), Clock.start(asked.minutes), list[dict[str, Any]]()
+    for case in clock.while_left(CASES, print):
+        points.append({**asdict(case), **measured(case, bench, card_burst_s)})
         torch.cuda.empty_cache()
-    result = {"environment": environment(), "card": bench.title, "points": points}
+    result = {"environment": described, "card": bench.title, "device": asked.device, "points": points}
     write(f"kv-attention-{asked.device}{tag_of(asked)}", result)
     print(table(HEADER, list(rows_of(result))))
 

@@ -1,9 +1,9 @@
-"""Solve families of generated instances within a limit, OmniMalloc beside it, and put the table into docs/offsets.md.
+"""Solve families of generated instances within a limit, OmniMalloc beside it.
 
     python -m benchmarks.offset_families [--only perfect,jittered,layered,large] [--foreign 3]
 
-Seeds begin at 1000; none of them was used while the solvers were written. Each answer is checked by `validate`. Rows of
-families that are not run are kept from the last record. All of it takes about a quarter of an hour on two cores.
+Seeds begin at 1000; none of them was used while the solvers were written. Each answer is checked by `validate`. All of it
+takes about a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.offsets import DOCS, HERE, omnimalloc, order_of, warm_up
+from benchmarks.offsets import HERE, omnimalloc, order_of, warm_up
 from mosaic.planner.offsets import Problem, read_csv, solve, validate
 from tests.offset_instances import jittered, layered, perfect, staggered, unrolled
 
@@ -66,31 +65,23 @@ def grown(grow: Callable[[Problem, int, int], Problem], problem: Problem, seed: 
 
 
 def main() -> None:
-    """Run, write the results, rewrite the table."""
+    """Run, write the results, print the table; of some families, print alone."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="parts to run, separated by commas")
     parser.add_argument("--foreign", type=int, default=3, help="instances of each row that OmniMalloc gets")
     arguments = parser.parse_args()
+    packages = ["numpy", *(name for name in ("numba", "omnimalloc") if find_spec(name))]
+    described = record.environment("one run of each instance", *packages, data=(HERE / "instances").iterdir())
     warm_up(("auto",))
     parts = set(filter(None, arguments.only.split(",")))
-    packages = ["numpy", *(name for name in ("numba", "omnimalloc") if find_spec(name))]
-    document = {**record.environment(*packages), "first_seed": FIRST_SEED, "rows": []}
-    before = {row["name"]: row for row in earlier()}
+    document: dict[str, Any] = {"environment": described, "first_seed": FIRST_SEED, "rows": []}
     for family in families():
         if not parts or family.part in parts:
             document["rows"].append(measure(family, arguments.foreign))
             print(json.dumps(document["rows"][-1]), file=sys.stderr)
-        elif family.name in before:
-            document["rows"].append(before[family.name])
-    record.write(NAME, document)
-    record.replace_section(DOCS, NAME, table(document))
-
-
-def earlier() -> list[dict[str, Any]]:
-    """Return the rows of the last record."""
-    path = Path(record.RESULTS / f"{NAME}.json")
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
-    return rows
+    if not parts:
+        record.write(NAME, document)
+    print(section([document]))
 
 
 def measure(family: Family, foreign: int) -> dict[str, Any]:
@@ -112,20 +103,17 @@ def measure(family: Family, foreign: int) -> dict[str, Any]:
     return {"name": family.name, "part": family.part, "limit_s": family.limit_s, "ours": ours, "omnimalloc": theirs}
 
 
-def table(document: dict[str, Any]) -> str:
-    """Return the Markdown table."""
+def section(results: Sequence[Mapping[str, Any]]) -> str:
+    """Table of the record."""
+    (document,) = results
     head = ["family", "limit", "optimal", f"within {NEAR}", "worst", "median time", "longest"]
     head += ["OmniMalloc: optimal", f"within {NEAR}", "worst", "median time"]
     lines = [
         [row["name"], f"{row['limit_s']:g} s", *cells(row["ours"]), *cells(row["omnimalloc"])[:4]]
         for row in document["rows"]
     ]
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    note = (
-        f"{document['machine']}; Python {document['python']}, {versions}; commit {document['commit']}; "
-        f"`{document['command']}`. Seeds from {document['first_seed']}; ratios are peak over lower bound."
-    )
-    return f"{record.table(head, lines)}\n\n{note}"
+    note = f"Seeds from {document['first_seed']}; ratios are peak over lower bound."
+    return f"{record.table(head, lines)}\n\n{record.source_line(document)} {note}"
 
 
 def cells(results: list[dict[str, Any]]) -> list[str]:

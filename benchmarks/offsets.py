@@ -1,4 +1,4 @@
-"""Measure every offset solver on the public instances, and put the table into docs/offsets.md.
+"""Measure every offset solver on the public instances.
 
     python -m benchmarks.offsets [--timeout 10] [--only A,J] [--solvers auto,skyline]
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from benchmarks import record
 from mosaic.planner.offsets import Problem, Solution, blocks_of, read_csv, solve, validate
 
 HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs" / "offsets.md"
 
 ONE_PASS = ("first_fit", "best_fit", "greedy_by_size", "skyline")
 SEARCHING = ("local_search", "cpsat")
@@ -37,12 +36,14 @@ EARLIER: dict[str, tuple[str, str]] = {
 
 
 def main() -> None:
-    """Run, write the results, rewrite the table."""
+    """Run, write the results, print the table; of some instances or solvers, print alone."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds for each searching solver")
     parser.add_argument("--only", default="", help="names of instances, separated by commas")
     parser.add_argument("--solvers", default="", help="names of solvers, separated by commas")
     arguments = parser.parse_args()
+    packages = ["numpy", *(name for name in ("numba", "ortools", "omnimalloc") if find_spec(name))]
+    described = record.environment("single runs", *packages, data=(HERE / "instances").iterdir())
     chosen = tuple(filter(None, arguments.solvers.split(","))) or (*ONE_PASS, *SEARCHING, "auto")
     warm_up(chosen)
     names = set(filter(None, arguments.only.split(",")))
@@ -50,13 +51,10 @@ def main() -> None:
     for path in sorted((HERE / "instances").glob("*.csv*"), key=order_of):
         if not names or path.name.split(".")[0] in names:
             rows.append(measure(path, chosen, arguments.timeout))
-    packages = ["numpy", *(name for name in ("numba", "ortools", "omnimalloc") if find_spec(name))]
-    document = {**record.environment(*packages), "timeout_s": arguments.timeout, "instances": rows}
-    if names or arguments.solvers:
-        print(table(document))
-        return
-    record.write("offsets", document)
-    record.replace_section(DOCS, "offsets", table(document))
+    document = {"environment": described, "timeout_s": arguments.timeout, "instances": rows}
+    if not names and not arguments.solvers:
+        record.write("offsets", document)
+    print(section([document]))
 
 
 def order_of(path: Path) -> tuple[bool, str]:
@@ -133,8 +131,9 @@ def omnimalloc(problem: Problem) -> dict[str, Any] | None:
     return {"peak_bytes": int(peak), "seconds": round(seconds, 4)}
 
 
-def table(document: dict[str, Any]) -> str:
-    """Return the Markdown table."""
+def section(results: Sequence[Mapping[str, Any]]) -> str:
+    """Table of the record."""
+    (document,) = results
     solvers = [
         name for name in (*ONE_PASS, *SEARCHING, "auto") if any(name in r["solvers"] for r in document["instances"])
     ]
@@ -150,12 +149,8 @@ def table(document: dict[str, Any]) -> str:
         cells.append(cell(found.get("omnimalloc"), bound))
         minimalloc, omni = EARLIER.get(row["instance"], ("-", "-"))
         lines.append([*cells, omni, minimalloc])
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    note = (
-        f"{document['machine']}; Python {document['python']}, {versions}; commit {document['commit']}; "
-        f"`{document['command']}`. Single runs, {document['timeout_s']:g} s for each searching solver."
-    )
-    return f"{record.table(head, lines)}\n\n{note}"
+    limit = f"{document['timeout_s']:g} s for each searching solver."
+    return f"{record.table(head, lines)}\n\n{record.source_line(document)} {limit}"
 
 
 def cell(result: dict[str, Any] | None, bound: int) -> str:

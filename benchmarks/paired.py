@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import sources
 from benchmarks.cases import options, tag_of
 from benchmarks.record import ROOT, environment, table, write
 
@@ -43,7 +44,7 @@ def rows_of(result: Mapping[str, Any]) -> list[list[str]]:
     """Rows for a table, one a figure."""
     rows = []
     for name in result["now"]:
-        before, now = (statistics.median(result[which][name]) for which in ("before", "now"))
+        before, now = (result[which][name] for which in ("before", "now"))
         rows.append([name, f"{before:.3f}", f"{now:.3f}", f"{now / before:.3f}"])
     return rows
 
@@ -53,15 +54,21 @@ def main(arguments: Sequence[str]) -> None:
     parser = options(__doc__, models="*")
     parser.add_argument("--against", required=True, type=Path, help="the other checkout")
     asked = parser.parse_args(arguments)
+    described = environment(f"medians of {ROUNDS} turns of each checkout, in alternation")
     found: dict[str, dict[str, list[float]]] = {"before": {}, "now": {}}
     card = None
     for _ in range(ROUNDS):
         for which, checkout in (("before", asked.against.resolve()), ("now", ROOT)):
             turn = _turn(checkout, asked.device, asked.models or MODELS)
-            card = turn.pop("card")
+            card, files = turn.pop("card"), turn.pop("files")
+            if which == "now":
+                sources.also(file for file in files if sources.from_root(Path(file)))
+            else:
+                described["against"] = sources.of_checkout(files, checkout)
             for name, values in turn.items():
                 found[which].setdefault(name, []).extend(values)
-    result = {"environment": environment(), "card": card, **found}
+    result = {"environment": described, "card": card}
+    result |= {which: {name: statistics.median(values) for name, values in by.items()} for which, by in found.items()}
     write(f"paired-{asked.device}{tag_of(asked)}", result)
     print(table(HEADER, rows_of(result)))
 

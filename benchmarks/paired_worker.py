@@ -101,6 +101,7 @@ def main(device: str, models: list[str]) -> None:
             if name == "llada-8b":
                 figures |= steps_of(model, name)
             figures |= generation_of(model, name, brackets)
+    figures["files"] = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
     print(json.dumps(figures))
 
 

@@ -1,42 +1,56 @@
-"""Record a result with the machine, versions, commit and command it came from, and put tables into documents.
+"""Records of results: figures with the machine, versions, command, method and sources that they come from.
 
-A machine without the repository's history (a borrowed GPU) records no commit: `python -m benchmarks.record fill` writes
-the commit of this checkout into the results that have none, before they are committed.
+    python -m benchmarks.record fill [COMMIT]
+    python -m benchmarks.record run NAME -- bench quality --model small-sdar --lengths 1k
+
+`fill` writes the commit (by default this checkout's) into records that a machine without the history made, and refuses those of
+which the commit holds other sources. `run` records what a `mosaic bench` command finds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shlex
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mosaic.bench.environment import PACKAGES, commit_of
+import mosaic
+from benchmarks import sources
+from benchmarks.sources import ROOT
+from mosaic.bench.environment import PACKAGES
 from mosaic.bench.environment import environment as describe
 
 __all__ = [
     "RESULTS",
     "ROOT",
     "command_line",
+    "digest_of",
     "environment",
-    "fill_commits",
+    "figures_of",
+    "fill",
     "load_results",
     "median_seconds",
     "output_folder",
-    "replace_section",
     "source_line",
     "table",
     "write",
 ]
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BASELINE = "flashinfer-python"
 """Whose kernels some figures are set beside, where it is installed."""
+_DIGITS = 9
+"""Significant digits of a float that is recorded."""
+_FILLED = ("commit", "against_commit", "digest")
+"""What is written into a record once its figures are there."""
 
 
 def command_line() -> str:
@@ -46,9 +60,96 @@ def command_line() -> str:
     return " ".join(["python", "-m", name, *sys.argv[1:]])
 
 
-def environment(*packages: str) -> dict[str, Any]:
-    """Machine, versions, commit and command of this run."""
-    return describe(command_line(), packages or (*PACKAGES, BASELINE))
+def environment(method: str, *packages: str, data: Iterable[str | Path] = ()) -> dict[str, Any]:
+    """Describe this run, before it measures anything.
+
+    Parameters
+    ----------
+    method
+        How a figure is made, as one sentence without a full stop: "median of 20 steps, after 3 that are not counted". One that
+        begins with "computed" times nothing: another run may repeat its figures to the bit.
+    packages
+        Whose versions matter, if others than PyTorch and Triton do.
+    data
+        Files of this repository that the run reads and that are no modules.
+
+    Raises
+    ------
+    SystemExit
+        If the record is to lie among the results and the tree differs from its commit, or `mosaic` is another checkout's.
+    """
+    if sources.from_root(Path(mosaic.__file__)) is None:
+        raise SystemExit(
+            f"mosaic is loaded from {mosaic.__file__}: to measure this checkout, set PYTHONPATH={sources.ROOT}."
+        )
+    if output_folder() == RESULTS and (others := sources.uncommitted()):
+        raise SystemExit(
+            f"{', '.join(others[:5])}{', …' * (len(others) > 5)}: not what commit {sources.commit_of()} holds. A record says which "
+            "sources it measures: commit them first, or set OUT=DIRECTORY to try something out."
+        )
+    sources.also(data)
+    described = describe(command_line(), packages or (*PACKAGES, BASELINE))
+    return {**described, "commit": None, "method": method}
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """Write `<name>.json` whole or not at all: with the time, the sources loaded by now, the commit that holds them, and a digest.
+
+    A record whose sources are not those of this checkout's commit names none; a machine without a history does not know it.
+    """
+    from mosaic.files import write_atomic
+
+    measured, commit = sources.of_run(), sources.commit_of()
+    if commit is not None and (others := sources.differing(measured, commit)):
+        print(f"{name}: not of a commit, {', '.join(others)} differ from {commit}", file=sys.stderr)
+        commit = None
+    recorded = datetime.now(UTC).isoformat(timespec="seconds")
+    env = {**result["environment"], "recorded": recorded, "commit": commit, "sources": measured}
+    if commit is not None and "against" in env:
+        env["against_commit"] = sources.holding(env["against"])
+    folder = output_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"{name}.json", sealed({**result, "environment": env}))
+    return folder / f"{name}.json"
+
+
+def sealed(result: dict[str, Any]) -> str:
+    """Return the text of a record: rounded floats, a digest, and a line for each value that is not long."""
+    plain = _rounded(json.loads(json.dumps(result)))
+    plain["environment"]["digest"] = digest_of(plain)
+    return _lines(plain) + "\n"
+
+
+def figures_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what was measured: a record without where it comes from."""
+    return {name: value for name, value in result.items() if name != "environment"}
+
+
+def digest_of(result: dict[str, Any]) -> str:
+    """Return a digest of all that a record says but its commit, which may be filled in later."""
+    env = {name: value for name, value in result["environment"].items() if name not in _FILLED}
+    text = json.dumps({**result, "environment": env}, sort_keys=True)
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _lines(value: Any, indent: str = "\n") -> str:
+    """JSON with a line for each member of what does not fit into one, and one for a list of numbers."""
+    text = json.dumps(value, ensure_ascii=False)
+    inner = indent + " "
+    if isinstance(value, dict) and len(text) > 120:
+        members = (f"{json.dumps(name, ensure_ascii=False)}: {_lines(member, inner)}" for name, member in value.items())
+        return "{" + ",".join(inner + member for member in members) + indent + "}"
+    if isinstance(value, list) and len(text) > 120 and any(isinstance(member, (dict, list)) for member in value):
+        return "[" + ",".join(inner + _lines(member, inner) for member in value) + indent + "]"
+    return text
 
 
 def median_seconds(function: Callable[[], object], repeats: int) -> float:
@@ -67,31 +168,74 @@ def output_folder() -> Path:
     return Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """Write `<name>.json` whole or not at all."""
-    from mosaic.files import write_atomic
-
-    folder = output_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
-    return folder / f"{name}.json"
-
-
 def load_results(kind: str) -> list[dict[str, Any]]:
     """Every recorded result of one benchmark, `<kind>-*.json` or `<kind>.json`, in order of their names."""
     return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(f"{kind}[-.]*json"))]
 
 
-def fill_commits() -> list[str]:
-    """Write this checkout's commit into results that have none; return their names."""
-    commit, filled = commit_of(ROOT), []
+def fill(name: str = "HEAD") -> tuple[list[str], list[str]]:
+    """Write a commit into the records that have none and whose sources it holds.
+
+    Returns
+    -------
+    tuple
+        What was filled, and what was refused and why.
+    """
+    commit = sources.commit_of(name)
+    if commit is None:
+        raise SystemExit(f"'{name}' is no commit of {sources.ROOT}: records are filled in a checkout with its history.")
+    filled, refused = [], []
     for file in sorted(RESULTS.glob("*.json")):
         result = json.loads(file.read_text())
-        if "environment" in result and not result["environment"].get("commit"):
-            result["environment"]["commit"] = commit
-            file.write_text(json.dumps(result, indent=1) + "\n")
+        env = result["environment"]
+        if env.get("commit"):
+            continue
+        if not env.get("sources"):
+            refused.append(f"{file.name}: it does not say which sources were measured. Record it again.")
+        elif others := sources.differing(env["sources"], commit):
+            refused.append(
+                f"{file.name}: {commit} has not what was measured of {', '.join(others)}. Name the commit that has."
+            )
+        elif "against" in env and (against := sources.holding(env["against"])) is None:
+            refused.append(f"{file.name}: no commit holds what it was measured against.")
+        else:
+            env["commit"] = commit
+            if "against" in env:
+                env["against_commit"] = against
+            file.write_text(_lines(result) + "\n")
             filled.append(file.name)
-    return filled
+    return filled, refused
+
+
+def run(name: str, arguments: Sequence[str]) -> None:
+    """Record what a `mosaic bench` command finds."""
+    from mosaic.cli import main as command
+    from mosaic.models import load
+
+    env = environment("one run of every item")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        sys.argv = ["mosaic", *arguments, "--out", str(out)]
+        try:
+            command()
+        except SystemExit:
+            if not out.exists():
+                raise
+        result = json.loads(out.read_text())
+    if path := load(result["model"]).path:
+        sources.also(file for file in Path(path).iterdir() if sources.from_root(file))
+    result.pop("items", None)  # what was asked and answered, one by one: their figures are kept
+    for policies in result.get("schedules", {}).values():
+        for figures in policies.values():
+            result["answers"] = figures["groups"]["all"]["count"]
+            for one_by_one in [key for key, value in figures.items() if isinstance(value, str)]:
+                del figures[one_by_one]
+            figures["groups"] = {key: group for key, group in figures["groups"].items() if "," not in key}
+    env["command"] = shlex.join(["mosaic", *arguments])
+    print(write(name, {**result, "environment": env}))
+
+
+# --- in documents -------------------------------------------------------------------------------------------------------
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -101,31 +245,43 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def source_line(result: dict[str, Any]) -> str:
-    """Card or machine, versions, commit and command, in one line under a table."""
+    """Card or machine, versions, command, method and age, in one line under a table."""
     env = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if name != "mosaic-dllm")
-    where = result.get("card") if result.get("card") not in (None, "cpu") else env["machine"]
-    return f"{where}, {versions}, commit {env['commit']}, `{env['command']}`."
+    versions = [f"{name} {version}" for name, version in env["versions"].items() if name != "mosaic-dllm"]
+    where = (
+        result.get("card") if result.get("card") not in (None, "cpu") else f"{env['machine']}, Python {env['python']}"
+    )
+    said = ", ".join([where, *versions, f"`{env['command']}`"])
+    return f"{said}. {env['method'][:1].upper()}{env['method'][1:]}. {_age(env)}."
 
 
-def replace_section(document: Path, marker: str, text: str) -> None:
-    """Put generated text between `<!-- marker:begin -->` and `<!-- marker:end -->`.
+def _age(env: dict[str, Any]) -> str:
+    """How much of what a record measures is not what it was."""
+    if "not_repeated" in env:
+        return f"{env['not_repeated'].capitalize()}, not repeated: its sources were not recorded"
+    if "sources" not in env:
+        return "As just measured"
+    against = f", against {env['against_commit']}" if "against_commit" in env else ""
+    then, others = f"Commit {env['commit']}{against}", sources.changed(env["sources"])
+    if not others:
+        return f"{then}; none of {len(env['sources'])} measured files had changed when this was written"
+    names = ", ".join(others[:3]) + ", …" * (len(others) > 3)
+    return f"{then}; {len(others)} of {len(env['sources'])} measured files had changed when this was written ({names})"
 
-    Raises
-    ------
-    SystemExit
-        If the document has no such markers.
-    """
-    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
-    content = document.read_text()
-    if content.count(begin) != 1 or content.count(end) != 1:
-        raise SystemExit(f"{document} needs the markers {begin} and {end}, each once: add them where the table goes.")
-    head, rest = content.split(begin)
-    _, tail = rest.split(end)
-    document.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
+
+def main(arguments: Sequence[str]) -> None:
+    """Fill commits in, or record a command of `mosaic`."""
+    match arguments:
+        case ["fill", *commits] if len(commits) < 2:
+            filled, refused = fill(*commits)
+            print("\n".join(filled) or "no record was filled in")
+            if refused:
+                raise SystemExit("\n".join(refused))
+        case ["run", name, "--", *command] if command:
+            run(name, command)
+        case _:
+            raise SystemExit("usage: python -m benchmarks.record fill [COMMIT], or run NAME -- bench quality …")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["fill"]:
-        raise SystemExit("usage: python -m benchmarks.record fill")
-    print("\n".join(fill_commits()) or "every result names its commit")
+    main(sys.argv[1:])

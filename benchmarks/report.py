@@ -1,11 +1,12 @@
-"""Tables and plots from the recorded results: `python -m benchmarks.report`, or `make report`.
+"""Tables, figures and plots from the records: `python -m benchmarks.report`, or `make report`.
 
-Reads benchmarks/results and rewrites what stands between the markers of the documents, and the plots in docs/images. A
-kind of result that was not recorded leaves its section as it is.
+Reads benchmarks/results and rewrites README.md and docs/*.md: what stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`
+is a table of `DOCUMENTS`, between `<!--fig NAME-->` and `<!--/fig-->` one of `benchmarks.figures`. Draws the plots in docs/images.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,24 +20,26 @@ from benchmarks import (
     eviction,
     fit,
     kv_attention,
+    offset_families,
+    offsets,
     paired,
+    planning,
     requests,
     same_results,
+    search,
     small_models,
     sparse,
     speed,
     unembed,
 )
-from benchmarks.record import ROOT, load_results, replace_section, source_line, table
+from benchmarks.figures import FIGURES, HEADLINE, points_of
+from benchmarks.record import ROOT, load_results, source_line, table
 from mosaic.bench import ENGINES
 from mosaic.units import GIB, MIB, format_bytes
-from mosaic.viz.palette import COLORS
 
-__all__ = ["DOCUMENTS", "SECTIONS", "main", "readme", "write_plots"]
+__all__ = ["DOCUMENTS", "SECTIONS", "documents", "main", "readme", "write_plots"]
 
-COLOR: Final = {"mosaic": COLORS["hidden"], "eager": COLORS["logits and head"], "compile": COLORS["attention"]}
 LABEL: Final = {"mosaic": "Mosaic", "eager": "eager PyTorch", "compile": "torch.compile"}
-HEADLINE: Final = "llada-8b"
 HEADLINE_RATIO: Final = 0.5
 Result = dict[str, Any]
 
@@ -47,11 +50,6 @@ def by_model(results: Sequence[Result]) -> dict[str, list[Result]]:
     for result in results:
         found.setdefault(result["model"], []).append(result)
     return found
-
-
-def points_of(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The points of a model's largest run: times of two runs, perhaps of two cards, are never set beside each other."""
-    return max((result["points"] for result in results), key=len, default=[])
 
 
 def sources(results: Sequence[Result]) -> str:
@@ -72,7 +70,7 @@ def speed_section(results: Sequence[Result]) -> str:
     parts = []
     for model, mine in by_model(results).items():
         for run in sorted(mine, key=lambda run: -len(run["points"])):
-            if rows := speed.rows_of(run["points"]):
+            if rows := speed.rows_of(run):
                 parts.append(titled(model, table(speed.HEADER, rows), sources([run])))
     return "\n\n".join(parts)
 
@@ -257,10 +255,10 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "kv-attention": ("kv-attention", kv_attention_section),
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),
+    "planning": ("planning", planning.section),
+    "search": ("search", search.section),
 }
 """Marker in docs/performance.md -> kind of result, and what writes the section."""
-DOCUMENTS: Final = {"performance.md": SECTIONS, "small-models.md": small_models.SECTIONS}
-"""Document in docs -> its sections."""
 
 
 def readme(results: Sequence[Result]) -> str:
@@ -300,6 +298,52 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
+DOCUMENTS: Final[Mapping[str, Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]]] = {
+    "README.md": {"bench": ("speed", readme)},
+    "docs/performance.md": SECTIONS,
+    "docs/small-models.md": small_models.SECTIONS,
+    "docs/offsets.md": {
+        "offsets": ("offsets", offsets.section),
+        "offset-families": ("offset-families", offset_families.section),
+    },
+}
+"""Document -> its sections."""
+_FIGURE: Final = re.compile(r"<!--fig ([\w-]+)-->.*?<!--/fig-->", re.DOTALL)
+
+
+def documents() -> dict[Path, str]:
+    """Return the documents as the records say they are; a kind of result that was not recorded leaves its section as it is.
+
+    Raises
+    ------
+    SystemExit
+        If a document has no markers for one of its sections, or asks for a figure that there is not.
+    """
+    found = {}
+    for file in sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md"))):
+        name, text = file.relative_to(ROOT).as_posix(), file.read_text()
+        for marker, (kind, write) in DOCUMENTS.get(name, {}).items():
+            if results := load_results(kind):
+                text = _with_section(name, text, marker, write(results))
+        found[file] = _FIGURE.sub(lambda match, name=name: _figure(name, match[1]), text)  # type: ignore[misc]
+    return found
+
+
+def _with_section(document: str, text: str, marker: str, written: str) -> str:
+    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"{document} needs the markers {begin} and {end}, each once: add them where the table goes.")
+    head, rest = text.split(begin)
+    _, tail = rest.split(end)
+    return f"{head}{begin}\n{written}\n{end}{tail}"
+
+
+def _figure(document: str, name: str) -> str:
+    if name not in FIGURES:
+        raise SystemExit(f"{document} asks for the figure '{name}', which benchmarks/figures.py does not have.")
+    return f"<!--fig {name}-->{FIGURES[name]()}<!--/fig-->"
+
+
 # --- plots --------------------------------------------------------------------------------------------------------------
 
 
@@ -309,15 +353,7 @@ def write_plots(folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for model, mine in by_model(load_results("speed")).items():
-        if any(not p["failed"] for p in points_of(mine)):
-            written.append(_speed_plot(model, points_of(mine), folder))
-    if limits := [entry for result in load_results("fit") for entry in result["limits"]]:
-        written.append(_fit_plot(limits, baseline_limits(load_results("speed")), folder))
-    for model, mine in by_model(load_results("ablation")).items():
-        written.append(_ablation_plot(model, mine[-1]["limits"], folder))
-    return written + small_models.write_plots(
+    return small_models.write_plots(
         load_results("training"),
         load_results("quality"),
         load_results("estimation"),
@@ -326,113 +362,12 @@ def write_plots(folder: Path) -> list[Path]:
     )
 
 
-def _new_figure(columns: int = 1) -> tuple[Any, Any]:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, columns, figsize=(5.2 * columns, 3.8), dpi=150, layout="constrained")
-    for axis in [axes] if columns == 1 else axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(True, color="#E5E5E5", linewidth=0.8)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-def _saved(figure: Any, file: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure.savefig(file, metadata={"Software": None})
-    pyplot.close(figure)
-    return file
-
-
-def _token_ticks(axis: Any, tokens: Sequence[int]) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(tokens, [f"{t // 1024}K" if t % 1024 == 0 else f"{t:,}" for t in tokens])
-    axis.minorticks_off()
-    axis.set_xlabel("tokens")
-
-
-def _speed_plot(model: str, points: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Step over floor (over Mosaic where none was measured), and device memory, by context at the headline's ratio."""
-    ratios = {p["mask_ratio"] for p in points}
-    ratio = HEADLINE_RATIO if HEADLINE_RATIO in ratios else min(ratios)
-    mine = sorted((p for p in points if p["mask_ratio"] == ratio and not p["failed"]), key=lambda p: int(p["tokens"]))
-    floors = {p["tokens"]: p.get("floor_s") or p["step_s"] for p in mine if p["engine"] == "mosaic"}
-    figure, (left, right) = _new_figure(2)
-    for engine in ENGINES:
-        curve = [p for p in mine if p["engine"] == engine]
-        timed = [p for p in curve if p["tokens"] in floors]
-        style: dict[str, Any] = {"color": COLOR[engine], "label": LABEL[engine], "marker": "o", "markersize": 4}
-        left.plot([p["tokens"] for p in timed], [p["step_s"] / floors[p["tokens"]] for p in timed], **style)
-        shown = [p for p in curve if p.get("driver_bytes") is not None]
-        right.plot([p["tokens"] for p in shown], [p["driver_bytes"] / GIB for p in shown], **style)
-    tokens = sorted({int(p["tokens"]) for p in mine})
-    for axis in (left, right):
-        _token_ticks(axis, tokens)
-    left.set_ylabel("step / floor")
-    left.set_ylim(bottom=0)
-    right.set_ylabel("device memory, GiB")
-    right.set_ylim(bottom=0)
-    left.legend(frameon=False)
-    figure.suptitle(f"{model}, one step, {ratio:.0%} masked")
-    return _saved(figure, folder / f"speed-{model}.png")
-
-
-def _fit_plot(limits: Sequence[Mapping[str, Any]], measured: Mapping[tuple[str, str, int], int], folder: Path) -> Path:
-    """Largest context by budget: Mosaic's per model, and what PyTorch reaches."""
-    figure, axis = _new_figure()
-    palette = [COLORS[name] for name in ("hidden", "ffn", "inputs", "statistics")]
-    for index, model in enumerate(dict.fromkeys(entry["model"] for entry in limits)):
-        color = palette[index % len(palette)]
-        mine = sorted((e["budget_bytes"], e["max_tokens"]) for e in limits if e["model"] == model and e["max_tokens"])
-        axis.plot(
-            [b / GIB for b, _ in mine],
-            [t for _, t in mine],
-            color=color,
-            marker="o",
-            markersize=4,
-            label=f"{model}, Mosaic",
-        )
-        for engine, marker in (("eager", "x"), ("compile", "+")):
-            other = sorted((cap, t) for (m, e, cap), t in measured.items() if (m, e) == (model, engine) and t)
-            if other:
-                axis.plot(
-                    [cap / GIB for cap, _ in other], [t for _, t in other], color=color, marker=marker, linestyle="none",
-                    label=f"{model}, {LABEL[engine]}",
-                )  # fmt: skip
-    axis.set_yscale("log")
-    axis.set_xlabel("device memory, GiB, CUDA context included")
-    axis.set_ylabel("largest context, tokens")
-    axis.legend(frameon=False)
-    return _saved(figure, folder / "fit.png")
-
-
-def _ablation_plot(model: str, limits: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Largest context by level, at the middle budget."""
-    budgets = sorted({entry["budget_bytes"] for entry in limits})
-    budget = budgets[len(budgets) // 2]
-    mine = [entry for entry in limits if entry["budget_bytes"] == budget]
-    figure, axis = _new_figure()
-    names = [entry["level"] for entry in mine]
-    bars = axis.barh(names, [max(entry["max_tokens"], 1) for entry in mine], color=COLOR["mosaic"])
-    axis.bar_label(bars, [f"{entry['max_tokens']:,}" for entry in mine], padding=3)
-    axis.set_xscale("log")
-    axis.set_xlim(right=10 * max(entry["max_tokens"] for entry in mine))
-    axis.invert_yaxis()
-    axis.set_xlabel("largest context, tokens")
-    axis.set_title(f"{model} in {format_bytes(budget)}")
-    return _saved(figure, folder / f"ablation-{model}.png")
-
-
 def main() -> None:
-    """Rewrite every section that there are results for, and the plots."""
-    for name, sections in DOCUMENTS.items():
-        for marker, (kind, write) in sections.items():
-            if results := load_results(kind):
-                replace_section(ROOT / "docs" / name, marker, write(results))
-                print(f"{name}: {marker}", file=sys.stderr)
-    if text := readme(load_results("speed")):
-        replace_section(ROOT / "README.md", "bench", text)
+    """Rewrite the documents, and draw the plots."""
+    for file, text in documents().items():
+        if text != file.read_text():
+            file.write_text(text)
+            print(file.relative_to(ROOT), file=sys.stderr)
     for file in write_plots(ROOT / "docs" / "images"):
         print(file.relative_to(ROOT), file=sys.stderr)
 

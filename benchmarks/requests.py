@@ -113,7 +113,11 @@ def main(argv: list[str] | None = None) -> None:
     device = load_device(arguments.device)
     first, last = map(int, arguments.requests.split(":"))
     rows: list[dict[str, Any]] = []
-    result = {"environment": environment(), "card": _card(device), "requests": rows}
+    result = {
+        "environment": environment("each request once, with the driver's counter read after its step"),
+        "card": _card(device),
+        "requests": rows,
+    }
     clock = Clock.start(arguments.minutes)
     for number in clock.while_left(range(first, last), print):
         request = draw(number, arguments.models, device, arguments.host_budget, arguments.longest, arguments.seed)

@@ -205,10 +205,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     device, clock = load_device(arguments.device), Clock.start(arguments.minutes)
     for name in clock.while_left(arguments.models, print):
-        model = cut(load(name), arguments.layers)
+        model, described = cut(load(name), arguments.layers), environment("computed, nothing is timed")
         rows = compare(model, arguments, device, clock)
         result = {
-            "environment": environment(), "card": card(device.backend == "cuda"), "model": model.name, "tokens": arguments.ctx,
+            "environment": described, "card": card(device.backend == "cuda"), "model": model.name, "tokens": arguments.ctx,
             "mask_ratio": arguments.mask_ratio, "rows": rows,
         }  # fmt: skip
         write(f"same-{load(name).name}-{device.name}{tag_of(arguments)}", result)

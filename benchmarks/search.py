@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.record import ROOT, environment, replace_section, table, write
+from benchmarks.record import environment, source_line, table, write
 from mosaic.models import PRESETS
 from mosaic.planner import Planner, Request
 from mosaic.planner.limits import smallest_total
@@ -112,24 +113,34 @@ def _cell(measured: tuple[float | None, float]) -> str:
 
 
 def main() -> None:
-    """Measure, record, and rewrite the tables in docs/performance.md."""
+    """Measure, record, and print the tables."""
+    described = environment("ratios are computed; a time is one call's", "numpy", "pulp")
     searches = {model: compare_searches(model) for model in PRESETS}
     limits = [compare_limits(m, d, b) for m in PRESETS for d, b in (("rtx-3090", 24 * GIB), ("a100-40g", 40 * GIB))]
     cases = ((1024, True), (131072, False))
     packers = [compare_packers(model, tokens, chunked=chunked) for model in PRESETS for tokens, chunked in cases]
-    env = environment("numpy", "pulp")
-    write("search", {"environment": env, "searches": searches, "limits": limits, "packers": packers})
+    result = {"environment": described, "searches": searches, "limits": limits, "packers": packers}
+    write("search", result)
+    print(section([result]))
+
+
+def section(results: Sequence[Mapping[str, Any]]) -> str:
+    """Tables of the record."""
+    (result,) = results
     text = table(
         ("model", "requests", "same feasibility", "worst time / best", "evaluations", "brute force", "ms", "brute force ms"),
         [
             (m, s["requests"], s["same_feasibility"], f"{s['worst_time_ratio']:.4f}", f"{s['evaluations']:.0f}",
              f"{s['evaluations_brute_force']:.0f}", f"{s['ms']:.2f}", f"{s['ms_brute_force']:.2f}")
-            for m, s in searches.items()
+            for m, s in result["searches"].items()
         ],
     )  # fmt: skip
     text += "\n\n" + table(
         ("model", "budget", "L_max", "L_max, brute force"),
-        [(x["model"], f"{x['budget_gib']} GiB", f"{x['l_max']:,}", f"{x['l_max_brute_force']:,}") for x in limits],
+        [
+            (x["model"], f"{x['budget_gib']} GiB", f"{x['l_max']:,}", f"{x['l_max_brute_force']:,}")
+            for x in result["limits"]
+        ],
     )
     text += "\n\n" + table(
         (
@@ -142,12 +153,10 @@ def main() -> None:
         ),
         [
             (x["model"], f"{x['tokens']:,}", x["chunks"], *(_cell(x[k]) for k in ("first_fit", "auto", "ilp")))
-            for x in packers
+            for x in result["packers"]
         ],
     )
-    text += f"\n\n{env['machine']}, Python {env['python']}, commit {env['commit']}, `{env['command']}`."
-    replace_section(ROOT / "docs" / "performance.md", "search", text)
-    print(text)
+    return f"{text}\n\n{source_line(result)}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.record import source_line, table
-from mosaic.bench.quality.answers import together
 from mosaic.bench.quality.items import LONG_TASKS, TASKS
 from mosaic.bench.quality.plot import decodability_png, estimation_png, png
 from mosaic.viz.palette import COLORS
@@ -99,10 +98,9 @@ def quality_section(results: Sequence[Result]) -> str:
 
 
 def policies_section(results: Sequence[Result]) -> str:
-    """Policies side by side, by schedule: all answers, exact answers by task, and forced canvases. Runs over the same items are put
-    together, so that all are paired with `exact` of their schedule."""
+    """Policies side by side, by schedule: all answers, exact answers by task, and forced canvases."""
     parts = []
-    for result in together(results):
+    for result in results:
         asked = result["settings"]
         if len(result["schedules"]) > 1:
             parts.append(_by_schedule(result["schedules"]))
@@ -111,7 +109,7 @@ def policies_section(results: Sequence[Result]) -> str:
             first = next(iter(by_policy))
             title = (
                 f"**{result['model']}, {schedule}**: contexts of {', '.join(f'{n:,}' for n in asked['lengths'])} tokens, "
-                f"{len(result['items']):,} answers under each policy"
+                f"{result['answers']:,} answers under each policy"
             )
             title += ", items to choose settings on" if asked["split"] == "choose" else ""
             figures = {name: _figures(found, first) for name, found in by_policy.items()}

@@ -6,13 +6,14 @@ writes `sparse-<model>-<device>.json`. Sessions decode as they always do, by a f
 where the policy allows it. Only the prefill is left out: weights are random, and so are the keys in the state. Requests of a batch
 begin together (lockstep), or are spread over a block (staggered). A block's time is that of its steps, in the middle of a
 generation. `plain` is the exact step in plain PyTorch (`benchmarks.plain_blocks`), of one request; `flashinfer` is Mosaic's own
-exact step with FlashInfer's attention in it (`benchmarks.flashinfer_steps`), of requests that begin together. The floor is the
-reading of what the steps touch, at the profile's bandwidth: weights but for the embedding, the keys and values that are attended
-to, and the keys, or what is kept of pages, that a selection ranks.
+exact step with FlashInfer's attention in it (`benchmarks.flashinfer_steps`), of requests that begin together, and `flashinfer, own
+layout` the same over keys that lie as it prefers. The floor is that of the steps
+(`mosaic.bench.floor`): weights, and the keys that are attended to, or ranked, read once, or the FLOPs where these take longer.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +26,13 @@ import torch
 
 import mosaic
 from benchmarks.block import fill, with_block
-from benchmarks.cases import Clock, options, tag_of, token_counts
+from benchmarks.cases import Clock, device_of, options, tag_of, token_counts
 from benchmarks.flashinfer_steps import FlashInferSteps, with_flashinfer
 from benchmarks.plain_blocks import plain_step_ms
 from benchmarks.record import environment, table, write
-from benchmarks.step_floor import keys_read
+from mosaic.bench.floor import Floor, keys_read
 from mosaic.decoding import GenerationConfig, OnStep, Session
-from mosaic.devices import load_device
+from mosaic.devices import Device
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models import Model
 from mosaic.models.reuse import REUSES, PrefixReuse
@@ -40,7 +41,7 @@ from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.launched import Launched
 from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
-__all__ = ["HEADER", "NoPrefill", "floor_s", "main", "measured", "rows_of"]
+__all__ = ["HEADER", "NoPrefill", "floor_s", "main", "measured", "rows_of", "timings"]
 
 HEADER = (
     "prefix", "requests", "steps of a block", "begin", "attention", "a block, ms", "a step, ms", "floor of a block, ms", "of it",
@@ -48,12 +49,14 @@ HEADER = (
 )  # fmt: skip
 BLOCK: Final = 32
 WARM, BLOCKS = 1, 3
+METHOD: Final = f"a block's time is the median of {BLOCKS} whole blocks after {WARM} that is not counted"
 """Blocks that are decoded before any is timed, and that are timed."""
 GENERATED: Final = (WARM + BLOCKS + 2) * BLOCK
 EXACT: Final = "exact"
 PLAIN: Final = "plain"
 FLASHINFER: Final = "flashinfer"
 BASELINES: Final = (EXACT, PLAIN, FLASHINFER)
+OWN_LAYOUT: Final = "flashinfer, own layout"
 SHIFTED: Final = "fast-dllm-v2"
 """Whose blocks begin with a known token, which the step that commits the one before decides."""
 STATIC: Final = {"remasking": "low_confidence_static"}
@@ -113,12 +116,12 @@ def measured(
         session.advance()
         fill(model)
         session.advance(WARM * steps)
+        if attending is not None:
+            attending.verify()
         for _ in range(BLOCKS * steps):
             began = time.perf_counter()
             session.advance()
             found.append(1e3 * (time.perf_counter() - began))
-        if attending is not None:
-            attending.verify()
     return found
 
 
@@ -152,54 +155,66 @@ def _policy(name: str, k: int) -> SparseAttention | PrefixReuse:
 def floor_s(
     model: Model,
     attention: str | SparseAttention | PrefixReuse,
+    device: Device,
     *,
     prefix: int,
     requests: int,
     steps: int,
-    bandwidth: float,
 ) -> float:
-    """Seconds of reading what the steps of one block touch, once each."""
-    arch = model.architecture
-    item = 2 if arch.dtype != "float32" else 4
-    routed = (
-        3 * arch.hidden * arch.ffn * (arch.layers - arch.dense_layers) if arch.experts else 0
-    )  # an expert of all layers
-    missed = arch.experts * (1 - arch.experts_per_token / max(arch.experts, 1)) ** (
-        requests * BLOCK
-    )  # by random routing
-    weights = item * (arch.parameters - (0 if arch.tied else arch.vocabulary * arch.hidden) - routed * missed)
+    """Seconds of the floors of one block's steps; a step unembeds what is still masked."""
+    arch, floor = model.architecture, Floor(model.architecture, device)
     chosen = None if attention == EXACT else attention_policy(attention)
     reuse = chosen if isinstance(chosen, PrefixReuse) else chosen and chosen.reuse
     refreshing = steps if reuse is None else reuse.refreshing(steps)  # whichever these are
-    read = [
-        keys_read(
-            chosen, arch, prefix, refreshes=step < refreshing,
-            selects=isinstance(chosen, SparseAttention) and chosen.selects_in(step, steps),
+    seconds = 0.0
+    for step in range(steps):
+        selects = isinstance(chosen, SparseAttention) and chosen.selects_in(step, steps)
+        keys = keys_read(chosen, arch, prefix, refreshes=step < refreshing, selects=selects)
+        masked = requests * (BLOCK - step * BLOCK // steps)
+        seconds += floor.of(
+            requests=requests, tokens=requests * BLOCK, rows=masked, keys=[requests * read for read in keys]
         )
-        for step in range(steps)
-    ]  # fmt: skip
-    of_key = 2 * item * arch.kv_heads * arch.head_size  # and its value
-    return (steps * weights + requests * of_key * sum(map(sum, read))) / bandwidth
+    return seconds
+
+
+def floor_of(result: Mapping[str, Any], point: Mapping[str, Any]) -> float:
+    """Return the seconds of a point's floor, by what it decodes."""
+    described = with_block(result["model"], BLOCK, result.get("layers"))
+    named = point["attention"].split(",")[0]
+    attention = EXACT if named in BASELINES else _policy(named, result["k"])
+    asked = {name: point[name] for name in ("prefix", "requests", "steps")}
+    return floor_s(described, attention, device_of(result), **asked)
+
+
+def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield what was timed, its seconds, and its floor."""
+    for point in result["points"]:
+        name = ", ".join(str(point[name]) for name in (*CASE, "attention"))
+        yield name, _block_ms(point) / 1e3, floor_of(result, point)
 
 
 def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """Rows for a table, one a case."""
     blocks = {tuple(point[name] for name in (*CASE, "attention")): _block_ms(point) for point in result["points"]}
     for point in result["points"]:
-        case, block = tuple(point[name] for name in CASE), _block_ms(point)
+        case, block, floor = tuple(point[name] for name in CASE), _block_ms(point), 1e3 * floor_of(result, point)
         exact = blocks.get((*case, EXACT))
         yield [
             f"{point['prefix']:,}", f"{point['requests']}", f"{point['steps']}", "staggered" if point["staggered"] else "lockstep",
-            point["attention"], f"{block:.1f}", f"{block / point['steps']:.2f}", f"{1e3 * point['floor_s']:.1f}",
-            f"{block / (1e3 * point['floor_s']):.2f}", "" if exact is None else f"{exact / block:.2f}",
+            point["attention"], f"{block:.1f}", f"{block / point['steps']:.2f}", f"{floor:.1f}",
+            f"{block / floor:.2f}", "" if exact is None else f"{exact / block:.2f}",
         ]  # fmt: skip
 
 
 def _block_ms(point: Mapping[str, Any]) -> float:
     """The middle one of the blocks that were timed."""
-    times, steps = point["step_ms"], point["steps"]
-    blocks = sorted(sum(times[start : start + steps]) for start in range(0, len(times), steps))
-    return blocks[len(blocks) // 2]
+    blocks = point["blocks_ms"] if "blocks_ms" in point else _blocks(point["step_ms"], point["steps"])
+    return statistics.median(blocks)
+
+
+def _blocks(times: Sequence[float], steps: int) -> list[float]:
+    """Milliseconds of each block, of those of its steps."""
+    return [sum(times[start : start + steps]) for start in range(0, len(times), steps)]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -214,7 +229,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     asked = parser.parse_args(arguments)
-    device, on_card, clock = load_device(asked.device), asked.device != "cpu", Clock.start(asked.minutes)
+    on_card, clock = asked.device != "cpu", Clock.start(asked.minutes)
     wanted = asked.attention.split(",")
     named: dict[str, Any] = {EXACT: EXACT} if EXACT in wanted else {}
     named |= {name: _policy(name, asked.k) for name in wanted if name not in BASELINES}
@@ -225,31 +240,39 @@ def main(arguments: Sequence[str]) -> None:
     flashinfer = [*product(asked.prefix, asked.batch, asked.steps)] if FLASHINFER in wanted else []
     for name in asked.models:
         described = _reaching(with_block(name, BLOCK, asked.layers), max(asked.prefix) + BLOCK + GENERATED)
-        result: dict[str, Any] = {"environment": environment(), "model": name, "block": BLOCK, "k": asked.k}
-        result |= {"card": torch.cuda.get_device_name() if on_card else "cpu", "points": []}
+        result: dict[str, Any] = {
+            "environment": environment(METHOD),
+            "model": name,
+            "device": asked.device,
+            "layers": asked.layers,
+        }
+        result |= {
+            "block": BLOCK,
+            "k": asked.k,
+            "card": torch.cuda.get_device_name() if on_card else "cpu",
+            "points": [],
+        }
 
-        def keep(
-            case: Sequence[Any], attention: str, times: Sequence[float], result: Any = result, of: Model = described
-        ) -> None:
-            point = dict(zip(CASE, case, strict=True))
-            floor = floor_s(
-                of, named.get(attention, EXACT), bandwidth=device.bandwidth,
-                **{key: point[key] for key in ("prefix", "requests", "steps")},
-            )  # fmt: skip
-            result["points"].append({**point, "attention": attention, "step_ms": times, "floor_s": floor})
+        def keep(case: Sequence[Any], attention: str, times: Sequence[float], result: Any = result) -> None:
+            point = {**dict(zip(CASE, case, strict=True)), "attention": attention}
+            result["points"].append({**point, "blocks_ms": _blocks(times, point["steps"])})
             write(f"sparse-{result['model']}-{asked.device}{tag_of(asked)}", result)
 
         for prefix, steps in clock.while_left(plain, print):
             times = plain_step_ms(described, prefix=prefix, steps=steps, blocks=BLOCKS, cuda=on_card)
             keep((prefix, 1, steps, False), PLAIN, times)
-        for prefix, requests, steps in clock.while_left(flashinfer, print):
+        for (prefix, requests, steps), layout in clock.while_left(
+            [*product(flashinfer, (FLASHINFER, OWN_LAYOUT))], print
+        ):
             torch.cuda.empty_cache()
             case: dict[str, Any] = {"prefix": prefix, "requests": requests, "steps": steps, "staggered": False}
+            apart = (requests, (prefix + GENERATED) // BLOCK * BLOCK + BLOCK) if layout == OWN_LAYOUT else None
             with (
-                with_flashinfer(described.architecture) as attending,
+                with_flashinfer(described.architecture, apart=apart) as attending,
                 mosaic.compile(described, device=asked.device, seed=3) as model,
             ):
-                keep((*case.values(),), FLASHINFER, measured(model, EXACT, **case, attending=attending))
+                keep((*case.values(),), layout, measured(model, EXACT, **case, attending=attending))
+            del attending, model  # and the keys that are apart
         torch.cuda.empty_cache()
         with mosaic.compile(described, device=asked.device, seed=3) if cases else nullcontext() as model:
             for *case, attention in clock.while_left(cases, print):

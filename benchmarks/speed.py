@@ -3,32 +3,54 @@
     python -m benchmarks.speed llada-8b --ctx 1k,2k,4k,8k,16k,32k,64k --mask-ratio 0.1,0.5,0.9 --minutes 9
     python -m benchmarks.speed llada-8b --ctx none --caps 24GiB,40GiB --engines eager,compile --tag limits
 
-writes `speed-<model>-<device>[-tag].json` per model. Parts of the grid may be run apart, each under a tag of its own:
-`benchmarks.report` puts them together.
+writes `speed-<model>-<device>[-tag].json` per model. `torch.compile` is whichever of its ways is fastest at a size: for static
+shapes, the same in CUDA graphs (`reduce-overhead`), for any shape. Each compiles every size that is its own, which takes most of
+the time: `--compiled reduce-overhead --engines compile --onto` adds a way to the record that a command before has written, of the
+same commit on the same card.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from benchmarks import sources
 from benchmarks.cases import Clock, options, parse_ratio, sizes, tag_of, token_counts
-from benchmarks.record import command_line, table, write
+from benchmarks.record import command_line, environment, output_folder, table, write
 from mosaic.bench import ENGINES, Settings, run
+from mosaic.bench.floor import Floor
+from mosaic.bench.inputs import masked_rows
+from mosaic.bench.settings import COMPILED
+from mosaic.bench.suite import fastest_compiled
+from mosaic.devices import load_device
 from mosaic.models import load
 
 CONTEXTS = "1k,2k,4k,8k,16k,32k,64k"
 RATIOS = "0.1,0.5,0.9"
 
 
-def floor_target(tokens: int) -> float:
-    """How far from the floor a step may be: 1.08 from 8K tokens on, 1.12 below."""
-    return 1.08 if tokens >= 8192 else 1.12
+def floor_of(result: Mapping[str, Any], point: Mapping[str, Any]) -> float:
+    """Return the seconds of a point's floor, by its tokens and how many of them are masked."""
+    device = load_device(result["settings"]["device"])
+    return Floor(load(result["model"]).architecture, device).whole(
+        point["tokens"], masked_rows(point["tokens"], point["mask_ratio"])
+    )
 
 
-def rows_of(points: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield what was timed, its seconds, and its floor."""
+    for point in result["points"]:
+        if point["step_s"]:
+            name = f"{point['engine']}, {point['tokens']:,}, {point['mask_ratio']:g}"
+            yield name, point["step_s"], floor_of(result, point)
+
+
+def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """One line per context and ratio: milliseconds of every engine, and Mosaic against the floor and the others."""
-    found = []
+    found, points = [], result["points"]
     by_place: dict[tuple[int, float], dict[str, dict[str, Any]]] = {}
     for point in points:
         by_place.setdefault((point["tokens"], point["mask_ratio"]), {})[point["engine"]] = point
@@ -38,7 +60,8 @@ def rows_of(points: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         found.append(
             (
                 f"{tokens:,}", f"{ratio:g}", *(_milliseconds(engines.get(name)) for name in ENGINES),
-                _ratio(step.get("mosaic"), ours.get("floor_s")), f"{floor_target(tokens):.2f}",
+                engines.get("compile", {}).get("compiled", "dynamic" if "compile" in engines else ""),
+                _ratio(step.get("mosaic"), floor_of(result, ours) if ours else None),
                 _ratio(step.get("mosaic"), ours.get("predicted_s")), _ratio(step.get("compile"), step.get("mosaic")),
                 _ratio(step.get("eager"), step.get("mosaic")),
                 " / ".join(str(engines[name].get("attention", {}).get("used", "")) for name in ENGINES if name in engines),
@@ -48,7 +71,7 @@ def rows_of(points: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 HEADER = (
-    "tokens", "masked", "Mosaic ms", "eager ms", "compile ms", "Mosaic / floor", "target", "measured / predicted",
+    "tokens", "masked", "Mosaic ms", "eager ms", "compile ms", "compiled", "Mosaic / floor", "measured / predicted",
     "compile / Mosaic", "eager / Mosaic", "attention",
 )  # fmt: skip
 
@@ -69,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ctx", default=CONTEXTS, help="contexts, or none")
     parser.add_argument("--mask-ratio", default=RATIOS, type=parse_ratio)
     parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--compiled", default=",".join(COMPILED), help="ways to compile, in this order")
+    parser.add_argument("--onto", action="store_true", help="add to the record of this name that is there")
     parser.add_argument("--attention", default="fastest", help="of the PyTorch engines; see `mosaic bench --help`")
     parser.add_argument("--caps", default=(), type=sizes, help="find the largest contexts in so much device memory")
     parser.add_argument("--budget", default=None, type=lambda text: sizes(text)[0], help="for Mosaic")
@@ -84,24 +109,57 @@ def main(argv: list[str] | None = None) -> None:
             contexts=() if arguments.ctx == "none" else token_counts(arguments.ctx),
             mask_ratios=arguments.mask_ratio,
             engines=tuple(arguments.engines.split(",")),
+            compiled=tuple(arguments.compiled.split(",")),
             budget=arguments.budget,
             host_budget=arguments.host_budget,
             caps=arguments.caps,
             repeats=arguments.repeats,
             attention=arguments.attention,
-            floor=True,
             seed=arguments.seed,
         )
+        described = environment(
+            f"median of {arguments.repeats} steps after 2 that are not counted, each engine in a process of its own"
+        )
         result = run(settings, command=command_line(), progress=_progress, deadline_s=clock.left_s)
+        result["environment"] |= described
         name = load(model).name
-        write(f"speed-{name}-{_plain(arguments.device)}{tag_of(arguments)}", {"model": name, **result})
+        target = f"speed-{name}-{_plain(arguments.device)}{tag_of(arguments)}"
+        result = {"model": name, **result}
+        if arguments.onto:
+            result = added(json.loads((output_folder() / f"{target}.json").read_text()), result)
+        write(target, result)
         print(f"\n{name} on {result['card']}")
-        print(table(HEADER, rows_of(result["points"])))
+        print(table(HEADER, rows_of(result)))
         for entry in result["limits"]:
             print(f"{entry['engine']} in {entry['cap_bytes'] / 2**30:g} GiB, {entry['mask_ratio']:g} masked: "
                   f"{entry['max_tokens']} tokens {entry.get('note', '')}")  # fmt: skip
         for failure in result["failures"]:
             print(f"{failure['engine']} failed: {failure['message']}")
+
+
+def added(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result with what a later run of the same commit found on the same card.
+
+    Raises
+    ------
+    SystemExit
+        If model, card or measured sources are not the same.
+    """
+    for what in ("model", "card"):
+        if before[what] != more[what]:
+            raise SystemExit(
+                f"--onto: the record there is of the {what} {before[what]}, this run of {more[what]}: measure all of it anew."
+            )
+    measured = before["environment"]["sources"]
+    if others := sources.changed(measured):
+        raise SystemExit(f"--onto: the record there is of another {', '.join(others[:3])}: measure all of it anew.")
+    sources.also(measured)
+    lists = {name: [*before[name], *more[name]] for name in ("engines", "limits", "failures")}
+    command = f"{before['environment']['command']}; {more['environment']['command']}"
+    return {
+        **before, **lists, "environment": {**before["environment"], "command": command},
+        "points": fastest_compiled([*before["points"], *more["points"]]), "complete": not lists["failures"],
+    }  # fmt: skip
 
 
 def _plain(device: str) -> str:
@@ -110,6 +168,8 @@ def _plain(device: str) -> str:
 
 def _progress(record: dict[str, Any]) -> None:
     """One line on stderr per point, so that a run that is cut off has still said what it measured."""
+    if "files" in record:
+        sources.also(file for file in record["files"] if sources.from_root(Path(file)))
     if "step_s" in record:
         print(
             record["engine"], record["tokens"], record["mask_ratio"], record["failed"] or f"{record['step_s'] * 1e3:.2f} ms",

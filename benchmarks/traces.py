@@ -415,13 +415,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--items", type=int, default=2, help="answers of each long task")
     asked = parser.parse_args(arguments)
     for name in asked.models:
+        described = environment("computed along the answers, nothing is timed")
         with mosaic.compile(name, device=asked.device) as model:
             trace = recorded_trace(model, name, LONG_TASKS, asked.items)
         masked, kept, committed = trace.mean
         print(
             f"{len(trace.blocks)} blocks of {trace.steps:.1f} steps: {masked:.1f} masked, {kept:.1f} kept, {committed:.1f} decided"
         )
-        write(f"trace-{name}{tag_of(asked)}", {"environment": environment(), **asdict(trace)})
+        write(f"trace-{name}{tag_of(asked)}", {"environment": described, **asdict(trace)})
 
 
 if __name__ == "__main__":

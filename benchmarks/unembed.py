@@ -205,10 +205,13 @@ def main(argv: list[str] | None = None) -> None:
 
     device, clock = load_device(arguments.device), Clock.start(arguments.minutes)
     for model in arguments.models:
+        described = environment(
+            f"medians of {_ROUNDS} readings in turns, each after {_SETTLING_S:g} s of the same call"
+        )
         bench, name = Bench(model, device, arguments.seed), load(model).name
         found = [measure(bench, model, rows, arguments.kinds) for rows in clock.while_left(arguments.rows, print)]
         result = {
-            "environment": environment(),
+            "environment": described,
             "card": card(bench.cuda),
             "model": name,
             "targets": TARGETS,

@@ -120,6 +120,7 @@ def test_what_has_no_loop_is_refused(family: str, options: dict[str, Any]) -> No
 # --- the benchmark --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_the_benchmark_sets_engines_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
