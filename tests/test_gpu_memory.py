@@ -22,7 +22,7 @@ from mosaic.runtime.weights import fill_randomly, load_weights
 from mosaic.runtime.workspace import Workspace
 from mosaic.units import GIB, MIB
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 if importlib.util.find_spec("cuda") is None:
@@ -195,15 +195,33 @@ def test_a_workspace_of_views(pool: CudaPool) -> None:
     assert workspace.view("workspace", 512, (15,), "bfloat16").sum().item() == 22.5
 
 
-def test_mapping_a_plan_takes_milliseconds(pool: CudaPool) -> None:
-    part = pool.reserve("workspace", TIB)
+@pytest.mark.parametrize("name", ["workspace", "state/kv"])
+def test_18_gib_come_and_go_in_milliseconds(pool: CudaPool, name: str) -> None:
+    """The keys of a request of 128K; 9,246 pages of 2 MiB one by one took 2.3 s."""
+    part = pool.reserve(name, TIB)
     times = []
-    for size in (16 * GIB + 500 * MIB + 1, 0):
+    for size in (18 * GIB + 60 * MIB, 0):
+        torch.cuda.synchronize()
         start = time.perf_counter()
         part.resize(size)
         times.append(time.perf_counter() - start)
-    print(f"map {times[0] * 1e3:.1f} ms, unmap {times[1] * 1e3:.1f} ms, 16.5 GiB")
-    assert max(times) < 0.5  # 8,000 chunks of 2 MiB would take this long
+    print(f"{name}: map {times[0] * 1e3:.1f} ms, unmap {times[1] * 1e3:.1f} ms, 18.06 GiB")
+    assert max(times) < 0.05 and pool.verify() == 0
+
+
+def test_what_a_state_keeps_crosses_to_the_host_and_back(pool: CudaPool) -> None:
+    state = pool.reserve("state/kv", TIB)
+    state.commit(2 * GIB)
+    view = state.tensor[: 2 * GIB].view(torch.int32)
+    view.copy_(torch.arange(view.numel(), dtype=torch.int32, device="cuda"))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    state.decommit(GIB, holes=[(300 * MIB, 700 * MIB)])
+    print(f"two cuts, 448 MiB of contents: {(time.perf_counter() - start) * 1e3:.1f} ms")
+    assert state.chunks == (300 * MIB, 324 * MIB) and pool.verify() == 0
+    for first, last in ((0, 300 * MIB), (700 * MIB, GIB)):
+        expected = torch.arange(first // 4, last // 4, dtype=torch.int32, device="cuda")
+        assert torch.equal(state.tensor[first:last].view(torch.int32), expected)
 
 
 # --- pinned host memory -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from compiled_runner import CompiledRunner
 from dropping import CUT
 from fake_cuda import GRANULARITY as UNIT
 from fake_cuda import FakeDriver
+from runtime_helpers import buffer_row
 from test_cut import CONFIG, TENSORS, Sequence
 from test_streams import Capturing, bind, heads, planned, steps_of
 
@@ -24,6 +25,7 @@ from mosaic.planner.plan_records import PlanRecords
 from mosaic.registrar import graph as registrar
 from mosaic.runtime.graph_memory import GraphMemory, NoRoom
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.workspace import Workspace
 
@@ -282,6 +284,38 @@ def test_graphs_give_way_to_plans_before_memory_of_earlier_steps_does() -> None:
         assert 5 not in graphs and ledger.held()["context"] == 4 * UNIT
 
 
+def test_rows_of_nobody_give_way_to_graphs_and_to_plans_before_graphs_do() -> None:
+    ledger, device, table = DeviceLedger(20 * UNIT), Device(), RowTable("kv")
+    ledger.charge("context", 2 * UNIT)
+    state = buffer_row("kv", "state", (9, UNIT), "uint8")
+
+    def plan(**units: int) -> Plan:
+        pools = {name.replace("_", "/"): size * UNIT for name, size in units.items()}
+        return cast(Plan, SimpleNamespace(pools=pools, records=PlanRecords({"buffers": [state]})))
+
+    with Workspace(ledger, page_bytes=UNIT) as workspace:
+        memory = StepMemory(workspace, (table,), lambda: None, lambda: graphs.give_way())
+        graphs = GraphMemory(
+            ledger, device.free_bytes, device.driver.synchronize, make_room=memory.give_idle_back, most_bytes=5 * UNIT
+        )
+        for _ in range(2):
+            with table.open() as owned:
+                owned.reserve(8)
+                memory.commit(plan(workspace=6, state_kv=8))
+                changes = workspace.changes()
+        assert workspace.changes() == changes  # the second time, all was there
+        assert workspace.committed_bytes() == {"workspace": 6 * UNIT, "state/kv": 8 * UNIT}  # kept for the next
+        graphs.capture("small", lambda: Graph(device, 3))
+        assert workspace.committed_bytes() == {"workspace": 6 * UNIT, "state/kv": 0}
+        with table.open() as owned:
+            owned.reserve(8)
+            memory.commit(plan(workspace=6, state_kv=8))
+        graphs.begin()
+        memory.commit(plan(workspace=9))
+        assert ledger.held() == {"context": 2 * UNIT, "workspace": 9 * UNIT, "graphs": 3 * UNIT} and "small" in graphs
+        graphs.close()
+
+
 def test_each_step_begins_once_and_reports_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a cut step too: its prefix is in use until the next step. What earlier steps launched gives way."""
     device, made, begun = Device(), [], []
@@ -291,8 +325,8 @@ def test_each_step_begins_once_and_reports_what_graphs_hold(monkeypatch: pytest.
             begun.append(self)
             super().begin()
 
-    def opened(ledger: DeviceLedger, of: torch.device, *, reserved_bytes: int) -> GraphMemory:
-        made.append(Watched(ledger, device.free_bytes, device.driver.synchronize, reserved_bytes=reserved_bytes))
+    def opened(ledger: DeviceLedger, of: torch.device, **options: Any) -> GraphMemory:
+        made.append(Watched(ledger, device.free_bytes, device.driver.synchronize, **options))
         return made[-1]
 
     monkeypatch.setattr("mosaic.runtime.engine.graph_memory", opened)

@@ -62,6 +62,8 @@ def test_a_step_counts_the_rows_that_others_hold(model: CompiledModel, ids: Tens
             assert model.memory().planned["state/kv"] == found.components["state"] or found is step.plan
     for sequence in opened:
         sequence.close()
+    assert model.memory().resident["state/kv"] == model.workspace.committed_bytes()["state/kv"] == highest
+    model.trim()
     assert model.memory().resident["state/kv"] == model.workspace.committed_bytes()["state/kv"] == 0
     assert not model.state_rows and model(ids).plan.components["state"] == 0
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import test_parity_block
 import test_runtime_compiled
 import torch
+from covering import some_of
 from test_runtime_compiled import sequences_of
 
 import mosaic
@@ -49,15 +50,6 @@ def steps_of(phase: Phase) -> Iterator[Request]:
         yield Request(seq_lens=lengths, key_lens=keys, phase=phase, logit_rows=2 if phase.logits else 0, **rows)
 
 
-def some_of(options: Mapping[str, Sequence[str]], count: int, seed: str) -> list[dict[str, str]]:
-    """Combinations of choices drawn at random, until there are `count` and every option is in one."""
-    source, found = random.Random(seed), list[dict[str, str]]()
-    pairs = {(name, option) for name, some in options.items() for option in some}
-    while len(found) < count or pairs - {pair for one in found for pair in one.items()}:
-        found.append({name: source.choice(some) for name, some in options.items()})
-    return found
-
-
 def plans_of(planner: Planner) -> Iterator[Plan]:
     """Plans of all phases, in every option of every choice and in chunks or none."""
     for phase in PHASES:
@@ -74,7 +66,9 @@ def plans_of(planner: Planner) -> Iterator[Plan]:
                 yield plan
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.soak if name in ("dream", "sdar") else ()) for name in CONFIGS]
+)
 def test_every_phase_and_configuration_has_the_weights_at_the_same_addresses(family: str) -> None:
     planner = Planner(mosaic.models.load(CONFIGS[family]), device="cpu", host_budget=HOST_BYTES)
     maps: dict[str, Mapping[str, Any]] = {}

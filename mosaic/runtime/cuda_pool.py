@@ -8,32 +8,25 @@ Never grow or shrink while a CUDA graph is captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Final, TypeVar
 
 from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.cuda_driver import Driver
-from mosaic.runtime.cuda_range import CudaRange, chunk_sizes
+from mosaic.runtime.cuda_range import CudaRange
 from mosaic.runtime.device_range import CudaMemoryError
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.range_pool import RangePool
 from mosaic.runtime.slab_range import SlabRange
-from mosaic.units import MIB
 
 __all__ = [
-    "CHUNK_BYTES",
     "CudaMemoryError",
     "CudaPool",
     "CudaRange",
     "SlabPool",
     "SlabRange",
-    "chunk_sizes",
     "open_pool",
 ]
-
-CHUNK_BYTES: Final = (512 * MIB, 32 * MIB)
-"""Sizes of physical chunks, largest first; pages finish the edge. A chunk costs the same whatever its size: on an H200
-4 GiB were mapped in 0.9 ms by chunks of 512 MiB, 7 ms by 32 MiB, 122 ms by 2 MiB."""
 
 VOLATILE: Final = frozenset({"workspace"})
 """Ranges whose contents nobody needs after a resize: a plan writes its whole workspace in every call."""
@@ -112,16 +105,7 @@ class _Pool(RangePool[DevicePart]):
 
 
 class CudaPool(_Pool[CudaRange]):
-    """The ranges of one CUDA device with virtual memory, charged to one ledger.
-
-    Parameters
-    ----------
-    chunk_bytes
-        Sizes of physical chunks, largest first, each a multiple of the next and the last of the page. Ranges that
-        keep their contents leave the largest out: they cannot shrink by less than a chunk. Those of states are mapped
-        page by page: they give back any page, and what they hold is to the page what a plan says.
-    driver, ledger, page_bytes, synchronize, volatile
-        See `open_pool`.
+    """The ranges of one CUDA device with virtual memory, charged to one ledger. See `CudaRange`.
 
     Examples
     --------
@@ -133,25 +117,10 @@ class CudaPool(_Pool[CudaRange]):
     (6291456, 0)
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        ledger: DeviceLedger | None = None,
-        *,
-        page_bytes: int | None = None,
-        synchronize: Callable[[], None] | None = None,
-        volatile: Collection[str] = VOLATILE,
-        chunk_bytes: Sequence[int] = CHUNK_BYTES,
-    ) -> None:
-        super().__init__(driver, ledger, page_bytes=page_bytes, synchronize=synchronize, volatile=volatile)
-        self._sizes = (*chunk_bytes, self.page_bytes)
-        if any(large % small for large, small in zip(self._sizes, self._sizes[1:], strict=False)):
-            raise ValueError(f"each chunk is a multiple of the next, the last of the page; got {self._sizes}")
-
     def _make(self, name: str, capacity_bytes: int) -> CudaRange:
-        volatile = name in self._volatile
-        sizes = self._sizes if volatile else self._sizes[-1:] if name.startswith("state/") else self._sizes[-2:]
-        return CudaRange(name, capacity_bytes, self.ledger, sizes, self._driver, self._synchronize, volatile)
+        return CudaRange(
+            name, capacity_bytes, self.ledger, self.page_bytes, self._driver, self._synchronize, name in self._volatile
+        )
 
 
 class SlabPool(_Pool[SlabRange]):

@@ -81,6 +81,7 @@ class DeviceRange:
     def _end(self, num_bytes: int) -> int:
         end = round_up(num_bytes, self.page_bytes)
         if self._closed or end > self.capacity_bytes:
+            self._ledger.require(self.name, end - self.committed_bytes)
             raise RuntimeMemoryError(
                 f"{self.name}: {num_bytes:,} bytes asked for, the range holds "
                 f"{0 if self._closed else self.capacity_bytes:,} at most: reserve a larger one."

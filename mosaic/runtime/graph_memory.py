@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.streams import Replay
 from mosaic.units import MIB, format_bytes
@@ -47,6 +48,8 @@ class GraphMemory:
         Reads the device's free memory; None: graphs are taken to cost nothing.
     drain
         Waits until no graph runs.
+    make_room
+        Gives back what others hold of the budget and nobody needs, where there is less room than `most_bytes`.
     most_bytes
         That all graphs together take.
     reserved_bytes
@@ -70,12 +73,13 @@ class GraphMemory:
         free_bytes: Callable[[], int] | None = None,
         drain: Callable[[], None] = lambda: None,
         *,
+        make_room: Callable[[], None] = lambda: None,
         most_bytes: int = GRAPH_BYTES,
         reserved_bytes: int = 0,
     ) -> None:
         self._ledger = ledger if ledger is not None else DeviceLedger()
         self._free_bytes, self._drain = free_bytes if free_bytes is not None else lambda: 0, drain
-        self._most, self._reserved = most_bytes, reserved_bytes
+        self._make_room, self._most, self._reserved = make_room, most_bytes, reserved_bytes
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._in_use: set[Hashable] = set()
         self._held = self._charged = 0
@@ -117,22 +121,25 @@ class GraphMemory:
         """
         self.drop(key)
         usual = self._taken() // max(len(self._kept), 1)
+        if self.room_bytes < self._most:
+            self._make_room()
         self._drop_while(lambda: self._taken() + usual > self.room_bytes)
         room, before = self.room_bytes, self._free_bytes()
-        graph = capture()
-        graph.replay()
-        more = max(before - self._free_bytes(), 0)
-        # a driver may have kept memory of graphs that went, for those to come
-        again = min(self._held - self._taken(), max(usual - more, 0))
-        self._held += more
-        self._kept[key] = _Kept(graph, more + again)
-        self._in_use.add(key)
-        del graph
-        self._drop_while(lambda: self._held > room)
-        fits = self._held <= room
-        if not fits:
-            self._give_back(key)
-        self._charge(min(self._held, room))
+        with interrupts_held():
+            graph = capture()
+            graph.replay()
+            more = max(before - self._free_bytes(), 0)
+            # a driver may have kept memory of graphs that went, for those to come
+            again = min(self._held - self._taken(), max(usual - more, 0))
+            self._held += more
+            self._kept[key] = _Kept(graph, more + again)
+            self._in_use.add(key)
+            del graph
+            self._drop_while(lambda: self._held > room)
+            fits = self._held <= room
+            if not fits:
+                self._give_back(key)
+            self._charge(min(self._held, room))
         if not fits:
             taken, there = format_bytes(more), format_bytes(max(room - self._held, 0))
             raise NoRoom(f"its graph takes {taken}, there are {there} for it beside others of the same step")
@@ -179,18 +186,20 @@ class GraphMemory:
     def _give_back(self, key: Hashable) -> None:
         """Drop one once nothing runs, and see what the driver gives back for it."""
         self._drain()
-        self._in_use.discard(key)
-        before = self._free_bytes()
-        del self._kept[key]
-        self._held -= min(max(self._free_bytes() - before, 0), self._held)
+        with interrupts_held():
+            self._in_use.discard(key)
+            before = self._free_bytes()
+            del self._kept[key]
+            self._held -= min(max(self._free_bytes() - before, 0), self._held)
 
     def _charge(self, num_bytes: int) -> None:
         """Let the ledger have what graphs hold: of `context` as far as that is reserved for them."""
         more = num_bytes - self._charged
         reserved = min(num_bytes, self._reserved) - min(self._charged, self._reserved)
-        for owner, change in sorted({"graphs": more, "context": -reserved}.items(), key=lambda entry: entry[1]):
-            if change < 0:
-                self._ledger.release(owner, -change)
-            elif change > 0:
-                self._ledger.charge(owner, change)
-        self._charged = num_bytes
+        with interrupts_held():
+            for owner, change in sorted({"graphs": more, "context": -reserved}.items(), key=lambda entry: entry[1]):
+                if change < 0:
+                    self._ledger.release(owner, -change)
+                elif change > 0:
+                    self._ledger.charge(owner, change)
+            self._charged = num_bytes

@@ -17,17 +17,12 @@ class HandedOut:
     --------
     >>> import torch
     >>> views, output = HandedOut(), torch.zeros(3)
-    >>> views.hold([output]); bool(views)
-    True
-    >>> views.empty(); output.numel(), bool(views)
-    (0, False)
+    >>> views.hold([output]); views.empty(); output.numel()
+    0
     """
 
     def __init__(self) -> None:
         self._views: list[weakref.ref[Tensor]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._views)
 
     def hold(self, views: Iterable[Tensor]) -> None:
         """Remember these, in place of those before."""

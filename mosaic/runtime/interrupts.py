@@ -1,36 +1,148 @@
-"""Ctrl-C held back while memory changes hands, so that it never strikes between an answer and our note of it."""
+"""Signals held back while something changes hands, so that no handler raises between an answer and our note of it.
+
+Python runs signal handlers in the main thread, between any two of its calls; those of Ctrl-C raise, and a user's own may: a
+server's for SIGTERM, a test's for SIGALRM. Other threads are never interrupted, and hold nothing.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
+from typing import Any, Final, Self
 
-__all__ = ["interrupts_held"]
+__all__ = ["hear_interrupts", "interrupts_held", "interrupts_let_through"]
+
+SIGNALS: Final = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+"""Those that ask a process to end, ring a timer, or mean what a user likes."""
 
 
-@contextmanager
-def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back; the callable that is given raises it, to be called where everything held is on record.
+class _Hold:
+    """The handlers that wait, and what struck meanwhile; `open` while they do not."""
 
-    Otherwise KeyboardInterrupt may strike between the driver's answer and our note of it, and the memory would leak.
-    Python runs signal handlers in the main thread only.
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._pending: dict[int, FrameType | None] = {}
+        self.open = False
+
+    def begin(self) -> None:
+        """Stand in for all handlers that are Python's."""
+        try:
+            for number in SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._strike)
+        except BaseException:  # struck between two of them
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Put the handlers back."""
+        try:
+            self._put_back()
+        except BaseException:  # struck between two of them
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _strike(self, number: int, frame: FrameType | None) -> None:
+        if self.open:
+            self._handlers[number](number, frame)
+        else:
+            self._pending[number] = frame
+
+    def raise_pending(self) -> None:
+        """Call the handlers of what struck, each once, where one of them raises too."""
+        while self._pending:
+            number, frame = self._pending.popitem()
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self.raise_pending()
+
+
+_hold: _Hold | None = None
+"""Of the main thread, the outermost one: those within it open and close it."""
+
+
+class interrupts_held:
+    """Hold signals back in a `with` block: their handlers are called when it is left, or when what it gives is called.
+
+    That is a callable, for where everything so far is on record. Within a block that is held neither calls any.
+
+    Examples
+    --------
+    >>> before = signal.signal(signal.SIGTERM, lambda number, frame: print("struck"))
+    >>> with interrupts_held() as raise_pending:
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     print("on record")
+    on record
+    struck
+    >>> _ = signal.signal(signal.SIGTERM, before)
     """
-    before = signal.getsignal(signal.SIGINT)
-    pending: list[tuple[int, FrameType | None]] = []
 
-    def raise_pending() -> None:
-        if pending and callable(before):
-            before(*pending.pop())
+    def __enter__(self) -> Self:
+        global _hold
+        self._mine = threading.current_thread() is threading.main_thread()
+        if not self._mine:
+            return self
+        self._outermost, self._open = _hold is None, True
+        if _hold is None:
+            hold = _Hold()
+            hold.begin()
+            _hold = hold
+        else:
+            self._open = _hold.open
+            _hold.open = False
+        return self
 
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield raise_pending
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
-    try:
-        yield raise_pending
-    finally:
-        signal.signal(signal.SIGINT, before)
-        raise_pending()
+    def __call__(self) -> None:
+        """Call the handlers of what struck."""
+        if self._mine and self._open and _hold is not None:
+            _hold.raise_pending()
+
+    def __exit__(self, *error: object) -> None:
+        global _hold
+        if not self._mine or _hold is None:
+            return
+        hold = _hold
+        try:
+            if self._outermost:
+                _hold = None
+                hold.end()
+            else:
+                hold.open = self._open
+        finally:
+            if self._open:
+                hold.raise_pending()
+
+
+def hear_interrupts() -> None:
+    """Call the handlers of what struck so far, though it is held: for whoever waits, with nothing to note."""
+    if _hold is not None and threading.current_thread() is threading.main_thread():
+        _hold.raise_pending()
+
+
+class interrupts_let_through:
+    """Let signals strike in a `with` block within one that holds them: a user's code runs there, or a whole step.
+
+    What struck before still waits.
+    """
+
+    def __enter__(self) -> None:
+        self._hold = _hold if threading.current_thread() is threading.main_thread() else None
+        if self._hold is not None:
+            self._open, self._hold.open = self._hold.open, True
+
+    def __exit__(self, *error: object) -> None:
+        if self._hold is not None:
+            self._hold.open = self._open

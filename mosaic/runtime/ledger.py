@@ -52,10 +52,14 @@ class DeviceLedger:
         """
         if num_bytes < 0:
             raise ValueError(f"a charge is at least 0 bytes, got {num_bytes}; use release")
+        self.require(owner, num_bytes)
+        self._held[owner] = self._held.get(owner, 0) + num_bytes
+
+    def require(self, owner: str, num_bytes: int) -> None:
+        """Raise DoesNotFit where a charge would; nothing changes."""
         free = self.free_bytes
         if free is not None and num_bytes > free:
             raise DoesNotFit(self._refusal(owner, num_bytes, free), needed_bytes=num_bytes, available_bytes=free)
-        self._held[owner] = self._held.get(owner, 0) + num_bytes
 
     def _refusal(self, owner: str, num_bytes: int, free: int) -> str:
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.held().items()) or "nothing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -54,6 +54,7 @@ def planner_of(
     host_budget: Size | None,
     *,
     adopts: bool,
+    batch_invariant: bool = False,
     progress: Progress | None,
 ) -> Planner:
     """Make the planner of a model's description, for a device that this process has.
@@ -71,7 +72,7 @@ def planner_of(
         described = described.with_dtype(str(dtype).removeprefix("torch."))
     return Planner(
         described, device=usable_device(device), budget=budget, host_budget=host_budget,
-        pinned={"stream": "none"} if adopts else None, progress=progress,
+        pinned={"stream": "none"} if adopts else None, batch_invariant=batch_invariant, progress=progress,
     )  # fmt: skip
 
 
@@ -129,14 +130,16 @@ def open_workspace(planner: Plans) -> Workspace:
     return Workspace(pool=open_pool(driver, ledger, page_bytes=device.page_bytes), host=host)
 
 
-def graph_memory(ledger: DeviceLedger, device: torch.device, *, reserved_bytes: int) -> GraphMemory:
+def graph_memory(
+    ledger: DeviceLedger, device: torch.device, *, make_room: Callable[[], None], reserved_bytes: int
+) -> GraphMemory:
     """Return what counts captured graphs of a device in its ledger."""
     if device.type == "cpu":
         return GraphMemory(ledger)
     shared_streams(device.index).load_for_captures()
     return GraphMemory(
         ledger, lambda: torch.cuda.mem_get_info(device)[0], lambda: torch.cuda.synchronize(device),
-        reserved_bytes=reserved_bytes,
+        make_room=make_room, reserved_bytes=reserved_bytes,
     )  # fmt: skip
 
 

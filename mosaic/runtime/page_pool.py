@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -194,6 +195,17 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())[1:]}
 
 
+def _address_advice() -> str:
+    """What makes room for a reservation: a process has 128 TiB of addresses, or what its limit says."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most == resource.RLIM_INFINITY:
+        return "close models that are open, or open them with smaller budgets"
+    return (
+        f"this process may have {format_bytes(most)}: raise the limit (ulimit -v), close models that are open, or open them "
+        f"with smaller budgets"
+    )
+
+
 def _check(code: int) -> None:
     if code != 0:
         raise _os_error()
@@ -230,7 +242,7 @@ class PageRange:
         except OSError as error:
             raise RuntimeMemoryError(
                 f"cannot reserve {format_bytes(self.capacity_bytes)} of address space for {name}: {error.strerror}; "
-                f"raise the limit of virtual memory (ulimit -v)."
+                f"{_address_advice()}."
             ) from error
         buffer = (ctypes.c_uint8 * self.capacity_bytes).from_address(self.address)
         # The addresses go back when the last tensor over them is gone: a stray view faults, it never sees foreign
@@ -285,6 +297,7 @@ class PageRange:
         """
         end = round_up(num_bytes, self.page_bytes)
         if self._tensor is None or end > self.capacity_bytes:
+            self._ledger.require(self.name, end - self.committed_bytes)
             raise RuntimeMemoryError(
                 f"{self.name}: {num_bytes:,} bytes asked for, the range holds {self.capacity_bytes:,} at most: "
                 f"reserve a larger one."
@@ -354,11 +367,13 @@ class PageRange:
         Touching it faults, or see `released`.
         """
         gone = without(self._committed, self._pages(round_up(num_bytes, self.page_bytes), holes))
-        for first, last in gone:
-            self._withdraw(self.address + first, last - first)
-            self._ledger.release(self.name, last - first)
-            self._committed = without(self._committed, [(first, last)])
-        self.changes += bool(gone)
+        with interrupts_held() as raise_pending:
+            for first, last in gone:
+                self._withdraw(self.address + first, last - first)
+                self._ledger.release(self.name, last - first)
+                self._committed = without(self._committed, [(first, last)])
+                self.changes += 1
+                raise_pending()
 
     def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
         """Commit and decommit so that exactly `[0, num_bytes)`, rounded up to pages, is memory, but for `holes`."""

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 from mosaic.errors import RuntimeMemoryError
+from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 
 __all__ = ["ClosesOnExit", "RangePool", "close_all"]
@@ -87,6 +88,7 @@ class RangePool(ClosesOnExit, Generic[AnyRange]):
 
     def close(self) -> None:
         """Close every range, also if one cannot give its memory back; that is raised at the end. Twice is fine."""
-        parts = tuple(self._ranges.values())
-        self._ranges.clear()
-        close_all(*parts)
+        with interrupts_held():
+            parts = tuple(self._ranges.values())
+            self._ranges.clear()
+            close_all(*parts)

@@ -76,14 +76,14 @@ class SlabRange(DeviceRange):
 
     def _replace(self, before: int, end: int) -> None:
         """Free, then allocate: never more than the budget. A refusal brings the old size back, without contents."""
-        if (free := self._ledger.free_bytes) is not None and end - before > free:
-            self._ledger.charge(self.name, end - before)  # raises, before anything is given up
-        self.decommit()
-        try:
-            self._add(end)
-        except BaseException:
-            self._add(before)
-            raise
+        self._ledger.require(self.name, end - before)  # before anything is given up
+        with interrupts_held():
+            self.decommit()
+            try:
+                self._add(end)
+            except BaseException:
+                self._add(before)
+                raise
 
     def _moved(self, address: int, size: int) -> None:
         self.address, self.committed_bytes, self._tensor = address, size, None

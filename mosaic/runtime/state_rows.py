@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import UsageError
+from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.spans import Span, Spans, joined
 
@@ -32,8 +33,6 @@ class RowTable:
         them: for states whose rows are laid out so (`mosaic.models.state.State`).
     turns
         Held while rows change hands: a re-entrant lock, the same that steps hold while they run.
-    drained
-        Called, in a turn, when the last row was given back.
     taken
         Called, in a turn, with the rows that are handed out.
 
@@ -57,12 +56,11 @@ class RowTable:
         *,
         extents: bool = False,
         turns: AbstractContextManager[object] | None = None,
-        drained: Callable[[], None] | None = None,
         taken: Callable[[Spans], None] | None = None,
     ) -> None:
         self.name, self.in_extents = name, extents
         self.turns = turns if turns is not None else RLock()
-        self._drained, self._taken = drained, taken
+        self._taken = taken
         self._owned: list[OwnedRows] = []
         self._free: list[Span] = []
         self.rows = 0
@@ -128,8 +126,6 @@ class RowTable:
             self.rows = self._free.pop()[0]
         if not owned.length and owned in self._owned:
             self._owned.remove(owned)
-            if not self._owned and self._drained is not None:
-                self._drained()
 
 
 class _Piece(NamedTuple):
@@ -160,7 +156,7 @@ class OwnedRows(ClosesOnExit):
 
     def reserve(self, count: int) -> None:
         """Have rows for `count` positions; those that are there stay where they are."""
-        with self._table.turns:
+        with self._table.turns, interrupts_held():
             if count > self.length:
                 more = self._table.take(self, count - self.length)
                 self._hold([*self._pieces, *(_Piece(*span, span) for span in more)])
@@ -175,7 +171,7 @@ class OwnedRows(ClosesOnExit):
         UsageError
             If there are fewer rows.
         """
-        with self._table.turns:
+        with self._table.turns, interrupts_held():
             stop = self._stop(start, end)
             gone = self._between(start, stop)
             self._hold([*self._between(0, start), *self._between(stop, self.length)])

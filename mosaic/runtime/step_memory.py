@@ -1,4 +1,4 @@
-"""The memory that steps share: as much as any step has needed. It goes back where a step needs it elsewhere, or on `trim`."""
+"""The memory that steps share: as much as any step has needed. It goes back where it is needed elsewhere, or on `trim`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class StepMemory:
     before_shrinking
         Called before the pool `workspace` loses memory: nobody may look at it any more.
     give_way
-        Gives back what others hold of the budget as long as no plan needs it, and says whether that was anything. They go before
-        memory of earlier steps does.
+        Gives back what others hold of the budget as long as no plan needs it. They go before memory of earlier steps does.
     """
 
     def __init__(
@@ -45,18 +44,17 @@ class StepMemory:
         workspace: Workspace,
         tables: Collection[RowTable],
         before_shrinking: Callable[[], None],
-        give_way: Callable[[], bool] = lambda: False,
+        give_way: Callable[[], object] = lambda: None,
     ) -> None:
         self._workspace, self._tables, self._before_shrinking = workspace, tables, before_shrinking
         self._give_way = give_way
         self.row_bytes: dict[str, int] = {}
         """By pool, the bytes of a row of each state that plans have had; the same in all plans of a model."""
-        self.exact = True
-        """Whether the next commit gives back all that its plan does not need."""
         self._served: deque[tuple[object, ...]] = deque(maxlen=ALTERNATING)  # what commits were for, and what they left
 
     def commit(self, plan: Plan) -> None:
-        """Commit a plan's memory beside what earlier plans needed; where there is no room for both, the plan's alone.
+        """Commit a plan's memory beside what earlier plans needed. Where there is no room for both, pages of states go back in
+        which nobody has a row; then what `give_way` has; then all but the plan's own.
 
         Raises
         ------
@@ -65,49 +63,43 @@ class StepMemory:
         RuntimeMemoryError
             If the device, or the machine, refuses.
         """
-        if not self.exact and self._now(plan) in self._served:
+        if self._now(plan) in self._served:
             return
         sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
         self._learn(plan, sizes)
-        if not self.exact:
+        grow = partial(self._workspace.commit_all, sizes, holes=self._holes())
+        for make_room in (self.give_idle_back, self._give_way, partial(self._leave, sizes)):
             try:
-                self._with_room(partial(self._workspace.commit_all, sizes, holes=self._holes()))
-                self._served.append(self._now(plan))
-                return
+                grow()
+                break
             except (DoesNotFit, RuntimeMemoryError) as refused:
-                _log.debug("memory of earlier steps is given back: %s", refused)
+                _log.debug("memory that this step does not need is given back: %s", refused)
+                make_room()
+        else:
+            grow()
+        self._served.append(self._now(plan))
+
+    def _leave(self, sizes: Mapping[str, int]) -> None:
+        """Give back all but these bytes."""
         committed = self._workspace.committed_bytes()
         if sizes[WORKSPACE] < committed.get(WORKSPACE, 0):
             self._before_shrinking()
         unused = {name: 0 for name in committed if name == HOST or name.startswith("carry/")}
-        self._with_room(partial(self._workspace.resize_all, {**unused, **sizes}, holes=self._holes()))
-        self.exact = False
-        self._served.append(self._now(plan))
+        self._workspace.trim_all({**unused, **sizes}, holes=self._holes())
 
-    def _with_room(self, commit: Callable[[], None]) -> None:
-        """Commit, once more if others give way."""
-        try:
-            commit()
-        except (DoesNotFit, RuntimeMemoryError):
-            if not self._give_way():
-                raise
-            commit()
+    def give_idle_back(self) -> None:
+        """Give back the pages of states in which nobody has a row."""
+        self._workspace.trim_all(self._owned(), holes=self._holes())
 
-    def trim(self, plan: Plan, *, states_alone: bool = False) -> None:
-        """Give back what a plan and the owners of rows do not need.
+    def trim(self, plan: Plan) -> None:
+        """Give back what a plan, the last step's, and the owners of rows do not need."""
+        sizes = {name: plan.pools.get(name, 0) for name in self._workspace.committed_bytes() if name != "weights"}
+        self._workspace.trim_all(sizes | self._owned(), holes=self._holes())
 
-        Parameters
-        ----------
-        plan
-            The last step's.
-        states_alone
-            Leave the other pools to the next commit: somebody may still look at outputs.
-        """
-        committed = self._workspace.committed_bytes()
-        sizes = {} if states_alone else {name: plan.pools.get(name, 0) for name in committed if name != "weights"}
-        sizes |= {table.pool: table.rows * self.row_bytes.get(table.pool, 0) for table in self._tables}
-        self._workspace.trim_all({name: sizes[name] for name in sizes if name in committed}, holes=self._holes())
-        self.exact = states_alone
+    def _owned(self) -> dict[str, int]:
+        """Bytes of each state that has memory, up to the last row that somebody has."""
+        sizes = {table.pool: table.rows * self.row_bytes.get(table.pool, 0) for table in self._tables}
+        return {name: sizes[name] for name in self._workspace.committed_bytes() if name in sizes}
 
     def _now(self, plan: Plan) -> tuple[object, ...]:
         """What a commit depends on: the plan, who has which rows, and what is committed.

@@ -6,8 +6,8 @@ For debugging: the gaps are poisoned before a step, and a checksum of every weig
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +49,9 @@ class WeightGuard:
                     self._gaps[f"the {start - end:,} bytes after '{name}'"] = views.at(
                         pool, end, (start - end,), "uint8"
                     )
+        # the device's first: reading one waits for the step, whose copies may still be under way to the host
+        watched = sorted({**self._weights, **self._gaps}.items(), key=lambda item: item[1].device.type == "cpu")
+        self._watched = {name: _words(view) for name, view in watched}
 
     def begin(self) -> None:
         """Poison the gaps and remember the weights as they are."""
@@ -76,9 +79,7 @@ class WeightGuard:
             )
 
     def _sums(self) -> dict[str, int]:
-        # the device's first: reading one waits for the step, whose copies may still be under way to the host
-        views = sorted([*self._weights.items(), *self._gaps.items()], key=lambda item: item[1].device.type == "cpu")
-        return {name: _checksum(view) for name, view in views}
+        return {name: _checksum(parts) for name, parts in self._watched.items()}
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -91,13 +92,15 @@ def _end_of(records: PlanRecords, pool: str) -> int:
     return max(int(b.offset + b.size) for b in weights)
 
 
-def _checksum(view: Tensor) -> int:
-    """The sum of all words, modulo 2^64: one changed word changes it.
-
-    On a CPU nothing is allocated for it; on a device PyTorch's reduction takes a few bytes from its allocator.
-    """
+def _words(view: Tensor) -> list[Any]:
+    """The words of some bytes, and the bytes behind the last word: arrays on a CPU, where nothing is allocated for a sum; on a
+    device PyTorch's reduction takes a few bytes from its allocator."""
     whole = view.numel() // 8 * 8 if view.storage_offset() % 8 == 0 else 0
-    if view.device.type == "cpu":
-        array = view.numpy()
-        return int(array[:whole].view(np.int64).sum()) + int(array[whole:].sum())
-    return int(view[:whole].view(torch.int64).sum()) + int(view[whole:].sum())
+    words = [view[:whole].view(torch.int64)] if whole else []
+    parts = [*words, view[whole:]] if whole < view.numel() else words
+    return [part.numpy() for part in parts] if view.device.type == "cpu" else parts
+
+
+def _checksum(parts: list[Any]) -> int:
+    """The sum of all words, modulo 2^64: one changed word changes it."""
+    return sum(int(part.sum()) for part in parts)

@@ -76,6 +76,8 @@ class WeightStore:
         if self._model.path is None:
             staging = self._staging(plan) if self._device.type == "cuda" and streamed_bytes(plan) else None
             fill_randomly(views, seed=self._seed, staging=staging)
+            if staging is not None:
+                workspace.trim_all({"workspace": 0})
         else:
             with Checkpoint(self._model.path) as checkpoint:
                 load_weights(views, checkpoint, self._model.architecture)

@@ -30,6 +30,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 """Name in plans -> PyTorch dtype."""
 
 RESERVE_BYTES: Final = 1 << 40
+"""The most address space of a range; a process has 128 TiB."""
 HOST: Final = "host"
 NO_HOLES: Final[Mapping[str, Spans]] = MappingProxyType({})
 
@@ -106,7 +107,8 @@ class Workspace(ClosesOnExit):
     ledger
         Owner of the budget; a fresh one without a limit if not given.
     capacities
-        Bytes of address space to reserve per pool; 1 TiB where not given. Reserving costs no memory.
+        Bytes of address space to reserve per pool. Where not given, the budget, which is all that a range can hold, and 1 TiB
+        at most. Reserving costs no memory.
     page_bytes
         Granularity of commits: a plan's `page_bytes`.
     pool
@@ -158,7 +160,12 @@ class Workspace(ClosesOnExit):
         """Give the range of a pool, reserving it on first use."""
         pool = self._pool(name)
         existing = pool.ranges.get(name)
-        return existing if existing is not None else pool.reserve(name, self._capacities.get(name, RESERVE_BYTES))
+        if existing is not None:
+            return existing
+        budget = pool.ledger.budget_bytes
+        return pool.reserve(
+            name, self._capacities.get(name, RESERVE_BYTES if budget is None else min(budget, RESERVE_BYTES))
+        )
 
     def resize(self, name: str, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
         """Back exactly `[0, num_bytes)` of a pool, rounded up to pages, with memory, except in `holes` (bytes, sorted)."""
