@@ -13,8 +13,11 @@ from mosaic.version import __version__
 __distribution__ = "mosaic-dllm"
 
 if TYPE_CHECKING:
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.decoding.live import Generation, Submission
+    from mosaic.decoding.session import Session
     from mosaic.devices import DEVICES, Device, load_device
-    from mosaic.errors import MosaicError
+    from mosaic.errors import DoesNotFit, MosaicError, UsageError
     from mosaic.models.eviction import Eviction
     from mosaic.models.reuse import PrefixReuse
     from mosaic.models.sparse import SparseAttention
@@ -35,7 +38,10 @@ _PUBLIC = {
     "CompiledProgram": "mosaic.runtime.compiled_program",
     "DEVICES": "mosaic.devices",
     "Device": "mosaic.devices",
+    "DoesNotFit": "mosaic.errors",
     "Eviction": "mosaic.models.eviction",
+    "Generation": "mosaic.decoding.live",
+    "GenerationConfig": "mosaic.decoding.config",
     "Graph": "mosaic.registrar.graph",
     "Implementation": "mosaic.registrar.operator",
     "MosaicError": "mosaic.errors",
@@ -45,8 +51,11 @@ _PUBLIC = {
     "PrefixReuse": "mosaic.models.reuse",
     "Program": "mosaic.registrar.program",
     "Request": "mosaic.planner.request",
+    "Session": "mosaic.decoding.session",
     "SparseAttention": "mosaic.models.sparse",
     "Spec": "mosaic.registrar.operator",
+    "Submission": "mosaic.decoding.live",
+    "UsageError": "mosaic.errors",
     "check_plan": "mosaic.planner.check",
     "compile": "mosaic.runtime.compile",
     "load_device": "mosaic.devices",
@@ -60,7 +69,10 @@ __all__ = [
     "CompiledModel",
     "CompiledProgram",
     "Device",
+    "DoesNotFit",
     "Eviction",
+    "Generation",
+    "GenerationConfig",
     "Graph",
     "Implementation",
     "MosaicError",
@@ -70,8 +82,11 @@ __all__ = [
     "PrefixReuse",
     "Program",
     "Request",
+    "Session",
     "SparseAttention",
     "Spec",
+    "Submission",
+    "UsageError",
     "__version__",
     "check_plan",
     "compile",

@@ -97,7 +97,7 @@ class Telling:
         return before in self.told and self.told.index(("launch", number)) < self.told.index(before)
 
 
-@pytest.fixture(scope="module", params=["sdar", "llada2"])
+@pytest.fixture(scope="module", params=["sdar", pytest.param("llada2", marks=pytest.mark.soak)])
 def model(request: pytest.FixtureRequest) -> Iterator[CompiledModel]:
     """Of so few tokens that the mask token is often the most likely one."""
     config = {**FAMILIES[request.param], "vocab_size": 12, "mask_token_id": 11, "eos_token_id": 10, "pad_token_id": 9}

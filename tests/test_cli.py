@@ -81,6 +81,7 @@ def test_plan_shows_a_step_that_selects_again(mosaic: Any) -> None:
     assert steps["later"] < steps["exact"] < steps["again"] < steps["first"]
 
 
+@pytest.mark.soak
 def test_plan_sets_steps_that_reuse_beside_the_exact_one(mosaic: Any) -> None:
     """They read no prefix; what is kept of it is in the plan, of all layers or of those that are exact beside sparse ones."""
     ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention")
@@ -151,6 +152,7 @@ def test_sparse_attention_is_planned_of_a_whole_block(mosaic: Any) -> None:
     assert refused.code == 2 and "leave --seq-lens, --masked and --mask-ratio out" in refused.err
 
 
+@pytest.mark.soak
 def test_a_selection_as_large_as_the_prefix_generates_what_exact_attention_does(mosaic: Any) -> None:
     """Through the command: its options reach the algorithm, and the document says them."""
     ask = ("generate", "--model", "small-sdar", "--prompt", "Anna has 3 apples.", "--gen-length", "24", "--json")
@@ -227,6 +229,7 @@ def test_eviction_is_planned_of_whole_blocks(more: tuple[str, ...], message: str
     assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
 
 
+@pytest.mark.soak
 def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic: Any) -> None:
     """The step fits where the largest of its graphs does; its second one takes less, the fewer tokens it computes."""
     whole_blocks = ("plan", "--device", "h200", "--model", "small-sdar", "--seq-lens", ",".join(["1k"] * 128))
@@ -254,6 +257,7 @@ def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic:
     assert not {option["what"] for option in options} & {"masked", "ctx", "seq-lens"}
 
 
+@pytest.mark.soak
 def test_plan_cuts_the_later_step_of_a_block_that_attends_sparsely(mosaic: Any) -> None:
     """Eviction and selected keys in one step: steps of the attention alone, and graphs that read what it selects."""
     ask = ("plan", "--device", "h200", "--model", "small-sdar", "--ctx", "8k", "--attention", "mage", "--k", "64")
@@ -405,15 +409,15 @@ def test_a_plan_that_does_not_fit_says_what_would(mosaic: Any, tmp_path: Path) -
 SPARSE = ("--model", "small-sdar", "--ctx", "1m", "--attention")
 
 
+@pytest.mark.soak
 def test_steps_of_sparse_attention_are_planned_side_by_side(mosaic: Any, little: tuple[str, ...]) -> None:
     """They fit where the largest of them does."""
     steps = mosaic(*little, *SPARSE, "mage", "--json").json["steps"]
     least = max(step["total_bytes"] for step in steps.values())
     assert steps["first"]["total_bytes"] == least > steps["later"]["total_bytes"] > steps["exact"]["total_bytes"]
     assert mosaic(*little, *SPARSE, "mage", "--budget", str(least)).code == 0
-    for budget in (steps["later"]["total_bytes"], steps["exact"]["total_bytes"]):
-        tight = mosaic(*little, *SPARSE, "mage", "--budget", str(budget), "--json")
-        assert tight.code == 3 and tight.json["misfit"]["needed_bytes"] == least
+    tight = mosaic(*little, *SPARSE, "mage", "--budget", str(steps["later"]["total_bytes"]), "--json")
+    assert tight.code == 3 and tight.json["misfit"]["needed_bytes"] == least
 
 
 def test_a_block_has_as_many_first_steps_as_select(capsys: pytest.CaptureFixture[str]) -> None:
@@ -510,6 +514,7 @@ def test_models_and_devices(mosaic: Any) -> None:
     assert mosaic("devices", "--fits", "--ctx", "1k").code == 2
 
 
+@pytest.mark.soak
 def test_devices_that_would_do_within_budgets(mosaic: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     request = ("--model", str(tmp_path / "config.json"), "--ctx", "1m")
@@ -536,9 +541,9 @@ def test_contexts_go_by_either_name(mosaic: Any) -> None:
     ("words", "expected"),
     [
         ("mosaic plan --model llada-8", "llada-8b"),
-        ("mosaic plan --device rtx-4", "rtx-4090"),
-        ("mosaic generate --model small-s", "small-sdar"),
-        ("mosaic devices --model dre", "dream-7b"),
+        pytest.param("mosaic plan --device rtx-4", "rtx-4090", marks=pytest.mark.soak),
+        pytest.param("mosaic generate --model small-s", "small-sdar", marks=pytest.mark.soak),
+        pytest.param("mosaic devices --model dre", "dream-7b", marks=pytest.mark.soak),
         ("mosaic pack --solver cp", "cpsat"),
         ("mosaic bench --device h2", "h200"),
         ("mosaic cal", "calibrate"),

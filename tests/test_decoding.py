@@ -70,7 +70,7 @@ def cases() -> Iterator[dict[tuple[str, str, int], Case]]:
             case.runner.close()
 
 
-@pytest.fixture(params=list(RUNNERS))
+@pytest.fixture(params=[pytest.param("reference", marks=pytest.mark.soak), "compiled"])
 def make(request: pytest.FixtureRequest, cases: dict[tuple[str, str, int], Case]) -> Iterator[Make]:
     made: list[Case] = []
 
@@ -538,7 +538,6 @@ def way(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return WAYS[request.param]
 
 
-@pytest.mark.parametrize("make", [pytest.param("reference", marks=pytest.mark.soak), "compiled"], indirect=True)
 def test_batches_of_other_lengths_give_the_same_tokens_as_alone(make: Make, way: tuple[str, dict[str, Any]]) -> None:
     family, options = way
     case, prompts = make(family), [prompt_of(length) for length in (5, 16, 1, 16, 9)]
@@ -607,7 +606,10 @@ def test_a_model_that_predicts_the_mask_comes_to_an_end(make: Make, way: tuple[s
 # --- what is asked of the runner --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lengths", [[5], [16], [9, 9], [3, 16, 9]])
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param([5], marks=pytest.mark.soak), [16], pytest.param([9, 9], marks=pytest.mark.soak), [3, 16, 9]],
+)
 def test_no_step_is_larger_than_predicted(way: tuple[str, dict[str, Any]], lengths: list[int]) -> None:
     family, options = way
     if family == "sdar":

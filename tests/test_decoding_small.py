@@ -1,6 +1,7 @@
 """The small trained models decode token for token as the statements of `test_decoding` do, in float32.
 
 Trained weights bring what random ones do not: many tokens that are all but certain, ties among them, answers that end.
+The test command decodes by blocks and by Fast-dLLM; the other algorithms soak.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def prompt_of(task: str) -> Tensor:
     return torch.tensor(vocabulary().encode(PROMPTS[task]))
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.soak
 @pytest.mark.parametrize("task", PROMPTS)
 @pytest.mark.parametrize(
     ("temperature", "remasking"), [(0.0, "low_confidence"), (0.8, "low_confidence"), (0.0, "random")]
@@ -65,13 +66,14 @@ def test_llada(bidirectional: Case, task: str, temperature: float, remasking: st
     assert_same(bidirectional, prompt, expected, gen_length=36, **options)
 
 
+@pytest.mark.soak
 def test_llada_guided(bidirectional: Case) -> None:
     prompt = prompt_of("story")
     expected = llada(bidirectional.network, prompt, 32, 16, 16, Draw(scaled=False), cfg=0.7)
     assert_same(bidirectional, prompt, expected, gen_length=32, block_length=16, steps=16, cfg_scale=0.7)
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.soak
 @pytest.mark.parametrize("task", ["retrieval", "story"])
 @pytest.mark.parametrize("alg", ["origin", "maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
@@ -98,7 +100,7 @@ def test_fast_dllm(
     assert_same(bidirectional, prompt, expected, gen_length=36, **options)
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.soak
 @pytest.mark.parametrize("task", PROMPTS)
 @pytest.mark.parametrize("remasking", ["sequential", "low_confidence_static", "low_confidence_dynamic"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -109,7 +111,7 @@ def test_sdar(blockwise: Case, task: str, remasking: str, temperature: float) ->
     assert_same(blockwise, prompt, expected, gen_length=40, **options)
 
 
-@pytest.mark.parametrize("task", ["retrieval", "story"])
+@pytest.mark.parametrize("task", [pytest.param("retrieval", marks=pytest.mark.soak), "story"])
 def test_sdar_keeps_what_top_p_and_top_k_leave(blockwise: Case, task: str) -> None:
     prompt, settings = prompt_of(task), {"temperature": 1.1, "top_p": 0.8, "top_k": 6, "seed": 8}
     expected = sdar(blockwise.network, prompt, 40, 16, "low_confidence_dynamic", Draw(**settings))

@@ -280,6 +280,23 @@ def test_detokenizer_begins_anew_after_a_flush() -> None:
 # --- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
+def test_text_that_is_submitted_is_text_that_is_generated_from(checkpoint: Path) -> None:
+    with mosaic.compile(CONFIG) as random:
+        random.save(checkpoint)
+    prompts: list[Any] = ["Grüße", [{"role": "user", "content": "hi"}], torch.tensor([65, 66])]
+    with mosaic.compile(checkpoint, device="cpu", host_budget=0) as model, model.session() as session:
+        expected = model.generate(prompts, gen_length=16)
+        requests = [session.submit(prompt, gen_length=16) for prompt in prompts]
+        assert session.admits(mosaic.Submission(prompt="Grüße"))
+        while session.live:
+            session.advance()
+    for request, one in zip(requests, expected, strict=True):
+        found = request.generation
+        assert found is not None and found.text == one.text and torch.equal(found.prompt_ids, one.prompt_ids)
+        assert torch.equal(found.token_ids, one.token_ids)
+    assert expected[0].text is not None and expected[2].text is None
+
+
 def test_tokenizer_and_chat(checkpoint: Path) -> None:
     tokenizer = Tokenizer(checkpoint)
     assert tokenizer.decode(tokenizer.encode("Grüße 東京")) == "Grüße 東京"

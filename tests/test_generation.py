@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_runner import CompiledRunner
+from fake_cuda import FakeDriver
 from reference_runner import random_tensors
 from test_decoding import CONFIGS, prompt_of
 
@@ -19,9 +20,12 @@ from mosaic.decoding.canvas import COMMIT
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.parts import KEPT, SAMPLE, Commit
 from mosaic.models.phase import Phase
+from mosaic.runtime.cuda_pool import CudaPool
+from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.steps import StepRequest
-from mosaic.runtime.workspace import RESERVE_BYTES
+from mosaic.runtime.workspace import RESERVE_BYTES, Workspace
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "llada": ("llada", {"gen_length": 16, "block_length": 8, "steps": 8}),
@@ -66,7 +70,7 @@ def by_the_planners_own_choice(way: str) -> list[list[int]]:
     return generated(family, options, LENGTHS)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_plan_generates_the_same(plan: str, way: str) -> None:
@@ -74,7 +78,7 @@ def test_every_plan_generates_the_same(plan: str, way: str) -> None:
     assert generated(family, options, LENGTHS, **PLANS[plan]) == by_the_planners_own_choice(way)
 
 
-@pytest.mark.parametrize("lengths", [(9,), (30,), (21, 4)])
+@pytest.mark.parametrize("lengths", [pytest.param((9,), marks=pytest.mark.soak), (30,), (21, 4)])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[int, ...]) -> None:
     family, options = WAYS[way]
@@ -85,8 +89,6 @@ def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[
 
     def measure(step: decoding.Step) -> None:
         held, kept = runner.model.workspace.committed_bytes(), runner.planned_bytes
-        if kept.get("state/kv") and not runner.model.state_rows:  # the last sequence is closed
-            kept = {pool: 0 if pool.startswith("state/") else size for pool, size in step.plan.pools.items()}
         assert held == {pool: kept[pool] for pool in held}  # to the byte, the most that a step has needed
         committed.append(step.peak_bytes)
 
@@ -212,6 +214,30 @@ def test_requests_that_make_no_step_are_refused(changed: dict[str, Any], message
     runner.close()
 
 
+def test_a_second_generation_maps_nothing_and_trimming_is_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over pages of a device, whose driver counts. What a generation held is kept, and counted, for the next."""
+    driver = FakeDriver(1 << 40)
+    pool = CudaPool(driver, DeviceLedger(1 << 40))
+    monkeypatch.setattr("mosaic.runtime.engine.open_workspace", lambda planner: Workspace(pool=pool, host=PagePool()))
+    with mosaic.compile(CONFIGS["sdar"], host_budget=0) as model:
+
+        def generate() -> list[int]:
+            (found,) = model.generate(torch.arange(300) % 50, gen_length=16, stop_at_eos=False)
+            return found.token_ids.tolist()
+
+        tokens, report, calls = generate(), model.memory(), len(driver.calls)
+        assert report.committed["state/kv"] > 0 and not model.state_rows
+        assert generate() == tokens and model.memory().committed == report.committed
+        assert not {"create", "map", "set_access", "unmap"} & set(driver.calls[calls:])
+        assert driver.used_bytes == sum(report.committed.values())
+        assert pool.ledger.held()["state/kv"] == report.committed["state/kv"]
+        calls = len(driver.calls)
+        model.trim()
+        assert model.memory().committed["state/kv"] == 0 and driver.calls[calls:].count("unmap") <= 3
+        assert generate() == tokens
+    assert not driver.used_bytes
+
+
 def test_a_closed_model_holds_no_addresses() -> None:
     """Neither views of results that were copied nor executors keep its ranges reserved."""
 
@@ -221,7 +247,7 @@ def test_a_closed_model_holds_no_addresses() -> None:
 
     gc.collect()
     before = reserved()
-    model = mosaic.compile(CONFIGS["sdar"])
+    model = mosaic.compile(CONFIGS["sdar"], budget=RESERVE_BYTES)
     model.generate(torch.arange(9), gen_length=16, stop_at_eos=False)
     opened = reserved()
     model.close()

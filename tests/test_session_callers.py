@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -100,6 +101,71 @@ def test_a_session_is_closed_whatever_streamers_raise(model: CompiledModel) -> N
     with pytest.raises(UsageError, match="the session is closed"):
         session.submit(torch.arange(5), **WAY)
     session.close()
+
+
+def test_a_request_is_cancelled_by_its_own_session_alone(model: CompiledModel) -> None:
+    """Both number theirs from 0: whoever mixes them up is told, and everybody goes on, whatever has ended by then."""
+    prompts = [torch.arange(5), torch.arange(1, 6)]
+    expected = model.generate(prompts, **WAY)
+    with model.session() as first, model.session() as second:
+        mine, other = ([session.submit(prompt, **WAY) for prompt in prompts] for session in (first, second))
+        second.cancel(other[1])
+        rows = model.state_rows
+        for session, requests in ((first, other), (second, mine)):
+            for request in requests:
+                with pytest.raises(UsageError, match=f"cancel: request {request.number} is of another session"):
+                    session.cancel(request)
+        assert (first.live, second.live, model.state_rows) == (tuple(mine), (other[0],), rows)
+        while first.live or second.live:
+            first.advance()
+            second.advance()
+    assert model.state_rows == {} and other[1].generation is not None and other[1].generation.finish == "cancelled"
+    for request, one in zip([*mine, other[0]], [*expected, expected[0]], strict=True):
+        assert request.generation is not None and torch.equal(request.generation.token_ids, one.token_ids)
+
+
+def test_requests_go_by_what_they_are_not_by_their_number(model: CompiledModel) -> None:
+    """A number that a user writes over is one for reports, and nothing else."""
+    with model.session() as session:
+        requests = [session.submit(torch.arange(5), **WAY) for _ in range(3)]
+        for request in requests:
+            request.number = 7
+        session.cancel(requests[1])
+        assert session.live == (requests[0], requests[2])
+        while session.live:
+            session.advance()
+    finishes = [request.generation.finish for request in requests if request.generation is not None]
+    assert finishes == ["length", "cancelled", "length"] and model.state_rows == {}
+
+
+def test_who_waits_for_another_thread_hears_signals(model: CompiledModel) -> None:
+    """Though a session holds them: a generation of another thread may take minutes."""
+    began, done = Event(), Event()
+
+    def take() -> None:
+        with model.exclusive():
+            began.set()
+            done.wait(10)
+
+    def strike(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    thread = Thread(target=take)
+    with model.session() as session:
+        thread.start()
+        began.wait()
+        before = signal.signal(signal.SIGALRM, strike)
+        try:
+            for call in (lambda: session.submit(torch.arange(5), **WAY), session.advance, session.close):
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+                with pytest.raises(InterruptedError):
+                    call()
+                assert not done.is_set()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            done.set()
+            thread.join()
+        assert session.submit(torch.arange(5), **WAY) in session.live
 
 
 def test_a_step_of_nobody_is_refused(model: CompiledModel) -> None:

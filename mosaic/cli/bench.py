@@ -44,7 +44,6 @@ def bench(
     attention: Annotated[
         str, typer.Option(help="PyTorch's attention: fastest (of a timing), default, cudnn, flash, efficient, math.")
     ] = "fastest",
-    floor: Annotated[bool, typer.Option("--floor", help="Measure the GEMM and attention floor of every step.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Minutes to stop after; what was measured is kept.")] = None,
     seed: Annotated[int, typer.Option(help="Of random weights and inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
@@ -80,7 +79,6 @@ def bench(
         caps=tuple(parse_bytes(part, what="cap") for part in cap.split(",")) if cap is not None else (),
         repeats=repeats,
         attention=attention,
-        floor=floor,
         seed=seed,
     )
     _check(settings.model, settings.device)

@@ -140,6 +140,9 @@ Threads: TypeAlias = Annotated[
     int | None,
     typer.Option(help="On a CPU, threads of an operation; by the model's size, at most as many as PyTorch uses."),
 ]
+BatchInvariant: TypeAlias = Annotated[
+    bool, typer.Option("--batch-invariant", help="Kernels whose results do not depend on other requests in a step.")
+]
 Where: TypeAlias = Annotated[
     str, typer.Option(help="cpu, or the profile of this machine's card.", autocompletion=device_names)
 ]

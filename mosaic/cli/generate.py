@@ -85,6 +85,7 @@ def generate(
     device: o.Where = "cpu",
     dtype: o.DType = None,
     threads: o.Threads = None,
+    batch_invariant: o.BatchInvariant = False,
     no_live: Annotated[bool, typer.Option("--no-live", help="Write text as it is committed, no canvas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
@@ -109,7 +110,7 @@ def generate(
     job = _Job(
         model=described, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
         config=resolve(config, described.architecture), chat=chat, device=device, budget=budget, host_budget=host_budget,
-        dtype=dtype or own_dtype(model, device), threads=threads,
+        dtype=dtype or own_dtype(model, device), threads=threads, batch_invariant=batch_invariant,
     )  # fmt: skip
     for warning in _outlook(job):
         note(warning)
@@ -182,7 +183,10 @@ def _outlook(job: _Job) -> list[str]:
     model = job.model if job.dtype is None else job.model.with_dtype(job.dtype)
     tokens = len(job.prompt_ids) + job.config.gen_length
     with compiling() as progress:
-        planner = Planner(model, device=job.device, budget=job.budget, host_budget=job.host_budget, progress=progress)
+        planner = Planner(
+            model, device=job.device, budget=job.budget, host_budget=job.host_budget,
+            batch_invariant=job.batch_invariant, progress=progress,
+        )  # fmt: skip
         plan = planner.plan(Request(seq_lens=(tokens,), masked=job.config.gen_length), limit=False)
     steps, _ = _totals(job.config, len(job.prompt_ids))
     memory = available_bytes() if planner.device.backend == "cpu" else None
@@ -207,6 +211,7 @@ class _Job:
     host_budget: str | None
     dtype: str | None
     threads: int | None
+    batch_invariant: bool
 
 
 def _decode(
@@ -225,7 +230,7 @@ def _decode(
         with compiling() as progress:
             opened = compile(
                 job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
-                threads=job.threads, seed=job.config.seed, progress=progress,
+                threads=job.threads, batch_invariant=job.batch_invariant, seed=job.config.seed, progress=progress,
             )  # fmt: skip
     except DoesNotFit as misfit:
         raise DoesNotFit(

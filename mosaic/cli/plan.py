@@ -55,6 +55,7 @@ def plan(
     alpha: o.Alpha = None,
     block_cache: o.BlockCache = None,
     rope_scaling: o.RopeScaling = None,
+    batch_invariant: o.BatchInvariant = False,
     explain: Annotated[bool, typer.Option(help="Add the peak formula and the search trace.")] = False,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Set two plan files side by side.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan's JSON.")] = None,
@@ -93,6 +94,7 @@ def plan(
                 alpha,
                 block_cache,
                 rope_scaling,
+                batch_invariant,
             )
         ):
             raise UsageError("--compare takes two plan files and goes with --json alone.")
@@ -123,7 +125,14 @@ def plan(
     check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
     with compiling() as progress:
-        planner = Planner(described, device=device, budget=budget, host_budget=host_budget, progress=progress)
+        planner = Planner(
+            described,
+            device=device,
+            budget=budget,
+            host_budget=host_budget,
+            batch_invariant=batch_invariant,
+            progress=progress,
+        )
         planner.verify_checkpoint()
         steps = {} if policy is None else requests_of(planner, ctx, policy)
         others = {name: planner.plan(step, limit=False) for name, step in steps.items()}

@@ -12,9 +12,10 @@ from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.sharing import SharedSizes
 from mosaic.models.architecture import Architecture
+from mosaic.models.sparse import SparseAttention
 from mosaic.models.step import StepSize
 
-__all__ = ["algorithm_of", "canvas_length", "largest_steps", "shapes", "shared_sizes"]
+__all__ = ["algorithm_of", "canvas_length", "largest_steps", "shapes", "shared_sizes", "within_canvas"]
 
 
 _MODULES: Final[Mapping[str, ModuleType]] = {
@@ -60,8 +61,20 @@ def shapes(
     found = resolve(config, architecture)
     asked = range(len(prompt_lens)) if request_ids is None else request_ids
     return shared_sizes(
-        [largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)]
+        [
+            largest_steps(within_canvas(found, architecture, length), architecture, length, number)
+            for length, number in zip(prompt_lens, asked, strict=True)
+        ]
     )
+
+
+def within_canvas(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> GenerationConfig:
+    """Return resolved options of which none takes memory for more positions than the request's canvas has."""
+    chosen = config.attention
+    if not isinstance(chosen, SparseAttention):
+        return config
+    fitting = chosen.within(canvas_length(config, architecture, prompt_len))
+    return config if fitting is chosen else replace(config, attention=fitting)
 
 
 def largest_steps(

@@ -309,9 +309,9 @@ class Canvas:
             **rule,
         )
 
-    def fill(self, start: int, end: int, phase: Phase = COMMIT) -> StepRequest:
-        """Make the request that writes the keys and values of [start, end): a prefill, or the commit of a block."""
-        return self.ask(phase, torch.empty(0, dtype=torch.int64), window=(start, end))
+    def fill(self, start: int, end: int, phase: Phase = COMMIT, **given: Any) -> StepRequest:
+        """Make the request that writes the keys and values of [start, end): a prefill, or the commit of a block; as `ask` does."""
+        return self.ask(phase, torch.empty(0, dtype=torch.int64), window=(start, end), **given)
 
     def take(self, positions: Positions, result: StepResult, committed: Tensor | None = None) -> None:
         """Write what a step has committed of the positions that it was asked to decide: bool [n], the result's own if not given."""

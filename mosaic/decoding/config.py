@@ -6,6 +6,7 @@ What an algorithm takes, what it is for and its own defaults stand in one table,
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -26,6 +27,8 @@ __all__ = ["ALGORITHMS", "GenerationConfig", "own_algorithm", "resolve"]
 REMASKING: Final = ("low_confidence", "random", "sequential", "low_confidence_static", "low_confidence_dynamic")
 ALGS: Final = ("origin", "maskgit_plus", "topk_margin", "entropy")
 CACHES: Final = ("prefix", "dual")
+FINE_STEPS: Final = 4096
+"""Dream's time is cut into as many steps at most, or as many as there are tokens: each takes the host a draw or a count."""
 _COMMON: Final = frozenset({"algorithm", "gen_length", "temperature", "seed", "stop_at_eos"})
 _COMPUTING: Final = frozenset({"eviction", "block_cache", "block_commit"})
 
@@ -86,7 +89,8 @@ class GenerationConfig:
         been decided as long, too (sdar, llada2, fast-dllm-v2). None: the whole block is computed in each step.
     block_commit
         With `block_cache`, the keys of a finished block: "exact", those of its final tokens, or "cached", where tokens are
-        computed no more those of then. Either way the first step of the next block writes what is left to write.
+        computed no more those of then. Either way the first step of the next block writes what is left to write, but with
+        "cached" and an eviction whose `reach` is "step" a step of its own does.
     stop_at_eos
         End at the first end-of-sequence token.
     ahead
@@ -145,8 +149,14 @@ class GenerationConfig:
             ("block_cache", self.block_cache, BLOCK_CACHES),
             ("block_commit", self.block_commit, BLOCK_COMMITS),
         ):
+            own = what == "algorithm" and isinstance(value, Algorithm)
+            if value is not None and not isinstance(value, str) and not own:
+                raise UsageError(f"{what}: expected a name, one of {', '.join(known)}, got {value!r}.")
             if isinstance(value, str) and value not in known:
                 raise UnknownName(what, value, known)
+        for what, flag in (("stop_at_eos", self.stop_at_eos), ("ahead", self.ahead)):
+            if flag is not None and not isinstance(flag, bool):
+                raise UsageError(f"{what}: expected True or False, got {flag!r}.")
         if self.attention is not None:
             attention_policy(self.attention)
         if self.eviction is not None:
@@ -170,8 +180,8 @@ class GenerationConfig:
         value = getattr(self, name)
         if value is None:
             return
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or (kind is int and not isinstance(value, int)):
+        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        if not number or (kind is float and not abs(value) <= sys.float_info.max):
             raise UsageError(f"{name}: expected {'an integer' if kind is int else 'a number'}, got {value!r}.")
         if not holds(value):
             raise UsageError(f"{name} is {value}; it must be {expected}.")
@@ -246,6 +256,25 @@ def own_algorithm(architecture: Architecture) -> str:
     return "llada2" if architecture.router_scoring == "sigmoid" else "sdar"
 
 
+def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
+    """Return a config with options by name, which come before its own.
+
+    Raises
+    ------
+    UsageError
+        If there is no such option, or a value cannot be.
+    """
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise UsageError(
+            f"config: expected GenerationConfig(…) or options by name, such as gen_length=64, got {type(config).__name__}."
+        )
+    known = [entry.name for entry in fields(GenerationConfig)]
+    for name in options:
+        if name not in known:
+            raise UnknownName("option of generate", name, known)
+    return replace(config or GenerationConfig(), **options)
+
+
 @lru_cache(maxsize=256)
 def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationConfig:
     """Fill in what was left to the algorithm, and check what depends on the model.
@@ -271,7 +300,11 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     if config.eviction is not None:
         eviction = token_eviction(config.eviction)
         eviction.check(architecture, dual=config.cache == "dual")
-        config = replace(config, eviction=eviction)
+        config = replace(
+            config, eviction=eviction.within(config.block_length or architecture.block or config.gen_length)
+        )
+    if config.top_k is not None and config.top_k >= architecture.vocabulary:
+        config = replace(config, top_k=0)
     for entry in fields(config):
         taken = entry.name in traits.options or entry.name in _COMMON
         if not taken and getattr(config, entry.name) != entry.default:
@@ -350,6 +383,11 @@ def _check_canvas(config: GenerationConfig, architecture: Architecture) -> None:
                 f"steps {config.steps} is not divisible by the {blocks} blocks of {config.block_length} in gen_length "
                 f"{config.gen_length}; use steps {-(-config.steps // blocks) * blocks}."
             )
+    most = max(FINE_STEPS, config.gen_length)
+    if config.algorithm == "dream" and config.steps is not None and config.steps > most:
+        raise UsageError(
+            f"steps is {config.steps} for {config.gen_length} tokens, so next to none of them decides any; use at most {most}."
+        )
     if config.eviction is not None and config.remasking == "random":
         raise UsageError(
             "eviction: 'random' chooses the rows of a step before it runs, which may be dropped; leave one out."

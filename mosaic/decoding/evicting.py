@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mosaic.models.step import StepSize
     from mosaic.runtime.steps import StepResult
 
-__all__ = ["Progress", "computing", "expected_step", "never_evicting"]
+__all__ = ["Progress", "computing", "expected_step", "hides", "never_evicting"]
 
 
 def computing(phase: Phase, config: GenerationConfig, *, shifted: bool = False, dual: bool = False) -> Phase:
@@ -66,6 +66,11 @@ def expected_step(config: GenerationConfig, largest: Sequence[StepSize]) -> Step
     )  # fmt: skip
 
 
+def hides(config: GenerationConfig) -> bool:
+    """Return whether tokens of a block that are frozen are not seen where a step computes none behind them."""
+    return isinstance(config.eviction, Eviction) and config.eviction.reach == "step"
+
+
 def never_evicting(config: GenerationConfig) -> GenerationConfig:
     """Return the same options without eviction and block cache."""
     return replace(config, eviction=None, block_cache=None, block_commit=None)
@@ -85,7 +90,7 @@ class Progress:
     start
         The block's first position.
     step
-        Steps of the block so far.
+        Steps of the block so far; -1 before one that counts for nothing (`Eviction.first_step`).
     processed
         With eviction, positions from `start` to the rightmost that a step of the block has kept.
     decoded
@@ -110,6 +115,9 @@ class Progress:
     def enter(self, start: int, *, processed: int = 0) -> None:
         """Begin the block at `start`, of which so many positions have keys: the one before it is final."""
         self.start, self.step, self.processed = start, 0, processed
+        eviction = self.canvas.config.eviction
+        if isinstance(eviction, Eviction) and eviction.first_step == "prefill" and start < self.canvas.prompt_len:
+            self.step = -1
         if self.canvas.config.block_commit != "cached":
             self.frozen[:start] = False
 
@@ -118,6 +126,10 @@ class Progress:
         if self.canvas.config.block_cache is None:
             return None
         return (~self.frozen[first:end]).nonzero()[0] + first
+
+    def key_len(self, places: NDArray[np.int64] | None, end: int) -> int:
+        """Return how many keys a step sees that computes these positions, of a block that ends at `end`."""
+        return int(places[-1]) + 1 if places is not None and hides(self.canvas.config) else end
 
     def values(self, masked: NDArray[np.int64] | None = None) -> dict[str, Any]:
         """Return what the next step has to know of the block; `masked`, its masked positions, if they are known."""
@@ -145,6 +157,9 @@ class Progress:
             Those that it was to decide.
         """
         if not self._followed:
+            return
+        if self.step < 0:
+            self.step = 0
             return
         if KEPT in result.values:
             self.processed = max(self.processed, self._reach(positions, result) - self.start)

@@ -91,10 +91,10 @@ def _denoise_block(canvas: Canvas, progress: Progress, end: int) -> Steps:
     for first in range(start, end, small):
         while len(positions := canvas.open_rows(first, first + small)):
             window = (first, first + small) if cached and not canvas.masked[first] else (start, end)
-            again = refreshes.now(*window)
+            again, places = refreshes.now(*window), progress.places(*window)
             result = yield canvas.ask(
                 attending(_phase(config), config, step, refreshes=again), positions, window=window,
-                places=progress.places(*window), key_len=end, sampling=sampling, quota=1, threshold=config.threshold or 0.0,
+                places=places, key_len=progress.key_len(places, end), sampling=sampling, quota=1, threshold=config.threshold or 0.0,
                 values=selection(canvas, start, step, refreshes=again) | progress.values(),
             )  # fmt: skip
             progress.take(window, positions, result)

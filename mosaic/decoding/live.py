@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from operator import index
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -12,7 +14,10 @@ from torch import Tensor
 from mosaic.decoding.algorithms import algorithm_of
 from mosaic.decoding.canvas import Canvas, Decision, Following, Steps
 from mosaic.decoding.config import GenerationConfig
+from mosaic.decoding.prompts import Prompt
 from mosaic.decoding.streaming import DraftStreamer, OnStep, Step, Streamer
+from mosaic.errors import UsageError
+from mosaic.runtime.interrupts import interrupts_let_through
 
 if TYPE_CHECKING:
     from mosaic.models.step import StepSize
@@ -60,23 +65,42 @@ class Submission:
     Parameters
     ----------
     prompt
-        int64 [P].
+        Text, token ids [P] or a conversation.
     config
         As given by the caller; what it leaves out is the algorithm's own.
     request_id
         The number that stands for the request in random draws: with the same one a request draws the same tokens, alone
-        or beside others.
+        or beside others. None: its place among all that the session was given.
     streamer
         Is fed the answer as it becomes final.
     on_step
         Called with every `Step` of the request.
+
+    Raises
+    ------
+    UsageError
+        If one of them is something else; of the prompt, a session says.
     """
 
-    prompt: Tensor
+    prompt: Prompt
     config: GenerationConfig = field(default_factory=GenerationConfig)
-    request_id: int = 0
+    request_id: int | None = 0
     streamer: Streamer | None = None
     on_step: OnStep | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, GenerationConfig):
+            raise UsageError(f"config: expected GenerationConfig(…), got {type(self.config).__name__}.")
+        if self.request_id is not None:
+            try:
+                object.__setattr__(self, "request_id", index(self.request_id))
+            except TypeError:
+                raise UsageError(f"request_id: expected an integer, got {self.request_id!r}.") from None
+        shown, told = self.streamer, self.on_step
+        if shown is not None and not all(callable(getattr(shown, name, None)) for name in ("put", "end")):
+            raise UsageError(f"streamer: expected an object with put(ids) and end(), got {type(shown).__name__}.")
+        if told is not None and not callable(told):
+            raise UsageError(f"on_step: expected a function of a Step, got {type(told).__name__}.")
 
 
 class LiveRequest:
@@ -98,13 +122,20 @@ class LiveRequest:
         The turn of the session since which it waits.
     """
 
-    def __init__(self, number: int, submission: Submission, canvas: Canvas, largest: Sequence[StepSize]) -> None:
+    def __init__(
+        self,
+        number: int,
+        submission: Submission,
+        canvas: Canvas,
+        largest: Sequence[StepSize],
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
         self.number, self.steps = number, 0
         self.generation: Generation | None = None
         self.largest = tuple(largest)
         self.pending: StepRequest | None = None
         self.waiting_since = 0
-        self._canvas, self._submission = canvas, submission
+        self._canvas, self._submission, self._decode = canvas, submission, decode
         self._algorithm: Steps = algorithm_of(canvas.config).decode(canvas)
         self._shown = canvas.prompt_len
 
@@ -126,7 +157,8 @@ class LiveRequest:
             self.end("failed")
             raise
         if self._submission.streamer is not None:
-            self._submission.streamer.put(self._canvas.prompt.clone())
+            with interrupts_let_through():
+                self._submission.streamer.put(self._canvas.prompt.clone())
         if self.pending is None:
             self.end()
             self._show()
@@ -155,7 +187,8 @@ class LiveRequest:
         going = self.pending is not None
         try:
             if self._submission.on_step is not None:
-                self._submission.on_step(step)
+                with interrupts_let_through():
+                    self._submission.on_step(step)
         finally:
             if not (going and self.pending is None):  # the callback may have cancelled the request, which shows its end
                 self._show()
@@ -164,8 +197,6 @@ class LiveRequest:
         """Give back what it holds, and say what came of it; a streamer is told where nothing else will tell it."""
         canvas = self._canvas
         self.pending = None
-        self._algorithm.close()
-        canvas.close()
         answer = slice(canvas.prompt_len, self._final)
         self.generation = Generation(
             prompt_ids=canvas.prompt,
@@ -174,8 +205,13 @@ class LiveRequest:
             finish=early or ("length" if canvas.eos is None else "eos"),
             steps=self.steps,
         )
-        if early is not None:
-            self._show()
+        with ExitStack() as leaving:  # whatever an algorithm of a user's own, or a streamer, raises
+            if early is not None:
+                leaving.callback(self._show)
+            leaving.callback(canvas.close)
+            leaving.callback(self._algorithm.close)
+            if self._decode is not None:
+                self.generation = replace(self.generation, text=self._decode(self.generation.token_ids.tolist()))
 
     @property
     def _final(self) -> int:
@@ -199,15 +235,17 @@ class LiveRequest:
         )
 
     def _show(self) -> None:
-        """Feed the streamer what is new."""
+        """Feed the streamer what is new; its end, though it raises."""
         canvas, streamer = self._canvas, self._submission.streamer
         if streamer is None:
             return
-        if isinstance(streamer, DraftStreamer):
-            answer = slice(canvas.prompt_len, canvas.end)
-            streamer.put_draft(canvas.tokens[answer].clone(), canvas.confidence[answer].clone())
-        if self._final > self._shown:
-            streamer.put(canvas.tokens[self._shown : self._final].clone())
-            self._shown = self._final
-        if self.pending is None:
-            streamer.end()
+        with ExitStack() as shown:
+            shown.enter_context(interrupts_let_through())
+            if self.pending is None:
+                shown.callback(streamer.end)
+            if isinstance(streamer, DraftStreamer):
+                answer = slice(canvas.prompt_len, canvas.end)
+                streamer.put_draft(canvas.tokens[answer].clone(), canvas.confidence[answer].clone())
+            if self._final > self._shown:
+                streamer.put(canvas.tokens[self._shown : self._final].clone())
+                self._shown = self._final

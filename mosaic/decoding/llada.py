@@ -25,18 +25,24 @@ __all__ = ["candidates", "counts", "decode", "phase_of", "schedule", "shapes"]
 
 
 def schedule(masks: int, steps: int) -> list[int]:
-    """Return how many tokens each step commits: evenly, the first steps one more.
+    """Return how many tokens each step commits: evenly, the first steps one more; without steps that are left none.
 
-    >>> schedule(7, 3)
-    [3, 2, 2]
+    >>> schedule(7, 3), schedule(2, 10**9)
+    ([3, 2, 2], [1, 1])
     """
-    return [masks // steps + (step < masks % steps) for step in range(steps)]
+    return [masks // steps + (step < masks % steps) for step in range(min(masks, steps))]
 
 
 def counts(config: GenerationConfig) -> list[int]:
     """Return the schedule of one block."""
+    assert config.block_length is not None
+    return schedule(config.block_length, _block_steps(config))
+
+
+def _block_steps(config: GenerationConfig) -> int:
+    """The steps of one block, those included that commit nothing."""
     assert config.steps is not None and config.block_length is not None
-    return schedule(config.block_length, config.steps * config.block_length // config.gen_length)
+    return config.steps * config.block_length // config.gen_length
 
 
 def phase_of(config: GenerationConfig) -> Phase:
@@ -63,10 +69,8 @@ def decode(canvas: Canvas) -> Steps:
     phase, sampling = phase_of(config), Sampling.of(config, scaled=False)
     for number in range(config.gen_length // block):
         canvas.block, start = number, canvas.prompt_len + number * block
+        canvas.step = number * _block_steps(config)  # those count that commit nothing
         for quota in counts(config):
-            if not quota:
-                canvas.step += 1
-                continue
             positions = candidates(canvas, canvas.open_rows(start, start + block), quota)
             guidance: dict[str, Any] = {}
             if phase.guidance is not None:

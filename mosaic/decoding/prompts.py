@@ -2,19 +2,86 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mosaic.decoding.algorithms import canvas_length
 from mosaic.errors import UsageError
+from mosaic.models.step import MAX_TOKENS
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
+    from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.models.architecture import Architecture
 
-__all__ = ["check_prompt"]
+__all__ = ["Prompt", "check_prompt", "is_text", "listed", "token_ids"]
+
+Prompt: TypeAlias = str | Tensor | NDArray[Any] | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids [P], or a conversation: messages of the keys "role" and "content"."""
+_INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def is_text(prompt: Any) -> bool:
+    """Return whether a prompt is text or a conversation, for which there has to be a tokenizer."""
+    return isinstance(prompt, str) or (_is_list(prompt) and any(isinstance(one, Mapping) for one in prompt))
+
+
+def listed(prompts: Any) -> list[Any]:
+    """Return one prompt or several as a list: a list of numbers is one, and so is a list of messages."""
+    if isinstance(prompts, Tensor | np.ndarray):
+        return list(prompts) if prompts.ndim == 2 else [prompts]
+    if is_text(prompts) or isinstance(prompts, bytes):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise UsageError(f"prompts: expected text, token ids or a list of them, got {type(prompts).__name__}.")
+    return [prompts] if prompts and all(_is_id(one) for one in prompts) else list(prompts)
+
+
+def token_ids(prompt: Any, tokenizer: Callable[[], Tokenizer], *, which: str) -> Tensor:
+    """Return the token ids of a prompt, [P]; those of a tensor are not looked at.
+
+    Parameters
+    ----------
+    tokenizer
+        Gives the tokenizer, where there is text.
+    which
+        What errors call the prompt.
+
+    Raises
+    ------
+    UsageError
+        If it is neither text, token ids nor a conversation.
+    """
+    if isinstance(prompt, Tensor):
+        return prompt
+    if isinstance(prompt, str):
+        return torch.tensor(tokenizer().encode(prompt), dtype=torch.int64)
+    if is_text(prompt) and all(isinstance(message, Mapping) for message in prompt):
+        return torch.tensor(tokenizer().encode_chat(prompt), dtype=torch.int64)
+    ids = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+    if not _is_list(ids) or not all(_is_id(one) for one in ids):
+        shape = f" of {prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, np.ndarray) else ""
+        raise UsageError(
+            f"{which}: expected text, token ids [P] or a list of messages, got {type(prompt).__name__}{shape}."
+        )
+    try:
+        return torch.tensor([index(one) for one in ids], dtype=torch.int64)
+    except (OverflowError, ValueError, RuntimeError):
+        raise UsageError(f"{which}: {max(ids, key=abs)} is no token id; is it of another tokenizer?") from None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_prompt(prompt: Tensor, config: GenerationConfig, arch: Architecture, *, which: str = "the prompt") -> None:
@@ -35,7 +102,8 @@ def check_prompt(prompt: Tensor, config: GenerationConfig, arch: Architecture, *
             f"config.json names the mask token {arch.mask_token_id}, the model has tokens 0 to {arch.vocabulary - 1}; "
             "give mask_token_id there."
         )
-    if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
+    held = prompt.layout == torch.strided and prompt.device.type != "meta"
+    if prompt.dim() != 1 or prompt.dtype not in _INTEGERS or not held:
         raise UsageError(f"{which}: expected token ids [P], got {prompt.dtype} of shape {list(prompt.shape)}.")
     if not prompt.numel():
         raise UsageError(f"{which} is empty; give at least one token.")
@@ -51,6 +119,11 @@ def check_prompt(prompt: Tensor, config: GenerationConfig, arch: Architecture, *
             "overwritten; remove it."
         )
     length = canvas_length(config, arch, prompt.numel())
+    if not arch.max_context and length > MAX_TOKENS:
+        raise UsageError(
+            f"{which} of {prompt.numel():,} tokens and gen_length {config.gen_length:,} take {length:,} positions; at most "
+            f"{MAX_TOKENS:,} can be counted: lower gen_length."
+        )
     if arch.max_context and length > arch.max_context:
         room = arch.max_context - (length - prompt.numel())
         shorter = f"shorten the prompt to {room:,} tokens or lower gen_length" if room > 0 else "lower gen_length"

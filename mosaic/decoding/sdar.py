@@ -7,6 +7,7 @@ does that: its window holds both blocks. As attention is causal by blocks, this 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from mosaic.decoding.llada import schedule
 from mosaic.decoding.reusing import Refreshes
 from mosaic.decoding.selecting import attending, commits_within, committing, later_steps, selection
 from mosaic.models.parts import KEPT, Commit
+from mosaic.models.parts.windows import APART
 from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
@@ -37,6 +39,12 @@ def _phase(config: GenerationConfig) -> Phase:
     dynamic = config.remasking in (None, "low_confidence_dynamic")  # LLaDA2 has no other
     commit = Commit(score="confidence", rule="dynamic" if dynamic else "top")
     return computing(Phase(cache=KEPT, head=_sampling(config).head, commit=commit), config)
+
+
+def _committing(config: GenerationConfig) -> Phase:
+    """The phase of a step that writes a finished block, or what is left of it."""
+    commit = committing(COMMIT, config)
+    return replace(commit, tokens=APART) if config.block_commit == "cached" else commit
 
 
 def decode(canvas: Canvas) -> Steps:
@@ -75,15 +83,16 @@ def _denoise_block(canvas: Canvas, progress: Progress, quotas: list[int], *, unw
     phase, sampling, end = _phase(config), _sampling(config), start + (config.block_length or 0)
     first = start - unwritten
     if unwritten and not commits_within(config):
-        yield canvas.fill(first, start, committing(COMMIT, config))
+        written = progress.places(first, start) if config.block_commit == "cached" else None
+        yield canvas.fill(first, start, _committing(config), places=written, key_len=progress.key_len(written, start))
         first = start
     refreshes, masked = Refreshes(config), canvas.open_array(start, end)
     for step, quota in enumerate(chain(quotas, repeat(quotas[-1]))):
         positions = masked[:quota] if config.remasking == "sequential" else masked
-        again = refreshes.now(start, end)
+        again, places = refreshes.now(start, end), progress.places(first, end)
         result = yield canvas.ask(
-            attending(phase, config, step, refreshes=again), positions, window=(first, end), places=progress.places(first, end),
-            sampling=sampling, quota=quota, threshold=config.threshold or 0.0,
+            attending(phase, config, step, refreshes=again), positions, window=(first, end), places=places,
+            key_len=progress.key_len(places, end), sampling=sampling, quota=quota, threshold=config.threshold or 0.0,
             values=selection(canvas, start, step, refreshes=again) | progress.values(masked),
         )  # fmt: skip
         refreshes.take(start, end, result, refreshed=again)
@@ -112,12 +121,12 @@ def block_shapes(config: GenerationConfig, phase: Phase, prompt_len: int, most: 
     several = length - prefix > block
     rows = block if several else length - prompt_len
     rows = rows if most is None else min(rows, most)
-    within, commit = commits_within(config), committing(COMMIT, config)
+    within = commits_within(config)
     first = attending(phase, config, 0)
     later = dict.fromkeys(attending(phase, config, step, refreshes=False) for step in later_steps(config))
     return [
-        cached_shape(commit, prefix, prefix),
-        cached_shape(commit, block if several and not within else 0, length - block),
+        cached_shape(committing(COMMIT, config), prefix, prefix),
+        cached_shape(_committing(config), block if several and not within else 0, length - block),
         cached_shape(first, 2 * block if several and within else block, length, rows),
         *(cached_shape(other, block if other != first else 0, length, rows) for other in later),
     ]

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mosaic.decoding.canvas import COMMIT, whole_blocks
+from mosaic.decoding.evicting import hides
 from mosaic.decoding.reusing import reuse_of
 from mosaic.models.parts.reused import Reused
 from mosaic.models.parts.selected import Selected, Summarized
@@ -79,8 +80,11 @@ def selection(canvas: Canvas, start: int, step: int, *, refreshes: bool | None =
 
 
 def commits_within(config: GenerationConfig) -> bool:
-    """Return whether the first step of a block may write the final keys of the one before: where it attends to all keys."""
+    """Return whether the first step of a block may write the final keys of the one before: where it attends to all keys, and the
+    tokens that are left of that one see all of its keys."""
     chosen = config.attention
+    if hides(config) and config.block_commit == "cached":
+        return False
     return not isinstance(chosen, SparseAttention) or chosen.selects == "first"
 
 

@@ -23,16 +23,18 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mosaic.decoding.algorithms import canvas_length, largest_steps
+from mosaic.decoding.algorithms import canvas_length, largest_steps, within_canvas
 from mosaic.decoding.canvas import Canvas
-from mosaic.decoding.config import GenerationConfig, resolve
+from mosaic.decoding.config import GenerationConfig, resolve, with_options
 from mosaic.decoding.evicting import expected_step, never_evicting
 from mosaic.decoding.live import LiveRequest, Submission
-from mosaic.decoding.prompts import check_prompt
+from mosaic.decoding.prompts import Prompt, check_prompt, is_text, token_ids
 from mosaic.decoding.sharing import SharedSizes
 from mosaic.decoding.streaming import OnStep, Step, Streamer
+from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import UsageError
 from mosaic.models.step import StepSize, most_rows
+from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.packing import group_of
 from mosaic.runtime.range_pool import ClosesOnExit
 
@@ -59,9 +61,10 @@ other one gets its id while an entry lives."""
 
 
 class _Described(NamedTuple):
-    """A request before it is live: its options whole, the positions of its canvas, and its largest steps."""
+    """A request before it is live: its token ids, its options whole, the positions of its canvas, and its largest steps."""
 
     submission: Submission
+    prompt: Tensor
     config: GenerationConfig
     length: int
     largest: list[StepSize]
@@ -119,7 +122,8 @@ class Session(ClosesOnExit):
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
-        self._live: dict[int, LiveRequest] = {}
+        self._live: dict[LiveRequest, None] = {}
+        self._given = WeakSet[LiveRequest]()  # those that have ended, too
         self._shared = SharedSizes()  # of those that are live
         self._launched: list[_Asked] = []  # in order: those whose outcomes requests do not have yet
         self.launched_in_vain = 0
@@ -127,6 +131,7 @@ class Session(ClosesOnExit):
         self._untold: list[Step] = []  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
+        self._read: Tokenizer | None = None
         with runner.exclusive():
             self._sessions = _SESSIONS.setdefault(id(runner), WeakSet())
             self._sessions.add(self)
@@ -134,16 +139,16 @@ class Session(ClosesOnExit):
     @property
     def live(self) -> tuple[LiveRequest, ...]:
         """Requests that are neither finished nor cancelled, in order of submission."""
-        return tuple(self._live.values())
+        return tuple(self._live)
 
     def admits(self, *submissions: Submission) -> bool:
-        """Return whether every future step fits the budget, with all that is live and these requests added."""
-        with self._runner.exclusive():
+        """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
+        with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
             return self._has_room(*self._asked(self._described(submissions)))
 
     def submit(
         self,
-        prompt: Tensor,
+        prompt: Prompt,
         config: GenerationConfig | None = None,
         *,
         request_id: int | None = None,
@@ -156,53 +161,59 @@ class Session(ClosesOnExit):
         Parameters
         ----------
         prompt
-            int64 [P].
+            Text, token ids [P] or a conversation.
         config
             How to generate; `options` are its fields by name, and come before it.
         request_id, streamer, on_step
-            As for `Submission`; without a `request_id` the request's place among all that were submitted.
+            As for `Submission`.
 
         Raises
         ------
         UsageError
-            If an option or the prompt cannot be.
+            If an option or the prompt cannot be, or the session is closed.
+        CheckpointError
+            If the prompt is text and there is no tokenizer.
         DoesNotFit
             If a future step would not fit the budget beside what is live.
         """
-        chosen = replace(config or GenerationConfig(), **options)
-        with self._runner.exclusive():  # the place is nobody else's
-            number = self._submitted if request_id is None else request_id
-            submission = Submission(prompt=prompt, config=chosen, request_id=number, streamer=streamer, on_step=on_step)
-            return self.submit_all([submission])[0]
+        chosen = with_options(config, options)
+        submission = Submission(prompt=prompt, config=chosen, request_id=request_id, streamer=streamer, on_step=on_step)
+        return self.submit_all([submission])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
         """Add several requests, or none where one of them is refused or cannot begin; as for `submit`."""
-        with self._runner.exclusive():
-            if self._closed:
-                raise UsageError("the session is closed: open another one.")
-            described = self._described(submissions)
-            sizes, rows = self._asked(described)
-            if not self._has_room(sizes, rows):
-                self._runner.check(sizes, more=rows)  # says what is missing
-            started: list[LiveRequest] = []
-            try:
-                for one in described:
-                    started.append(self._made(one))
-                    self._start(started[-1])
-            except BaseException:
+        with interrupts_held() as raise_pending, self._runner.exclusive():
+            with interrupts_let_through():
+                described = self._described(submissions)
+                sizes, rows = self._asked(described)
+                if not self._has_room(sizes, rows):
+                    self._runner.check(sizes, more=rows)  # says what is missing
+            started = [self._made(one) for one in described]
+            with ExitStack() as withdrawing:
                 for request in started:
-                    self.cancel(request)
-                raise
+                    withdrawing.callback(self.cancel, request)
+                    self._start(request)
+                raise_pending()  # who is interrupted is given no request
+                withdrawing.pop_all()
             return started
 
     def _described(self, submissions: Sequence[Submission]) -> list[_Described]:
         """What requests will be: options whole, prompts checked, sizes known."""
+        if self._closed:
+            raise UsageError("the session is closed: open another one.")
         arch, found = self._runner.architecture, []
         for place, submission in enumerate(submissions):
-            config, prompt = resolve(submission.config, arch), submission.prompt
+            if not isinstance(submission, Submission):
+                raise UsageError(f"expected Submission(prompt=…), got {type(submission).__name__}.")
+            if submission.request_id is None:
+                submission = replace(submission, request_id=self._submitted + place)
             which = f"prompt {place}" if len(submissions) > 1 else "the prompt"
+            config, prompt = (
+                resolve(submission.config, arch),
+                token_ids(submission.prompt, self._tokenizer, which=which),
+            )
             check_prompt(prompt, config, arch, which=which)
-            one = self._of_options(submission, config)
+            one = self._of_options(submission, prompt, config)
             expected = expected_step(config, one.largest)
             if expected is not None and not self._runner.pays(expected):
                 _log.warning(
@@ -210,15 +221,29 @@ class Session(ClosesOnExit):
                     "(requests=64)",
                     submission.request_id, len(expected.windows),
                 )  # fmt: skip
-                one = self._of_options(submission, resolve(never_evicting(submission.config), arch))
+                one = self._of_options(submission, prompt, resolve(never_evicting(submission.config), arch))
             found.append(one)
         return found
 
-    def _of_options(self, submission: Submission, config: GenerationConfig) -> _Described:
+    def _of_options(self, submission: Submission, prompt: Tensor, config: GenerationConfig) -> _Described:
         """What a request will be by these options."""
-        arch, tokens = self._runner.architecture, submission.prompt.numel()
-        largest = largest_steps(config, arch, tokens, submission.request_id)
-        return _Described(submission, config, canvas_length(config, arch, tokens), largest)
+        arch, tokens = self._runner.architecture, prompt.numel()
+        config = within_canvas(config, arch, tokens)
+        largest = largest_steps(config, arch, tokens, submission.request_id or 0)
+        return _Described(submission, prompt, config, canvas_length(config, arch, tokens), largest)
+
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model's directory, read once."""
+        if self._read is None:
+            described = getattr(self._runner, "model", None)
+            path = getattr(described, "path", None)
+            if path is None:
+                name = getattr(described, "name", "the model")
+                raise UsageError(
+                    f"{name} has no checkpoint directory, thus no tokenizer: give token ids instead of text."
+                )
+            self._read = Tokenizer(path)
+        return self._read
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], Counter[State]]:
         """The largest steps that the live requests and these may come to share, and the rows that these take."""
@@ -237,31 +262,36 @@ class Session(ClosesOnExit):
     def _made(self, described: _Described) -> LiveRequest:
         """A live request that has asked for nothing so far."""
         canvas = Canvas(
-            prompt=described.submission.prompt.to("cpu", torch.int64),
+            prompt=described.prompt.to("cpu", torch.int64),
             config=described.config,
             architecture=self._runner.architecture,
-            request=described.submission.request_id,
+            request=described.submission.request_id or 0,
             length=described.length,
             demand=described.demand,
             open_state=self._runner.open_rows,
         )
-        request = LiveRequest(self._submitted, described.submission, canvas, described.largest)
+        decode = self._tokenizer().decode if is_text(described.submission.prompt) else None
+        request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)
         self._submitted += 1
         request.waiting_since = self._turns
-        self._live[request.number] = request
-        self._shared.add(request.number, request.largest)
         return request
 
     def _start(self, request: LiveRequest) -> None:
         """Take the rows that were counted on, so that nobody else gets them meanwhile, and have it ask for its first step."""
+        self._given.add(request)
+        self._live[request] = None
+        self._shared.add(request, request.largest)
         request.begin()
         if request.generation is not None:
             self._forget(request)
 
     def _forget(self, request: LiveRequest) -> bool:
         """Take a request that ends from those that are live; False if it was none of them."""
-        self._shared.remove(request.number)
-        return self._live.pop(request.number, None) is not None
+        if request not in self._live:
+            return False
+        self._shared.remove(request)
+        del self._live[request]
+        return True
 
     def advance(self, steps: int = 1) -> list[Step]:
         """Run steps, each for the group of requests that has waited longest; fewer, where nothing is left to do.
@@ -277,17 +307,23 @@ class Session(ClosesOnExit):
         Raises
         ------
         UsageError
-            If a callback of this session calls it.
+            If a callback of this session calls it, or `steps` is no integer.
         """
-        done, self._untold = self._untold, []
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise UsageError(f"steps: expected an integer, got {steps!r}.")
+        done: list[Step] = []
         try:
+            done, self._untold = self._untold, done
             for _ in range(steps):
-                with self._runner.exclusive():
+                with interrupts_held(), self._runner.exclusive():
                     if self._giving:
                         raise UsageError("a callback cannot advance its session: return, and advance it from outside.")
-                    group, results = self._next_results()
+                    with interrupts_let_through():
+                        group, results, launched = self._next_results()
                     if not group:
                         break
+                    if launched:  # not before: a canvas on the device has the outcome, so the step cannot run again
+                        del self._launched[0]
                     self._turns += 1
                     self._giving = True  # others of the group wait for outcomes that are there
                     try:
@@ -312,8 +348,9 @@ class Session(ClosesOnExit):
                 continue
             request.waiting_since = self._turns
             try:
-                done.append(request.take(result))
-                request.tell(done[-1])
+                with interrupts_held():
+                    done.append(request.take(result))
+                    request.tell(done[-1])
             except BaseException as error:
                 raised.append(error)
             if request.generation is not None:
@@ -323,11 +360,9 @@ class Session(ClosesOnExit):
         if raised:
             raise raised[0]
 
-    def _next_results(self) -> tuple[list[LiveRequest], list[StepResult]]:
-        """The outcomes of the next step, and whose they are; the one after it is launched before they are waited for.
-
-        A step is forgotten when its outcome is there, not before: a canvas on the device has it, so it cannot run again.
-        """
+    def _next_results(self) -> tuple[list[LiveRequest], list[StepResult], bool]:
+        """The outcomes of the next step, whose they are, and whether it is the first of those that were launched; the one after
+        it is launched before they are waited for."""
         while self._launched and not self._waiting_for(self._launched[0]):
             self.launched_in_vain += 1
             del self._launched[0]
@@ -335,7 +370,7 @@ class Session(ClosesOnExit):
             group = self._next_group(self.live)
             crew = self._crew(group)
             if crew is None:
-                return group, self._runner.step(_of_one_phase(_asked_by(group))) if group else []
+                return group, self._runner.step(_of_one_phase(_asked_by(group))) if group else [], False
             self._launch(_asked_by(crew))
         first = self._launched[0]
         waiting = self._waiting_for(first)
@@ -343,8 +378,7 @@ class Session(ClosesOnExit):
         if len(self._launched) == 1:
             self._launch_beside(group)
         results = first.launched.results()
-        del self._launched[0]
-        return group, [results[place] for place, _ in waiting]
+        return group, [results[place] for place, _ in waiting], True
 
     def _crew(self, group: Sequence[LiveRequest]) -> list[LiveRequest] | None:
         """Those of a group whose step is launched without waiting for its outcome, beside one that is on its way if there is one.
@@ -375,8 +409,8 @@ class Session(ClosesOnExit):
         if _on_device(self._launched[0].requests):
             self._get_ready(group)
             return
-        busy = {request.number for request in group}
-        other = self._next_group([request for request in self.live if request.number not in busy])
+        busy = {*group}
+        other = self._next_group([request for request in self.live if request not in busy])
         crew = None if _on_device(_asked_by(other)) else self._crew(other)
         if crew:
             self._launch(_asked_by(crew))
@@ -396,12 +430,11 @@ class Session(ClosesOnExit):
         Requests whose step was launched in vain are not in the group: they wait for the step that follows, which serves them too.
         Where others wait, which no such step serves, they come first.
         """
-        following = {request.number: request.following() for request in group}
+        following = {request: request.following() for request in group}
         doubt = sum(one.doubt for one in following.values())
         for place in range(min([len(one.requests) for one in following.values()], default=0)):
             asked = [
-                following[request.number].requests[place] if request.number in following else request.pending
-                for request in self.live
+                following[request].requests[place] if request in following else request.pending for request in self.live
             ]
             step = [one for one in asked if one is not None]
             if not step or len({group_of(one.covering, self._runner.architecture) for one in step}) > 1:
@@ -424,14 +457,24 @@ class Session(ClosesOnExit):
         return next((group for group in groups.values() if longest in group), [])
 
     def cancel(self, request: LiveRequest) -> None:
-        """End a request now: what is final becomes its `generation`. A request that has ended stays as it is."""
-        with self._runner.exclusive():
+        """End a request now: what is final becomes its `generation`. A request that has ended stays as it is.
+
+        Raises
+        ------
+        UsageError
+            If it is not a request of this session.
+        """
+        with interrupts_held(), self._runner.exclusive():
+            if not isinstance(request, LiveRequest):
+                raise UsageError(f"cancel: expected a request, as `submit` returns it, got {type(request).__name__}.")
+            if request not in self._given:
+                raise UsageError(f"cancel: request {request.number} is of another session; cancel it there.")
             if self._forget(request) and request.generation is None:
                 request.end("cancelled")
 
     def close(self) -> None:
         """Cancel what is live, all of it where a streamer raises too. Closing twice is fine."""
-        with self._runner.exclusive(), ExitStack() as ending:
+        with interrupts_held(), self._runner.exclusive(), ExitStack() as ending:
             self._closed = True
             for request in reversed(self.live):
                 ending.callback(self.cancel, request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,18 +23,18 @@ class SharedSizes:
     """
 
     def __init__(self) -> None:
-        self._live: dict[int, Sequence[StepSize]] = {}
+        self._live: dict[Hashable, Sequence[StepSize]] = {}
         self._joined: dict[Phase, StepSize] | None = {}
 
-    def add(self, number: int, largest: Sequence[StepSize]) -> None:
+    def add(self, request: Hashable, largest: Sequence[StepSize]) -> None:
         """Add a live request, with the largest steps that it asks for."""
-        self._live[number] = largest
+        self._live[request] = largest
         if self._joined is not None:
             self._joined = _with(self._joined, [largest])
 
-    def remove(self, number: int) -> None:
+    def remove(self, request: Hashable) -> None:
         """Forget a request, if it is live."""
-        if self._live.pop(number, None) is not None:
+        if self._live.pop(request, None) is not None:
             self._joined = None
 
     def beside(self, more: Sequence[Sequence[StepSize]]) -> list[StepSize]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["DraftStreamer", "OnStep", "Step", "Streamer", "streamers_of"]
+__all__ = ["DraftStreamer", "OnStep", "Step", "Streamer", "of_each"]
 
 
 class Streamer(Protocol):
@@ -87,11 +87,9 @@ class Step:
 OnStep: TypeAlias = Callable[[Step], None]
 
 
-def streamers_of(streamer: Streamer | Sequence[Streamer] | None, prompts: int) -> list[Streamer | None]:
-    """Return one streamer, or None, for each prompt."""
-    if streamer is None:
-        return [None] * prompts
-    found = list(streamer) if isinstance(streamer, Sequence) else [streamer]
+def of_each(what: str, given: Any, prompts: int) -> list[Any]:
+    """Return what is given as a list of one for each prompt; alone it is one prompt's."""
+    found = list(given) if hasattr(given, "__len__") and not hasattr(given, "put") else [given]
     if len(found) != prompts:
-        raise UsageError(f"{len(found)} streamer for {prompts} prompts; give a list of one streamer for each prompt.")
-    return list(found)
+        raise UsageError(f"{len(found)} {what} for {prompts} prompts; give a list of one for each prompt.")
+    return found

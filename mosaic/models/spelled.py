@@ -1,8 +1,13 @@
-"""What is named with options in one word: `mage:ratio=1/16:every=8`, a name, then `option=value` for each, joined by colons."""
+"""What is named with options in one word: `mage:ratio=1/16:every=8`, a name, then `option=value` for each, joined by colons.
+
+Names that go together are joined by "+", with options behind any of them: `mage:k=4+flashblock:reuse_steps=2` is
+`mage+flashblock:k=4:reuse_steps=2`.
+"""
 
 from __future__ import annotations
 
-from fractions import Fraction
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from mosaic.errors import UsageError
@@ -11,7 +16,7 @@ __all__ = ["spelled"]
 
 
 def spelled(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name, and the options: truth values, integers, numbers or fractions, and else texts.
+    """Return the name, of all that go together, and the options: truth values, integers, numbers or fractions, and else texts.
 
     Raises
     ------
@@ -22,9 +27,18 @@ def spelled(text: str) -> tuple[str, dict[str, Any]]:
     --------
     >>> spelled("mage:ratio=1/16:k=1024:carried=true:per=query_head")
     ('mage', {'ratio': 0.0625, 'k': 1024, 'carried': True, 'per': 'query_head'})
+    >>> spelled("mage:k=4+flashblock")
+    ('mage+flashblock', {'k': 4})
     """
-    name, *pairs = text.split(":")
-    found: dict[str, Any] = {}
+    names, found = list[str](), dict[str, Any]()
+    for part in re.split(r"\+(?=[a-z])", text):
+        name, *pairs = part.split(":")
+        names.append(name)
+        _read(text, pairs, found)
+    return "+".join(names), found
+
+
+def _read(text: str, pairs: Sequence[str], found: dict[str, Any]) -> None:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
@@ -32,14 +46,16 @@ def spelled(text: str) -> tuple[str, dict[str, Any]]:
         if key in found:
             raise UsageError(f"{text}: '{key}' is given twice.")
         found[key] = _value(value)
-    return name, found
 
 
 def _value(text: str) -> Any:
     if text in ("true", "false"):
         return text == "true"
+    over, slash, under = text.partition("/")
     try:
-        number = Fraction(text)
-    except (ValueError, ZeroDivisionError):
+        if re.fullmatch(r"[+-]?\d+", text):
+            return int(text)
+        number = int(over) / int(under) if slash else float(text)
+    except (ValueError, ZeroDivisionError, OverflowError):
         return text
-    return int(number) if number.denominator == 1 and "." not in text else float(number)
+    return int(number) if number.is_integer() and "." not in text else number

@@ -38,6 +38,7 @@ def compile(
     config: Mapping[str, int | str | None] | None = None,
     capture: bool = True,
     threads: int | None = None,
+    batch_invariant: bool = False,
     debug: Debug = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -73,6 +74,7 @@ def compile(
     config: Mapping[str, int | str | None] | None = None,
     capture: bool = True,
     threads: int | None = None,
+    batch_invariant: bool = False,
     debug: Debug = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -108,6 +110,9 @@ def compile(
     threads
         On a CPU, the threads that operations of a step may use: PyTorch is set to them for its time only. By the model's
         size if not given (`StepThreads`), at most as many as PyTorch is set to.
+    batch_invariant
+        Take only kernels with which what a request gets does not depend, to the bit, on the others in its steps. On a CPU in
+        float32 it does not anyway; on a card a step takes longer (docs/decoding.md).
     debug
         "poison" fills every buffer with NaN before and after its lifetime, and makes it an error to change a weight.
     seed
@@ -136,8 +141,10 @@ def compile(
     if not isinstance(model, str | Path | Mapping | Model | nn.Module):
         from mosaic.runtime.compiled_program import compile_program  # symbolic: kept out of the start of a model
 
-        if dtype is not None or max_tokens is not None or threads is not None:
-            raise UsageError("a program has its own dtypes and sizes: leave dtype, max_tokens and threads out.")
+        if dtype is not None or max_tokens is not None or threads is not None or batch_invariant:
+            raise UsageError(
+                "a program has its own dtypes and sizes: leave dtype, max_tokens, threads and batch_invariant out."
+            )
         return compile_program(
             model, weights=weights, dims=dims or {}, device=device, budget=budget, host_budget=host_budget, config=config,
             capture=capture, debug=debug, seed=seed,
@@ -151,8 +158,9 @@ def compile(
         dtype = next(iter(model.parameters())).dtype
     longest = None if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
     planner = planner_of(
-        source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module), progress=progress
-    )
+        source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module),
+        batch_invariant=batch_invariant, progress=progress,
+    )  # fmt: skip
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
     engine = ModelEngine(
         planner, adopted=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug, seed=seed

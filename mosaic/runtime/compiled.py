@@ -23,6 +23,7 @@ from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.face import Face
 from mosaic.runtime.host_copy import HostCopy
+from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.launched import Launched
 from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
@@ -52,9 +53,9 @@ class CompiledModel(Face):
     """A planned model. Call it with token ids; see `compile`, which makes it.
 
     One plan is made per configuration and shape of the input (tokens, sequences, masked rows rounded up by at most an
-    eighth) and kept. Committed memory is the most that calls have needed, so that sizes which alternate map nothing. What
-    only earlier calls needed goes back when the last owner of a state's rows closes them, on `trim`, and wherever a call would
-    exceed the budget otherwise: what fits by its plan runs.
+    eighth) and kept. Committed memory is the most that calls have needed, so that sizes which alternate, and a second
+    generation, map nothing. What only earlier calls needed goes back on `trim`, and wherever a call would exceed the budget
+    otherwise: what fits by its plan runs.
 
     Threads may share a model: it serves one call at a time, a generation being one call, and others wait.
 
@@ -110,7 +111,7 @@ class CompiledModel(Face):
         ...     bool((model(torch.tensor([1, 63])).confidence == first.confidence).all())
         True
         """
-        return self._engine.turns
+        return self._engine.turns.whole()
 
     def plan(
         self,
@@ -346,11 +347,8 @@ class CompiledModel(Face):
         """Generate an answer to every prompt; see `mosaic.decoding.generate`. Calls of other threads wait for its end."""
         from mosaic.decoding import generate  # upwards, but only when called: the algorithms stand on the runtime
 
-        with self._engine.turns:
-            try:
-                return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
-            finally:
-                self._engine.give_back()
+        with interrupts_held(), self.exclusive(), interrupts_let_through():
+            return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
 
     def session(self) -> Session:
         """Open a session: requests that come and go, advanced by steps that they share; see `mosaic.decoding.Session`."""

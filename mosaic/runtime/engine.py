@@ -92,10 +92,11 @@ class Engine:
         self.current, self.turns = first, Turns(self.device)
         self._streams = shared_streams(self.device.index) if self._on_cuda else None
         self.workspace = open_workspace(planner)
+        self._memory = StepMemory(self.workspace, tables, self._handed_out.empty, lambda: self._graphs.give_way())
         self._graphs = graph_memory(
-            self.workspace.ledger, self.device, reserved_bytes=min(GRAPH_BYTES, first.components["context"])
-        )
-        self._memory = StepMemory(self.workspace, tables, self._handed_out.empty, self._graphs.give_way)
+            self.workspace.ledger, self.device, make_room=self._memory.give_idle_back,
+            reserved_bytes=min(GRAPH_BYTES, first.components["context"]),
+        )  # fmt: skip
         try:
             for fixed in ("context", "library"):
                 self.workspace.ledger.charge(fixed, first.components[fixed])
@@ -166,23 +167,19 @@ class Engine:
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def give_back(self) -> None:
-        """Give back what neither the last step nor owners of rows need; the workspace later if outputs are lent."""
-        self._memory.trim(self.current, states_alone=bool(self._handed_out))
-
     def trim(self) -> None:
-        """Give back the same, at once: outputs that are lent are emptied."""
+        """Give back what neither the last step nor owners of rows need. Outputs that are lent are emptied."""
         self._handed_out.empty()
-        self.give_back()
+        self._memory.trim(self.current)
 
     def give_all_back(self) -> None:
-        """Give back all memory but that of states; no step is bound any more."""
+        """Give back all memory but that of rows of states; no step is bound any more."""
         self._handed_out.empty()
         self._bound.clear()
         self._graphs.clear()
+        self._memory.give_idle_back()
         committed = self.workspace.committed_bytes()
-        self.workspace.resize_all({name: 0 for name in committed if not name.startswith("state/")})
-        self._memory.exact = True
+        self.workspace.trim_all({name: 0 for name in committed if not name.startswith("state/")})
 
     def memory(self) -> MemoryReport:
         """Report planned, committed and resident bytes by pool; planned are those of the last step's plan."""

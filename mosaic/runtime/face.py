@@ -35,8 +35,8 @@ class Face(ClosesOnExit):
     def trim(self) -> None:
         """Give back what only earlier steps needed, and pages of states in which nobody has a row.
 
-        It happens by itself when the last owner of a state's rows closes them, and wherever a step would exceed the budget
-        otherwise. Outputs of the last step stay valid on the CPU; on a CUDA device they are emptied, as by a next step.
+        It happens by itself where a step would exceed the budget otherwise. After a generation its memory is kept for the next
+        one until then. Outputs of the last step stay valid on the CPU; on a CUDA device they are emptied, as by a next step.
         """
         with self._engine.turn():
             self._engine.trim()

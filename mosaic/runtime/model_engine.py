@@ -133,9 +133,7 @@ class ModelEngine(Engine):
             raise UsageError(f"the state '{state.name}' is {other}, asked for {state}: give one of them another name.")
         if state not in self._tables:
             taken = self._fresh.setdefault(state, []).extend if self.debug == "poison" else None
-            self._tables[state] = RowTable(
-                state.name, extents=state.extents, turns=self.turns, drained=self.give_back, taken=taken
-            )
+            self._tables[state] = RowTable(state.name, extents=state.extents, turns=self.turns, taken=taken)
         return self._tables[state]
 
     @property
@@ -279,10 +277,10 @@ class ModelEngine(Engine):
                 self.unsettled = waiting
                 raise
 
-    def give_back(self) -> None:
-        """Give back what neither the last step nor owners of rows need; the workspace later if outputs are lent."""
+    def trim(self) -> None:
+        """Give back what neither the last step nor owners of rows need. Outputs that are lent are emptied."""
         self.settle()
-        super().give_back()
+        super().trim()
 
     def _poison_fresh_rows(self) -> None:
         """Fill rows that were handed out since the last step: whoever reads them before they are written gets NaN."""
