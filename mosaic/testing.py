@@ -44,7 +44,7 @@ def verify_operator(
     """Launch every implementation that serves these operands, and compare it with the operator's reference in float64.
 
     Each is launched on whole operands, in two unequal slices of every size that a chunk loop could run over, and with
-    each pair of operands in one place that may share storage.
+    each pair of operands in one place that may share storage. One that says it is invariant must give the same bits in all.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def verify_operator(
     ------
     OperatorMismatch
         Naming implementation, operand and launch: a wrong value, a write outside of an output or of the scratch, an
-        operand that is only read and was changed.
+        operand that is only read and was changed, other bits in a slice than in the whole where it is invariant.
     UsageError
         If there is no implementation, no reference, or an operand is not what its text says.
 
@@ -84,8 +84,12 @@ def verify_operator(
     serving = operator.serving(backend, case.specs, given)
     for name in serving:
         way = operator.implementation(backend, name)
+        whole: Mapping[str, Tensor] | None = None
         for launch in case.launches(way):
-            case.verify(way, launch, tolerance)
+            found = case.verify(way, launch, tolerance)
+            whole = found if whole is None else whole
+            if way.invariant and (backend == "cpu" or torch.cuda.is_available()):  # the interpreter's sums are NumPy's
+                case.compare_bits(way, launch, found, whole)
     return serving
 
 
@@ -160,8 +164,8 @@ class _Case:
             found.append((axis, int(factor)))
         return found
 
-    def verify(self, way: Implementation, launch: _Launch, tolerance: float | None) -> None:
-        """Launch, and compare all that was written, and all that must not be, with the reference."""
+    def verify(self, way: Implementation, launch: _Launch, tolerance: float | None) -> Mapping[str, Tensor]:
+        """Launch, and compare all that was written, and all that must not be, with the reference; return what was written."""
         guards: list[tuple[str, Tensor]] = []
         operands = {name: self._placed(name, spec, guards) for name, spec in self.specs.items()}
         for name, value in self.reads.items():
@@ -186,6 +190,18 @@ class _Case:
                 raise OperatorMismatch(f"{where}: changes {name}, which it only reads")
         for name, value in self.expected.items():
             _compare(f"{where}: {name}", operands[name], value, tolerance)
+        return {name: operands[name] for name in self.expected}
+
+    def compare_bits(
+        self, way: Implementation, launch: _Launch, found: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+    ) -> None:
+        """Make sure that a launch of an invariant implementation gave what the first one, of whole operands, gave."""
+        for name, value in whole.items():
+            if not torch.equal(found[name], value):
+                raise OperatorMismatch(
+                    f"'{way.name}' of '{self.operator.name}', {launch}: {name} has other bits than in one launch, and the "
+                    "implementation says that it is invariant"
+                )
 
     def _iterations(
         self, operands: Mapping[str, Tensor], way: Implementation, launch: _Launch

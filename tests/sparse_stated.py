@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -119,7 +120,7 @@ class Plain:
         pages = [float(mass[at : at + chosen.page].sum()) for at in range(0, start, chosen.page)]
         count = chosen.k // chosen.page
         if chosen.ratio:
-            count = min(count, -(-math.ceil(chosen.ratio * start) // chosen.page))
+            count = min(count, -(-math.ceil(Fraction(str(chosen.ratio)) * start) // chosen.page))
         ranked = sorted(range(len(pages)), key=lambda page: -pages[page])[:count]
         if chosen.mass:
             sums = accumulate((pages[page] for page in ranked), initial=0.0)
@@ -137,7 +138,7 @@ class Plain:
             bounds.append(float({"mean": upper.mean(), "max": upper.max(), "worst": upper.min()}[chosen.statistic]))
         count = chosen.k // page
         if chosen.ratio:
-            count = min(count, math.ceil(chosen.ratio * len(bounds)))
+            count = min(count, math.ceil(Fraction(str(chosen.ratio)) * len(bounds)))
         best = sorted(sorted(range(len(bounds)), key=lambda number: -bounds[number])[:count])
         found = [j for number in best for j in range(number * page, (number + 1) * page)]
         return [*found, *range(len(bounds) * page, len(keys))]

@@ -117,7 +117,7 @@ def stated(case: Case) -> dict[str, Any]:
         chosen |= {position for position in masked if position not in numbers}
         chosen |= {position for position in masked if position + 1 in chosen}
         kept = chosen | {position for position in at if not kinds[position]}
-        kept |= {position for position in masked if kinds[position] == 2 and position < max(kept, default=0)}
+        kept |= {position for position in masked if kinds[position] == 2 and position < max(chosen)}
         if attrs["placeholders"] == "masked":
             kept |= {position for position in masked if position < max(chosen)}
         found += sorted(at[position] for position in kept)

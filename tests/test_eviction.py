@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_runner import CompiledRunner
+from focus_published import Published, PublishedExperts
 from focus_stated import Dual, Experts, Generated, StatedStep
 from reference_runner import random_tensors
 from test_cut import ARCH, CONFIG, TENSORS
@@ -133,6 +134,11 @@ def positions_of(request: StepRequest) -> Tensor:
     return torch.as_tensor(request.values.get("positions", torch.arange(first, first + len(request.token_ids)))).long()
 
 
+def statement(name: str) -> type[Generated]:
+    """Of the paper, or of the public implementation."""
+    return Published if name == "focus-public" else Generated
+
+
 def drawn(rng: random.Random, *, slowly: bool = False) -> tuple[Tensor, dict[str, Any]]:
     """A prompt and options, by which blocks take several steps; `slowly`: one a token."""
     prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(rng.choice([3, BLOCK, 2 * BLOCK + 5]))])
@@ -145,10 +151,12 @@ def drawn(rng: random.Random, *, slowly: bool = False) -> tuple[Tensor, dict[str
 
 
 CASES = [
-    ("none", KEYS[2]), ("focus", KEYS[0]), ("focus", KEYS[1]), ("focus-public", KEYS[4]), ("ema", KEYS[2]),
-    ("mixed", KEYS[3]), ("bottom", KEYS[0]), ("random", KEYS[4]), ("fixed", KEYS[1]),
-    *(pytest.param("none", KEYS[n], marks=pytest.mark.soak) for n in (3, 4)),
-    pytest.param("focus", KEYS[4], marks=pytest.mark.soak), pytest.param("focus-public", KEYS[0], marks=pytest.mark.soak),
+    ("none", KEYS[2]), ("focus", KEYS[0]), ("mixed", KEYS[3]), ("fixed", KEYS[1]),
+    *(
+        pytest.param(name, KEYS[n], marks=pytest.mark.soak)
+        for name, n in (("none", 3), ("none", 4), ("focus", 1), ("focus", 4), ("focus-public", 0), ("focus-public", 1),
+                        ("focus-public", 3), ("focus-public", 4), ("ema", 2), ("bottom", 0), ("random", 4))
+    ),
 ]  # fmt: skip
 
 
@@ -163,7 +171,7 @@ def test_generation_is_that_of_the_paper_in_float64(
         recorder = Recorder(model)
         config = GenerationConfig(eviction=READINGS[name], block_cache=keys[0], block_commit=keys[1], **options)
         (found,) = generate_ids(recorder, [prompt], config)
-        stated = Generated(
+        stated = statement(name)(
             ARCH, EXACTLY, prompt, options["gen_length"], options["threshold"], schedule(BLOCK, options["steps"]),
             dynamic=options["remasking"] == "low_confidence_dynamic", eviction=READINGS[name], cache=keys[0],
             commit=keys[1] or "exact", noise=lambda step, place: float(uniforms(row_keys(0, 0, step, torch.tensor([place])))),
@@ -177,6 +185,24 @@ def test_generation_is_that_of_the_paper_in_float64(
             assert any(all(map(int.__ge__, (size.tokens, size.keys[0], size.rows), asked)) for size in largest)
         gone += sum(len(step.computed) - len(step.kept) for step in steps)
     assert (gone > 0) == (READINGS[name] is not None)
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.soak)])
+def test_random_answers_are_those_of_the_public_implementation(model: CompiledModel, count: int) -> None:
+    """In float64, with its delayed cache: the tokens, and what each step computes, keeps and decides."""
+    rng = random.Random(count)
+    public: dict[str, Any] = {"block_cache": "dc+", "block_commit": "cached"}
+    for _ in range(count):
+        prompt, options = drawn(rng, slowly=rng.random() < 0.5)
+        config, recorder = GenerationConfig(**options, **public), Recorder(model)
+        (found,) = generate_ids(recorder, [prompt], replace(config, eviction="focus-public"))
+        stated = Published(
+            ARCH, EXACTLY, prompt, options["gen_length"], options["threshold"], schedule(BLOCK, options["steps"]),
+            dynamic=options["remasking"] == "low_confidence_dynamic", eviction=PRESETS["focus-public"], cache="dc+",
+            commit="cached",
+        )  # fmt: skip
+        assert torch.equal(found.token_ids, stated.run())
+        assert recorder.of_requests() == [stated.steps]
 
 
 @pytest.mark.parametrize(("name", "keys", "exact_layers", "every", "rows"), [
@@ -232,7 +258,7 @@ def test_generation_of_the_trained_model_is_that_of_the_paper_in_float64(way: st
         exactly = {name: view.double() for name, view in trained.weights().items()}
         config = GenerationConfig(gen_length=40, eviction=eviction, block_cache="dc+", threshold=0.9, stop_at_eos=False)
         (found,) = generate_ids(recorder, [prompt], config)
-    stated = Generated(
+    stated = statement(way)(
         arch, exactly, prompt, 40, 0.9, [1], eviction=eviction, cache="dc+",
         noise=lambda step, place: float(uniforms(row_keys(0, 0, step, torch.tensor([place])))),
     )  # fmt: skip
@@ -265,7 +291,7 @@ def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
     )
     together = generate_ids(shifted.model, prompts, config)
     for mine, prompt in zip(together, prompts, strict=True):
-        recorder, stated = Recorder(shifted.model), Generated(arch, exactly, prompt, 14, 0.6, [1], cache=cache)
+        recorder, stated = Recorder(shifted.model), statement(name)(arch, exactly, prompt, 14, 0.6, [1], cache=cache)
         stated.eviction = READINGS[name]
         generate_ids(recorder, [prompt], config)
         assert torch.equal(mine.token_ids, stated.run())
@@ -359,7 +385,9 @@ def test_the_active_block_of_a_dual_cache_is_evicted_from_as_in_float64(name: st
     for mine, prompt in zip(together, prompts, strict=True):
         recorder = Recorder(dual.model)
         generate_ids(recorder, [prompt], options)
-        stated = Dual(arch, exactly, prompt, 16, 0.6, [1], eviction=replace(eviction, first_step="evicts"))
+        stated = Dual(
+            arch, exactly, prompt, 16, 0.6, [1], eviction=replace(eviction, first_step="evicts", reach="block")
+        )
         assert torch.equal(mine.token_ids, stated.run())
         cut = [(asked[0], results[0]) for asked, results in recorder.steps if asked[0].phase.cut is not None]
         for (request, result), step in zip(cut, stated.steps, strict=True):
@@ -407,7 +435,7 @@ def test_generation_of_llada2_is_that_of_the_paper_in_float64(
     recorder = Recorder(experts)
     found = generate_ids(recorder, prompts, config)
     for prompt, mine, steps in zip(prompts, found, recorder.of_requests(), strict=True):
-        stated = Experts(
+        stated = (PublishedExperts if name == "focus-public" else Experts)(
             experts.architecture, exactly, prompt, 14, 0.3, [1], eviction=READINGS[name], cache=keys[0], commit=keys[1] or "exact"
         )  # fmt: skip
         assert torch.equal(mine.token_ids, stated.run()) and steps == stated.steps
@@ -439,7 +467,9 @@ def test_with_a_large_alpha_generation_is_that_without_eviction(
         assert mine.steps == other.steps
 
 
-@pytest.mark.parametrize(("name", "keys"), [("random", KEYS[4]), ("focus-public", KEYS[0])])
+@pytest.mark.parametrize(
+    ("name", "keys"), [("random", KEYS[4]), pytest.param("focus-public", KEYS[0], marks=pytest.mark.soak)]
+)
 def test_requests_at_any_progress_share_steps_and_get_what_they_get_alone(
     model: CompiledModel, name: str, keys: tuple[str | None, str | None]
 ) -> None:

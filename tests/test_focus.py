@@ -99,13 +99,14 @@ class FocusNetwork(DroppingNetwork):
         """The statement of `evict_tokens`, for one request."""
         block, listed = self._of_block()
         chosen, places = self.eviction, positions.tolist()
-        evicts = block.step > 0 or chosen.first_step == "evicts"
+        evicts = block.step > 0 or chosen.first_step != "whole"
         status = [0] * len(places)
         for offset in block.masked if evicts else ():
             status[places.index(block.start + offset)] = 1 if offset < block.processed else 2
         new = block.decoded is None or (chosen.history == "block" and block.step == 0)
         one: dict[str, Any] = {
-            "first": [block.start], "progress": [block.processed], "status": status, "cu_seqlens": [0, len(places)], "owner": [0],
+            "first": [block.start], "progress": [block.processed * (chosen.reach == "block")], "status": status,
+            "cu_seqlens": [0, len(places)], "owner": [0],
             "positions": places, "decoded": [-1 if new else block.decoded],
             "listed": [listed + [-1] * (BLOCK - len(listed))],
         }  # fmt: skip
@@ -118,7 +119,7 @@ class FocusNetwork(DroppingNetwork):
         return list(found["rows"][: found["total"][0]])
 
     def sees(self, key_len: int) -> int:
-        """Equation 16."""
+        """Equation 16, or what this step keeps."""
         return self.seen
 
 
@@ -198,7 +199,8 @@ class Live:
         committed[mine] = rule(few, token[mine], score[mine], MASK)
         assert torch.equal(result.committed, committed) and committed.any()
         reached = int(places[max(kept)]) + 1 - self.block.start
-        assert self.network.seen == self.block.start + max(self.block.processed, reached)
+        before = self.block.processed if self.network.eviction.reach == "block" else 0
+        assert self.network.seen == self.block.start + max(before, reached)
         done = {place for place in places.tolist() if place >= self.block.start}
         self._go_on(places[request.rows[result.committed].long()].tolist(), result, reached, done)
         return len(kept)
@@ -231,7 +233,11 @@ class Live:
 
 @pytest.mark.parametrize(
     ("name", "delay"),
-    [*((name, "none") for name in READINGS), *((name, "neighbour") for name in PRESETS), ("ema", "delayed")],
+    [
+        *(pytest.param(name, "none", marks=pytest.mark.soak if name in PRESETS else ()) for name in READINGS),
+        *((name, "neighbour") for name in PRESETS),
+        ("ema", "delayed"),
+    ],
 )
 def test_steps_keep_and_decide_what_the_equations_say(model: CompiledModel, name: str, delay: str) -> None:
     """Under poison; requests at different progress share steps, packed at random, until all are done; with all tokens of a block
@@ -253,7 +259,7 @@ def test_steps_keep_and_decide_what_the_equations_say(model: CompiledModel, name
         one.close()
 
 
-@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("delay", ["none", pytest.param("delayed", marks=pytest.mark.soak), "neighbour"])
 def test_with_a_large_alpha_nothing_is_evicted(model: CompiledModel, delay: str) -> None:
     """Tokens, scores and decisions are those of the step that is not cut and leaves out the same tokens, to the bit."""
     rng = random.Random(5)
@@ -298,6 +304,7 @@ AT_8 = BlockProgress(start=8, masked=(0,), processed=0, step=0, decoded=None)
     ({}, (0, 8), "says how far it is"), ({"block": 3}, (0, 8), "says how far it is"),
     ({"block": AT_8}, (0, 8), r"which is \[8, 16\), and has its masked positions \[8\]; got \[0, 1"),
     ({"block": replace(AT_8, start=0)}, (0, 16), "got .* 15]"), ({"block": replace(AT_8, masked=(0, 1, 7))}, (8, 15), "got .* 14]"),
+    ({"block": AT_8}, (8, 16), r"masks \[8\] stand before tokens that are decided.*first_step='whole'"),
     ({"block": replace(AT_8, ranks=(0.5,) * 8)}, (8, 16), r"rank='random' takes a number .* 8 positions, others none; got 8"),
 ])  # fmt: skip
 def test_a_request_that_does_not_say_how_far_it_is_is_refused(
@@ -326,7 +333,8 @@ def test_a_request_that_does_not_say_how_far_it_is_is_refused(
     ({"history": "blok"}, UnknownName, "eviction's history 'blok'.*block"),
     ({"threshold": "sum"}, UnknownName, "eviction's threshold"), ({"importance": "all"}, UnknownName, "eviction's importance"),
     ({"placeholders": "all"}, UnknownName, "eviction's placeholders"),
-    ({"first_step": "warm"}, UnknownName, "eviction's first_step"), ({"rank": "botom"}, UnknownName, "rank 'botom'.*bottom"),
+    ({"first_step": "warm"}, UnknownName, "eviction's first_step"), ({"reach": "ever"}, UnknownName, "eviction's reach"),
+    ({"rank": "botom"}, UnknownName, "rank 'botom'.*bottom"),
     ({"keep": -1}, UsageError, "keep is -1; it must be a number of tokens, or 0"), ({"keep": True}, UsageError, "keep is True"),
     ({"keep": 2.0}, UsageError, "keep is 2.0"),
 ])  # fmt: skip

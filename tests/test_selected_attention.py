@@ -8,7 +8,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_kernels import BF16, DTYPES, F32, Case, assert_within, check_allocates_nothing, gamma, name_of, rounding, unit
+from test_kernels import (
+    BF16,
+    DTYPES,
+    F32,
+    OTHERS_SOAK,
+    Case,
+    assert_within,
+    check_allocates_nothing,
+    gamma,
+    name_of,
+    rounding,
+    unit,
+)
 from test_kv import kv_case, rows_of
 from test_selection_of_keys import GROUPS, in_tile, tiles_of
 from torch import Tensor
@@ -183,7 +195,7 @@ def test_a_slice_of_a_window_knows_where_it_starts() -> None:
             assert_attended(part, y, before, start)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 def test_selected_attention_allocates_nothing(dtype: torch.dtype) -> None:
     for seed in range(3):
         check_allocates_nothing(selected_case(seed, dtype, block=4, rows=3 * (seed % 2)))

@@ -25,7 +25,7 @@ from test_kernels import (
     F16,
     F32,
     F64,
-    HALF_IN_SOAK,
+    OTHERS_SOAK,
     Case,
     assert_within,
     check_allocates_nothing,
@@ -591,7 +591,7 @@ def test_no_rows_are_no_work(backend: str) -> None:
         assert all(t.numel() == 0 for name, t in launched(case, backend).items()), case.kernel
 
 
-@pytest.mark.parametrize("dtype", HALF_IN_SOAK, ids=name_of)
+@pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 def test_selection_allocates_nothing(dtype: torch.dtype) -> None:
     found = list(cases(1100 if dtype == F32 else 130, dtype=dtype))
     assert {case.kernel for case in found} == set(KERNELS)

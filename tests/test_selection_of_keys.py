@@ -4,18 +4,22 @@ Written apart from the kernels."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_kernels import (
     DTYPES,
     F32,
     F64,
+    OTHERS_SOAK,
     Case,
     assert_within,
     check_allocates_nothing,
@@ -30,6 +34,7 @@ from torch import Tensor
 
 from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels import load
+from mosaic.registrar.operators.top_keys import keys_of
 
 GROUPS = [(1, 2), (4, 2), (7, 1), (8, 1), (3, 3)]  # query heads of a key-value head, and how many of these
 SUMMED = ("q", "kv", "extents", "cu_extents", "captured", "votes", "cu_seqlens")
@@ -264,7 +269,7 @@ def stated_selection(case: Case) -> Tensor:
             sums = [sum(masses[at : at + page]) for at in range(0, prefix, page)]
             count = min(k // page, len(sums))
             if attrs["ratio"]:
-                wanted = -int(-attrs["ratio"] * prefix // 1)  # rounded up; the ratios of the tests are exact
+                wanted = math.ceil(Fraction(str(attrs["ratio"])) * prefix)  # as written
                 count = min(count, (wanted + page - 1) // page)
             best = sorted(range(len(sums)), key=lambda number: (-sums[number], number))[:count]
             if attrs["enough"]:
@@ -292,6 +297,52 @@ def test_pages_with_the_most_mass(kind: str, ratio: float, enough: float) -> Non
         case.launch()
         assert torch.equal(case.operands["selected"], expected) and torch.equal(wide, expected)
     check_allocates_nothing(case)
+
+
+@pytest.mark.parametrize("parts", [100, 1000])
+def test_a_ratio_is_the_decimal_that_was_written(parts: int) -> None:
+    """Of up to 4,096 keys: `keys_of`, for all of these shares."""
+    keys = np.arange(1, 4097)
+    for number in range(1, parts + 1):
+        assert np.array_equal(keys_of(number / parts, keys), -(-keys * number // parts))
+
+
+def share_case(ratio: float, lengths: Sequence[int]) -> Case:
+    """Prefixes of these lengths, of which the first keys have the most mass; all share their masses."""
+    count = len(lengths)
+    operands = {
+        "mass": torch.arange(max(lengths), 0, -1)[None].float(), "captured": torch.tensor(lengths, dtype=torch.int32),
+        "cu_keys": torch.zeros(count + 1, dtype=torch.int32), "owner": torch.arange(count),
+        "selected": torch.zeros(count, 1 + max(lengths), dtype=torch.int32),
+    }  # fmt: skip
+    return Case("top_keys", operands, attrs={"slot": 0, "sets": 1, "k": max(lengths), "page": 1, "ratio": ratio})
+
+
+SHARES = [
+    (0.15, 100, 15),
+    (0.15, 101, 16),
+    (0.7, 10, 7),
+    (0.07, 100, 7),
+    (5 / 6, 6, 5),
+    (1e-12, 100, 1),
+    (1.0, 100, 100),
+]
+
+
+@pytest.mark.parametrize(("ratio", "keys", "chosen"), SHARES)
+def test_so_many_keys_are_chosen(ratio: float, keys: int, chosen: int) -> None:
+    case = share_case(ratio, [keys])
+    case.launch()
+    assert case.operands["selected"][0].tolist() == [chosen, *range(chosen), *[0] * (keys - chosen)]
+
+
+def test_every_percentage_is_chosen_exactly() -> None:
+    for number in range(1, 101):
+        lengths = [1, 99, 100, 101, 300, 997]
+        case = share_case(number / 100, lengths)
+        case.launch()
+        expected = [-(-number * keys // 100) for keys in lengths]
+        assert case.operands["selected"][:, 0].tolist() == expected, number
 
 
 Launched = Callable[[Case], dict[str, Tensor]]
@@ -337,7 +388,7 @@ def test_selection_of_equation_3() -> None:
     assert_selection_of_equation_3(on_the_cpu, range(8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
     for seed in range(3):
         check_allocates_nothing(key_mass_case(seed, dtype))

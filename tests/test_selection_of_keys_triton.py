@@ -16,12 +16,14 @@ from test_kernels import BF16, F32
 from test_kv import kv_case, starts
 from test_selected_attention import assert_attended, selected_case, slices_of
 from test_selection_of_keys import (
+    SHARES,
     TOPS,
     assert_mass,
     assert_selection_of_equation_3,
     assert_sums,
     key_mass_case,
     mass_case,
+    share_case,
     stated_selection,
     sums_case,
     sums_of_prefixes,
@@ -105,14 +107,22 @@ def test_mass_of_a_wide_group_in_triton(votes: tuple[int, int], statistic: str) 
 
 @pytest.mark.parametrize(("kind", "ratio", "enough"), TOPS)
 def test_pages_with_the_most_mass_in_triton(kind: str, ratio: float, enough: float) -> None:
-    for seed in (7, 3, 4):
+    for seed in (7, 3):
         case = top_case(seed, kind, ratio, enough)
         assert torch.equal(run(case, DEVICE)["selected"], stated_selection(case))
 
 
+def test_so_many_keys_are_chosen_in_triton() -> None:
+    for ratio, keys, chosen in SHARES:
+        assert run(share_case(ratio, [keys]), DEVICE)["selected"][0, 0] == chosen, ratio
+
+
 @pytest.mark.parametrize(
     ("kind", "ratio", "enough", "seed"),
-    [(*top, seed) for seed, top in zip((8, 9, 12, 10, 11, 15, 16), TOPS, strict=True)],
+    [
+        pytest.param(*top, seed, marks=pytest.mark.soak if top in (TOPS[0], TOPS[2], TOPS[4]) else ())
+        for seed, top in zip((8, 9, 12, 10, 11, 15, 16), TOPS, strict=True)
+    ],
 )
 def test_prefixes_in_parts_in_triton(
     kind: str, ratio: float, enough: float, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -165,7 +175,7 @@ def test_selected_attention_with_indices_ahead_in_triton(splits: int, monkeypatc
 @pytest.mark.parametrize(
     ("splits", "dtype", "block", "rows", "seeds"),
     [
-        (1, F32, 4, 0, (0, 1, 3, 11, 21)), (1, F32, 4, 3, (2, 4)), (1, BF16, 0, 0, (5, 6)), (3, BF16, 0, 0, (38,)),
+        (1, F32, 4, 0, (0, 3, 21)), (1, F32, 4, 3, (2, 4)), (1, BF16, 0, 0, (5, 6)), (3, BF16, 0, 0, (38,)),
         (2, F32, 32, 2, (35,)),
         *(pytest.param(splits, BF16, 4, splits - 1, range(5, 15), marks=pytest.mark.soak) for splits in (1, 3)),
     ],

@@ -72,12 +72,20 @@ WAYS = {
 }
 
 
-SOAKED = ("one layer exact", "all layers sparse", "by tiles of rows", "carried", "sparsed", "quest")
-"""Ways whose options others have, too, together with further ones."""
-NAMES = [pytest.param(name, marks=pytest.mark.soak if name in SOAKED else ()) for name in WAYS]
+COVERING = (
+    "mage", "the largest", "by tiles of rows, carried", "enough of the attention",
+    "again, after a share of exact steps, the last layer exact", "quest, the last layer exact, by tiles of rows",
+    "quest, the largest",
+)  # fmt: skip
+"""Ways that have every option among them; the others soak."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+def named(*names: str) -> list[Any]:
+    """All ways by name, of which only these do not soak."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.soak) for name in WAYS]
+
+
+@pytest.mark.parametrize("name", named(*COVERING))
 def test_answers_are_those_of_the_algorithm_in_float64(name: str, model: CompiledModel) -> None:
     """And not those of exact attention; with and without steps that are launched ahead."""
     source, others = random.Random(name), 0
@@ -105,7 +113,7 @@ def test_exact_answers_are_those_of_the_algorithm_in_float64(model: CompiledMode
         assert torch.equal(found.token_ids, Plain(model, None, prompt).generate(prompt, gen, steps))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", named("mage", "by tiles of rows, carried", COVERING[-2]))
 def test_with_the_whole_prefix_every_way_is_exact(name: str, model: CompiledModel) -> None:
     prompts, way = [torch.arange(n) % 60 for n in (1, 9, 50)], WAYS[name]
     expected = model.generate(prompts, gen_length=10)
@@ -116,7 +124,9 @@ def test_with_the_whole_prefix_every_way_is_exact(name: str, model: CompiledMode
 
 
 @pytest.mark.grid(together=1)
-@pytest.mark.parametrize("way", ["mage", "oracle", "sparsed", "quest"])
+@pytest.mark.parametrize(
+    "way", ["mage", *(pytest.param(way, marks=pytest.mark.soak) for way in ("oracle", "sparsed")), "quest"]
+)
 @pytest.mark.parametrize("family", ["llada2", "fast-dllm-v2"])
 def test_other_families_attend_so(family: str, way: str) -> None:
     """With the whole prefix they answer as with exact attention, with less of it they do not."""
@@ -134,14 +144,10 @@ def test_other_families_attend_so(family: str, way: str) -> None:
             assert all(map(torch.equal, found, expected)) == same
 
 
-def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(model: CompiledModel) -> None:
+@pytest.mark.parametrize("way", [pytest.param("mage", marks=pytest.mark.soak), "by tiles of rows, carried"])
+def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(way: str, model: CompiledModel) -> None:
     """One in its block's first step beside others in theirs: a step that selects serves both. Or one that selects again, beside
     those that do not yet."""
-    for way in ("mage", "by tiles of rows, carried"):
-        check_shared(way, model)
-
-
-def check_shared(way: str, model: CompiledModel) -> None:
     source, mixed = random.Random(1), 0
     options = GenerationConfig(
         gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS[way], ahead=False

@@ -41,4 +41,7 @@ def load(name: str, backend: str = "cpu", implementation: str | None = None) -> 
 def kernel_of(implementation: Implementation) -> Any:
     """Get what launches an implementation: an object with a `launch`, such as its module, or the launcher itself."""
     kernel = implementation.kernel
-    return import_module(kernel) if isinstance(kernel, str) else kernel
+    if not isinstance(kernel, str):
+        return kernel
+    module, _, launcher = kernel.partition(":")
+    return getattr(import_module(module), launcher) if launcher else import_module(module)

@@ -132,15 +132,11 @@ def _chosen(ranks: Mapping[int, float], places: Mapping[int, int], target: int) 
 
 def _placed(chosen: set[int], low: int, high: int, statuses: Sequence[int], *, masked: bool) -> list[int]:
     """The rows of a sequence that are kept, of which these are chosen."""
-    rightmost_masked = max(chosen, default=low)
-    rightmost = max((at for at in range(low, high) if not statuses[at] or at in chosen), default=low)
+    rightmost = max(chosen, default=low)
     return [
         at
         for at in range(low, high)
-        if not statuses[at]
-        or at in chosen
-        or (statuses[at] == UNPROCESSED and at < rightmost)
-        or (masked and at < rightmost_masked)
+        if not statuses[at] or at in chosen or (at < rightmost and (masked or statuses[at] == UNPROCESSED))
     ]
 
 
@@ -217,11 +213,8 @@ def reference(
         left = mine == 0
         left[best] = True
         left[masked] |= torch.isin(places[masked] + 1, places[best])
-        rows, last = torch.arange(high - low), max([*left.nonzero().view(-1).tolist(), 0])
-        last_masked = max([*masked[left[masked]].tolist(), 0])
-        left |= (mine == UNPROCESSED) & (rows < last)
-        if placeholders == "masked":
-            left |= rows < last_masked
+        earlier = torch.arange(high - low) < max([*masked[left[masked]].tolist(), 0])
+        left |= earlier if placeholders == "masked" else earlier & (mine == UNPROCESSED)
         kept.append(left.nonzero().view(-1) + low)
         sizes.append(sizes[-1] + len(kept[-1]))
         beyond = int(places[left].max()) + 1 if left.any() else 0

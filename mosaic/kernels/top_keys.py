@@ -18,7 +18,7 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.scratch import tiles_of
-from mosaic.registrar.operators.top_keys import numbers_of
+from mosaic.registrar.operators.top_keys import keys_of, numbers_of
 
 __all__ = ["bind", "check", "check_selection", "launch", "reference"]
 
@@ -77,8 +77,7 @@ def _count(keys: int, k: int, page: int, ratio: float) -> int:
     """How many pages of a prefix are chosen."""
     count = min(k // page, -(-keys // page))
     if ratio:
-        wanted = int(np.ceil(np.float32(ratio) * np.float32(keys)))
-        count = min(count, -(-wanted // page))
+        count = min(count, -(-keys_of(ratio, keys) // page))
     return count
 
 

@@ -24,13 +24,17 @@ History: TypeAlias = Literal["cumulative", "ema", "block"]
 Threshold: TypeAlias = Literal["deviation", "mean"]
 Importance: TypeAlias = Literal["block", "masked"]
 Placeholders: TypeAlias = Literal["masked", "unprocessed"]
-FirstStep: TypeAlias = Literal["evicts", "whole"]
+FirstStep: TypeAlias = Literal["evicts", "whole", "prefill"]
+Reach: TypeAlias = Literal["block", "step"]
 Rank: TypeAlias = Literal["importance", "bottom", "random"]
 
 BLOCK_CACHES: Final = ("dc", "dc+")
 """When a decided token is computed no more: after one step more, or once its right neighbour has been decided as long, too."""
 BLOCK_COMMITS: Final = ("exact", "cached")
 """Which keys later blocks see of a finished block: those of its final tokens, or where tokens were frozen those of then."""
+
+MOST_REQUESTS: Final = 1024
+"""More of them would keep any card as busy: whether eviction pays is the same for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +60,15 @@ class Eviction:
     pool
         Neighbouring scores of which the largest counts: odd.
     placeholders
-        Tokens that are kept because they stand before others: those "unprocessed" in the block so far (section 4.2), or all that
-        are "masked" (algorithm 1, line 18).
+        Masked tokens that are kept because they stand before masked ones that are: those "unprocessed" in the block so far (section
+        4.2), or all (algorithm 1, line 18: "masked").
     first_step
-        Of a block: it "evicts" (algorithm 1, line 9), or computes the block "whole" (the implementation).
+        Of a block: it "evicts" (algorithm 1, line 9), or computes the block "whole" (ours). "prefill": it evicts, but for a block
+        with tokens of the prompt, where it is the prefill. That computes the block whole, and later steps do not count it: neither
+        what it has processed, nor what it has decoded, nor towards a block cache (the implementation).
+    reach
+        The keys of a block that kept rows see: up to the rightmost row that any step of the "block" has kept (equation 16), or up
+        to the rightmost that this "step" keeps, and before the eviction up to the rightmost that it computes (the implementation).
     keep
         How many masked tokens are kept, beside those that these need: in place of `alpha`, `history` and `threshold`, which say
         it where this is 0 (a baseline, table 3).
@@ -90,6 +99,7 @@ class Eviction:
     pool: int = 3
     placeholders: Placeholders = "unprocessed"
     first_step: FirstStep = "evicts"
+    reach: Reach = "block"
     keep: int = 0
     rank: Rank = "importance"
     requests: int = 0
@@ -108,7 +118,7 @@ class Eviction:
                 raise UsageError(f"eviction: {name} is {count!r}; it must be a number of {what}, or 0.")
         for name, options in (
             ("history", History), ("threshold", Threshold), ("importance", Importance), ("placeholders", Placeholders),
-            ("first_step", FirstStep), ("rank", Rank),
+            ("first_step", FirstStep), ("reach", Reach), ("rank", Rank),
         ):  # fmt: skip
             if getattr(self, name) not in get_args(options):
                 raise UnknownName(f"eviction's {name}", getattr(self, name), get_args(options))
@@ -121,6 +131,18 @@ class Eviction:
     def changed(self) -> dict[str, Any]:
         """The options that are not the paper's main text."""
         return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
+
+    def within(self, block: int) -> Eviction:
+        """Return what keeps the same tokens of blocks, by numbers that are no larger than there is use for.
+
+        >>> found = Eviction(alpha=1e9, pool=10**12 + 1, keep=10**12, requests=10**9).within(32)
+        >>> found.alpha, found.pool, found.keep, found.requests
+        (32, 65, 32, 1024)
+        """
+        return replace(
+            self, alpha=min(self.alpha, block), pool=min(self.pool, 2 * block + 1), keep=min(self.keep, block),
+            requests=min(self.requests, MOST_REQUESTS),
+        )  # fmt: skip
 
     def check(self, arch: Architecture, *, dual: bool = False) -> None:
         """Check that tokens of a model can be evicted so; `dual`: of the active block, whose keys a dual cache keeps.
@@ -148,7 +170,9 @@ def _is_number(value: object) -> bool:
 
 PRESETS: Final[Mapping[str, Eviction]] = {
     "focus": Eviction(),
-    "focus-public": Eviction(history="block", threshold="mean", importance="masked", first_step="whole"),
+    "focus-public": Eviction(
+        history="block", threshold="mean", importance="masked", first_step="prefill", reach="step"
+    ),
 }
 """By name: the paper's main text, and its public implementation; both with the paper's alpha (section 5.2)."""
 

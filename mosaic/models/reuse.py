@@ -7,7 +7,7 @@ block's own keys, which are new in every step. LoSA (arXiv 2604.12056) does so w
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -58,7 +58,7 @@ class PrefixReuse:
                 "that keeps it."
             )
         number = isinstance(change, int | float) and not isinstance(change, bool)
-        if change is not None and not (number and math.isfinite(change) and change >= 0):
+        if change is not None and not (number and 0 <= change <= sys.float_info.max):
             raise UsageError(
                 f"attention: change is {change!r}; it must be a number of at least 0, relative to queries."
             )

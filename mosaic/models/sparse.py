@@ -28,6 +28,8 @@ Statistic: TypeAlias = Literal["mean", "max", "worst"]
 Voters: TypeAlias = Literal["block", "answer"]
 By: TypeAlias = Literal["mass", "bounds"]
 MOST_KEYS: Final = 2**31 - 1
+ALIKE: Final = 4096
+"""Keys that a request remembers the selection of, however short it is, if it is asked to: 4.4 MiB of SDAR-8B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,8 @@ class SparseAttention:
     k
         Keys of the prefix that each set has at most.
     ratio
-        Share of the prefix that it has at most; 0: no limit but `k`.
+        Share of the prefix that it has at most, rounded up to whole keys: the decimal or fraction as it is written, so that 0.15 of
+        100 keys is 15. 0: no limit but `k`.
     mass
         Share of the prefix's attention that a set needs no more than: the fewest keys that have it, at most `k`. 0: no limit but
         `k`. It is of the "mean" over all voting rows, which adds up to 1.
@@ -193,6 +196,17 @@ class SparseAttention:
         last = max(math.ceil(share * steps), 1) - 1
         again = bool(self.every) and step > last and (step - last) % self.every == 0
         return self.selects == "every" or step <= last or again
+
+    def within(self, positions: int) -> SparseAttention:
+        """Return what selects the same keys of a canvas of some positions, with less to remember them by where `k` is far beyond.
+
+        Few values of `k` come of it, so that requests of several lengths still share steps: powers of two from `ALIKE` on.
+
+        >>> [SparseAttention(k=k).within(20_000).k for k in (512, 10**9)]
+        [512, 32768]
+        """
+        most = max(ALIKE, 1 << (positions - 1).bit_length())
+        return self if self.k <= most + self.page else replace(self, k=-(-most // self.page) * self.page)
 
     def tiles(self, arch: Architecture) -> int:
         """Return how many tiles of rows a block is cut into, each with sets of its own.

@@ -90,11 +90,11 @@ class StepGraph:
         self.decides = phase.head.decides and phase.graph != "prefix"
         if self.decides:
             self.masked = g.dim("masked", at_most="tokens")
-            self.head_choice = g.choice("head", phase.head.ways)
+            self.head_choice = g.choice("head", phase.head.ways, alike=False)
         self.attention_way = ways[g.choice("attention", tuple(ways))]
         # x times the norm's weight, before it is divided by the norm, may exceed what float16 holds
         few = phase.cached and phase.head.decides and arch.dtype != "float16"
-        self.fused = few and g.choice("products", ("apart", "fused")) == "fused"
+        self.fused = few and g.choice("products", ("apart", "fused"), alike=False) == "fused"
         places = ("device", "host") if phase.cut is None else ("device",)
         self.on_host = g.choice("hidden", places, escalating=True) == "host"
         self.residency = Residency(g, arch)

@@ -216,7 +216,10 @@ def _smallest_device(planner: Planner, request: Request) -> Planner | None:
     """A planner for the smallest built-in device, other than this one, that holds the request."""
     cards = [d for d in DEVICES.values() if d.backend == planner.device.backend and d.name != planner.device.name]
     for card in sorted(cards, key=lambda d: d.memory_bytes):
-        other = Planner(planner.model, device=card, host_budget=planner.host_budget_bytes, pinned=planner.pinned)
+        other = Planner(
+            planner.model, device=card, host_budget=planner.host_budget_bytes, pinned=planner.pinned,
+            batch_invariant=planner.batch_invariant,
+        )  # fmt: skip
         if other.needed(request) <= card.memory_bytes:
             return other
     return None

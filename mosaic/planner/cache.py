@@ -39,7 +39,7 @@ from mosaic.version import __version__
 
 __all__ = ["Watcher", "cache_directory", "forget", "template_of"]
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 Kept = TypeVar("Kept")
 Watcher: TypeAlias = Callable[[str], None]
 """Told the name of a body before it is compiled."""
@@ -125,7 +125,7 @@ def _through_disk(
     compiled = compile_now()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(encode(compiled), separators=(",", ":")))
+        write_atomic(file, json.dumps(encode(compiled), separators=(",", ":")), durable=False)
     except OSError:
         pass
     return compiled
@@ -161,7 +161,7 @@ def _decode(plain: dict[str, Any]) -> Template:
         backend=plain["backend"],
         dims=tuple(DimRecord(*d) for d in plain["dims"]),
         knobs=tuple(KnobRecord(*k) for k in plain["knobs"]),
-        choices=tuple(ChoiceRecord(name, tuple(options), escalating) for name, options, escalating in plain["choices"]),
+        choices=tuple(ChoiceRecord(name, tuple(options), *said) for name, options, *said in plain["choices"]),
         bodies={},
     )
 

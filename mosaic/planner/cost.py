@@ -8,7 +8,7 @@ one stream times add; a region's time is that of its full chunks and of the shor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from operator import mul
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import ANY_COLUMNS, Device, Rates
+from mosaic.errors import GraphError
 from mosaic.planner.template import Body, BufferRecord, OpRecord
 from mosaic.planner.timeline import Timeline, overlapping_loops
 from mosaic.registrar.few_rows import FEW_ROWS
@@ -141,6 +142,8 @@ class OpTimes:
         One registration of the model.
     device
         The profile whose rates hold.
+    batch_invariant
+        Take no implementations but those whose rows do not depend on the number of others. On a CPU all are taken.
 
     Attributes
     ----------
@@ -152,10 +155,11 @@ class OpTimes:
         Where each knob's rows are among the body's variables.
     """
 
-    def __init__(self, body: Body, device: Device) -> None:
+    def __init__(self, body: Body, device: Device, *, batch_invariant: bool = False) -> None:
         self.body, self.device, self.has_streams = body, device, body.has_streams
         loop_of = overlapping_loops(body)
-        keys = _cost_classes(body, loop_of)
+        invariant = batch_invariant and device.backend == "cuda"
+        keys = _cost_classes(body, loop_of, _on_request(body, device.backend) if invariant else ())
         counts = Counter(keys)
         self.classes = sorted(counts)  # by rate first: the classes of one rate are a slice
         self.groups = sorted({c.knobs for c in self.classes})
@@ -169,7 +173,8 @@ class OpTimes:
         kernels = sorted({c.kernel for c in self.classes if c.kernel})
         records = {kernel: found for kernel in kernels if (found := find(kernel, body.operators)) is not None}
         self._ways = {
-            kernel: {way.name: way for way in record.on(device.backend)} for kernel, record in records.items()
+            kernel: {way.name: way for way in record.on(device.backend, invariant=invariant)}
+            for kernel, record in records.items()
         }
         self._rates = {kernel: record.rate for kernel, record in records.items()}
         self._part_of = {
@@ -353,21 +358,38 @@ def _part(body: Body, classes: Sequence[_CostClass], counts: Mapping[_CostClass,
     )
 
 
-def _cost_classes(body: Body, loop_of: Sequence[int | None]) -> list[_CostClass]:
-    """The cost class of every op."""
+def _on_request(body: Body, backend: str) -> frozenset[str]:
+    """The kernels that batch-invariant plans carry out in a way of their own."""
+    found = set()
+    for kernel in {op.kernel: None for op in body.ops}:
+        record = find(kernel, body.operators)
+        if record is None or not record.on(backend):
+            continue
+        if not (ways := record.on(backend, invariant=True)):
+            raise GraphError(
+                f"a batch-invariant plan cannot take '{kernel}': of its implementations on {backend} none is invariant; plan "
+                "without batch_invariant, or declare one that is (`Implementation.invariant`)."
+            )
+        if any(way.on_request for way in ways):
+            found.add(kernel)
+    return frozenset(found)
+
+
+def _cost_classes(body: Body, loop_of: Sequence[int | None], named: Collection[str]) -> list[_CostClass]:
+    """The cost class of every op; implementations of the kernels that are `named` are chosen, too."""
     chains = {region: _knob_chain(body, region) for region in (None, *range(len(body.regions)))}
     loops = {None: ""} | {region: record.knob for region, record in enumerate(body.regions)}
     return [
         _CostClass(
-            op.rate, *_way(op), chains[op.region], loops[loop], op.flops, op.bytes, op.rate_rows, op.rate_columns
+            op.rate, *_way(op, named), chains[op.region], loops[loop], op.flops, op.bytes, op.rate_rows, op.rate_columns
         )
         for op, loop in zip(body.ops, loop_of, strict=True)
     ]
 
 
-def _way(op: OpRecord) -> tuple[str, str]:
+def _way(op: OpRecord, named: Collection[str]) -> tuple[str, str]:
     """The kernel of an op of which the backend has several implementations, and the only one where the rate is its own."""
-    if len(op.ways) > 1:
+    if len(op.ways) > 1 or op.kernel in named:
         return op.kernel, ""
     return "", op.ways[0] if op.ways and op.rate == "attention" else ""
 

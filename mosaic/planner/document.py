@@ -156,6 +156,7 @@ def assemble(
         "solver": solver,
         "max_ctx_tokens": max_ctx_tokens,
         "predicted_step_ms": round(result.seconds * 1e3, 6),
+        **({"batch_invariant": True} if point.space.batch_invariant else {}),
     }
     return Draft(
         header=header, records=records_of(variant), numbers=numbers_of(point, config, offsets),

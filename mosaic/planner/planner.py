@@ -56,6 +56,8 @@ class Planner:
         Pinned host memory that weights and hidden states may take, 0 for none; what the device's profile says by default.
     pinned
         Choices that are not free, such as {"stream": "all"}.
+    batch_invariant
+        Plan steps in which what a request gets does not depend, to the bit, on the others in its step.
     progress
         Called before something is compiled, which takes seconds where the cache is empty: how many bodies the planner has
         compiled so far, and the name of the next.
@@ -75,12 +77,13 @@ class Planner:
         budget: Size | None = None,
         host_budget: Size | None = None,
         pinned: Mapping[str, str] | None = None,
+        batch_invariant: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.model = model if isinstance(model, Model) else load(model)
         self.device = load_device(device)
         self.budget_bytes, self.host_budget_bytes = read_budgets(self.device, budget, host_budget)
-        self.pinned = dict(pinned or {})
+        self.pinned, self.batch_invariant = dict(pinned or {}), batch_invariant
         self._spaces: dict[Phase, Space] = {}
         self._longest: dict[tuple[Any, ...], int] = {}
         self._fitting: dict[Phase, tuple[Config, ...]] = {}
@@ -106,7 +109,7 @@ class Planner:
         """Return the configurations of one kind of step."""
         if phase not in self._spaces:
             template = template_of(self.model, backend=self.device.backend, phase=phase, watcher=self._report)
-            self._spaces[phase] = Space(template, self.device)
+            self._spaces[phase] = Space(template, self.device, batch_invariant=self.batch_invariant)
         return self._spaces[phase]
 
     def _report(self, name: str) -> None:
@@ -349,6 +352,7 @@ def plan(
     device: Device | str | None = None,
     budget: Size | None = None,
     host_budget: Size | None = None,
+    batch_invariant: bool = False,
     solver: str = "auto",
 ) -> Plan:
     """Plan one denoising step to the byte.
@@ -365,6 +369,8 @@ def plan(
         Profile by name or object (the built-in rtx-4090 if not given), and what may be used of it: bytes, or like "24GiB".
     host_budget
         Pinned host memory that weights and hidden states may be kept in; what the profile says by default.
+    batch_invariant
+        Plan a step in which what a sequence gets does not depend, to the bit, on the others.
     solver
         Offset solver; `auto` is the portfolio.
 
@@ -384,4 +390,5 @@ def plan(
         raise UsageError("give either masked (rows) or mask_ratio (a share of the tokens), not both.")
     ratio = DEFAULT_MASK_RATIO if mask_ratio is None else mask_ratio
     request = Request(seq_lens=(tokens,) if seq_lens is None else seq_lens, masked=masked, mask_ratio=ratio)  # type: ignore[arg-type]
-    return Planner(model, device=device, budget=budget, host_budget=host_budget).plan(request, solver=solver)
+    planner = Planner(model, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant)
+    return planner.plan(request, solver=solver)

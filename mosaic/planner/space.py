@@ -54,10 +54,13 @@ class Variant:
 
 
 class Space:
-    """All variants of a template on one device, whose profile predicts times."""
+    """All variants of a template on one device, whose profile predicts times.
 
-    def __init__(self, template: Template, device: Device) -> None:
-        self.template, self.device = template, device
+    With `batch_invariant`, only those in which no request's results depend on others in its step.
+    """
+
+    def __init__(self, template: Template, device: Device, *, batch_invariant: bool = False) -> None:
+        self.template, self.device, self.batch_invariant = template, device, batch_invariant
         self._variants: dict[tuple[tuple[str, ...], tuple[bool, ...]], Variant] = {}
         self._times: dict[tuple[str, ...], OpTimes] = {}
         self._pool_rows: dict[tuple[tuple[str, ...], str], Mapping[int, int]] = {}
@@ -76,7 +79,9 @@ class Space:
     def times(self, choices: tuple[str, ...]) -> OpTimes:
         """Return the cost classes of the body with these choices."""
         if choices not in self._times:
-            self._times[choices] = OpTimes(self.template.bodies[choices], self.device)
+            self._times[choices] = OpTimes(
+                self.template.bodies[choices], self.device, batch_invariant=self.batch_invariant
+            )
         return self._times[choices]
 
     def pool_rows(self, choices: tuple[str, ...], pool: str) -> Mapping[int, int]:
@@ -109,7 +114,8 @@ class Space:
 
     def at(self, dims: Mapping[str, int], *, pinned: Mapping[str, str] | None = None) -> Point:
         """Return the space at given dims, some choices pinned to one of their options."""
-        return Point(self, self.template.dims_of(dims), pinned or {})
+        unlike = {choice.name: choice.options[0] for choice in self.template.choices if not choice.alike}
+        return Point(self, self.template.dims_of(dims), {**(pinned or {}), **(unlike if self.batch_invariant else {})})
 
 
 class Point(Grid):

@@ -109,6 +109,7 @@ class ChoiceRecord(NamedTuple):
     name: str
     options: tuple[str, ...]
     escalating: bool
+    alike: bool
 
 
 class Access(NamedTuple):
@@ -421,7 +422,7 @@ def _knobs_of(graph: Any) -> tuple[KnobRecord, ...]:
 
 
 def _choices_of(graph: Any) -> tuple[ChoiceRecord, ...]:
-    return tuple(ChoiceRecord(c.name, c.options, c.escalating) for c in graph.choices.values())
+    return tuple(ChoiceRecord(c.name, c.options, c.escalating, c.alike) for c in graph.choices.values())
 
 
 def _require_same(shell: Template, graph: Any, options: Sequence[str]) -> None:

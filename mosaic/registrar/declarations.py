@@ -65,13 +65,17 @@ class Declarations:
         self.dims[name] = DimInfo(symbol=found, at_most=at_most, value=value)
         return found
 
-    def choice(self, name: str, options: Sequence[str], *, escalating: bool = False) -> str:
-        """Declare a knob that selects what is registered, and return the value of this registration."""
+    def choice(self, name: str, options: Sequence[str], *, escalating: bool = False, alike: bool = True) -> str:
+        """Declare a knob that selects what is registered, and return the value of this registration.
+
+        `alike` says whether all options round alike: plans that are asked to be batch-invariant take the first option of
+        one that is not.
+        """
         value = self._given.get(name, options[0])
         if self.lenient and value not in options:
             value = options[0]
         require(value in options, f"choice '{name}' ({caller()}) is one of {', '.join(options)}, got '{value}'")
-        self.choices[name] = Choice(name, tuple(options), value, escalating)
+        self.choices[name] = Choice(name, tuple(options), value, escalating, alike)
         return value
 
     def knob(self, name: str, *, over: sympy.Symbol, tile: int = 128) -> None:

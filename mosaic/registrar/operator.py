@@ -129,8 +129,9 @@ class Implementation:
         Whose memory it works on: `cuda` or `cpu`.
     kernel
         The dotted name of the module that holds its `launch` (and `bind`, where it has one), imported when a plan is
-        bound; or an object with a `launch`; or the launcher itself. A launcher takes operands, attributes and `scratch`
-        by name, writes into the tensors that it is given, and allocates nothing.
+        bound; that of a launcher, its module before a colon; or an object with a `launch`; or the launcher itself. A
+        launcher takes operands, attributes and `scratch` by name, writes into the tensors that it is given, and allocates
+        nothing.
     name
         What plans call it where the backend has several; the backend's name if not given. A device's profile has the
         rates of attention by this name.
@@ -149,6 +150,11 @@ class Implementation:
         The operand whose first row, counted on axis 0 of the whole buffer, the kernel is told as `row_start`.
     on_host
         Operands in host memory that the kernel takes by the host's address; others it reads through the link.
+    invariant
+        Whether slices of a launch get the bits of the whole launch, however they are cut: so no row's result depends on
+        how many others there are.
+    on_request
+        Whether only plans that are asked to be batch-invariant take it.
     """
 
     backend: Backend
@@ -160,6 +166,8 @@ class Implementation:
     rate: Rate | None = None
     row_origin: str | None = None
     on_host: frozenset[str] = frozenset()
+    invariant: bool = False
+    on_request: bool = False
 
     def __post_init__(self) -> None:
         _known("backend", [self.backend], BACKENDS)
@@ -239,15 +247,15 @@ class Operator:
         _known("rate", [self.rate], get_args(Rate))
         _known("role", self.roles.values(), get_args(Role))
         for backend in {way.backend for way in self.implementations}:
-            self._check_implementations(self.on(backend), backend)
+            self._check_implementations(backend)
         operands = names.union(self.writes)
         said = {*self.roles, *chain.from_iterable(way.operands for way in self.implementations)}
         if said - operands:
             odd = ", ".join(sorted(said - operands))
             raise GraphError(f"operator '{self.name}' says something of {odd}, which it neither reads nor writes")
 
-    def _check_implementations(self, ways: Sequence[Implementation], backend: str) -> None:
-        names = [way.name for way in ways]
+    def _check_implementations(self, backend: str) -> None:
+        ways, names = self.on(backend), [way.name for way in self._all_on(backend)]
         if len(set(names)) < len(names):
             raise GraphError(f"operator '{self.name}' has two implementations of one name on {backend}: {names}")
         if all(way.serves is not None for way in ways):
@@ -256,15 +264,24 @@ class Operator:
                 f"one of {', '.join(names)}"
             )
 
-    def on(self, backend: str) -> tuple[Implementation, ...]:
-        """Return the implementations on a backend, in the order in which they are declared.
+    def on(self, backend: str, *, invariant: bool = False) -> tuple[Implementation, ...]:
+        """Return the implementations on a backend that plans choose from, in the order in which they are declared.
+
+        Parameters
+        ----------
+        invariant
+            For plans that are asked to be batch-invariant.
 
         Raises
         ------
         UnknownName
             If there is no such backend.
         """
-        return _on(self, backend)
+        return _on(self, backend, invariant)
+
+    def _all_on(self, backend: str) -> tuple[Implementation, ...]:
+        """Those for either sort of plan."""
+        return _on(self, backend, None)
 
     def implementation(self, backend: str, name: str | None = None) -> Implementation:
         """Return the implementation of a name, or the first that serves every launch.
@@ -274,20 +291,20 @@ class Operator:
         UnknownName
             If there is no such backend, or no such implementation on it.
         """
-        for way in self.on(backend):
+        for way in self._all_on(backend):
             if way.name == name or (name is None and way.serves is None):
                 return way
-        known = [way.name for way in self.on(backend)]
+        known = [way.name for way in self._all_on(backend)]
         raise UnknownName(f"implementation of {self.name} on {backend}", name or backend, known)
 
     def serving(self, backend: str, specs: Specs, attrs: Attrs) -> tuple[str, ...]:
         """Name the implementations on a backend that serve a launch of these specs, sizes in integers."""
-        return tuple(way.name for way in self.on(backend) if way.serves is None or way.serves(specs, attrs))
+        return tuple(way.name for way in self._all_on(backend) if way.serves is None or way.serves(specs, attrs))
 
     def scratch_bytes(self, backend: str, specs: Specs, attrs: Attrs) -> Dim:
         """Return the scratch that one launch needs on a backend, in bytes, whichever implementation it is; 0 if none."""
         needed: Dim = 0
-        for way in self.on(backend):
+        for way in self._all_on(backend):
             if way.scratch is not None:
                 needed = _larger(needed, way.scratch(specs, attrs))
         return needed
@@ -310,14 +327,17 @@ class Operator:
 
 
 @lru_cache(maxsize=1024)
-def _on(operator: Operator, backend: str) -> tuple[Implementation, ...]:
+def _on(operator: Operator, backend: str, invariant: bool | None) -> tuple[Implementation, ...]:
     _known("backend", [backend], BACKENDS)
-    return tuple(way for way in operator.implementations if way.backend == backend)
+    ways = [way for way in operator.implementations if way.backend == backend]
+    if invariant is None:
+        return tuple(ways)
+    return tuple(way for way in ways if (way.invariant if invariant else not way.on_request))
 
 
 @lru_cache(maxsize=1024)
 def _inplace_on(operator: Operator, backend: str) -> tuple[tuple[str, str], ...]:
-    stated = [way.inplace for way in _on(operator, backend) if way.inplace is not None]
+    stated = [way.inplace for way in operator.implementations if way.backend == backend and way.inplace is not None]
     return tuple(pair for pair in operator.inplace if all(pair in pairs for pairs in stated))
 
 

@@ -151,10 +151,11 @@ class Choice:
     """A knob whose value selects what the model registers; the planner tries every option.
 
     Of an `escalating` one, each option needs no more device memory than the one before it, more of the host's, and is
-    no faster: the planner takes the first that fits.
+    no faster: the planner takes the first that fits. Options that are not `alike` round differently.
     """
 
     name: str
     options: tuple[str, ...]
     value: str
     escalating: bool = False
+    alike: bool = True

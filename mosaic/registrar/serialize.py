@@ -55,7 +55,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
         "name": graph.name,
         "backend": graph.backend,
         "dims": [[name, info.at_most, info.value] for name, info in graph.dims.items()],
-        "choices": [[c.name, list(c.options), c.value, c.escalating] for c in graph.choices.values()],
+        "choices": [[c.name, list(c.options), c.value, c.escalating, c.alike] for c in graph.choices.values()],
         "knobs": [[name, str(graph.knob_dims[name]), tile] for name, tile in graph.tiles.items()],
         "regions": [
             [r.name, r.knob, str(r.over), r.parent.name if r.parent else None, r.start, r.end] for r in graph.regions
@@ -135,8 +135,8 @@ class _Reader:
         self.graph = graph = Graph(plain["name"], backend=plain["backend"])
         for name, at_most, value in plain["dims"]:
             graph.dims[name] = DimInfo(symbol=self._symbol(name), at_most=at_most, value=value)
-        for name, options, value, escalating in plain["choices"]:
-            graph.choices[name] = Choice(name, tuple(options), value, escalating)
+        for name, options, value, *said in plain["choices"]:
+            graph.choices[name] = Choice(name, tuple(options), value, *said)
         for name, over, tile in plain["knobs"]:
             graph.tiles[name], graph.knob_dims[name] = tile, self._symbol(over)
         self.regions: dict[str, Region] = {}

@@ -165,5 +165,5 @@ def _factor(dim: Dim, of: sympy.Symbol) -> int | None:
     """The integer f with dim == f * of, if there is one."""
     if isinstance(dim, int) or not dim.has(of):
         return None
-    factor = sympy.simplify(dim / of) if dim != of else sympy.Integer(1)
+    factor = dim.expand() / of  # a polynomial's terms are apart: what is left of a multiple is the number
     return int(factor) if factor.is_Integer else None

@@ -127,11 +127,8 @@ def choose_kernel(
     best = masked & (ahead < target)
     follows = best[None, :] & (place[None, :] == place[:, None] + 1)
     chosen = best | (masked & (tl.sum(follows.to(tl.int32), 1) > 0))
-    last_masked = tl.max(tl.where(chosen, index, -1), 0)
-    last = tl.max(tl.where(chosen | (there & (kind == 0)), index, -1), 0)
-    kept = chosen | (there & (kind == 0)) | ((kind == 2) & (index < last))
-    if MASKED:
-        kept = kept | (masked & (index < last_masked))
+    earlier = index < tl.max(tl.where(chosen, index, -1), 0)
+    kept = chosen | (there & (kind == 0)) | (earlier & (masked if MASKED else kind == 2))
     tl.store(flags + row, kept.to(tl.int32), mask=there)
     # rows before the tile are of positions before the block, and kept
     tl.store(counts + sequence, tl.maximum(high - BLOCK - low, 0) + tl.sum(kept.to(tl.int32), 0))

@@ -13,7 +13,9 @@ Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequenc
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -24,7 +26,7 @@ from mosaic.kernels.cuda.shared.sequences import SEQUENCES
 from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
 from mosaic.kernels.key_mass import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "launch_invariant", "reference"]
 
 RUNS: Final = 2
 """Runs of keys for each multiprocessor: over 131,008 keys 77 us with 2, 132 with 1 and 80 with 4 (H200, see HOPPER)."""
@@ -184,15 +186,19 @@ def launch(
     block: int = 0,
     rows: int = 0,
     tiles: int = 1,
+    fixed: bool = False,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write the mass of the keys of each prefix into mass [sets * tiles, S]."""
+    """Write the mass of the keys of each prefix into mass [sets * tiles, S].
+
+    If `fixed`, the tile is the same whatever the number of rows.
+    """
     members = check(
         q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, logsumexp, mass, layer, kv_heads, head_size, sets,
         statistic, positions, tiles,
     )  # fmt: skip
     sequences = cu_seqlens.shape[0] - 1
-    tile = tile_of(q, head_size, -(-q.shape[0] // sequences) * members)
+    tile = tile_of(q, head_size, sys.maxsize if fixed else -(-q.shape[0] // sequences) * members)
     programs = max(1, processors(q.device) * RUNS // (sets * tiles))
     runs = min(programs, -(-mass.shape[1] // tile.columns)) + sequences
     key_mass_kernel[(runs, sets * tiles)](
@@ -238,3 +244,6 @@ def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
+
+
+launch_invariant = partial(launch, fixed=True)

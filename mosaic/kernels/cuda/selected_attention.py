@@ -18,7 +18,9 @@ heads, K KV heads, H head size.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -30,7 +32,7 @@ from mosaic.kernels.cuda.shared.sequences import SEQUENCES, share_of
 from mosaic.kernels.selected_attention import check, reference
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "launch_invariant", "reference"]
 
 PLACES: Final = 2
 """Programs that a multiprocessor runs at a time."""
@@ -304,21 +306,25 @@ def launch(
     rows: int = 0,
     tiles: int = 1,
     row_start: int = 0,
+    fixed: bool = False,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
+    """Write the attention of the query rows into y [T, N*H]; y may be q itself.
+
+    If `fixed`, tiles and splits are the same whatever the number of rows and sequences: one program goes through all keys.
+    """
     group = check(
         q, kv, extents, cu_extents, selected, owner, captured, seen, cu_seqlens, positions, y, layer, slot, sets, k, page,
         kv_heads, head_size, tiles,
     )  # fmt: skip
     count, sequences, heads = q.shape[0], cu_seqlens.shape[0] - 1, group * sets
     mean = -(-count // sequences)
-    tile = tile_of(q, head_size, (min(mean, rows) if rows else mean) * group)
+    tile = tile_of(q, head_size, sys.maxsize if fixed else (min(mean, rows) if rows else mean) * group)
     part = min(group, tile.rows)
     tokens = tile.rows // part
     windows, parts = (count + sequences * (tokens - 1)) // tokens, sets * -(-group // part)
     keys = k + mean
-    splits = splits_of(windows * parts, count * heads, keys, processors(q.device) * PLACES)
+    splits = 1 if fixed else splits_of(windows * parts, count * heads, keys, processors(q.device) * PLACES)
     few = keys <= splits * UNSTAGED_TILES * tile.columns
     partials = floats_of("selected_attention", scratch, splits * count * heads * (head_size + 2)) if splits > 1 else y
     block_h = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
@@ -389,3 +395,6 @@ def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
+
+
+launch_invariant = partial(launch, fixed=True)

@@ -13,6 +13,7 @@ prefixes, B sequences, E rows, W numbers of a row.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.top_keys import check, reference
-from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, numbers_of, parts_of
+from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, fraction_of, numbers_of, parts_of
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "launch_invariant", "reference"]
 
 # On one H200, of 8 sets 1,024 keys each: of 256 keys 5.8 us, of 131,072 29; with tiles of 4,096 pages 32 (39 with 16 warps), with
 # tiles of 1,024 pages 40. 64 of 8,192 pages whose bounds lie within a factor of two: 19 us.
@@ -78,11 +79,11 @@ def bin_of(bits, least, shift):
 
 
 @triton.jit
-def count_of(keys, ratio, PAGES: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr):
-    """How many pages of a prefix are chosen."""
+def count_of(keys, numerator, denominator, PAGES: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr):
+    """How many pages of a prefix are chosen: of a share of its keys, in 64 bits."""
     count = tl.minimum(tl.cdiv(keys, PAGE), PAGES)
     if RATIO:
-        count = tl.minimum(count, tl.cdiv(tl.ceil(ratio * keys.to(tl.float32)).to(tl.int32), PAGE))
+        count = tl.minimum(count, tl.cdiv(tl.cdiv(keys.to(tl.int64) * numerator, denominator).to(tl.int32), PAGE))
     return count
 
 
@@ -164,7 +165,7 @@ def share_of(pages, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     return tl.cdiv(tl.cdiv(pages, PARTS), BLOCK) * BLOCK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numerator", "denominator"])
 def histogram_kernel(
     mass,
     captured,
@@ -173,7 +174,8 @@ def histogram_kernel(
     arrived,
     placed,
     mass_stride,
-    ratio,
+    numerator,
+    denominator,
     SETS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -191,7 +193,9 @@ def histogram_kernel(
     mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
     pages = tl.cdiv(keys, PAGE)
     share = share_of(pages, PARTS, BLOCK)
-    least, shift = bins_of(mine, keys, pages, count_of(keys, ratio, PAGES, PAGE, RATIO), PAGE, BLOCK_P, SAMPLED)
+    least, shift = bins_of(
+        mine, keys, pages, count_of(keys, numerator, denominator, PAGES, PAGE, RATIO), PAGE, BLOCK_P, SAMPLED
+    )
     bin = tl.arange(0, _BINS)
     histogram = tl.zeros([_BINS], tl.int32)
     for start in range(part * share, tl.minimum(pages, part * share + share), BLOCK):
@@ -206,7 +210,7 @@ def histogram_kernel(
         tl.store(placed + 2 * pair + 1, shift)
 
 
-@triton.jit(do_not_specialize=["slot"])
+@triton.jit(do_not_specialize=["slot", "numerator", "denominator"])
 def parted_kernel(
     mass,
     captured,
@@ -220,7 +224,8 @@ def parted_kernel(
     mass_stride,
     selected_stride,
     slot,
-    ratio,
+    numerator,
+    denominator,
     enough,
     SETS: tl.constexpr,
     PAGES: tl.constexpr,
@@ -242,7 +247,7 @@ def parted_kernel(
     keys = tl.load(captured + sequence)
     if keys > 0:
         pages = tl.cdiv(keys, PAGE)
-        count = count_of(keys, ratio, PAGES, PAGE, RATIO)
+        count = count_of(keys, numerator, denominator, PAGES, PAGE, RATIO)
         mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
         least = tl.load(placed + 2 * pair)
         shift = tl.load(placed + 2 * pair + 1)
@@ -271,7 +276,7 @@ def parted_kernel(
             choose(mine, listed, items, keys, count, enough, row, ENOUGH, LISTED, PAGE, TILE, TILE_P)
 
 
-@triton.jit(do_not_specialize=["slot"])
+@triton.jit(do_not_specialize=["slot", "numerator", "denominator"])
 def whole_kernel(
     mass,
     captured,
@@ -281,7 +286,8 @@ def whole_kernel(
     mass_stride,
     selected_stride,
     slot,
-    ratio,
+    numerator,
+    denominator,
     enough,
     SETS: tl.constexpr,
     PAGES: tl.constexpr,
@@ -298,7 +304,7 @@ def whole_kernel(
     mine = mass + own.to(tl.int64) * mass_stride + tl.load(cu_keys + sequence)
     row = selected + tl.load(owner + sequence) * selected_stride + (slot * SETS + own) * (PAGES + 1)
     if keys > 0:
-        count = count_of(keys, ratio, PAGES, PAGE, RATIO)
+        count = count_of(keys, numerator, denominator, PAGES, PAGE, RATIO)
         choose(mine, captured, tl.cdiv(keys, PAGE), keys, count, enough, row, ENOUGH, 0, PAGE, TILE, TILE_P)
 
 
@@ -315,19 +321,26 @@ def launch(
     page: int,
     ratio: float = 0.0,
     enough: float = 0.0,
+    fixed: bool = False,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write count and pages of each sequence and set into its row of selected [E, W]."""
+    """Write count and pages of each sequence and set into its row of selected [E, W].
+
+    Which sums are the largest does not depend on the order of additions; with `enough`, what they add up to does: then, if
+    `fixed`, one program adds them in tiles of one width.
+    """
     check(mass, captured, cu_keys, owner, selected, slot, sets, k, page)
     sequences = owner.shape[0]
     together = power_of_two(page, WIDEST)
     chosen = {"SETS": sets, "PAGES": numbers_of(k, page) - 1, "PAGE": page, "RATIO": ratio > 0}
     chosen["ENOUGH"] = enough > 0
+    share = fraction_of(ratio) if ratio else (0, 1)
     state = (owner, selected)
-    strides = (mass.stride(0), selected.stride(0), slot, ratio, enough)
+    strides = (mass.stride(0), selected.stride(0), slot, *share, enough)
     mean_pages = -(-mass.shape[1] // (sequences * page))
-    if mean_pages <= TILE:
-        tile = power_of_two(mean_pages, TILE // together, least=LEAST)
+    fixed = fixed and enough > 0
+    if mean_pages <= TILE or fixed:
+        tile = TILE // together if fixed else power_of_two(mean_pages, TILE // together, least=LEAST)
         whole_kernel[(sets, sequences)](
             mass, captured, cu_keys, *state, *strides, **chosen, TILE=tile, TILE_P=together, num_warps=warps_for(tile)
         )
@@ -337,7 +350,7 @@ def launch(
     sizes = [parts * pairs * BINS, pairs, PLACED * pairs, LISTED * pairs]
     counts, arrived, placed, lists = torch.split(integers, sizes)
     histogram_kernel[(parts, sets, sequences)](
-        mass, captured, cu_keys, counts, arrived, placed, mass.stride(0), ratio, SETS=sets, PAGES=chosen["PAGES"], PAGE=page,
+        mass, captured, cu_keys, counts, arrived, placed, mass.stride(0), *share, SETS=sets, PAGES=chosen["PAGES"], PAGE=page,
         RATIO=chosen["RATIO"], PARTS=parts, BLOCK=PASSED // together, BLOCK_P=together, SAMPLED=SAMPLED, num_warps=PASS_WARPS,
     )  # fmt: skip
     parted_kernel[(parts, sets, sequences)](
@@ -349,3 +362,6 @@ def launch(
 def warps_for(tile: int) -> int:
     """Choose the warps of a program that has so many sums in registers: 8 a thread, or more."""
     return max(1, min(WARPS, tile // 256))
+
+
+launch_invariant = partial(launch, fixed=True)

@@ -31,7 +31,7 @@ class SelectedTogether(KeptTogether):
         assert isinstance(policy, Selected)
         chosen = policy.attention
         exactly = policy.selects and chosen.selects == "first" and not chosen.carried and chosen.by == "mass"
-        self._inside = exactly and step.g.choice("statistics", ("apart", "inside")) == "inside"
+        self._inside = exactly and step.g.choice("statistics", ("apart", "inside"), alike=False) == "inside"
 
     def begin(self, step: StepGraph) -> None:
         """Nothing is being selected yet."""

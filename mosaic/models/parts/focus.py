@@ -2,7 +2,8 @@
 
 A request says in `StepRequest.values["block"]` how far it is in its block (`BlockProgress`), and its window ends in that block.
 What it has decoded so far is a row of the state `focus_history`. Tokens before the block, and those that are decided, are kept.
-Kept rows attend up to the rightmost position that was ever processed: the first graph computes `seen` of the second. Legend: T
+Kept rows attend up to the rightmost position that was processed, by any step or by theirs: the first graph computes `seen` of the
+second. Legend: T
 tokens, B sequences, N H queries.
 """
 
@@ -56,7 +57,7 @@ class BlockProgress:
     processed
         Positions from `start` to the rightmost that was kept by a step of this block: 0 before its first.
     step
-        Steps of the block before this one.
+        Steps of the block before this one that count: -1 if this one is the prefill's (`Eviction.first_step`).
     decoded
         Tokens that the request's step before this one has decoded; None before its first.
     ranks
@@ -122,7 +123,7 @@ class Focus(Cut):
             ),
             Input(name="block_votes", dtype="uint8", per="token", value=self._votes, joint=True),
             Input(name="status", dtype="uint8", per="token", value=self._status, joint=True),
-            Input(name="progress", dtype="int32", per="sequence", value=lambda window: _block(window).processed),
+            Input(name="progress", dtype="int32", per="sequence", value=self._progress),
             Input(name="decoded", dtype="int32", per="sequence", value=self._decoded),
             Input(
                 name="history_row", dtype="int64", per="sequence",
@@ -156,7 +157,7 @@ class Focus(Cut):
         offsets, masked = _offsets(windows), _Masked.of(windows)
         blocks = [_block(window) for window in windows]
         processed = np.array([block.processed for block in blocks])
-        evicts = np.array([bool(block.step) or self.eviction.first_step == "evicts" for block in blocks])
+        evicts = np.array([block.step >= (self.eviction.first_step == "whole") for block in blocks])
         status = np.where(masked.offset < processed[masked.window], _STATUS_MASKED, _STATUS_UNPROCESSED)
         found = np.zeros(len(offsets), dtype=np.uint8)
         found[masked.rows(offsets, windows)] = status * evicts[masked.window]
@@ -164,8 +165,11 @@ class Focus(Cut):
 
     def _decoded(self, window: Window) -> int:
         block = _block(window)
-        begins = block.decoded is None or (self.eviction.history == "block" and not block.step)
+        begins = block.decoded is None or (self.eviction.history == "block" and block.step <= 0)
         return -1 if begins else int(block.decoded or 0)
+
+    def _progress(self, window: Window) -> int:
+        return _block(window).processed if self.eviction.reach == "block" else 0
 
     @property
     def states(self) -> Sequence[State]:
@@ -192,6 +196,12 @@ class Focus(Cut):
             raise UsageError(
                 f"eviction: rank='random' takes a number for each of the block's {length} positions, others none; got "
                 f"{len(block.ranks)}."
+            )
+        behind = self.eviction.first_step != "evicts" or not masked or block.masked[0] + len(masked) == length
+        if not (block.step or block.processed or behind):
+            raise UsageError(
+                f"eviction: masks {masked} stand before tokens that are decided, which would see keys that no step has written "
+                "where they are dropped; compute the block whole first (first_step='whole')."
             )
 
     def declare(self, step: StepGraph) -> None:

@@ -18,6 +18,7 @@ from mosaic.models.parts.reused import CHANGE, check_reuse, reuse_inputs, reuse_
 from mosaic.models.reuse import PrefixReuse
 from mosaic.models.sparse import Per, SparseAttention, sets_of
 from mosaic.models.state import State
+from mosaic.registrar.operators.top_keys import keys_of
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -259,7 +260,7 @@ class Selected(Kept):
         """
         chosen = self.attention
         counts = [
-            min(keys, min(chosen.k, max(int(chosen.ratio * keys), 1) if chosen.ratio else chosen.k) + window)
+            min(keys, min(chosen.k, keys_of(chosen.ratio, keys) if chosen.ratio else chosen.k) + window)
             for window, keys in zip(size.windows, size.owned, strict=True)
         ]
         pages = _page_sizes(chosen, size) if self.bounded else {}

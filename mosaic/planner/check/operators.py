@@ -8,8 +8,9 @@ from typing import Final, NamedTuple
 
 from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, TEXT, Types
 
-__all__ = ["OPERATORS", "SCRATCH", "Known", "Operand", "Product", "Rule", "Way", "product_of"]
+__all__ = ["NONE", "OPERATORS", "SCRATCH", "Known", "Operand", "Product", "Rule", "Way", "product_of"]
 
+NONE: Final = "none"
 SCRATCH: Final = "scratch"  # an operand that any kernel may have, and writes
 
 Rule = tuple[str, str, str]  # (relation, product, product)
@@ -49,6 +50,7 @@ class _Operator(NamedTuple):
     # where the shipped step shows its dims: a letter, and the product that it is, of a dim and attributes
     shown: tuple[tuple[str, str], ...] = ()
     ways: tuple[Way, ...] = ()  # what a CUDA plan chooses from, where there are several
+    invariant: str = ""  # the one that a batch-invariant CUDA plan takes, where not every one will do; NONE: none will
     # letters that follow from attributes: one more than a quotient of two
     quotients: tuple[tuple[str, str, str], ...] = ()
 
@@ -93,7 +95,7 @@ _NOTATION: Final = {
     "attention": _Operator(
         "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B y:a=*T,Q", "q k v cu_seqlens", "y", "head_size:n scale:x span?:n block?:n",
         "4*span*T*Q", "S", rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")),
-        inplace="y/q", shown=(("B", "seqs+1"), ("P", "kv_heads*head_size")), ways=(_CUDNN, Way("triton")),
+        inplace="y/q", shown=(("B", "seqs+1"), ("P", "kv_heads*head_size")), ways=(_CUDNN, Way("triton")), invariant="triton",
     ),
     "confidence": _Operator(
         "maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M", shown=(("M", "masked"),)
@@ -146,6 +148,7 @@ _NOTATION: Final = {
             ("divides", "sets*head_size", "Q"), ("divides", "kv_heads", "sets"), *_TILES, *_SUMS,
             *_kv_row("kv_heads*head_size"),
         ),
+        invariant="invariant",
     ),
     "kv_attention": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",
@@ -160,8 +163,8 @@ _NOTATION: Final = {
         "k v kv extents cu_extents cu_seqlens positions", "kv", "layer:n head_size:n", whole="R X E B W",
         moved="positions k v k v", rules=(("divides", "head_size", "W"), *_kv_row("W")),
     ),
-    "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O"),
-    "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O"),
+    "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O", invariant="invariant"),
+    "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O", invariant="invariant"),
     "minimum": _Operator("x:int32=*B other:int32=*B y:int32=*B", "x other", "y"),
     "moe_combine": _Operator("x=C,D scores=C,K order=C*K y=C*K,D", "y order scores x", "x", flops="2*C*K*D"),
     "moe_gather": _Operator("x:a=C,D order=C*top_k y:a=C*top_k,D", "x order", "y", "top_k:n"),
@@ -173,13 +176,14 @@ _NOTATION: Final = {
     "moe_sort": _Operator(
         "experts=C,K order:int64=C*K offsets:int64=num_experts+1", "experts", "order offsets", "num_experts:n"
     ),
-    "norm_gate_up": _Operator("x:a=T,D norm=D gate=F,D up=F,D y:a=T,F", "x norm gate up", "y", "eps:x", "4*T*D*F"),
+    "norm_gate_up": _Operator("x:a=T,D norm=D gate=F,D up=F,D y:a=T,F", "x norm gate up", "y", "eps:x", "4*T*D*F", invariant=NONE),
     "norm_qkv": _Operator(
         "x:a=T,D norm=D q_weight=Q,D k_weight=W,D v_weight=W,D "
         "arrivals:int32=A q_bias?=Q k_bias?=W v_bias?=W q:a=T,Q k:a=T,W v:a=T,W",
         "x norm q_weight k_weight v_weight arrivals q_bias? k_bias? v_bias?", "q k v arrivals", "eps:x", "2*T*D*Q+4*T*D*W", "Q W A",
         "x norm q_weight k_weight v_weight q_bias k_bias v_bias q k v",
         rules=(("at most", "Q", "64*A"), ("at most", "W", "64*A")),
+        invariant=NONE,
     ),
     "page_bounds": _Operator(
         "q:a=T,Q extrema:a=R,X page_table:int64=M cu_pages:int32=B+1 votes:uint8=T cu_seqlens:int32=B+1 positions?:int32=T "
@@ -278,12 +282,14 @@ _NOTATION: Final = {
             ("at most", "0", "block"), *_TILES, *_selection("sets*tiles"),
         ),
         inplace="y/q", quotients=_NUMBERS,
+        invariant="invariant",
     ),
     "shift_rows": _Operator("rows:a=M cu_seqlens=*B y:a=M", "rows cu_seqlens", "y"),
     "silu_mul": _Operator("gate:a=*F up:a=*F", "gate up", "gate", flops="5*F"),
     "split_linear_add": _Operator(
         "x=T,I weight=O,I y=T,O arrivals:int32=A", "x weight y arrivals", "y arrivals", flops="2*T*I*O", whole="O A",
         moved="x weight y y", rules=(("at most", "O", "64*A"),),
+        invariant=NONE,
     ),
     "token_importance": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 votes:uint8=T first:int32=B "
@@ -296,6 +302,7 @@ _NOTATION: Final = {
         "mass:float32=sets,S captured:int32=B cu_keys:int32=B+1 owner:int64=B selected:int32=E,W",
         "mass captured cu_keys owner selected", "selected", "slot:n sets:n k:n page:n ratio?:x enough?:x", whole="S B E W",
         moved="mass captured cu_keys owner selected=B,sets*numbers", rules=_selection(), quotients=_NUMBERS,
+        invariant="invariant",
     ),
     "transfer": _Operator(
         "token:int64=M score:float32=M current:int64=M cu_rows:int32=B+1 quota:int32=B threshold:float32=B "
@@ -304,9 +311,9 @@ _NOTATION: Final = {
         whole="M B",
     ),
     "unembed_sample": _Operator(
-        f"x=C,D weight=V,D {_SAMPLE}", "x weight keys temperature", _SAMPLE_NAMES, flops="2*C*D*V"
+        f"x=C,D weight=V,D {_SAMPLE}", "x weight keys temperature", _SAMPLE_NAMES, flops="2*C*D*V", invariant=NONE
     ),
-    "unembed_stats": _Operator(f"x=C,D weight=V,D {_STATISTICS}", "x weight", _STATISTIC_NAMES, flops="2*C*D*V"),
+    "unembed_stats": _Operator(f"x=C,D weight=V,D {_STATISTICS}", "x weight", _STATISTIC_NAMES, flops="2*C*D*V", invariant=NONE),
     "write_canvas": _Operator(
         "token:int64=C rows:int64=C canvas:int64=R taken?:uint8=C", "token rows canvas taken?", "canvas", whole="R",
         moved="token rows token taken",
@@ -347,6 +354,7 @@ class Known(NamedTuple):
     names: frozenset[str]  # all operands that it may have
     shown: tuple[tuple[str, str], ...]
     ways: Mapping[str, Way]
+    invariant: str
     quotients: tuple[tuple[str, str, str], ...]  # (letter, dividend, divisor)
 
 
@@ -382,7 +390,7 @@ def _parse(operator: _Operator) -> Known:
         rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
         silent=tuple(name for name in attrs if name not in said), fills=(*writes, SCRATCH),
         names=frozenset({*reads, *writes, SCRATCH}), shown=operator.shown,
-        ways={way.name: way for way in operator.ways}, quotients=operator.quotients,
+        ways={way.name: way for way in operator.ways}, invariant=operator.invariant, quotients=operator.quotients,
     )  # fmt: skip
 
 

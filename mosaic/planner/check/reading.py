@@ -393,6 +393,8 @@ def _read_settings(header: Mapping[str, Any], pool: _Named, found: _Found) -> No
     mesh_holds = all(type(size) is int and size >= 1 for size in sizes)
     require(mesh_holds, f"mesh: expected a size and axes from 1, got {mesh!r}")
     _read_configs((header["config"],), found)
+    claimed = header.get("batch_invariant", False)
+    require(type(claimed) is bool, f"batch_invariant: expected a boolean, got {claimed!r}")
     for name in header["implementations"].values():
         require(type(name) is str, f"implementations: expected names, got {name!r}")
     _read_times("predicted_step_ms", (header["predicted_step_ms"],), found)

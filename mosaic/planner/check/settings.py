@@ -7,7 +7,7 @@ from math import prod
 from typing import Final
 
 from mosaic.planner.check.columns import FULL_STEP, Columns
-from mosaic.planner.check.operators import OPERATORS, Way
+from mosaic.planner.check.operators import NONE, OPERATORS, Way
 
 __all__ = ["check_settings"]
 
@@ -80,6 +80,9 @@ def _check_implementations(plan: Columns) -> None:
     chosen, backend = plan.header["implementations"], plan.header["backend"]
     several = {name: known.ways for name, known in OPERATORS.items() if known.ways}
     wanted = several.keys() & {*plan.kernel} if backend == "cuda" else set()
+    if backend == "cuda" and plan.header.get("batch_invariant", False):
+        wanted |= _check_invariance(plan)
+        several = {name: {**known.ways, known.invariant: Way(known.invariant)} for name, known in OPERATORS.items()}
     foreign = {*plan.kernel} - OPERATORS.keys()  # their implementations are their author's word
     chosen = {kernel: name for kernel, name in chosen.items() if kernel not in foreign}
     if chosen.keys() != wanted:
@@ -91,6 +94,21 @@ def _check_implementations(plan: Columns) -> None:
             plan.fail("implementation", f"{kernel} has no {name!r}; known: {', '.join(sorted(known)) or 'none'}")
         elif known[name].takes:
             _check_way(plan, kernel, known[name])
+
+
+def _check_invariance(plan: Columns) -> set[str]:
+    """Check that a CUDA plan that is said to be batch-invariant has kernels that are alone; return those that it has to name."""
+    needed = {
+        kernel: known.invariant for kernel in {*plan.kernel} if (known := OPERATORS.get(kernel)) and known.invariant
+    }
+    for kernel, way in sorted(needed.items()):
+        if way == NONE:
+            plan.fail("implementation", f"the plan is said to be batch-invariant, {kernel} is not")
+        elif (chosen := plan.header["implementations"].get(kernel)) != way:
+            plan.fail(
+                "implementation", f"the plan is said to be batch-invariant: {kernel} has to be {way!r}, not {chosen!r}"
+            )
+    return {kernel for kernel, way in needed.items() if way != NONE}
 
 
 def _check_way(plan: Columns, kernel: str, way: Way) -> None:

@@ -85,7 +85,9 @@ OPERATOR = Operator(
             serves=one_sequence,
             row_origin="q",
         ),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.attention", row_origin="q"),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.attention", row_origin="q"
+        ),
     ),
     roles={"q": "attention", "k": "attention", "v": "attention", "y": "attention"},
 )

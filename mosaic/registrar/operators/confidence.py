@@ -22,7 +22,7 @@ OPERATOR = Operator(
     flops=flops,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.confidence"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.confidence"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.confidence"),
     ),
     roles={"maximum": "statistics", "logsumexp": "statistics", "y": "statistics"},
 )

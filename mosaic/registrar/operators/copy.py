@@ -16,6 +16,12 @@ OPERATOR = Operator(
     infer=infer,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.copy"),
-        Implementation(name="driver", backend="cuda", kernel="mosaic.kernels.cuda.copy", on_host=frozenset({"x", "y"})),
+        Implementation(
+            name="driver",
+            backend="cuda",
+            invariant=True,
+            kernel="mosaic.kernels.cuda.copy",
+            on_host=frozenset({"x", "y"}),
+        ),
     ),
 )

@@ -24,7 +24,7 @@ OPERATOR = Operator(
     bytes_moved=bytes_moved,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.embedding"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.embedding"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.embedding"),
     ),
     roles={"y": "hidden"},
 )

@@ -18,12 +18,13 @@ is the sum over KV heads of after - before at its position. These rows are kept:
   `ranks`, those with the largest number ranks[b, position - first[b]] are, whatever D is, and `rank` says nothing.
 - Context: each row of M whose next position is one of those.
 - All rows of status 0, and rows whose D is not a number.
-- Placeholders: every row of status 2 before any of these, so that each position before them has keys (section 4.2:
-  "unprocessed"). By `placeholders` "masked" (algorithm 1, line 18) also every row of status 1 before one of M among them.
+- Placeholders: every row of status 2 before one of M among these, so that each position before it has keys (section 4.2:
+  "unprocessed"). By `placeholders` "masked" (algorithm 1, line 18) also every row of status 1 before one.
 
 `rows` are their numbers: sequence by sequence, ascending, then 0; sequence b has those from bounds[b] to bounds[b + 1], and total
-is how many there are. Positions from first[b] to first[b] + progress[b] were processed before: seen[b] is the first position
-beyond these and beyond every row that is kept (equation 16), so the keys that kept rows attend to. Sums are in float32.
+is how many there are. seen[b] is the first position beyond every row that is kept, and at least first[b] + progress[b]: the keys
+that kept rows attend to. Where positions from first[b] to first[b] + progress[b] were processed before, it is equation 16's. Sums
+are in float32.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ OPERATOR = Operator(
     bytes_moved=bytes_moved,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.evict_tokens"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.evict_tokens", scratch=flags),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.evict_tokens", scratch=flags
+        ),
     ),
     roles={"before": "statistics", "after": "statistics", "rows": "statistics"},
 )

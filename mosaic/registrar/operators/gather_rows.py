@@ -24,6 +24,6 @@ OPERATOR = Operator(
     rate_rows=lambda x, rows: rows.shape[0],
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.gather_rows"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.gather_rows"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.gather_rows"),
     ),
 )

@@ -40,7 +40,7 @@ OPERATOR = Operator(
     rate_columns=columns,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.grouped_linear", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.grouped_linear"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.grouped_linear"),
     ),
     roles={"x": "ffn", "y": "ffn"},
 )

@@ -119,6 +119,13 @@ OPERATOR = Operator(
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.key_mass", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.key_mass"),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.key_mass:launch_invariant",
+            invariant=True,
+            on_request=True,
+        ),
     ),
     roles={"q": "attention", "votes": "statistics", "logsumexp": "statistics", "mass": "statistics"},
 )

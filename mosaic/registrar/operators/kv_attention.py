@@ -142,6 +142,7 @@ OPERATOR = Operator(
         Implementation(
             name="triton",
             backend="cuda",
+            invariant=True,
             kernel="mosaic.kernels.cuda.kv_attention",
             scratch=segment_results,
             row_origin="q",

@@ -60,7 +60,9 @@ OPERATOR = Operator(
     bytes_moved=bytes_moved,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.kv_store", row_origin="k"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.kv_store", row_origin="k"),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.kv_store", row_origin="k"
+        ),
     ),
     roles={"k": "attention", "v": "attention"},
 )

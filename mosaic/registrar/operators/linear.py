@@ -35,5 +35,12 @@ OPERATOR = Operator(
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.linear", scratch=Tiled(tiles)),
         Implementation(name="cublas", backend="cuda", kernel="mosaic.kernels.cuda.linear"),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.invariant_linear",
+            invariant=True,
+            on_request=True,
+        ),
     ),
 )

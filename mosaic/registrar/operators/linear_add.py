@@ -35,6 +35,13 @@ OPERATOR = Operator(
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.linear_add", scratch=Tiled(tiles)),
         Implementation(name="cublas", backend="cuda", kernel="mosaic.kernels.cuda.linear_add"),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.invariant_linear:launch_add",
+            invariant=True,
+            on_request=True,
+        ),
     ),
     roles={"y": "hidden"},
 )

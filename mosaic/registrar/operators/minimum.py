@@ -18,6 +18,6 @@ OPERATOR = Operator(
     infer=infer,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.minimum"),
-        Implementation(name="cuda", backend="cuda", kernel="mosaic.kernels.cuda.minimum"),
+        Implementation(name="cuda", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.minimum"),
     ),
 )

@@ -48,7 +48,9 @@ OPERATOR = Operator(
     flops=flops,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_combine", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.moe_combine", scratch=inverse),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.moe_combine", scratch=inverse
+        ),
     ),
     roles={"x": "hidden"},
 )

@@ -88,7 +88,9 @@ OPERATOR = Operator(
     rate="gemm",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_route", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.moe_route", scratch=logits),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.moe_route", scratch=logits
+        ),
     ),
     roles={"scores": "ffn", "experts": "ffn"},
 )

@@ -39,7 +39,9 @@ OPERATOR = Operator(
     infer=infer,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_sort", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.moe_sort", scratch=counts),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.moe_sort", scratch=counts
+        ),
     ),
     roles={"order": "ffn", "offsets": "ffn"},
 )

@@ -84,7 +84,9 @@ OPERATOR = Operator(
     rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.page_bounds", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.page_bounds", scratch=query_sums),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.page_bounds", scratch=query_sums
+        ),
     ),
     roles={"q": "attention", "votes": "statistics", "bound": "statistics"},
 )

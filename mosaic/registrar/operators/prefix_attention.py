@@ -47,6 +47,7 @@ OPERATOR = Operator(
         Implementation(
             name="triton",
             backend="cuda",
+            invariant=True,
             kernel="mosaic.kernels.cuda.prefix_attention",
             scratch=segment_results,
             row_origin="q",

@@ -63,7 +63,9 @@ OPERATOR = Operator(
     bytes_moved=bytes_moved,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.query_change", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.query_change", scratch=row_sums),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.query_change", scratch=row_sums
+        ),
     ),
     roles={"q": "attention", "kept": "attention", "change": "statistics"},
 )

@@ -39,7 +39,7 @@ OPERATOR = Operator(
     rate_rows=lambda canvas, rows, **_: rows.shape[0],
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.read_canvas"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.read_canvas"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.read_canvas"),
     ),
     roles={"y": "hidden"},
 )

@@ -46,7 +46,9 @@ OPERATOR = Operator(
     infer=infer,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.resume_rows"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.resume_rows", scratch=counts),
+        Implementation(
+            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.resume_rows", scratch=counts
+        ),
     ),
     roles={"kept_positions": "statistics", "decided": "statistics", "place": "statistics"},
 )

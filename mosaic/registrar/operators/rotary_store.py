@@ -63,7 +63,7 @@ OPERATOR = Operator(
         Implementation(
             name="cpu", backend="cpu", kernel="mosaic.kernels.rotary_store", scratch=Tiled(tiles), row_origin="q"
         ),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.rotary_store", row_origin="q"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.rotary_store", row_origin="q"),
     ),
     roles={"q": "attention", "k": "attention", "v": "attention"},
 )  # fmt: skip

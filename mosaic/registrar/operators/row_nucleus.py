@@ -51,7 +51,7 @@ OPERATOR = Operator(
     flops=flops,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_nucleus", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.row_nucleus"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_nucleus"),
     ),
     roles={
         "sample": "statistics",

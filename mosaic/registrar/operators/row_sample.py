@@ -43,7 +43,7 @@ OPERATOR = Operator(
     flops=flops,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_sample", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.row_sample"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_sample"),
     ),
     roles={**dict.fromkeys(SAMPLED, "statistics"), "logits": "logits and head"},
 )

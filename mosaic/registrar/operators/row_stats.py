@@ -33,7 +33,7 @@ OPERATOR = Operator(
     flops=flops,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_stats", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.row_stats"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_stats"),
     ),
     roles={**dict.fromkeys(STATISTICS, "statistics"), "logits": "logits and head"},
 )

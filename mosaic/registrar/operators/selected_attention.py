@@ -102,6 +102,14 @@ OPERATOR = Operator(
         Implementation(
             name="triton", backend="cuda", kernel="mosaic.kernels.cuda.selected_attention", scratch=partials, row_origin="q"
         ),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.selected_attention:launch_invariant",
+            row_origin="q",
+            invariant=True,
+            on_request=True,
+        ),
     ),
     roles={"q": "attention", "y": "attention", "selected": "statistics"},
 )  # fmt: skip

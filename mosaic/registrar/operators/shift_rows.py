@@ -23,6 +23,6 @@ OPERATOR = Operator(
     infer=infer,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.shift_rows", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.shift_rows"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.shift_rows"),
     ),
 )

@@ -22,7 +22,7 @@ OPERATOR = Operator(
     flops=flops,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.silu_mul"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.silu_mul"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.silu_mul"),
     ),
     roles={"gate": "ffn", "up": "ffn"},
 )

@@ -81,7 +81,7 @@ OPERATOR = Operator(
     rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.token_importance", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.token_importance"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.token_importance"),
     ),
     roles={"q": "attention", "votes": "statistics", "importance": "statistics"},
 )

@@ -4,8 +4,8 @@ MAGE (arXiv 2602.14209, section 4, equation 3 and Algorithm 1): `page` 1 is the 
 keys in its prefix, whose masses are mass[s, cu_keys[b]] and the P - 1 after it (`key_mass`), none below 0. A page is `page`
 neighbouring keys from a multiple of `page` on, cut at P. Chosen are the pages with the largest sums of mass, added up in float32;
 ties go to the lower page. Their count is the least of k / page and the pages that there are; with a `ratio` above 0 also of the
-pages that hold ceil(ratio * P) keys, the product in float32. With `enough` above 0 they are no more than the fewest of these
-whose masses add up to it, in float32: near that sum one page more or less may be chosen.
+pages that hold `keys_of(ratio, P)` keys. With `enough` above 0 they are no more than the fewest of these whose masses add up to
+it, in float32: near that sum one page more or less may be chosen.
 
 `selected` is a state with one row for each sequence: that of sequence b is owner[b]. For every sparse layer (`slot` is its index
 among them) and every set it holds 1 + k / page numbers: the count, and the indices of the chosen pages, ascending. What is behind
@@ -14,6 +14,8 @@ them is left as it was, and so are all numbers of a sequence whose P is 0, and t
 
 from __future__ import annotations
 
+from fractions import Fraction
+from functools import lru_cache
 from typing import Final
 
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
@@ -60,6 +62,28 @@ def numbers_of(k: int, page: int) -> int:
     33
     """
     return 1 + k // page
+
+
+@lru_cache(maxsize=256)
+def fraction_of(ratio: float) -> tuple[int, int]:
+    """Return numerator and denominator of a ratio above 0: of the nearest fraction with a denominator of at most 10^9.
+
+    A decimal of nine places is meant as it is written, and so is 5/6, though a float is neither.
+
+    >>> fraction_of(0.15), fraction_of(5 / 6)
+    ((3, 20), (5, 6))
+    """
+    return max(Fraction(ratio).limit_denominator(10**9), Fraction(1, 10**9)).as_integer_ratio()
+
+
+def keys_of(ratio: float, keys: int) -> int:
+    """Return how many of `keys` keys a ratio above 0 stands for, rounded up.
+
+    >>> keys_of(0.15, 100), keys_of(0.15, 101)
+    (15, 16)
+    """
+    numerator, denominator = fraction_of(ratio)
+    return -(-numerator * keys // denominator)
 
 
 def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
@@ -110,6 +134,14 @@ OPERATOR = Operator(
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.top_keys", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.top_keys", scratch=lists),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.top_keys:launch_invariant",
+            scratch=lists,
+            invariant=True,
+            on_request=True,
+        ),
     ),
     roles={"mass": "statistics", "selected": "statistics"},
 )

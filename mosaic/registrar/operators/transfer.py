@@ -56,7 +56,7 @@ OPERATOR = Operator(
     infer=infer,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.transfer", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.transfer"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.transfer"),
     ),
     roles={"token": "statistics", "score": "statistics", "chosen": "statistics", "committed": "statistics"},
 )

@@ -30,7 +30,7 @@ OPERATOR = Operator(
     bytes_moved=bytes_moved,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.write_canvas"),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.write_canvas"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.write_canvas"),
     ),
     roles={"token": "statistics"},
 )

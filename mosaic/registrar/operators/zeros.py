@@ -17,6 +17,6 @@ OPERATOR = Operator(
     infer=infer,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.zeros"),
-        Implementation(name="cuda", backend="cuda", kernel="mosaic.kernels.cuda.zeros"),
+        Implementation(name="cuda", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.zeros"),
     ),
 )
