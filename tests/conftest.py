@@ -1,4 +1,4 @@
-"""Shared by all tests: templates are cached in a folder of this run, never in the user's."""
+"""Shared by all tests: templates and compiled kernels are cached in a folder of the tests, never in the user's."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import gc
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
 
+import card
 import pytest
+from budgets import Spending
 from covering import covering
 from hypothesis import settings
 
@@ -26,10 +28,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 _CACHE = os.path.join(tempfile.gettempdir(), f"mosaic-tests-{os.getuid()}")
 os.environ["MOSAIC_CACHE"] = _CACHE
+os.environ["TRITON_CACHE_DIR"] = os.path.join(_CACHE, "triton")
 
-# Processes that tests start compile each module once, not every time, where the environment writes no bytecode either.
+# Processes that tests start find what is installed compiled, and compile Mosaic once, not every time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(_CACHE, "bytecode")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Spending())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests of a card share it, but for those that read what the whole card holds."""
+    if item.get_closest_marker("gpu") is None:
+        return (yield)
+    with card.held(Path(f"{_CACHE}-card"), alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture
@@ -82,7 +97,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("grid"):
+        if (
+            isinstance(item, pytest.Function)
+            and item.get_closest_marker("grid")
+            and not item.get_closest_marker("soak")
+        ):
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for points in grids.values():
         marker = points[0].get_closest_marker("grid")
@@ -95,8 +114,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Keep the cycle collector from walking all that stays again and again, which was a fifth of the time of tests: what
-    collecting tests made, never; templates and plans, seldom."""
+    """Keep the cycle collector from walking all that stays again and again, which was a fifth of the time of tests."""
+    gc.set_threshold(50_000, 20, 50)
+    _let_stay()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_stays() -> Iterator[None]:
+    """What a file of tests leaves, templates and plans, is walked once: tests that call the collector took 20 s each."""
+    yield
+    _let_stay()
+
+
+def _let_stay() -> None:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 
@@ -24,3 +25,12 @@ def covering(sets: Sequence[AbstractSet[Hashable]], candidates: Callable[[], Seq
         chosen.append(best)
         missing -= sets[best]
     return chosen
+
+
+def some_of(options: Mapping[str, Sequence[str]], count: int, seed: str) -> list[dict[str, str]]:
+    """Combinations of choices drawn at random, until there are `count` and every option is in one."""
+    source, found = random.Random(seed), list[dict[str, str]]()
+    pairs = {(name, option) for name, some in options.items() for option in some}
+    while len(found) < count or pairs - {pair for one in found for pair in one.items()}:
+        found.append({name: source.choice(some) for name, some in options.items()})
+    return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from mosaic.models import load
 from mosaic.models.phase import FULL_STEP
@@ -57,3 +60,18 @@ def test_where_nothing_fits_the_search_asks_for_the_two_ends_of_its_ladders(empt
     found = search(point, budget_bytes=1, host_budget_bytes=1 << 30)
     assert not found.fits and set(told) == {f"full_step ({', '.join(choices)})" for choices in ends}
     assert len(ends) < len(point.choice_combinations) / 2
+
+
+def test_caching_waits_for_no_disk_and_what_a_crash_leaves_is_compiled_again(
+    empty_cache: Path, new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("a template can be made again"))
+    made = Planner("small", device="cpu").plan(REQUEST)
+    files = sorted(empty_cache.iterdir())
+    whole = [file.read_bytes() for file in files]
+    for number, (file, content) in enumerate(zip(files, whole, strict=True)):
+        half = len(content) // 2
+        file.write_bytes((b"", content[:half], content[:half] + bytes(len(content) - half))[number % 3])
+    new_process()
+    assert Planner("small", device="cpu").plan(REQUEST) == made
+    assert len(files) > 3 and [file.read_bytes() for file in files] == whole

@@ -117,6 +117,7 @@ def library(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.soak
 def test_what_the_walks_add_is_all_that_it_takes(library: Path) -> None:
     interpreted = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(library), "MOSAIC_CACHE": ""}
     backends = ["cpu", "cuda"] if find_spec("triton") else ["cpu"]

@@ -42,6 +42,7 @@ def test_the_custom_model_is_planned_and_its_numbers_are_right() -> None:
     assert len(lines) == 6
 
 
+@pytest.mark.soak
 def test_the_canvas_is_drawn_half_way(tmp_path: Path) -> None:
     run("draw_canvas.py", arguments=(str(tmp_path / "canvas.svg"),))
     picture = (tmp_path / "canvas.svg").read_text(encoding="utf-8")

@@ -154,7 +154,7 @@ def test_products(kernel: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_products_in_triton(kernel: str, dtype: torch.dtype) -> None:
     source = random.Random(f"{kernel} {dtype} Triton")
-    for least in (1, 1, 1, 1024):
+    for least in (1, 1, 1024):
         check(*drawn(kernel, source, dtype, least, least + 200), "cuda")
 
 
@@ -165,7 +165,7 @@ def of_rows(case: Case, rows: slice) -> Case:
 
 
 @triton_test
-@pytest.mark.parametrize("kernel", PRODUCTS)
+@pytest.mark.parametrize("kernel", [pytest.param("norm_qkv", marks=pytest.mark.soak), *PRODUCTS[1:]])
 def test_a_row_in_triton_depends_on_no_other(kernel: str) -> None:
     """To the bit; and a launch leaves nothing behind that the next one would notice. In the interpreter, whose products are
     NumPy's, where as many rows are padded to."""
@@ -268,6 +268,7 @@ def test_rotary_store(form: tuple[str, int, int, int, int, bool], dtype: torch.d
 
 
 @triton_test
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("form", FORMS[:-1], ids=str)
 def test_rotary_store_in_triton(form: tuple[str, int, int, int, int, bool], dtype: torch.dtype) -> None:
@@ -302,7 +303,10 @@ def planned(model: str, device: str, rows: int, products: str | None = None) -> 
     return Planner(model, device=device, budget="200GiB", pinned=pinned).plan(asked, limit=False)
 
 
-@pytest.mark.parametrize("device", ["h200", "rtx-4090", "a100-80g", "cpu"])
+@pytest.mark.parametrize(
+    "device",
+    ["h200", pytest.param("rtx-4090", marks=pytest.mark.soak), pytest.param("a100-80g", marks=pytest.mark.soak), "cpu"],
+)
 def test_the_planner_chooses_by_rows(device: str) -> None:
     """On GPUs small steps at once and large ones apart, as ever; on the CPU all apart."""
     for rows in (1, 32, 64, 128, 512):

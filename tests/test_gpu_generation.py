@@ -208,13 +208,18 @@ def test_pages_are_the_plans_at_every_step(opened: Any) -> None:
     def measure(step: decoding.Step) -> None:
         for pool, size in step.plan.pools.items():
             most[pool] = max(most.get(pool, 0), size)
-        held = model.workspace.committed_bytes()
-        if model.state_rows:  # until the last sequence is closed: to the byte, the most that a step has needed
-            assert {pool: size for pool, size in held.items() if size} == {p: n for p, n in most.items() if n}
+        held = model.workspace.committed_bytes()  # to the byte, the most that a step has needed
+        assert {pool: size for pool, size in held.items() if size} == {p: n for p, n in most.items() if n}
         peaks.append(step.peak_bytes)
 
-    generated(model, family, options, on_step=measure)
-    assert max(peaks) == highest and not model.state_rows and model.workspace.committed_bytes()["state/kv"] == 0
+    first, changes = tokens_of(generated(model, family, options, on_step=measure)), model.workspace.changes()
+    assert max(peaks) == highest and not model.state_rows
+    assert tokens_of(generated(model, family, options, on_step=measure)) == first
+    assert model.workspace.changes() == changes  # a second generation finds all its memory
+    free = torch.cuda.mem_get_info()[0]
+    state = model.workspace.committed_bytes()["state/kv"]
+    model.trim()
+    assert model.workspace.committed_bytes()["state/kv"] == 0 < state <= torch.cuda.mem_get_info()[0] - free
 
 
 def test_the_state_grows_where_it_is(opened: Any) -> None:
@@ -261,6 +266,7 @@ print(json.dumps([most, budget]))
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("way", ["llada", "sdar", "fast-dllm dual"])
 def test_the_drivers_counter_stays_within_the_budget(way: str) -> None:
     """In a process of its own, whose context, modules and graphs the budget has to cover as well."""

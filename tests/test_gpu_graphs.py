@@ -65,6 +65,7 @@ def run(budget: int | None) -> tuple[list[dict[str, Any]], int, list[dict[str, A
     return found, largest, later, idle[1] - idle[0]
 
 
+@pytest.mark.alone
 def test_forty_sizes_are_in_the_ledger_and_the_ledger_is_the_drivers_counter() -> None:
     found, largest, (before, after, again), others = run(None)
     for each in (found[0], found[19], before, after, again):

@@ -102,6 +102,7 @@ def ask(model: CompiledModel, owned: OwnedRows, seed: int, *, decide: bool) -> T
     return model.step([request])[0].score
 
 
+@pytest.mark.alone
 def test_pages_in_the_middle_of_a_state_go_back_to_the_card() -> None:
     """The driver's counter shows it; later rows keep addresses and contents, and steps replayed from graphs stay right."""
     with mosaic.compile(FAMILIES["sdar"]) as cpu, mosaic.compile(FAMILIES["sdar"], device=DEVICE) as card:
@@ -143,6 +144,7 @@ def test_pages_in_the_middle_of_a_state_go_back_to_the_card() -> None:
             assert state.address == address
         for mine in owned["card"]:
             mine.close()
+        card.trim()
         assert card.workspace.committed_bytes()["state/kv"] == 0
 
 

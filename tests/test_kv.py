@@ -20,6 +20,7 @@ from test_kernels import (
     DTYPES,
     F32,
     F64,
+    OTHERS_SOAK,
     Case,
     assert_within,
     check_allocates_nothing,
@@ -276,7 +277,7 @@ def test_a_token_without_a_row_is_not_kept() -> None:
     assert torch.equal(case.operands["kv"], expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 @pytest.mark.parametrize("block", [0, 4])
 def test_kernels_allocate_nothing(block: int, dtype: torch.dtype) -> None:
     check_allocates_nothing(store_case([[7, 8, 9, 3, 2], [5]], [11, 9], 2, 3, dtype))
@@ -337,7 +338,7 @@ BLOCKED = [((1,), 1, 1, 2, 4), ((5, 1, 31), 4, 2, 16, 4), ((257,), 2, 1, 8, 32),
 LONG = [((1030,), 2, 1, 5, 32), ((2100,), 1, 1, 4, 32)]  # two key tiles or all keys at once; three
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 @pytest.mark.parametrize("shape", [*BLOCKED, *LONG], ids=str)
 def test_attention_in_blocks(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
     case = blocked_case(*shape, dtype)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from test_weight_addresses import CONFIGS, PHASES, some_of
+from covering import some_of
+from test_weight_addresses import CONFIGS, PHASES
 
 import mosaic
 from mosaic.errors import GraphError
@@ -27,7 +28,9 @@ def useless_ops(graph: Graph) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.soak if name in ("dream", "sdar") else ()) for name in CONFIGS]
+)
 def test_every_op_of_every_phase_has_a_use(family: str) -> None:
     model = mosaic.models.load(CONFIGS[family])
     for phase in PHASES:

@@ -96,7 +96,7 @@ def test_the_search_finds_what_brute_force_finds(tokens: int, family: str) -> No
     point = planner_of(family, "h200").space().at(Request(seq_lens=(tokens,)).size.dims())
     totals = sorted({point.total_bytes(config) for config in whole_grid(point)})
     for budget in (totals[0] - 1, totals[0], totals[len(totals) // 2], totals[-1]):
-        for host in (0, 100 * 1024, MIB * 2, GIB):
+        for host in (0, MIB * 2, GIB):
             fast, full = search(point, budget, host), brute_force(point, budget, host)
             assert fast.fits == full.fits
             if fast.fits:
@@ -104,6 +104,7 @@ def test_the_search_finds_what_brute_force_finds(tokens: int, family: str) -> No
                 assert point.fits(fast.config, budget, host)
 
 
+@pytest.mark.soak
 def test_more_host_memory_never_shortens_the_context() -> None:
     longest = [
         Planner("llada-8b", device="h200", budget=6 * GIB, host_budget=host * GIB).max_context(Request(seq_lens=(1,)))
@@ -115,7 +116,7 @@ def test_more_host_memory_never_shortens_the_context() -> None:
 @pytest.mark.parametrize(
     ("tokens", "budget", "host"),
     [
-        (32768, 4, 16),
+        pytest.param(32768, 4, 16, marks=pytest.mark.soak),
         pytest.param(131072, 6, 16, marks=pytest.mark.soak),
         pytest.param(524288, 12, 32, marks=pytest.mark.soak),
         pytest.param(1048576, 24, 32, marks=pytest.mark.soak),

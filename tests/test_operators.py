@@ -212,6 +212,20 @@ def test_one_that_does_not_is_found_out(kernel: Any, message: str) -> None:
         verify_operator(wrong, OPERANDS, sizes=SIZES, attrs={"gain": 0.5})
 
 
+def test_bits_that_depend_on_the_number_of_rows_are_found_out() -> None:
+    def kernel(**o: Any) -> None:
+        launch(**o)
+        o["y"].mul_(1.0 + 2.0**-22 * (o["y"].shape[0] % 2))
+
+    close = replace(NUMBERED, implementations=(replace(PLAIN, kernel=kernel),))
+    assert verify_operator(close, OPERANDS, sizes=SIZES, attrs={"gain": 0.5}) == ("cpu",)
+    claims = replace(NUMBERED, implementations=(replace(PLAIN, kernel=kernel, invariant=True),))
+    with pytest.raises(OperatorMismatch, match="in slices of tokens: y has other bits than in one launch"):
+        verify_operator(claims, OPERANDS, sizes=SIZES, attrs={"gain": 0.5})
+    honest = replace(NUMBERED, implementations=(replace(PLAIN, invariant=True),))
+    assert verify_operator(honest, OPERANDS, sizes=SIZES, attrs={"gain": 0.5}) == ("cpu",)
+
+
 def test_what_cannot_be_verified_is_refused() -> None:
     with pytest.raises(UsageError, match="no implementation on cuda"):
         verify_operator(NUMBERED, OPERANDS, sizes=SIZES, attrs={"gain": 0.5}, backend="cuda")

@@ -42,5 +42,3 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 class TestGrid(parity.GridTests):
     """Every configuration and phase."""
-
-    thorough = "llada-moe"

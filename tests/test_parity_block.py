@@ -173,8 +173,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class TestGrid(parity.GridTests):
     """Every configuration and phase."""
 
-    thorough = "llada2"
-
 
 def test_a_saved_checkpoint_has_the_published_names_and_loads_again(case: parity.Case, tmp_path: Path) -> None:
     from safetensors.torch import load_file

@@ -53,7 +53,7 @@ def test_real_plans_have_no_race(plans: list[dict[str, Any]]) -> None:
     assert [races(document) for document in plans[: len(CONFIGURATIONS)]] == [[]] * len(CONFIGURATIONS)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @pytest.mark.parametrize("mutation", sorted(MUTATIONS.keys() - ELSEWHERE))
 @given(seed=st.integers(0, 1 << 30), number=st.integers(0, len(CONFIGURATIONS)))
 def test_every_mutant_of_a_real_plan_is_rejected(

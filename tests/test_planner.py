@@ -31,6 +31,8 @@ S, M = 131072, 65536
 
 SHAPES = ("llada-8b", "dream-7b", "llada-moe", "sdar-8b", "llada2-mini")
 """Presets that differ in more than sizes."""
+SOME = [pytest.param(name, marks=pytest.mark.soak if name in ("dream-7b", "sdar-8b") else ()) for name in SHAPES]
+"""Those of which most is in others, too, soak."""
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def _certify(name: str, device: str) -> None:
 
 
 @pytest.mark.grid(together=1)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("device", ["rtx-3090", "h200", "cpu"])
 def test_plans_are_certified_optimal_across_the_grid(name: str, device: str) -> None:
     _certify(name, device)
@@ -168,7 +170,7 @@ def test_a_named_solver_gives_a_valid_plan(llada: Planner, solver: str) -> None:
 
 
 @pytest.mark.grid(together=1)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("device", ["rtx-3090", "h200"])
 def test_search_equals_brute_force(name: str, device: str) -> None:
     space = Planner(name, device=device).space()
@@ -231,7 +233,7 @@ def test_max_context_is_zero_below_the_weights() -> None:
 
 
 @pytest.mark.grid(together=1)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("device", ["rtx-3090", "cpu"])
 def test_the_printed_formula_is_the_lower_bound(name: str, device: str) -> None:
     """Its maximum, evaluated by another route, is the largest live set up to rounding each buffer to 512 B."""

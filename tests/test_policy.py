@@ -251,6 +251,7 @@ def runner() -> Iterator[CompiledRunner]:
 def model(runner: CompiledRunner) -> Iterator[CompiledModel]:
     yield runner.model
     assert not runner.model.state_rows
+    runner.model.trim()
     assert not any(size for name, size in runner.model.memory().resident.items() if name.startswith("state/"))
 
 
@@ -365,6 +366,8 @@ def test_two_phases_over_a_state_of_ones_own_beside_steps_that_keep_keys(model: 
         before, rows = model.memory(), dict(model.state_rows)
         for owner in owners:
             owner.close()
+        assert model.memory().committed == before.committed  # for whoever opens rows next
+        model.trim()
         after = model.memory()
         assert (
             after.resident[f"state/{name}"] == after.committed[f"state/{name}"] == 0 < before.resident[f"state/{name}"]

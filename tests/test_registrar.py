@@ -952,7 +952,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
 }
 
 
-SIZES = ("sdar-4b", "sdar-8b", "fast-dllm-v2-7b")  # other numbers in the graphs of smaller ones
+SIZES = ("sdar-4b", "sdar-8b", "fast-dllm-v2-7b", "dream-7b")  # little but other numbers in the graphs of others
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from test_kernels import (
     DTYPES,
     F32,
     F64,
+    OTHERS_SOAK,
     Case,
     assert_statistics,
     gamma,
@@ -312,7 +313,7 @@ def test_a_row_of_minus_infinity_draws_the_first_column() -> None:
     assert case.outputs["sample"].tolist() == [0, 0] == case.outputs["token"].tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sampling_allocates_nothing(kernel: str, temperature: float, dtype: torch.dtype) -> None:
@@ -393,7 +394,7 @@ def launched(case: Case) -> Case:
     return case
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0])
@@ -463,7 +464,7 @@ def test_a_narrow_tile_ends_every_split(
 
 
 @triton_test
-@pytest.mark.parametrize("rows", [40, 90])
+@pytest.mark.parametrize("rows", [pytest.param(40, marks=pytest.mark.soak), 90])
 def test_splits_of_the_vocabulary_join(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles to a split, a number of splits that is no power of two, several groups of row tiles."""
     from mosaic.kernels.cuda import unembed_stats
@@ -477,7 +478,7 @@ def test_splits_of_the_vocabulary_join(rows: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_ruling_tiles_out_changes_no_sample(kernel: str) -> None:
     """Logits from flat to peaked, so that all, some or nearly none of the tiles are ruled out before their numbers."""
-    for seed, scale in enumerate((0.01, 1.0, 4.0, 16.0)):
+    for seed, scale in enumerate((0.01, 4.0)):
         if kernel == "row_sample":
             case = row_case((4, 21_000), F32, 1.0, scale)
         else:

@@ -66,7 +66,7 @@ def test_long_answers_are_decoded_in_blocks_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize(
     ("name", "tasks"),
     [
-        ("small-llada", ("retrieval", "subtraction", "sorting")),
+        pytest.param("small-llada", ("retrieval", "subtraction", "sorting"), marks=pytest.mark.soak),
         ("small-sdar", ("retrieval", "pair", "addition", "subtraction", "multiplication", "sorting")),
     ],
 )
@@ -79,13 +79,15 @@ def test_they_know_what_they_were_trained_for(name: str, tasks: tuple[str, ...],
     assert [item for item in result["items"] if not item["exact"]] == []
 
 
-@pytest.mark.parametrize("length", [1024, pytest.param(2048, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("length", [1024, 2048])
 def test_facts_are_found_far_back(length: int) -> None:
     with mosaic.compile("small-sdar") as model:
         result = run(model, QualitySettings(tasks=("retrieval",), lengths=(length,), seed=12))
     assert [item for item in result["items"] if not item["exact"]] == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("by", "task"), [("prompt", "subtraction"), ("stdin", "sorting")])
 def test_the_command_reaches_the_same_answers(by: str, task: str) -> None:
     """Through tokenizer.json, the chat template and a pipe: problems of the quality bench, told as a user would."""
