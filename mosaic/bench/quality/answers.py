@@ -1,15 +1,14 @@
-"""What a policy made of all items of a set, how it differs from another, and runs over the same items as one."""
+"""What a policy made of all items of a set, and how it differs from another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from mosaic.bench.quality.pairing import difference, mcnemar, ratio
-from mosaic.errors import UsageError
 
-__all__ = ["Answers", "merged", "together"]
+__all__ = ["Answers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +50,6 @@ class Answers:
             "tokens_right": " ".join(f"{right:.4f}" for right in self.right),
         }
 
-    @classmethod
-    def read(cls, figures: Mapping[str, Any]) -> Self:
-        """Return the answers that figures are of."""
-        counts = {name: [int(count) for count in figures[name].split()] for name in _COUNTS if name in figures}
-        return cls(
-            exact=[bool(int(exact)) for exact in figures["exact"]],
-            right=[float(right) for right in figures["tokens_right"].split()],
-            seconds=figures["seconds"],
-            **counts,
-        )
-
 
 _COUNTS: Final = ("tokens", "forwards", "decoded", "processed", "again", "forced")
 
@@ -102,51 +90,3 @@ def _group(members: Sequence[int], answers: Answers, baseline: Answers) -> dict[
             forced = zip(losing, of(answers.forced), strict=True)
             found["against"]["exact"]["lost_forced"] = sum(one and count > 0 for one, count in forced)
     return found
-
-
-def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return documents of `compare` over the same items as one: in every schedule all are compared with "exact", or with the first.
-
-    A policy that several have is that of the first. `runs` are the documents.
-
-    Raises
-    ------
-    UsageError
-        If they are of other models or items, or were decoded otherwise.
-    """
-    first = documents[0]
-    if any(_asked(document) != _asked(first) for document in documents):
-        raise UsageError("runs of other models, items or batches cannot be compared pair by pair.")
-    items = [(item["task"], item["length"]) for item in first["items"]]
-    found: dict[str, dict[str, Any]] = {}
-    for document in documents:
-        for schedule, by_policy in document["schedules"].items():
-            for name, figures in by_policy.items():
-                found.setdefault(schedule, {}).setdefault(name, figures)
-    schedules = {}
-    for schedule, by_policy in found.items():
-        names = sorted(by_policy, key=lambda name: name != "exact")
-        answers = {name: Answers.read(by_policy[name]) for name in names}
-        schedules[schedule] = {
-            name: by_policy[name] | mine.figures(items, answers[names[0]]) for name, mine in answers.items()
-        }
-    return {**first, "schedules": schedules, "runs": list(documents)}
-
-
-def together(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return documents of `compare`, those over the same items as one each (`merged`), in order of the first of them."""
-    groups: list[list[Mapping[str, Any]]] = []
-    for document in documents:
-        group = next((group for group in groups if _asked(group[0]) == _asked(document)), None)
-        if group is None:
-            groups.append([document])
-        else:
-            group.append(document)
-    return [merged(group) if len(group) > 1 else {**group[0], "runs": group} for group in groups]
-
-
-def _asked(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What pairs have in common."""
-    of_run = ("policies", "schedules", "seconds", "replay")
-    settings = {name: value for name, value in document["settings"].items() if name not in of_run}
-    return {"settings": settings, **{name: document[name] for name in ("model", "card", "dtype", "items")}}

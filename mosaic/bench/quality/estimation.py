@@ -8,7 +8,6 @@ N query heads, K key-value heads, H head size.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from mosaic.bench.quality.replay import Decided, Records, recording
 from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, generate_ids
 from mosaic.errors import UsageError
+from mosaic.registrar.operators.top_keys import keys_of
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -346,7 +346,7 @@ def _follow(
         queries, _ = plain.block(tokens[start:])
         left = f"{int(BINS * (tokens[start:] == arch.mask_token_id).sum() / arch.block) / BINS:.3f}"
         for ratio in settings.ratios if start else ():
-            k, name = math.ceil(ratio * start / PAGES[0]) * PAGES[0], f"{ratio:.6g}"  # whole pages of every size
+            k, name = -(-keys_of(ratio, start) // PAGES[0]) * PAGES[0], f"{ratio:.6g}"  # whole pages of every size
             for layer, q in enumerate(queries):
                 keys = plain.keys[layer]
                 if begins:

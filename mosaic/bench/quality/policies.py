@@ -8,7 +8,6 @@ cache, then options of `SparseAttention`, of `PrefixReuse` (`reuse_steps`, `reus
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,6 +19,7 @@ from mosaic.models.eviction import BLOCK_CACHES, token_eviction
 from mosaic.models.reuse import REUSES
 from mosaic.models.sparse import attention_policy, with_options
 from mosaic.models.spelled import spelled
+from mosaic.registrar.operators.top_keys import keys_of
 
 __all__ = ["Policy", "policy", "schedule"]
 
@@ -105,7 +105,7 @@ def _attention(name: str, given: dict[str, Any], longest: int) -> Any:
     preset = attention_policy(name)
     ratio, page = given.get("ratio"), given.get("page", getattr(preset, "page", 1))
     if "k" not in given and isinstance(ratio, int | float) and isinstance(page, int) and 0 <= ratio <= 1 and page > 0:
-        given["k"] = max(-(-math.ceil(ratio * longest) // page), 1) * page
+        given["k"] = max(-(-keys_of(ratio, longest) // page), 1) * page
     return with_options(preset, given)  # which refuses values that cannot be
 
 
