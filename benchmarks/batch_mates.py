@@ -2,8 +2,9 @@
 
     python -m benchmarks.batch_mates --device h200
 
-writes `batch-mates-<device>.json`. Weights are random, in bfloat16. Steps: one model with the option beside one without, on
-sessions of eight requests each, in turns. Requests: each alone, then in batches of eight of all lengths, by policy.
+writes `batch-mates-<device>.json`. Weights are random, in bfloat16, and blocks of 32 tokens. Steps: one model with the option
+beside one without, on sessions of eight requests each, in turns. Requests: each alone, then in batches of eight of all lengths,
+by policy. Two models may be named: the one whose steps are timed, and the one whose requests are compared.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final
 import torch
 
 import mosaic
+from benchmarks.block import with_block
 from benchmarks.cases import options
 from benchmarks.record import environment, table, write
 from mosaic import decoding
@@ -36,7 +38,8 @@ HEADER: Final = (
     "batch_invariant",
     "of",
 )
-STEPS_MODEL, TOKENS_MODEL = "sdar-8b", "sdar-1.7b"
+MODELS: Final = ("sdar-8b", "sdar-1.7b")
+BLOCK: Final = 32
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "exact": {}, "mage": {"attention": "mage:k=128"}, "flashblock": {"attention": "flashblock"}, "focus": {"eviction": "focus"},
     "caches": {"block_cache": "dc+"},
@@ -57,7 +60,9 @@ def prompts_of(count: int) -> list[torch.Tensor]:
 def opened(stack: ExitStack, name: str, device: str) -> list[CompiledModel]:
     """Open a model without the option, and with it; the same weights."""
     return [
-        stack.enter_context(mosaic.compile(name, device=device, budget=BUDGET, batch_invariant=asked))
+        stack.enter_context(
+            mosaic.compile(with_block(name, BLOCK, None), device=device, budget=BUDGET, batch_invariant=asked)
+        )
         for asked in (False, True)
     ]
 
@@ -72,19 +77,24 @@ def step_times(models: Sequence[CompiledModel], policy: str) -> list[float]:
                     prompt,
                     gen_length=256,
                     remasking="low_confidence_static",
-                    steps=32,
+                    steps=BLOCK,
                     stop_at_eos=False,
                     **POLICIES[policy],
                 )
         found: list[list[float]] = [[] for _ in sessions]
         for _ in range(WARM + STEPS):
             for times, session in zip(found, sessions, strict=True):
-                torch.cuda.synchronize()
+                _settle()
                 began = time.perf_counter()
                 session.advance()
-                torch.cuda.synchronize()
+                _settle()
                 times.append((time.perf_counter() - began) * 1e3)
     return [statistics.median(times[WARM:]) for times in found]
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def different(model: CompiledModel, policy: str) -> int:
@@ -114,15 +124,16 @@ def rows_of(result: Mapping[str, Any]) -> list[list[str]]:
 def main(arguments: Sequence[str]) -> None:
     """Measure and record."""
     asked = options(__doc__, models="*").parse_args(arguments)
+    steps_model, tokens_model = asked.models or MODELS
     result: dict[str, Any] = {
-        "environment": environment(METHOD), "card": asked.device, "model": STEPS_MODEL, "tokens_model": TOKENS_MODEL,
+        "environment": environment(METHOD), "card": asked.device, "model": steps_model, "tokens_model": tokens_model,
         "requests": REQUESTS, "step_ms": {}, "different": {},
     }  # fmt: skip
     with ExitStack() as stack:
-        models = opened(stack, STEPS_MODEL, asked.device)
+        models = opened(stack, steps_model, asked.device)
         result["step_ms"] = {policy: step_times(models, policy) for policy in TIMED}
     with ExitStack() as stack:
-        models = opened(stack, TOKENS_MODEL, asked.device)
+        models = opened(stack, tokens_model, asked.device)
         for policy in POLICIES:
             result["different"][policy] = [different(model, policy) for model in models]
             print(policy, result["different"][policy], flush=True)

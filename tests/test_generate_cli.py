@@ -455,6 +455,7 @@ def test_without_a_terminal_stdout_is_the_text(fake: FakeModel, run: Any, checkp
         "host_budget": None,
         "dtype": None,
         "threads": 1,
+        "batch_invariant": False,
         "seed": 7,
         "progress": None,
     }

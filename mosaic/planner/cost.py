@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import ANY_COLUMNS, Device, Rates
-from mosaic.errors import GraphError
+from mosaic.planner.invariant import kernels_on_request
 from mosaic.planner.template import Body, BufferRecord, OpRecord
 from mosaic.planner.timeline import Timeline, overlapping_loops
 from mosaic.registrar.few_rows import FEW_ROWS
@@ -159,7 +159,7 @@ class OpTimes:
         self.body, self.device, self.has_streams = body, device, body.has_streams
         loop_of = overlapping_loops(body)
         invariant = batch_invariant and device.backend == "cuda"
-        keys = _cost_classes(body, loop_of, _on_request(body, device.backend) if invariant else ())
+        keys = _cost_classes(body, loop_of, kernels_on_request(body, device.backend) if invariant else ())
         counts = Counter(keys)
         self.classes = sorted(counts)  # by rate first: the classes of one rate are a slice
         self.groups = sorted({c.knobs for c in self.classes})
@@ -356,23 +356,6 @@ def _part(body: Body, classes: Sequence[_CostClass], counts: Mapping[_CostClass,
         spans={rate: slice(rates.index(rate), rates.index(rate) + rates.count(rate)) for rate in rates},
         counts=np.array([counts[c] for c in classes], dtype=np.float64),
     )
-
-
-def _on_request(body: Body, backend: str) -> frozenset[str]:
-    """The kernels that batch-invariant plans carry out in a way of their own."""
-    found = set()
-    for kernel in {op.kernel: None for op in body.ops}:
-        record = find(kernel, body.operators)
-        if record is None or not record.on(backend):
-            continue
-        if not (ways := record.on(backend, invariant=True)):
-            raise GraphError(
-                f"a batch-invariant plan cannot take '{kernel}': of its implementations on {backend} none is invariant; plan "
-                "without batch_invariant, or declare one that is (`Implementation.invariant`)."
-            )
-        if any(way.on_request for way in ways):
-            found.add(kernel)
-    return frozenset(found)
 
 
 def _cost_classes(body: Body, loop_of: Sequence[int | None], named: Collection[str]) -> list[_CostClass]:

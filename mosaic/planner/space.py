@@ -114,7 +114,7 @@ class Space:
 
     def at(self, dims: Mapping[str, int], *, pinned: Mapping[str, str] | None = None) -> Point:
         """Return the space at given dims, some choices pinned to one of their options."""
-        unlike = {choice.name: choice.options[0] for choice in self.template.choices if not choice.alike}
+        unlike = {choice.name: choice.options[0] for choice in self.template.choices if choice.unlike}
         return Point(self, self.template.dims_of(dims), {**(pinned or {}), **(unlike if self.batch_invariant else {})})
 
 

@@ -109,7 +109,7 @@ class ChoiceRecord(NamedTuple):
     name: str
     options: tuple[str, ...]
     escalating: bool
-    alike: bool
+    unlike: bool
 
 
 class Access(NamedTuple):
@@ -422,17 +422,16 @@ def _knobs_of(graph: Any) -> tuple[KnobRecord, ...]:
 
 
 def _choices_of(graph: Any) -> tuple[ChoiceRecord, ...]:
-    return tuple(ChoiceRecord(c.name, c.options, c.escalating, c.alike) for c in graph.choices.values())
+    return tuple(ChoiceRecord(c.name, c.options, c.escalating, not c.alike) for c in graph.choices.values())
 
 
 def _require_same(shell: Template, graph: Any, options: Sequence[str]) -> None:
     """Compare what some options declare with what the first ones do."""
-    pairs: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
+    for what, expected, found in (
         ("dims", shell.dims, _dims_of(graph)),
         ("chunk knobs", shell.knobs, _knobs_of(graph)),
         ("choices", shell.choices, _choices_of(graph)),
-    )
-    for what, expected, found in pairs:
+    ):
         if tuple(expected) != tuple(found):
             taken = ", ".join(
                 f"{choice.name}={option}" for choice, option in zip(shell.choices, options, strict=True)

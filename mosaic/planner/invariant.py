@@ -1,0 +1,32 @@
+"""Which kernels a batch-invariant plan carries out in ways of their own: those whose rows do not depend on the number of others."""
+
+from __future__ import annotations
+
+from mosaic.errors import GraphError
+from mosaic.planner.template import Body
+from mosaic.registrar.operators import find
+
+__all__ = ["kernels_on_request"]
+
+
+def kernels_on_request(body: Body, backend: str) -> frozenset[str]:
+    """The kernels of which batch-invariant plans take an implementation that is there for them alone.
+
+    Raises
+    ------
+    GraphError
+        If none of a kernel's implementations is invariant.
+    """
+    found = set()
+    for kernel in {op.kernel: None for op in body.ops}:
+        record = find(kernel, body.operators)
+        if record is None or not record.on(backend):
+            continue
+        if not (ways := record.on(backend, invariant=True)):
+            raise GraphError(
+                f"a batch-invariant plan cannot take '{kernel}': of its implementations on {backend} none is invariant; plan "
+                "without batch_invariant, or declare one that is (`Implementation.invariant`)."
+            )
+        if any(way.on_request for way in ways):
+            found.add(kernel)
+    return frozenset(found)
