@@ -23,6 +23,7 @@ import mosaic
 from benchmarks import (
     ablation,
     across,
+    batch_mates,
     block,
     cases,
     eviction,
@@ -1080,3 +1081,21 @@ def test_every_section_reads_what_its_script_writes() -> None:
     assert {len(row) for row in report.memory_rows(SPEED["points"])} == {len(report.MEMORY_HEADER)}  # type: ignore[arg-type]
     sections: dict[str, Callable[..., str]] = {name: write for name, (_, write) in report.SECTIONS.items()}
     assert sections["speed"]([]) == "" and sections["memory"]([]) == ""
+
+
+def test_requests_with_batch_mates_are_timed_and_compared(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "WARM": 1,
+        "STEPS": 2,
+        "TOGETHER": 2,
+        "REQUESTS": 2,
+        "BUDGET": "1GiB",
+        "POLICIES": {"exact": {}, "focus": {"eviction": "focus"}},
+    }.items():
+        monkeypatch.setattr(batch_mates, name, value)
+    batch_mates.main(["small-sdar", "small-sdar", "--device", "cpu"])
+    result = json.loads((out / "batch-mates-cpu.json").read_text())
+    assert result["different"] == {"exact": [0, 0], "focus": [0, 0]} and result["requests"] == 2
+    assert all(ms > 0 for times in result["step_ms"].values() for ms in times)
+    rows = batch_mates.rows_of(result)
+    assert [row[0] for row in rows] == ["exact", "focus"] and all(len(row) == len(batch_mates.HEADER) for row in rows)
