@@ -1083,6 +1083,7 @@ def test_every_section_reads_what_its_script_writes() -> None:
     assert sections["speed"]([]) == "" and sections["memory"]([]) == ""
 
 
+@pytest.mark.soak
 def test_requests_with_batch_mates_are_timed_and_compared(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "WARM": 1,
