@@ -50,7 +50,7 @@ FEW = 3
 """Prefills and generations that are timed, after one that is not."""
 METHOD = (
     f"a step is the median of {REPEATS} after {WARM} that are not counted; "
-    f"a prefill and a generation that of {FEW} whole ones after one"
+    f"a prefill and a generation that of {FEW} whole ones after one; a second generation is one"
 )
 GENERATED, SHORT = 128, 256
 EXACT = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"))
@@ -151,6 +151,24 @@ def generation_of(model: CompiledModel, prefix: int) -> dict[str, float]:
     return found
 
 
+def again_of(model: CompiledModel, tokens: int) -> dict[str, float]:
+    """Milliseconds of a generation after a long prompt and of the same one again, and its steps, the prefill not among them."""
+    prompt = torch.arange(tokens) % 50_000 % model.architecture.mask_token_id
+    found = {}
+    for which in ("first_ms", "second_ms"):
+        began = time.perf_counter()
+        (answer,) = model.generate(prompt, remasking="low_confidence_static", gen_length=GENERATED, stop_at_eos=False)
+        found[which] = 1e3 * (time.perf_counter() - began)
+    return {**found, "steps": float(answer.steps)}
+
+
+def excess_of(result: Mapping[str, Any], tokens: int) -> float:
+    """A second generation's time over that of its prefill and as many exact steps, each timed alone."""
+    again, step = result["again"][str(tokens)], result["steps"][str(tokens)]["exact"]["step_ms"]
+    parts: float = result["prefill"][str(tokens)]["step_ms"] + again["steps"] * step
+    return float(again["second_ms"]) / parts
+
+
 def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
     """Yield what was timed, its seconds, and its floor."""
     for name, times, floor in _floors(result):
@@ -171,6 +189,12 @@ def _floors(result: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any],
     for tokens, times in result.get("prefill", {}).items():
         keys = [float(tokens)] * arch.layers
         yield f"prefill of {int(tokens):,} tokens", times, floor.of(tokens=int(tokens), rows=0, keys=keys, prefill=True)
+    for tokens, times in result.get("again", {}).items():
+        keys = [float(tokens)] * arch.layers
+        prompt = floor.of(tokens=int(tokens), rows=0, keys=keys, prefill=True)
+        least = floor.of(tokens=arch.block, rows=1, keys=keys)  # whatever is decided, and when
+        name, milliseconds = f"a second generation after {int(tokens):,} tokens", times["second_ms"]
+        yield name, {"step_ms": milliseconds}, prompt + times["steps"] * least
     for name, milliseconds in result["generation"].items():
         least = floor.of(tokens=arch.block, rows=1, keys=[float(SHORT)] * arch.layers)  # whatever is decided, and when
         yield f"generation, {name}", {"step_ms": milliseconds}, least
@@ -223,6 +247,7 @@ def main(arguments: Sequence[str]) -> None:
         with mosaic.compile(with_block(name, asked.block, asked.layers), device=asked.device, seed=3) as model:
             result["generation"] = generation_of(model, SHORT)
             result["prefill"] = {str(tokens): prefill_of(model, tokens, brackets) for tokens in asked.prefill}
+            result["again"] = {str(tokens): again_of(model, tokens) for tokens in asked.prefill}
             result["steps"] = {str(prefix): steps_of(model, prefix, attention, brackets) for prefix in asked.prefix}
         write(f"block-{name}-{asked.device}{tag_of(asked)}", result)
         print(table(HEADER, list(rows_of(result))))

@@ -15,6 +15,7 @@ from typing import Any, Final
 from benchmarks import (
     ablation,
     across,
+    batch_mates,
     block,
     decoding,
     eviction,
@@ -220,6 +221,11 @@ def across_section(results: Sequence[Result]) -> str:
     return "\n\n".join(f"{table(across.HEADER, list(across.rows_of(r)))}\n\n{source_line(r)}" for r in results)
 
 
+def batch_mates_section(results: Sequence[Result]) -> str:
+    """What `batch_invariant` takes and what it is for: a table per run."""
+    return "\n\n".join(f"{table(batch_mates.HEADER, batch_mates.rows_of(r))}\n\n{source_line(r)}" for r in results)
+
+
 def kv_attention_section(results: Sequence[Result]) -> str:
     """Attention over kept keys against its bound."""
     return "\n\n".join(
@@ -301,6 +307,7 @@ def _number(value: float | None, form: str) -> str:
 DOCUMENTS: Final[Mapping[str, Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]]] = {
     "README.md": {"bench": ("speed", readme)},
     "docs/performance.md": SECTIONS,
+    "docs/decoding.md": {"batch-mates": ("batch-mates", batch_mates_section)},
     "docs/small-models.md": small_models.SECTIONS,
     "docs/offsets.md": {
         "offsets": ("offsets", offsets.section),

@@ -430,6 +430,8 @@ def test_steps_of_a_block_are_timed_exact_and_sparse(monkeypatch: pytest.MonkeyP
         steps = {"40": block.steps_of(model, 40, attention, None)}
         generation = block.generation_of(model, 16)
         prefill = {"40": block.prefill_of(model, 40, None)}
+        again = {"40": block.again_of(model, 40)}
+        assert again["40"]["steps"] == 16
         assert model.state_rows == {}
     assert steps["40"].keys() == {"exact", "first", "later"} and generation.keys() == {"waiting", "ahead"}
     assert all(0 < times["least_ms"] <= times["step_ms"] <= times["most_ms"] for times in steps["40"].values())
@@ -438,15 +440,24 @@ def test_steps_of_a_block_are_timed_exact_and_sparse(monkeypatch: pytest.MonkeyP
         "steps": steps,
         "generation": generation,
         "prefill": prefill,
+        "again": again,
         "model": "sdar-8b",
         "block": 8,
         "layers": 3,
         "k": 4,
     }
+    again["40"] = {"second_ms": 63.0, "steps": 4.0}
+    assert (
+        block.excess_of(
+            result | {"prefill": {"40": {"step_ms": 6.0}}, "steps": {"40": {"exact": {"step_ms": 6.0}}}}, 40
+        )
+        == 2.1
+    )
     rows = [*block.rows_of(result)]
     assert rows[0][1:3] == ["6.000", ""]
     assert [row[0] for row in rows] == [
-        "40 keys, exact", "40 keys, first", "40 keys, later", "prefill of 40 tokens", "generation, waiting",
+        "40 keys, exact", "40 keys, first", "40 keys, later", "prefill of 40 tokens",
+        "a second generation after 40 tokens", "generation, waiting",
         "generation, ahead",
     ]  # fmt: skip
     assert all(len(row) == len(block.HEADER) and float(row[1]) > 0 for row in rows)
