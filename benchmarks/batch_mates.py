@@ -45,7 +45,7 @@ POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "caches": {"block_cache": "dc+"},
 }  # fmt: skip
 TIMED: Final = ("exact", "focus")
-TOGETHER, REQUESTS = 8, 64
+TOGETHER, REQUESTS = 8, 16
 WARM, STEPS = 70, 60
 BUDGET: Final = "48GiB"
 """Of each of two models beside each other."""

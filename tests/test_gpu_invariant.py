@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 8192, "max_position_embeddings": 4096, "mask_token_id": 8191,
     "eos_token_id": 7, "block_size": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16",
 }  # fmt: skip
-REQUESTS, BATCHES = 8, 3
+REQUESTS, BATCHES = 8, 2
 SPARSE = "mage:k=128:exact_layers=1"
 POLICIES: dict[str, dict[str, Any]] = {
     "exact": {}, "mage": {"attention": SPARSE}, "flashblock": {"attention": "flashblock"}, "focus": {"eviction": "focus"},
