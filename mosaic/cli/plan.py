@@ -106,6 +106,7 @@ def plan(
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
     from mosaic.planner.planner import Planner
+    from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
     given = (k, page, exact_layers, reuse_steps, reuse_change)
@@ -124,7 +125,7 @@ def plan(
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
-    with compiling() as progress:
+    with collector_paused(), compiling() as progress:
         planner = Planner(
             described,
             device=device,
@@ -135,21 +136,23 @@ def plan(
         )
         planner.verify_checkpoint()
         steps = {} if policy is None else requests_of(planner, ctx, policy)
-        others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
         run = {name: step for name, step in steps.items() if name != "exact"}
         if evicting is not None:
             evicting.check(described.architecture)
             blocks = run or {"later": block_of(planner, ctx, seq_lens)}
             cut = {name: cut_of(step, evicting, block_cache) for name, step in blocks.items()}
-            whole, evicted = cut["later"]
-            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
             run = {name: step for name, (_, step) in cut.items()}
         if run:
-            request = next((step for step in run.values() if not planner.plan(step, limit=False).fits), run["later"])
+            request = next((step for step in run.values() if not planner.fits(step)), run["later"])
         else:
             request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
         made = planner.plan(request, solver=solver)
         reason = None if made.fits else misfit(planner, request, made)
+        if reason is None and policy is not None:
+            others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+        if reason is None and evicting is not None:
+            whole, evicted = cut["later"]
+            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
     if device is None and not as_json:
         note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
     if planner.budget_bytes > planner.device.memory_bytes:

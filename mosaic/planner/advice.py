@@ -14,6 +14,7 @@ from mosaic.planner.plan_records import PlanBuffer
 from mosaic.planner.planner import Planner
 from mosaic.planner.request import Request
 from mosaic.planner.search import TOLERANCE
+from mosaic.planner.template import collector_paused
 from mosaic.units import MIB, format_bytes, format_seconds, format_tokens, round_up
 
 __all__ = ["Misfit", "Option", "misfit"]
@@ -36,6 +37,8 @@ class Option:
         Device memory of the whole process, and pinned host memory.
     predicted_ms
         The step that would fit; of a shorter one where the request is changed.
+    at_most
+        Whether the search may find a faster step in that memory: only one way of running the step was planned.
     """
 
     what: str
@@ -43,12 +46,14 @@ class Option:
     device_bytes: int
     host_bytes: int
     predicted_ms: float
+    at_most: bool = False
 
     def line(self, width: int) -> str:
         """Return the option in words, its arguments padded to a width."""
         host = f" and {format_bytes(self.host_bytes)} pinned on the host" if self.host_bytes else ""
         shown = format_seconds(self.predicted_ms / 1e3)
-        return f"  {self.arguments:<{width}}  {format_bytes(self.device_bytes)} on the device{host}, {shown} a step"
+        most = "at most " if self.at_most else ""
+        return f"  {self.arguments:<{width}}  {format_bytes(self.device_bytes)} on the device{host}, {most}{shown} a step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +115,7 @@ class Misfit:
             yield option.line(width)
 
 
+@collector_paused()
 def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
     """Explain a plan that does not fit. Its configuration is the lowest there is, so its peak is the floor."""
     needed = planner.needed(request)
@@ -122,7 +128,8 @@ def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
     else:
         floor, largest = _at_peak(plan)
     card = _smallest_device(planner, request)
-    here = sorted((*_larger_budget(planner, request, smallest), *_on_host(planner, request)), key=_time)
+    streaming = _on_host(planner, request) if fixed <= planner.budget_bytes else _streamed(planner, request, plan)
+    here = sorted((*_larger_budget(planner, request, smallest), *streaming), key=_time)
     if not here:
         here = [*_both(planner, request)]
     elsewhere = _planned(card, request, "device", _named(card, planner)) if card is not None else ()
@@ -172,10 +179,10 @@ def _larger_budget(planner: Planner, request: Request, smallest: int) -> Iterato
     whole = planner.device.memory_bytes
     if smallest > whole:
         return
-    fastest = planner.with_budgets(budget=whole).plan(request, limit=False).total_bytes
+    fastest = round_up(planner.with_budgets(budget=whole).plan(request, limit=False).total_bytes, MIB)
     ways = [
         (planner.with_budgets(budget=budget), f"--budget {budget // MIB}MiB")
-        for budget in dict.fromkeys((smallest, round_up(fastest, MIB)))
+        for budget in dict.fromkeys((smallest, fastest))
         if budget <= whole
     ]
     yield from _worthwhile(request, "budget", ways)
@@ -193,6 +200,20 @@ def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[
         for host in dict.fromkeys(round_up(size, MIB) for size in (least, fastest))
     ]
     yield from _worthwhile(request, "host-budget", ways)
+
+
+def _streamed(planner: Planner, request: Request, plan: Plan) -> Iterator[Option]:
+    """Weights in pinned host memory, for a step run the way that needs least of the device, hidden states on the device where
+    that is enough. All ways would take seconds to plan, where a look at the fixed part says that none fits."""
+    templates = [planner.space(graph.kind).template for graph in request.size.graphs]
+    shared = [choice for choice in templates[0].choices if all(choice in template.choices for template in templates)]
+    plain = {choice.name: str(plan.config[choice.name]) for choice in shared if not choice.escalating}
+    first = {choice.name: choice.options[0] for choice in [c for c in shared if c.escalating][:-1]}
+    for pinned in ({**plain, **first}, plain):
+        options = [replace(option, at_most=True) for option in _on_host(planner.with_pinned(pinned), request)]
+        if options:
+            yield from options
+            return
 
 
 def _worthwhile(request: Request, what: str, ways: Sequence[tuple[Planner, str]]) -> Iterator[Option]:

@@ -7,14 +7,14 @@ gives way, so that whatever is promised is what `search_and_place` gives.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import Final, NamedTuple
 
 from mosaic.planner.placement import Placement, place, replayed
-from mosaic.planner.rungs import affordable, groups, smallest
+from mosaic.planner.rungs import Rung, groups, smallest
 from mosaic.planner.search import SearchResult, lowest, search, trace_step
 from mosaic.planner.space import Config, Point, Space
 
@@ -173,24 +173,45 @@ def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> in
     """Return the least pinned host memory, within a budget of it, with which a plan fits the device; None if none does.
 
     Higher rungs of a ladder need less of the device and more of the host, so the first that fits by its lower bound is
-    found by bisection; from there on the first that fits as packed is the answer.
+    found by bisection; from there on the first that fits as packed is the answer. Later ladders are asked only below it.
     """
-
-    def fitting(rung: tuple[str, ...]) -> bool:
-        return point.total_bytes(point.lowest(rung)) <= budget_bytes
-
-    def packed(rung: tuple[str, ...]) -> bool:
-        config = point.lowest(rung)
-        return point.total_bytes(config, place(point, config).peak_bytes) <= budget_bytes
-
     least: int | None = None
+    found = 0
     for _, ladders in groups(point):
         for ladder in ladders:
-            rungs = affordable(point, ladder, host_budget_bytes if least is None else least)
-            if rungs and fitting(rungs[-1]):
-                above = rungs[bisect_left(rungs, True, key=fitting) :]
-                least = next((point.host_bytes(rung) for rung in above if packed(rung)), least)
+            room = host_budget_bytes if least is None else least - 1
+            for rung in range(_first_rung(point, ladder, budget_bytes, room, found), len(ladder)):
+                if point.host_bytes(ladder[rung]) > room:
+                    break
+                if _packs(point, point.lowest(ladder[rung]), budget_bytes):
+                    least, found = point.host_bytes(ladder[rung]), rung
+                    break
     return least
+
+
+def _first_rung(point: Point, ladder: Sequence[Rung], budget_bytes: int, host_budget_bytes: int, near: int) -> int:
+    """The first rung that fits the device by its lower bound, or that the host has no room for, asked for around `near` first:
+    a body each."""
+
+    def enough(rung: int) -> bool:
+        choices = ladder[rung]
+        return point.host_bytes(choices) > host_budget_bytes or point.total_bytes(point.lowest(choices)) <= budget_bytes
+
+    low, high = 0, len(ladder)
+    for rung in (near - 1, near):
+        if low <= rung < high:
+            low, high = (low, rung) if enough(rung) else (rung + 1, high)
+    return bisect_left(range(high), True, low, key=enough)
+
+
+def _packs(point: Point, config: Config, budget_bytes: int) -> bool:
+    """Whether a configuration fits the device as packed, thoroughly only where a quick packing does not."""
+    if point.total_bytes(config) > budget_bytes:
+        return False
+    return (
+        _fits_quickly(point, config, budget_bytes)
+        or point.total_bytes(config, place(point, config).peak_bytes) <= budget_bytes
+    )
 
 
 def max_context(
