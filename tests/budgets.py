@@ -66,7 +66,7 @@ class Spending:
 
     def __init__(self) -> None:
         self.spent_s: Counter[str] = Counter()
-        self.slowness = _slowness()
+        self.slowness = slowness()
         self.found: list[str] = []
 
     @pytest.hookimpl(wrapper=True)
@@ -84,7 +84,7 @@ class Spending:
         self.slowness = max(self.slowness, told.get("slowness", 1.0))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.slowness = max(self.slowness, _slowness())
+        self.slowness = max(self.slowness, slowness())
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput |= {"spent_s": dict(self.spent_s), "slowness": self.slowness}
             return
@@ -103,7 +103,7 @@ def _cpu_s() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def _slowness() -> float:
+def slowness() -> float:
     """How many times as long as on the machine of the budgets a fixed loop takes, at least 1."""
     return max(1.0, min(_loop_s() for _ in range(3)) / LOOP_S)
 

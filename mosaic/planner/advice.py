@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain, islice
 from math import inf
 from typing import Any, Final
 
 from mosaic.devices import DEVICES
-from mosaic.planner.limits import is_feasible, smallest_host
+from mosaic.planner.limits import QUICK, is_feasible, smallest_host
 from mosaic.planner.plan import Plan
 from mosaic.planner.plan_records import PlanBuffer
 from mosaic.planner.planner import Planner
@@ -128,10 +130,11 @@ def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
     else:
         floor, largest = _at_peak(plan)
     card = _smallest_device(planner, request)
-    streaming = _on_host(planner, request) if fixed <= planner.budget_bytes else _streamed(planner, request, plan)
-    here = sorted((*_larger_budget(planner, request, smallest), *streaming), key=_time)
-    if not here:
-        here = [*_both(planner, request)]
+    on_host = _on_host if fixed <= planner.budget_bytes else partial(_one_on_host, plan)
+    here = sorted((*_larger_budget(planner, request, smallest), *on_host(planner, request)), key=_time)
+    whole = planner.device.memory_bytes
+    if not here and whole > planner.budget_bytes:
+        here = [*on_host(planner.with_budgets(budget=whole), request, also=f"--budget {whole // MIB}MiB ")]
     elsewhere = _planned(card, request, "device", _named(card, planner)) if card is not None else ()
     less = (*_fewer_rows(planner, request), *_shorter(planner, request, plan), *_fewer_sequences(planner, request))
     options = (*here, *elsewhere, *less)
@@ -163,9 +166,11 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
 # -- the options: none is offered that has not been planned and found to fit ----------------------------------------
 
 
-def _planned(planner: Planner, request: Request, what: str, arguments: str) -> Iterator[Option]:
+def _planned(
+    planner: Planner, request: Request, what: str, arguments: str, solver: str = "auto"
+) -> Iterator[Option]:
     """The option, if its plan fits: placement may need more than the lower bound that it was found by."""
-    graphs = planner.plans(request, limit=False)
+    graphs = planner.plans(request, limit=False, solver=solver)
     if all(made.fits for made in graphs):
         yield Option(
             what=what, arguments=arguments, device_bytes=max(made.total_bytes for made in graphs),
@@ -190,29 +195,38 @@ def _larger_budget(planner: Planner, request: Request, smallest: int) -> Iterato
 
 def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
     """Weights and hidden states in pinned host memory: as little of it as will do, and as much as is fastest."""
-    found = [smallest_host(planner.at(graph), planner.budget_bytes, ANY_HOST) for graph in request.size.graphs]
-    if None in found:
+    least = _least_host(planner, request)
+    if least is None:
         return
-    least = max(host for host in found if host is not None)
     fastest = planner.with_budgets(host_budget=ANY_HOST).plan(request, limit=False).host_bytes
     ways = [
         (planner.with_budgets(host_budget=host), f"{also}--host-budget {host // MIB}MiB")
-        for host in dict.fromkeys(round_up(size, MIB) for size in (least, fastest))
+        for host in dict.fromkeys((least, round_up(fastest, MIB)))
     ]
     yield from _worthwhile(request, "host-budget", ways)
 
 
-def _streamed(planner: Planner, request: Request, plan: Plan) -> Iterator[Option]:
-    """Weights in pinned host memory, for a step run the way that needs least of the device, hidden states on the device where
-    that is enough. All ways would take seconds to plan, where a look at the fixed part says that none fits."""
+def _least_host(planner: Planner, request: Request) -> int | None:
+    found = [smallest_host(planner.at(graph), planner.budget_bytes, ANY_HOST) for graph in request.size.graphs]
+    return None if None in found else round_up(max(host for host in found if host is not None), MIB)
+
+
+def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
+    """As little pinned host memory as will do with the plain choices of a plan, hidden states on the device where that is enough.
+
+    A look at the fixed part says that nothing fits; all ways of streaming would take a second to plan.
+    """
     templates = [planner.space(graph.kind).template for graph in request.size.graphs]
     shared = [choice for choice in templates[0].choices if all(choice in template.choices for template in templates)]
     plain = {choice.name: str(plan.config[choice.name]) for choice in shared if not choice.escalating}
-    first = {choice.name: choice.options[0] for choice in [c for c in shared if c.escalating][:-1]}
-    for pinned in ({**plain, **first}, plain):
-        options = [replace(option, at_most=True) for option in _on_host(planner.with_pinned(pinned), request)]
-        if options:
-            yield from options
+    lowest = {choice.name: choice.options[0] for choice in [c for c in shared if c.escalating][:-1]}
+    for pinned in ({**plain, **lowest}, plain):
+        one = planner.with_pinned(pinned)
+        least = _least_host(one, request)
+        if least is not None:
+            way, arguments = one.with_budgets(host_budget=least), f"{also}--host-budget {least // MIB}MiB"
+            tried = (_planned(way, request, "host-budget", arguments, solver=solver) for solver in (QUICK, "auto"))
+            yield from (replace(option, at_most=True) for option in islice(chain.from_iterable(tried), 1))
             return
 
 
@@ -226,21 +240,11 @@ def _worthwhile(request: Request, what: str, ways: Sequence[tuple[Planner, str]]
                 yield option
 
 
-def _both(planner: Planner, request: Request) -> Iterator[Option]:
-    """All of the device, and host memory."""
-    whole = planner.device.memory_bytes
-    if whole > planner.budget_bytes:
-        yield from _on_host(planner.with_budgets(budget=whole), request, also=f"--budget {whole // MIB}MiB ")
-
-
 def _smallest_device(planner: Planner, request: Request) -> Planner | None:
     """A planner for the smallest built-in device, other than this one, that holds the request."""
     cards = [d for d in DEVICES.values() if d.backend == planner.device.backend and d.name != planner.device.name]
     for card in sorted(cards, key=lambda d: d.memory_bytes):
-        other = Planner(
-            planner.model, device=card, host_budget=planner.host_budget_bytes, pinned=planner.pinned,
-            batch_invariant=planner.batch_invariant,
-        )  # fmt: skip
+        other = planner.with_device(card)
         if other.needed(request) <= card.memory_bytes:
             return other
     return None

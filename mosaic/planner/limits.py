@@ -19,6 +19,7 @@ from mosaic.planner.search import SearchResult, lowest, search, trace_step
 from mosaic.planner.space import Config, Point, Space
 
 __all__ = [
+    "QUICK",
     "DimsAt",
     "MemoryBytes",
     "holds",

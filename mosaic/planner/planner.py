@@ -105,6 +105,16 @@ class Planner:
         )
         return other
 
+    def with_device(self, device: Device) -> Planner:
+        """Return a planner for another device and all of its memory; what this one has compiled and derived is shared."""
+        other = Planner(
+            self.model, device=device, host_budget=self.host_budget_bytes, pinned=self.pinned,
+            batch_invariant=self.batch_invariant, progress=self._progress,
+        )  # fmt: skip
+        if device.backend == self.device.backend:
+            other._spaces = {phase: space.on(device) for phase, space in self._spaces.items()}
+        return other
+
     def space(self, phase: Phase = FULL_STEP) -> Space:
         """Return the configurations of one kind of step."""
         if phase not in self._spaces:

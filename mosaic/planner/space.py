@@ -66,6 +66,12 @@ class Space:
         self._pool_rows: dict[tuple[tuple[str, ...], str], Mapping[int, int]] = {}
         self._state_pools: dict[tuple[str, ...], Sequence[str]] = {}
 
+    def on(self, device: Device) -> Space:
+        """Return the same variants on another device of the backend."""
+        other = Space(self.template, device, batch_invariant=self.batch_invariant)
+        other._variants = self._variants
+        return other
+
     def variant(self, config: Config) -> Variant:
         """Return the compiled variant of a configuration."""
         key = (config.choices, tuple([rows is not None for rows in config.rows]))
