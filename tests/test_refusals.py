@@ -40,12 +40,14 @@ def refused(planner: Planner, request: Request) -> Misfit:
 
 
 def second_s(make: Callable[[], Planner], request: Request, new_process: Callable[[], None]) -> tuple[float, Misfit]:
-    """CPU seconds of a refusal in what is as good as a new process, templates compiled before."""
-    refused(make(), request)
-    new_process()
-    began = time.process_time()
-    found = refused(make(), request)
-    return time.process_time() - began, found
+    """CPU seconds of a refusal in what is as good as a new process, templates compiled before: the less of two."""
+    found, spent = refused(make(), request), []
+    for _ in range(2):
+        new_process()
+        began = time.process_time()
+        assert refused(make(), request) == found
+        spent.append(time.process_time() - began)
+    return min(spent), found
 
 
 def verify(planner: Planner, request: Request, found: Misfit) -> None:

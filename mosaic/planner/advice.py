@@ -207,8 +207,13 @@ def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[
 
 
 def _least_host(planner: Planner, request: Request) -> int | None:
-    found = [smallest_host(planner.at(graph), planner.budget_bytes, ANY_HOST) for graph in request.size.graphs]
-    return None if None in found else round_up(max(host for host in found if host is not None), MIB)
+    most = 0
+    for graph in request.size.graphs:
+        host = smallest_host(planner.at(graph), planner.budget_bytes, ANY_HOST)
+        if host is None:
+            return None
+        most = max(most, host)
+    return round_up(most, MIB)
 
 
 def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
