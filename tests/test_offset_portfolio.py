@@ -212,7 +212,7 @@ def test_a_better_answer_is_kept_a_worse_one_not(rig: Rig) -> None:
 
 def test_nothing_is_searched_where_the_bound_is_above_the_capacity(rig: Rig) -> None:
     solution = solve(problem_of(capacity=BOUND - 1))
-    assert rig.asked == list(CHEAP) and not rig.turns and solution.infeasible
+    assert rig.asked == [CHEAP[0]] and not rig.turns and solution.infeasible
     rig.forget()
     solve(problem_of(capacity=BOUND), node_limit=1)
     assert "fold" in rig.asked and rig.turns
@@ -360,10 +360,27 @@ def test_a_given_capacity_is_asked_for_beside_the_bound(rig: Rig) -> None:
         [(BOUND, 2_000), (1_496, 2_000)],
         [(BOUND, 1_501), (1_496, 1_501)],
     ]
-    for capacity in (BOUND, PEAK):
-        rig.forget()
-        solve(problem_of(8, capacity=capacity), node_limit=1_000, solver="exact")
-        assert rig.rounds()[0] == [(BOUND, 251)]
+    rig.forget()
+    solve(problem_of(8, capacity=BOUND), node_limit=1_000, solver="exact")
+    assert rig.rounds()[0] == [(BOUND, 251)]
+
+
+def test_nothing_goes_on_below_a_capacity_that_is_reached(rig: Rig) -> None:
+    """It went on to the lower bound, until the timeout."""
+    solution = solve(problem_of(8, capacity=PEAK), node_limit=20_000)
+    assert rig.asked == [CHEAP[0]] and not rig.turns and solution.capacity_reached and not solution.optimal
+    rig.forget()
+    rig.optimum = 1_496  # the search for the capacity ends; the one for the bound would go on
+    rig.effort = 700
+    solution = solve(problem_of(8, capacity=1_503), node_limit=20_000, solver="exact")
+    assert solution.peak_bytes == 1_496 and solution.capacity_reached
+    assert sum(nodes for _, _, nodes, _ in rig.turns) < 10_000
+
+
+def test_the_search_stops_where_a_capacity_is_refuted(rig: Rig) -> None:
+    rig.optimum, rig.effort = PEAK, 700
+    solution = solve(problem_of(8, capacity=1_503), node_limit=20_000, solver="exact")
+    assert solution.infeasible and not solution.optimal and sum(nodes for _, _, nodes, _ in rig.turns) < 10_000
 
 
 @pytest.mark.parametrize(("alignments", "step"), [(1, 8), (3, 1)])

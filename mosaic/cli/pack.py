@@ -27,7 +27,8 @@ def pack(
     ] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds, from reading the file to the answer.")] = 60.0,
     capacity: Annotated[
-        str | None, typer.Option(help="Bytes to reach; by default from the file name (A.1048576.csv).")
+        str | None,
+        typer.Option(help="Bytes to reach, and to stop at; by default from the file name (A.1048576.csv)."),
     ] = None,
     inclusive_end: Annotated[
         bool, typer.Option("--inclusive-end", help="Upper ends are last times, as MiniMalloc reads a column 'end'.")
@@ -75,6 +76,8 @@ def pack(
     else:
         ratio = solution.peak_bytes / max(solution.lower_bound_bytes, 1)
         verdict = "optimal" if solution.optimal else f"{(ratio - 1) * 100:.2f} % above the lower bound"
+        if solution.capacity_reached and not solution.optimal:
+            verdict += f", within the capacity of {problem.capacity:,} B, where the search stopped"
         results().print(
             f"{len(problem.sizes):,} buffers: peak {solution.peak_bytes:,} B ({format_bytes(solution.peak_bytes)}), {verdict}, "
             f"by {solution.solver} in {solution.seconds:.3f} s", markup=False,

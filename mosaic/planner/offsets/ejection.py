@@ -156,7 +156,7 @@ class Ejection:
 
 
 def squeeze(blocks: Blocks, best: Incumbent, steps: int | None) -> None:
-    """Ask for a target near the bound, for a nearer one when it is met, for less when the search gets stuck.
+    """Ask for a target near the bound (the capacity, if that is higher), for a nearer one when it is met, for less when the search gets stuck.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def squeeze(blocks: Blocks, best: Incumbent, steps: int | None) -> None:
     """
     assert best.offsets is not None
     search = Ejection(blocks, best.offsets)
-    search.aim(best.bound + (best.peak - best.bound) // 8)
+    search.aim(best.goal + (best.peak - best.goal) // 8)
     least, stale, left = math.inf, 0, steps if steps is not None else math.inf
     while not best.done and left > 0 and best.seconds_left > _SHARE_TO_FINISH * best.seconds:
         met, left, stale = search.advance(_TURN, best.tick), left - _TURN, stale + _TURN
@@ -184,6 +184,6 @@ def squeeze(blocks: Blocks, best: Incumbent, steps: int | None) -> None:
 
 def _next_target(target: int, best: Incumbent, met: bool) -> int:
     if met:
-        return best.bound + (target - best.bound) // 2
+        return best.goal + (target - best.goal) // 2
     higher = target + max(1, (best.peak - target) // 4)
-    return higher if higher < best.peak else (best.bound + best.peak) // 2
+    return higher if higher < best.peak else (best.goal + best.peak) // 2

@@ -70,8 +70,17 @@ class Incumbent:
 
     @property
     def done(self) -> bool:
-        """True if nothing better can exist."""
-        return self.offsets is not None and self.peak <= self.bound
+        """True if nothing better can exist, or is asked for: a given capacity is reached, or proven too small, and a better miss
+        is no use to anyone."""
+        capacity = self._blocks.capacity
+        return self.offsets is not None and (
+            self.peak <= self.goal or (capacity is not None and capacity < self.bound)
+        )
+
+    @property
+    def goal(self) -> int:
+        """The peak to reach: the capacity, or the bound where that is higher or none is given."""
+        return max(self.bound, self._blocks.capacity or 0)
 
     def offer(self, offsets: Sequence[int], solver: str) -> bool:
         """Keep an answer, one offset per block, if it holds and is the first or better; return whether it is kept.

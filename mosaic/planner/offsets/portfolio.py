@@ -1,4 +1,4 @@
-"""One function over all solvers: cheap ones first, and stop as soon as the peak equals the lower bound.
+"""One function over all solvers: cheap ones first, and stop as soon as the peak is at the lower bound or the given capacity.
 
 Then exact searches take turns, several preorders at several capacities, the lower bound first, without ever starting
 over; local search takes its turn too. Turns are counted in placements, so without a timeout the same problem gives
@@ -84,7 +84,7 @@ def solve(
     Parameters
     ----------
     problem : Problem
-        What to place. Its capacity is a mark to reach early; the search goes on below it until the limit.
+        What to place. The first answer within its capacity is returned; where it is proven too small, any answer.
     solver : str
         A key of `SOLVERS`.
     timeout_s : float, optional
@@ -143,8 +143,6 @@ def _portfolio(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) ->
         best.offer(offsets, name)
         if best.done:
             return
-    if blocks.capacity is not None and blocks.lower_bound > blocks.capacity:
-        return  # proven: searching for a better miss is no use to anyone
     _periodic(blocks, best, nodes, seed)
     if not best.done and _searchable(blocks, best):
         _exact(blocks, best, nodes, seed, local=True)
@@ -232,7 +230,7 @@ def _local(blocks: Blocks, best: Incumbent, nodes: int | None, seed: int) -> Non
     search = LocalSearch(blocks, layout_of(blocks), best.offsets, seed=seed, fast=fast)
     spent, turn = 0, 1_000 if fast else 50
     while not best.done and not best.late and (nodes is None or spent * 4 < nodes):
-        if search.advance(turn, best.bound) < best.peak:
+        if search.advance(turn, best.goal) < best.peak:
             best.offer(search.offsets(), "local_search")
         spent += turn
 
@@ -315,7 +313,7 @@ def _search(blocks: Blocks, best: Incumbent, nodes: int | None, *, fast: bool, s
             if seed is not None:
                 assert best.offsets is not None
                 local = local or LocalSearch(blocks, layout, best.offsets, seed=seed, fast=fast)
-                if local.advance(int(turn * _MOVES_PER_NODE), best.bound) < best.peak:
+                if local.advance(int(turn * _MOVES_PER_NODE), best.goal) < best.peak:
                     best.offer(local.offsets(), "local_search")
                 if best.done:
                     return
