@@ -17,8 +17,8 @@ from mosaic.planner import Planner, Request
 from mosaic.planner.advice import Misfit, misfit
 from mosaic.planner.search import TOLERANCE
 
-FIXED_S, OTHER_S = 0.45, 2.5
-"""What a refusal may take where the fixed part alone exceeds the budget, and elsewhere: about twice what was measured."""
+FIXED_S, OTHER_S = 0.8, 4.0
+"""What a refusal may take where the fixed part alone exceeds the budget, and elsewhere: two to three times what was measured."""
 MODELS = ("sdar-1.7b", "sdar-8b", "llada2-mini", "llada-8b")
 CARDS = ("rtx-3090", "rtx-4090")
 FORMS = ("plain", "mage", "focus", "mage focus")

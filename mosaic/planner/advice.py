@@ -55,7 +55,9 @@ class Option:
         host = f" and {format_bytes(self.host_bytes)} pinned on the host" if self.host_bytes else ""
         shown = format_seconds(self.predicted_ms / 1e3)
         most = "at most " if self.at_most else ""
-        return f"  {self.arguments:<{width}}  {format_bytes(self.device_bytes)} on the device{host}, {most}{shown} a step"
+        return (
+            f"  {self.arguments:<{width}}  {format_bytes(self.device_bytes)} on the device{host}, {most}{shown} a step"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +168,7 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
 # -- the options: none is offered that has not been planned and found to fit ----------------------------------------
 
 
-def _planned(
-    planner: Planner, request: Request, what: str, arguments: str, solver: str = "auto"
-) -> Iterator[Option]:
+def _planned(planner: Planner, request: Request, what: str, arguments: str, solver: str = "auto") -> Iterator[Option]:
     """The option, if its plan fits: placement may need more than the lower bound that it was found by."""
     graphs = planner.plans(request, limit=False, solver=solver)
     if all(made.fits for made in graphs):

@@ -41,7 +41,7 @@ def _check_capacities(plan: Columns) -> None:
         on_cpu = name == HOST or header["backend"] == "cpu"
         if not is_known_pool(name):
             plan.fail("pool", f"unknown pool {name!r}; known: {KNOWN_POOLS}")
-        elif name != EXTERNAL and (device == "cpu") != on_cpu:
+        elif name != EXTERNAL and device != ("cpu" if on_cpu else "cuda:0"):
             plan.fail("pool", f"pool '{name}' is on {device!r}, the backend is {header['backend']!r}")
 
 

@@ -6,12 +6,14 @@ from collections import Counter
 from math import prod
 from typing import Final
 
-from mosaic.planner.check.columns import FULL_STEP, Columns
+from mosaic.planner.check.columns import FULL_STEP, MAIN, Columns
 from mosaic.planner.check.operators import NONE, OPERATORS, Way
 
 __all__ = ["check_settings"]
 
 _STEP_DIMS: Final = ("tokens", "seqs", "span", "masked")
+_STREAMS: Final = frozenset({MAIN, "weights", "fetch", "store"})  # of the shipped step
+_MOST: Final = 1 << 63  # bytes or tokens that anything addresses
 _NO_LENGTHS: Final = frozenset({"span", "kv_heads"})  # dims of the shipped step that no input has as its length
 
 
@@ -21,6 +23,7 @@ def check_settings(plan: Columns) -> None:
     _check_dtype(plan)
     _check_dims(plan)
     _check_implementations(plan)
+    _check_streams(plan)
     _check_profile(plan)
 
 
@@ -133,12 +136,25 @@ def _takes(plan: Columns, i: int, way: Way) -> bool:
     )
 
 
+def _check_streams(plan: Columns) -> None:
+    """Check that streams have names, and in the shipped step those that it has."""
+    shipped = plan.header["phase"] == FULL_STEP
+    for name in sorted({*plan.stream}):
+        if not name or (shipped and name not in _STREAMS):
+            plan.fail("stream", f"unknown stream {name!r}; known: {', '.join(sorted(_STREAMS))}")
+
+
 def _check_profile(plan: Columns) -> None:
     """Check the mesh and the device's memory."""
     header = plan.header
     components, mesh = header["components"], header["mesh"]
     if mesh["size"] != prod(mesh["axes"].values()):
         plan.fail("mesh", f"{mesh['size']} devices in axes {mesh['axes']}")
+    if "tensor" not in mesh["axes"]:
+        plan.fail("mesh", f"no axis 'tensor' in {mesh['axes']}")
+    for key in ("budget_bytes", "host_budget_bytes", "device_memory_bytes", "max_ctx_tokens"):
+        if header[key] >= _MOST:
+            plan.fail("limit", f"{key} is {header[key]}, more than 64-bit addresses reach")
     fixed = components["context"] + components["library"]
     if header["device_memory_bytes"] <= fixed:
         plan.fail("device", f"{header['device_memory_bytes']} bytes of memory, context and libraries take {fixed}")

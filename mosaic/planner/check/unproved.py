@@ -43,11 +43,13 @@ def unproved_claims(document: Mapping[str, Any]) -> list[Unproved]:
         In a fixed order; the last ones depend on what the plan has: choices, unknown kernels, scratch.
     """
     return [
-        Unproved("model, mosaic_version, names, tensors", "the graph is not compared with the model's"),
+        Unproved("model, mosaic_version, phase, names, tensors", "the graph is not compared with the model's"),
         Unproved(", ".join(_PROFILE), "the device's profile"),
         Unproved("predicted_step_ms and the trace's times", "the cost model"),
         _context(document),
-        Unproved("solver and the search's moves", "the search"),
+        Unproved("solver and the search's moves and configurations", "the search"),
+        Unproved("budget_bytes, host_budget_bytes", "whoever asked for the plan"),
+        Unproved("that no setting and no size is missing", "planning again"),
         *_settings(document),
         *_launches(document),
     ]

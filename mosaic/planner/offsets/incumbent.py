@@ -73,9 +73,7 @@ class Incumbent:
         """True if nothing better can exist, or is asked for: a given capacity is reached, or proven too small, and a better miss
         is no use to anyone."""
         capacity = self._blocks.capacity
-        return self.offsets is not None and (
-            self.peak <= self.goal or (capacity is not None and capacity < self.bound)
-        )
+        return self.offsets is not None and (self.peak <= self.goal or (capacity is not None and capacity < self.bound))
 
     @property
     def goal(self) -> int:
