@@ -18,7 +18,8 @@ CEILING_S = 570
 """What all budgets may add up to: two cores for 300 s, less what both take to collect the tests."""
 USUAL_S = 1.0
 BUDGETS_S: Mapping[str, float] = {
-    "test_admission": 3, "test_advice": 5, "test_ahead": 7, "test_bench": 6, "test_benchmarks": 12, "test_check": 3, "test_check_leaves": 4,
+    "test_admission": 3, "test_advice": 5, "test_ahead": 7, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
+    "test_check_leaves": 4,
     "test_check_reasons": 3, "test_check_safety": 4, "test_checkpoints": 3, "test_cli": 16, "test_compiling": 2,
     "test_config_keys": 3, "test_cost": 2, "test_cuda_pool": 4, "test_cut": 14, "test_decoding": 31,
     "test_decoding_small": 4, "test_diffusion_gemma": 4, "test_evict_tokens": 3, "test_eviction": 12, "test_examples": 2,
@@ -29,7 +30,8 @@ BUDGETS_S: Mapping[str, float] = {
     "test_pages": 6, "test_pages_triton": 4, "test_parity": 9, "test_parity_block": 12, "test_peaks": 2,
     "test_plan_mutations": 5, "test_planner": 16, "test_policy": 2, "test_prefix_reuse": 8, "test_prefix_reuse_kernels": 2,
     "test_prefix_reuse_triton": 3, "test_programs": 2, "test_quality_decodability": 2, "test_quality_policies": 3,
-    "test_refusals": 5, "test_registrar": 4, "test_robustness": 8, "test_rotary_scaling": 7, "test_runtime": 2, "test_runtime_compiled": 6,
+    "test_refusals": 5,
+    "test_registrar": 4, "test_robustness": 8, "test_rotary_scaling": 7, "test_runtime": 2, "test_runtime_compiled": 6,
     "test_runtime_executor": 2, "test_sampling": 11, "test_search": 4, "test_selected_attention": 4, "test_selection": 16,
     "test_selection_of_keys": 5, "test_selection_of_keys_triton": 13, "test_session": 6, "test_session_callers": 3,
     "test_session_crews": 4, "test_shared_model": 2, "test_small_models": 7, "test_small_training": 5,

@@ -156,7 +156,7 @@ class Ejection:
 
 
 def squeeze(blocks: Blocks, best: Incumbent, steps: int | None) -> None:
-    """Ask for a target near the bound (the capacity, if that is higher), for a nearer one when it is met, for less when the search gets stuck.
+    """Ask for a target near the goal (bound or capacity), for a nearer one when it is met, for less when the search gets stuck.
 
     Parameters
     ----------
