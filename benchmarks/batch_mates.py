@@ -131,7 +131,9 @@ def main(arguments: Sequence[str]) -> None:
     }  # fmt: skip
     with ExitStack() as stack:
         models = opened(stack, steps_model, asked.device)
-        result["step_ms"] = {policy: step_times(models, policy) for policy in TIMED}
+        for policy in TIMED:
+            result["step_ms"][policy] = step_times(models, policy)
+            print(policy, result["step_ms"][policy], flush=True)
     with ExitStack() as stack:
         models = opened(stack, tokens_model, asked.device)
         for policy in POLICIES:

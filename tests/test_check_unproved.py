@@ -78,7 +78,7 @@ def test_what_is_proved_cannot_be_changed(document: Document, path: tuple[str, .
 
 def test_unknown_kernels_are_their_authors_word(document: Document) -> None:
     assert "kernels that Mosaic does not ship" not in claims(document)
-    mutant = changed(document, ("ops", 3, "kernel"), "my_kernel")
+    mutant = changed(document, ("ops", 3, "kernel"), "my_kernel") | {"phase": "my_step"}
     assert check_plan(mutant) == []
     assert "my_kernel (1 ops)" in claims(mutant)
 

@@ -87,6 +87,8 @@ def _check_implementations(plan: Columns) -> None:
         wanted |= _check_invariance(plan)
         several = {name: {**known.ways, known.invariant: Way(known.invariant)} for name, known in OPERATORS.items()}
     foreign = {*plan.kernel} - OPERATORS.keys()  # their implementations are their author's word
+    if foreign and plan.header["phase"] == FULL_STEP:
+        plan.fail("kernel", f"a {FULL_STEP} of a shipped model has no kernel {', '.join(sorted(foreign))}")
     chosen = {kernel: name for kernel, name in chosen.items() if kernel not in foreign}
     if chosen.keys() != wanted:
         text = f"chosen for {', '.join(sorted(chosen)) or 'nothing'}, on {backend} the graph needs"
