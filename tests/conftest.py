@@ -92,8 +92,8 @@ LONGEST = ["test_triton_compiles", "test_fuzz", "test_parity_block", "test_parit
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of every test marked `grid`, run points that hold all pairs of its parameters' values; the others only soak.
 
-    `grid(together=1)` asks for every value of every parameter instead. Tests that need the card to themselves come last, so that the
-    others wait for them once.
+    `grid(together=1)` asks for every value of every parameter instead. Tests that need the card to themselves come last, so that
+    the others wait for them once.
     """
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
