@@ -244,7 +244,10 @@ def main(arguments: Sequence[str]) -> None:
         }
         result |= {"block": asked.block, "k": asked.k}
         result["card"] = torch.cuda.get_device_name() if on_card else "cpu"
-        with mosaic.compile(with_block(name, asked.block, asked.layers), device=asked.device, seed=3) as model:
+        described = with_block(name, asked.block, asked.layers)
+        if asked.prefill:  # whatever positions the model was trained on
+            described = load({**described.config, "max_position_embeddings": max(asked.prefill) + GENERATED + SHORT})
+        with mosaic.compile(described, device=asked.device, seed=3) as model:
             result["generation"] = generation_of(model, SHORT)
             result["prefill"] = {str(tokens): prefill_of(model, tokens, brackets) for tokens in asked.prefill}
             result["again"] = {str(tokens): again_of(model, tokens) for tokens in asked.prefill}
