@@ -123,7 +123,7 @@ def test_numbers_and_axes_that_no_plan_has(change: dict[str, Any], code: str) ->
 
 
 @pytest.mark.parametrize(("old", "new"), [("weights", "heights"), ("fetch", ""), ("store", "weights2")])
-def test_a_shipped_step_has_its_streams_and_no_others(old: str, new: str) -> None:
+def test_streams_have_the_names_that_are_declared(old: str, new: str) -> None:
     """All ops of a stream were renamed together: their order still held."""
     documents = [copy.deepcopy(plan(number)) for number in (3, 4, 5)]
     renamed = [document for document in documents if any(op["stream"] == old for op in document["ops"])]
@@ -131,13 +131,23 @@ def test_a_shipped_step_has_its_streams_and_no_others(old: str, new: str) -> Non
     for document in renamed:
         for op in document["ops"]:
             op["stream"] = new if op["stream"] == old else op["stream"]
-        assert "stream" in {violation.code for violation in check_plan(document)}
+        assert "streams" in {violation.code for violation in check_plan(document)}
 
 
-def test_a_shipped_step_has_kernels_that_are_shipped() -> None:
+def test_kernels_that_are_not_shipped_are_declared() -> None:
     document = copy.deepcopy(plan(0))
     document["ops"][5]["kernel"] += "x"
-    assert "kernel" in {violation.code for violation in check_plan(document)}
+    assert "kernels" in {violation.code for violation in check_plan(document)}
+    document["declared"]["kernels"] = [document["ops"][5]["kernel"]]
+    assert "kernels" not in {violation.code for violation in check_plan(document)}
+
+
+@pytest.mark.parametrize(
+    "declared", [None, {"kernels": []}, {"kernels": [], "streams": [3]}, {"kernels": "x", "streams": []}]
+)
+def test_what_is_declared_is_lists_of_names(declared: Any) -> None:
+    (found,) = check_plan({**plan(0), "declared": declared})
+    assert found.message.startswith("declared: expected lists of names")
 
 
 def test_pools_are_on_the_device_of_the_plan() -> None:

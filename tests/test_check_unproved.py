@@ -78,9 +78,19 @@ def test_what_is_proved_cannot_be_changed(document: Document, path: tuple[str, .
 
 def test_unknown_kernels_are_their_authors_word(document: Document) -> None:
     assert "kernels that Mosaic does not ship" not in claims(document)
-    mutant = changed(document, ("ops", 3, "kernel"), "my_kernel") | {"phase": "my_step"}
+    mutant = changed(document, ("ops", 3, "kernel"), "my_kernel")
+    mutant["declared"]["kernels"] = ["my_kernel"]
     assert check_plan(mutant) == []
     assert "my_kernel (1 ops)" in claims(mutant)
+
+
+def test_a_plan_that_declares_no_streams_proves_no_names_of_them() -> None:
+    streamed = dict(
+        Planner("llada-8b", device="cpu", budget="8GiB", host_budget="32GiB").plan(Request(seq_lens=(1000,))).document
+    )
+    assert streamed["declared"]["streams"] and "names of streams" not in claims(streamed)
+    del streamed["declared"]
+    assert check_plan(streamed) == [] and "names of streams" in claims(streamed)
 
 
 def test_the_list_depends_on_what_a_plan_has() -> None:

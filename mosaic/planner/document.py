@@ -137,6 +137,10 @@ def assemble(
         "device_memory_bytes": device.memory_bytes,
         "page_bytes": pages,
         "mesh": {"size": 1, "axes": {"tensor": 1}},
+        "declared": {
+            "kernels": [*variant.body.operators],
+            "streams": [*dict.fromkeys(op.stream for op in variant.body.ops if op.stream != "main")],
+        },
         "pools": [
             {"name": name, "device": on_device, "capacity": size}
             for name, size in (*((name, components[name]) for name in ("workspace", "weights")), *states.items())

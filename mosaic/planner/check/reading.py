@@ -395,6 +395,12 @@ def _read_settings(header: Mapping[str, Any], pool: _Named, found: _Found) -> No
     _read_configs((header["config"],), found)
     claimed = header.get("batch_invariant", False)
     require(type(claimed) is bool, f"batch_invariant: expected a boolean, got {claimed!r}")
+    names = header.get("declared", {"kernels": [], "streams": []})
+    require(
+        type(names) is dict and names.keys() == {"kernels", "streams"}
+        and all(type(each) is list and all(type(name) is str for name in each) for each in names.values()),
+        f"declared: expected lists of names, kernels and streams, got {names!r}",
+    )  # fmt: skip
     for name in header["implementations"].values():
         require(type(name) is str, f"implementations: expected names, got {name!r}")
     _read_times("predicted_step_ms", (header["predicted_step_ms"],), found)

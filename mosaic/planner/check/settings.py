@@ -12,7 +12,6 @@ from mosaic.planner.check.operators import NONE, OPERATORS, Way
 __all__ = ["check_settings"]
 
 _STEP_DIMS: Final = ("tokens", "seqs", "span", "masked")
-_STREAMS: Final = frozenset({MAIN, "weights", "fetch", "store"})  # of the shipped step
 _MOST: Final = 1 << 63  # bytes or tokens that anything addresses
 _NO_LENGTHS: Final = frozenset({"span", "kv_heads"})  # dims of the shipped step that no input has as its length
 
@@ -23,7 +22,7 @@ def check_settings(plan: Columns) -> None:
     _check_dtype(plan)
     _check_dims(plan)
     _check_implementations(plan)
-    _check_streams(plan)
+    _check_declared(plan)
     _check_profile(plan)
 
 
@@ -87,8 +86,6 @@ def _check_implementations(plan: Columns) -> None:
         wanted |= _check_invariance(plan)
         several = {name: {**known.ways, known.invariant: Way(known.invariant)} for name, known in OPERATORS.items()}
     foreign = {*plan.kernel} - OPERATORS.keys()  # their implementations are their author's word
-    if foreign and plan.header["phase"] == FULL_STEP:
-        plan.fail("kernel", f"a {FULL_STEP} of a shipped model has no kernel {', '.join(sorted(foreign))}")
     chosen = {kernel: name for kernel, name in chosen.items() if kernel not in foreign}
     if chosen.keys() != wanted:
         text = f"chosen for {', '.join(sorted(chosen)) or 'nothing'}, on {backend} the graph needs"
@@ -138,12 +135,15 @@ def _takes(plan: Columns, i: int, way: Way) -> bool:
     )
 
 
-def _check_streams(plan: Columns) -> None:
-    """Check that streams have names, and in the shipped step those that it has."""
-    shipped = plan.header["phase"] == FULL_STEP
-    for name in sorted({*plan.stream}):
-        if not name or (shipped and name not in _STREAMS):
-            plan.fail("stream", f"unknown stream {name!r}; known: {', '.join(sorted(_STREAMS))}")
+def _check_declared(plan: Columns) -> None:
+    """Check that kernels that are not shipped, and streams, are those that the plan declares."""
+    used = {"kernels": {*plan.kernel} - OPERATORS.keys(), "streams": {*plan.stream} - {MAIN}}
+    for what, names in plan.header.get("declared", {}).items():
+        if {*names} != used[what]:
+            text = (
+                f"declares {', '.join(sorted(names)) or 'none'}, its ops have {', '.join(sorted(used[what])) or 'none'}"
+            )
+            plan.fail(what, text)
 
 
 def _check_profile(plan: Columns) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from mosaic.planner.check.columns import FULL_STEP
+from mosaic.planner.check.columns import FULL_STEP, MAIN
 from mosaic.planner.check.operators import OPERATORS
 
 __all__ = ["Unproved", "unproved_claims", "unverified_operators"]
@@ -88,7 +88,9 @@ def _settings(document: Mapping[str, Any]) -> Iterator[Unproved]:
 
 
 def _launches(document: Mapping[str, Any]) -> Iterator[Unproved]:
-    """Kernels and attributes that no shape depends on, and scratch."""
+    """Kernels and attributes that no shape depends on, names of streams, and scratch."""
+    if "declared" not in document and any(row["stream"] != MAIN for row in document["ops"]):
+        yield Unproved("names of streams", "a plan that declares them")
     kernels = Counter(row["kernel"] for row in document["ops"])
     silent = {
         key: None
