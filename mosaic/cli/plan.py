@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,6 +154,7 @@ def plan(
         if reason is None and evicting is not None:
             whole, evicted = cut["later"]
             graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
+    gc.freeze()  # what planning has made stays, and is not looked through while it is shown
     if device is None and not as_json:
         note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
     if planner.budget_bytes > planner.device.memory_bytes:
