@@ -24,7 +24,7 @@ from torch import Tensor
 import mosaic
 from mosaic.bench.quality.evaluation import evaluation_set
 from mosaic.bench.quality.vocabulary import vocabulary
-from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission, generate_ids, resolve
+from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission, generate, resolve
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.llada import schedule
 from mosaic.decoding.noise import row_keys
@@ -170,7 +170,7 @@ def test_generation_is_that_of_the_paper_in_float64(
         prompt, options = drawn(rng, slowly=slowly)
         recorder = Recorder(model)
         config = GenerationConfig(eviction=READINGS[name], block_cache=keys[0], block_commit=keys[1], **options)
-        (found,) = generate_ids(recorder, [prompt], config)
+        (found,) = generate(recorder, [prompt], config)
         stated = statement(name)(
             ARCH, EXACTLY, prompt, options["gen_length"], options["threshold"], schedule(BLOCK, options["steps"]),
             dynamic=options["remasking"] == "low_confidence_dynamic", eviction=READINGS[name], cache=keys[0],
@@ -195,7 +195,7 @@ def test_random_answers_are_those_of_the_public_implementation(model: CompiledMo
     for _ in range(count):
         prompt, options = drawn(rng, slowly=rng.random() < 0.5)
         config, recorder = GenerationConfig(**options, **public), Recorder(model)
-        (found,) = generate_ids(recorder, [prompt], replace(config, eviction="focus-public"))
+        (found,) = generate(recorder, [prompt], replace(config, eviction="focus-public"))
         stated = Published(
             ARCH, EXACTLY, prompt, options["gen_length"], options["threshold"], schedule(BLOCK, options["steps"]),
             dynamic=options["remasking"] == "low_confidence_dynamic", eviction=PRESETS["focus-public"], cache="dc+",
@@ -223,13 +223,13 @@ def test_queries_are_evicted_and_keys_selected_by_the_same_steps(
         stop_at_eos=False,
     )
     recorder, attention = Recorder(model), SparseAttention(k=5, exact_layers=exact_layers, every=every, rows=rows)
-    (found,) = generate_ids(recorder, [prompt], replace(config, attention=attention))
+    (found,) = generate(recorder, [prompt], replace(config, attention=attention))
     stated = Generated(
         ARCH, EXACTLY, prompt, 21, 0.6, [1] * BLOCK, eviction=READINGS[name], cache=keys[0], commit=keys[1] or "exact",
         selected=5, exact_layers=exact_layers, every=every, rows=rows,
     )  # fmt: skip
     assert torch.equal(found.token_ids, stated.run()) and recorder.of_requests() == [stated.steps]
-    assert not torch.equal(found.token_ids, generate_ids(model, [prompt], config)[0].token_ids)
+    assert not torch.equal(found.token_ids, generate(model, [prompt], config)[0].token_ids)
 
 
 @pytest.mark.parametrize("way", [pytest.param("mage", marks=pytest.mark.soak), "quest"])
@@ -239,10 +239,10 @@ def test_sparse_attention_to_every_key_changes_nothing_that_eviction_does(model:
     prompts = [torch.tensor([rng.randrange(8, MASK) for _ in range(count)]) for count in (3, 30, 16)]
     config = GenerationConfig(eviction="focus", block_cache="dc+", gen_length=16, stop_at_eos=False, threshold=0.6)
     expected = Recorder(model)
-    exact = generate_ids(expected, prompts, config)
+    exact = generate(expected, prompts, config)
     attention = replace(SPARSE[way], exact_layers=1, page=2 if way == "quest" else 1)
     found = Recorder(model)
-    for mine, other in zip(generate_ids(found, prompts, replace(config, attention=attention)), exact, strict=True):
+    for mine, other in zip(generate(found, prompts, replace(config, attention=attention)), exact, strict=True):
         assert torch.equal(mine.token_ids, other.token_ids)
     assert found.of_requests() == expected.of_requests()
 
@@ -257,7 +257,7 @@ def test_generation_of_the_trained_model_is_that_of_the_paper_in_float64(way: st
         arch, recorder = trained.architecture, Recorder(trained)
         exactly = {name: view.double() for name, view in trained.weights().items()}
         config = GenerationConfig(gen_length=40, eviction=eviction, block_cache="dc+", threshold=0.9, stop_at_eos=False)
-        (found,) = generate_ids(recorder, [prompt], config)
+        (found,) = generate(recorder, [prompt], config)
     stated = statement(way)(
         arch, exactly, prompt, 40, 0.9, [1], eviction=eviction, cache="dc+",
         noise=lambda step, place: float(uniforms(row_keys(0, 0, step, torch.tensor([place])))),
@@ -289,11 +289,11 @@ def test_generation_on_a_shifted_model_is_that_of_the_paper_in_float64(
     config = GenerationConfig(
         eviction=READINGS[name], block_cache=cache, gen_length=14, threshold=0.6, top_p=1.0, stop_at_eos=False
     )
-    together = generate_ids(shifted.model, prompts, config)
+    together = generate(shifted.model, prompts, config)
     for mine, prompt in zip(together, prompts, strict=True):
         recorder, stated = Recorder(shifted.model), statement(name)(arch, exactly, prompt, 14, 0.6, [1], cache=cache)
         stated.eviction = READINGS[name]
-        generate_ids(recorder, [prompt], config)
+        generate(recorder, [prompt], config)
         assert torch.equal(mine.token_ids, stated.run())
         steps = [(asked[0], results[0]) for asked, results in recorder.steps if asked[0].phase.cut is not None]
         for (request, result), step in zip(steps, stated.steps, strict=True):
@@ -312,7 +312,7 @@ def test_a_finished_block_of_a_shifted_model_shares_a_step_with_blocks_that_are_
     prompts = [torch.arange(8, 8 + count) for count in (2 * BLOCK, 2 * BLOCK + 5)]
     config = GenerationConfig(gen_length=4 * BLOCK, threshold=0.6, top_p=1.0, stop_at_eos=False, **options)
     recorder = Recorder(shifted.model)
-    together = generate_ids(recorder, prompts, config)
+    together = generate(recorder, prompts, config)
     shared = [
         {int(request.rows[0]) == request.token_ids.numel() for request in asked}
         for asked, _ in recorder.steps
@@ -320,7 +320,7 @@ def test_a_finished_block_of_a_shifted_model_shares_a_step_with_blocks_that_are_
     ]
     assert {True, False} in shared  # whose row to decide lies beyond the window, and not
     for mine, prompt in zip(together, prompts, strict=True):
-        (alone,) = generate_ids(shifted.model, [prompt], config)
+        (alone,) = generate(shifted.model, [prompt], config)
         assert torch.equal(mine.token_ids, alone.token_ids)
 
 
@@ -334,9 +334,9 @@ def test_eviction_that_does_not_pay_for_the_requests_that_are_expected_is_left_o
     options: dict[str, Any] = {"eviction": Eviction(requests=expected), "block_cache": "dc+", "block_commit": "cached"}
     recorder = Recorder(model)
     with caplog.at_level(logging.WARNING):
-        (found,) = generate_ids(recorder, [prompt], replace(config, ahead=False, **options))
+        (found,) = generate(recorder, [prompt], replace(config, ahead=False, **options))
     like = options | {"eviction": Eviction()} if evicts else {}
-    (alone,) = generate_ids(model, [prompt], replace(config, **like))
+    (alone,) = generate(model, [prompt], replace(config, **like))
     assert torch.equal(found.token_ids, alone.token_ids)
     cut = [request.phase.cut is not None for asked, _ in recorder.steps for request in asked if len(request.rows)]
     assert cut and {*cut} == {evicts}
@@ -381,10 +381,10 @@ def test_the_active_block_of_a_dual_cache_is_evicted_from_as_in_float64(name: st
         eviction=eviction,
     )
     dual = CompiledRunner(config, tensors, debug="poison")
-    together, gone = generate_ids(dual.model, prompts, options), 0
+    together, gone = generate(dual.model, prompts, options), 0
     for mine, prompt in zip(together, prompts, strict=True):
         recorder = Recorder(dual.model)
-        generate_ids(recorder, [prompt], options)
+        generate(recorder, [prompt], options)
         stated = Dual(
             arch, exactly, prompt, 16, 0.6, [1], eviction=replace(eviction, first_step="evicts", reach="block")
         )
@@ -397,8 +397,7 @@ def test_the_active_block_of_a_dual_cache_is_evicted_from_as_in_float64(name: st
             gone += int((~kept).sum())
     assert gone
     plain, whole = (
-        generate_ids(dual.model, prompts, replace(options, eviction=eviction))
-        for eviction in (None, Eviction(alpha=1e6))
+        generate(dual.model, prompts, replace(options, eviction=eviction)) for eviction in (None, Eviction(alpha=1e6))
     )
     assert all(torch.equal(one.token_ids, other.token_ids) for one, other in zip(plain, whole, strict=True))
     dual.close()
@@ -433,7 +432,7 @@ def test_generation_of_llada2_is_that_of_the_paper_in_float64(
         eviction=READINGS[name], block_cache=keys[0], block_commit=keys[1], gen_length=14, threshold=0.3, stop_at_eos=False
     )  # fmt: skip
     recorder = Recorder(experts)
-    found = generate_ids(recorder, prompts, config)
+    found = generate(recorder, prompts, config)
     for prompt, mine, steps in zip(prompts, found, recorder.of_requests(), strict=True):
         stated = (PublishedExperts if name == "focus-public" else Experts)(
             experts.architecture, exactly, prompt, 14, 0.3, [1], eviction=READINGS[name], cache=keys[0], commit=keys[1] or "exact"
@@ -461,8 +460,8 @@ def test_with_a_large_alpha_generation_is_that_without_eviction(
     rng = random.Random(f"alpha {keys}")
     prompts, options = zip(*(drawn(rng) for _ in range(3)), strict=True)
     config = GenerationConfig(block_cache=keys[0], block_commit=keys[1], **options[0])
-    every = generate_ids(model, prompts, replace(config, eviction=Eviction(alpha=1e6)))
-    for mine, other in zip(every, generate_ids(model, prompts, config), strict=True):
+    every = generate(model, prompts, replace(config, eviction=Eviction(alpha=1e6)))
+    for mine, other in zip(every, generate(model, prompts, config), strict=True):
         assert torch.equal(mine.token_ids, other.token_ids) and torch.equal(mine.confidence, other.confidence)
         assert mine.steps == other.steps
 
@@ -497,7 +496,7 @@ def test_requests_at_any_progress_share_steps_and_get_what_they_get_alone(
         if number == 2:
             continue
         alone = Recorder(model)
-        (other,) = generate_ids(alone, [prompt], config, request_ids=[number])
+        (other,) = generate(alone, [prompt], config, request_ids=[number])
         assert mine.generation is not None and torch.equal(mine.generation.token_ids, other.token_ids)
         assert alone.of_requests() == [steps]
         torch.testing.assert_close(mine.generation.confidence, other.confidence)
@@ -531,9 +530,9 @@ def test_steps_that_keep_more_than_was_guessed_change_nothing(
     known, guessing = Recorder(model), Guessing(model)
     for _ in range(3):  # of whole blocks: steps begin with few tokens, and keep more and more
         prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(2 * BLOCK)])
-        (expected,) = generate_ids(known, [prompt], config)
+        (expected,) = generate(known, [prompt], config)
         with caplog.at_level(logging.DEBUG, logger="mosaic.runtime.model_engine"):
-            (found,) = generate_ids(guessing, [prompt], config)
+            (found,) = generate(guessing, [prompt], config)
         assert torch.equal(found.token_ids, expected.token_ids)
     assert guessing.of_requests() == known.of_requests()
     assert sum("runs again" in record.message for record in caplog.records) > 1
@@ -711,7 +710,7 @@ def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_sh
                 )  # fmt: skip
                 length = -(-(len(prompt) + config.gen_length) // BLOCK) * BLOCK
                 truth = Truth(config, [*prompt.tolist(), *[MASK] * (length - len(prompt))], len(prompt))
-                (found,) = generate_ids(Chance(rng, truth), [prompt], config)
+                (found,) = generate(Chance(rng, truth), [prompt], config)
                 assert found.token_ids.tolist() == truth.tokens[len(prompt) : len(prompt) + config.gen_length]
                 assert MASK not in found.token_ids.tolist()
 

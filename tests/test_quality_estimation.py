@@ -14,7 +14,7 @@ import mosaic
 from mosaic.bench.quality.estimation import EstimationSettings, Plain, canvases, estimate, measures, union_sizes
 from mosaic.bench.quality.replay import Records, recording
 from mosaic.bench.quality.vocabulary import EOS, MASK
-from mosaic.decoding import GenerationConfig, generate_ids
+from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UsageError
 
 CONFIG: dict[str, Any] = {
@@ -102,7 +102,7 @@ def test_answers_are_followed_as_they_were_decoded_and_a_whole_budget_serves_all
                 view.copy_(torch.empty(view.shape).normal_(1.0 if vector else 0.0, 0.4, generator=generator))
         arch, prompt, records = model.architecture, torch.arange(5, 75), Records()
         config = GenerationConfig(gen_length=40, remasking="low_confidence_static", steps=3, ahead=False)
-        (answer,) = generate_ids(model, [prompt], recording(config, arch, records))
+        (answer,) = generate(model, [prompt], recording(config, arch, records))
         plain, at = Plain(model.weights(), arch), -1
         for step, (start, tokens) in zip(records[0], canvases(prompt, records[0], arch.block, MASK), strict=True):
             if start != at:

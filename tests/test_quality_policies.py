@@ -23,7 +23,7 @@ from mosaic.bench.quality.pairing import difference, mcnemar, ratio
 from mosaic.bench.quality.policies import policy, schedule
 from mosaic.bench.quality.replay import Agreement, Decided, Records, forced, recording
 from mosaic.bench.quality.vocabulary import EOS, MASK, vocabulary
-from mosaic.decoding import GenerationConfig, generate_ids
+from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models import load
 from mosaic.models.eviction import PRESETS as EVICTIONS
@@ -193,8 +193,8 @@ def test_forced_canvases_are_those_of_the_record_whatever_the_policy_decides(mod
     prompts += [torch.arange(5, 90), torch.arange(7, 71)]
     dense = GenerationConfig(gen_length=40, **schedule(steps))
     records: Records = {}
-    expected = generate_ids(model, prompts, dense)
-    watched = generate_ids(model, prompts, recording(dense, model.architecture, records))
+    expected = generate(model, prompts, dense)
+    watched = generate(model, prompts, recording(dense, model.architecture, records))
     assert [a.token_ids.tolist() for a in watched] == [a.token_ids.tolist() for a in expected]
     for request, answer in enumerate(expected):  # the record has every decision of the answer
         decided = {
@@ -208,7 +208,7 @@ def test_forced_canvases_are_those_of_the_record_whatever_the_policy_decides(mod
     for name, same in (("mage:k=256:exact_layers=0", True), ("mage:k=1:exact_layers=0", False)):
         agreements: dict[int, Agreement] = {}
         sparse = GenerationConfig(gen_length=40, **schedule(steps), **policy(name, 256).options)
-        answers = generate_ids(model, prompts, forced(sparse, model.architecture, records, agreements))
+        answers = generate(model, prompts, forced(sparse, model.architecture, records, agreements))
         assert [a.token_ids.tolist() for a in answers] == [a.token_ids.tolist() for a in expected]
         assert [a.steps for a in answers] == [a.steps for a in expected]
         for request, found in agreements.items():
@@ -240,7 +240,7 @@ def test_the_document_has_every_figure_and_a_whole_budget_changes_nothing(model:
     prompts = [
         torch.tensor(vocabulary().encode(item.prompt)) for item in evaluation_set(tasks=("addition",), per_task=2)
     ]
-    decoded = generate_ids(model, prompts, GenerationConfig(gen_length=gen_length("addition"), **schedule(DYNAMIC)))
+    decoded = generate(model, prompts, GenerationConfig(gen_length=gen_length("addition"), **schedule(DYNAMIC)))
     forced = [sum(sure <= 0.2 for sure in answer.confidence.tolist()) for answer in decoded]
     figures = hurried["schedules"][DYNAMIC]["exact"]
     assert figures["forced"] == " ".join(map(str, forced)) and any(forced)

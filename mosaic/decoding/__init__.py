@@ -11,7 +11,6 @@ from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.live import Generation, LiveRequest, Submission
 from mosaic.decoding.loop import generate
-from mosaic.decoding.loop import generate as generate_ids
 from mosaic.decoding.noise import row_keys
 from mosaic.decoding.prompts import Prompt
 from mosaic.decoding.session import Session
@@ -37,7 +36,6 @@ __all__ = [
     "Tokenizer",
     "Traits",
     "generate",
-    "generate_ids",
     "resolve",
     "row_keys",
     "shapes",

@@ -21,7 +21,7 @@ from mosaic.bench.quality.evaluation import gen_length
 from mosaic.bench.quality.items import LONG_TASKS
 from mosaic.bench.quality.replay import Decided, Records, recording
 from mosaic.bench.quality.vocabulary import vocabulary
-from mosaic.decoding import GenerationConfig, generate_ids
+from mosaic.decoding import GenerationConfig, generate
 from mosaic.models.eviction import Eviction, token_eviction
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def measure(
         for name, way in settings.ways.items():
             records: Records = {}
             config = GenerationConfig(gen_length=gen_length(item.task), **{**settings.options, **way})
-            generate_ids(model, [prompt], recording(config, arch, records))
+            generate(model, [prompt], recording(config, arch, records))
             ways[name] += _counted(records[0])
             if not way:
                 histogram += Counter(int(step.committed.sum()) for step in records[0])

@@ -21,7 +21,7 @@ from mosaic.bench.quality.evaluation import evaluation_set, gen_length, seen_in_
 from mosaic.bench.quality.items import LONG_TASKS
 from mosaic.bench.quality.replay import Decided, Records, recording
 from mosaic.bench.quality.vocabulary import vocabulary
-from mosaic.decoding import GenerationConfig, generate_ids
+from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UsageError
 from mosaic.registrar.operators.top_keys import keys_of
 
@@ -278,7 +278,7 @@ def estimate(
         prompt = torch.tensor(vocabulary().encode(item.prompt))
         records: Records = {}
         config = GenerationConfig(gen_length=gen_length(item.task), **settings.options)
-        generate_ids(model, [prompt], recording(config, arch, records))
+        generate(model, [prompt], recording(config, arch, records))
         _follow(plain, prompt, records[0], settings, item.task, means, unions)
         progress(done + 1, len(items))
     return {
