@@ -32,8 +32,8 @@ LISTED = {  # what may be changed, and the claim that says so
     r"buffers\.\*\.(size|shape\.\*)": "sizes of scratch buffers",
     r"ops\.\*\.(flops|bytes)": "touch and cost",
 }
-HOLDS = r"buffers\.\*\.offset"
-"""Another address may be as good."""
+HOLDS = r"buffers\.\*\.offset|edges\.\*\.(from|to)"
+"""Another address may be as good, and another op to wait for or to wait."""
 
 
 @cache

@@ -27,8 +27,8 @@ SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}  # most that
 HOPPER = 90
 # Libdevice's cosine and sine keep the digits of 2/pi on the stack for angles beyond 105,615: no spill.
 STACK_BYTES = {"rotary_kernel": 32, "rotary_store_kernel": 32}
-# The results of earlier segments are put aside while one is worked on.
-STACK_BYTES |= {"kv_attention_kernel": 8, "kv_attention_tiles_kernel": 112}
+# The results of earlier segments are put aside while one is worked on, for `prefix_attention` their log-sum-exps, too.
+STACK_BYTES |= {"kv_attention_kernel": 16, "kv_attention_tiles_kernel": 112}
 
 
 # --- in the process of its own --------------------------------------------------------------------------------------
