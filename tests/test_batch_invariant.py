@@ -67,3 +67,9 @@ def test_an_operator_without_an_invariant_implementation_is_named() -> None:
     g.add_op("unembed_stats", x, weight)
     with pytest.raises(GraphError, match="cannot take 'unembed_stats'"):
         OpTimes(compile_body(g), load_device("h200"), batch_invariant=True)
+
+
+@pytest.mark.parametrize("claim", [1, None, "yes"])
+def test_the_claim_is_a_boolean(claim: Any) -> None:
+    document = {**planned(batch_invariant=True).document, "batch_invariant": claim}
+    assert any("batch_invariant: expected a boolean" in str(found) for found in check(document))
