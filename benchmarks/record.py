@@ -54,10 +54,17 @@ _FILLED = ("commit", "against_commit", "digest")
 
 
 def command_line() -> str:
-    """How this process was started, as a user would write it."""
+    """How this process was started, as a user would write it: where files lie on this machine is nobody's concern."""
     main = sys.modules["__main__"]
     name = main.__spec__.name if main.__spec__ is not None else Path(sys.argv[0]).stem
-    return " ".join(["python", "-m", name, *sys.argv[1:]])
+    return " ".join(["python", "-m", name, *map(_shown, sys.argv[1:])])
+
+
+def _shown(argument: str) -> str:
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else f"…/{path.name}"
 
 
 def environment(method: str, *packages: str, data: Iterable[str | Path] = ()) -> dict[str, Any]:

@@ -124,3 +124,26 @@ def test_a_signal_between_two_handlers_leaves_all_of_them_as_they_were(
             with interrupts_held():
                 pass
         assert len({signal.getsignal(one) for one in HELD}) == 1
+
+
+def test_a_handler_that_is_set_within_stays(handlers: None) -> None:
+    heard: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupts_held(), interrupts_let_through():
+        signal.signal(signal.SIGTERM, lambda number, frame: heard.append("mine"))
+    signal.raise_signal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
+    assert heard == ["mine"]
+
+
+def test_what_stood_in_for_a_handler_calls_it_afterwards() -> None:
+    """A callback keeps what `signal.signal` gave it, and puts it back when all is over."""
+    with interrupts_held(), interrupts_let_through():
+        kept = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGTERM)
+    assert before is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, kept)
+    with pytest.raises(Struck):
+        signal.raise_signal(signal.SIGTERM)
+    raising = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGTERM, raising)

@@ -437,3 +437,15 @@ def test_a_figure_that_there_is_not_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     with pytest.raises(SystemExit, match=r"README\.md asks for the figure 'nothing'"):
         report.documents()
+
+
+def test_no_record_says_where_files_lay() -> None:
+    for result in map(json.loads, (file.read_text() for file in record.RESULTS.glob("*.json"))):
+        assert not re.search(r"(^|[\s='\"])/", result["environment"]["command"])
+
+
+def test_a_command_names_files_from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--against", str(ROOT / "before"), "--trace", "/somewhere/else/trace.json", "4k"]
+    )
+    assert record.command_line().endswith("--against before --trace …/trace.json 4k")

@@ -236,6 +236,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (torch.tensor([1 + 2j]), {}, "expected token ids"),
     (torch.zeros(3, dtype=torch.int64).to_sparse(), {}, "expected token ids"),
     (torch.zeros(3, dtype=torch.int64, device="meta"), {}, "expected token ids"),
+    ([{"role": "user", "content": None}], {}, "a message has a text as 'role' and one as 'content'"),
+    ([{"role": 3, "content": "x"}], {}, "a message has a text as 'role' and one as 'content'"),
+    ([{"role": "user", "content": ["x"]}], {}, "a message has a text as 'role' and one as 'content'"),
+    (PROMPT, {"attention": "mage:page=999999999:k=999999999"}, "pages have 4096 keys at most"),
     (PROMPT, {"gen_lenght": 8}, "unknown option of generate 'gen_lenght'. Did you mean 'gen_length'"),
     (PROMPT, {"config": {"gen_length": 8}}, r"config: expected GenerationConfig\(…\) .* got dict"),
     (PROMPT, {"algorithm": 3}, "algorithm: expected a name"),
@@ -259,7 +263,7 @@ def test_what_generate_refuses_a_session_refuses_alike(
         assert session.live == () and model.state_rows == {}
 
 
-@pytest.mark.parametrize("number", ["3", 1.5, None, [1]])
+@pytest.mark.parametrize("number", ["3", 1.5, None, [1], True])
 def test_a_number_of_a_request_is_an_integer(models: dict[str, CompiledModel], number: Any) -> None:
     if number is not None:
         with pytest.raises(UsageError, match="request_id: expected an integer"), models["sdar"].session() as session:
@@ -280,14 +284,48 @@ def test_what_is_no_submission_and_no_request_is_refused(models: dict[str, Compi
                 session.submit_all([given])  # type: ignore[list-item]
             with pytest.raises(UsageError, match="cancel: expected a request"):
                 session.cancel(given)  # type: ignore[arg-type]
+        for several in (3, None, mosaic.Submission(prompt=PROMPT), iter([]), {mosaic.Submission(prompt="x"): 1}):
+            with pytest.raises(UsageError, match="expected a list of Submission"):
+                session.submit_all(several)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="steps: expected an integer"):
             session.advance("3")  # type: ignore[arg-type]
-        assert session.advance(10**12) == []
+        assert session.advance(10**12) == [] == session.advance(np.int64(1))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the session is closed"):
         session.admits(mosaic.Submission(prompt=PROMPT))
 
 
 def test_what_users_look_for_is_where_they_look() -> None:
     assert mosaic.DoesNotFit.exit_code == 3 and issubclass(mosaic.UsageError, mosaic.MosaicError)
-    assert mosaic.Submission(prompt="text", config=mosaic.GenerationConfig(gen_length=8)).request_id == 0
+    assert mosaic.Submission(prompt="text", config=mosaic.GenerationConfig(gen_length=8)).request_id is None
     assert {"DoesNotFit", "UsageError", "Submission", "Session", "GenerationConfig", "Generation"} <= set(dir(mosaic))
+
+
+def test_submissions_without_numbers_draw_as_prompts_of_one_generation(models: dict[str, CompiledModel]) -> None:
+    config = mosaic.GenerationConfig(gen_length=8, temperature=1.0, stop_at_eos=False)
+    with models["sdar"].session() as session:
+        several = session.submit_all([mosaic.Submission(prompt=PROMPT, config=config) for _ in range(2)])
+        while session.live:
+            session.advance()
+    found = [request.generation.token_ids.tolist() for request in several if request.generation is not None]
+    expected = [answer.token_ids.tolist() for answer in models["sdar"].generate([PROMPT, PROMPT], config)]
+    assert found == expected and found[0] != found[1]
+
+
+@pytest.mark.parametrize("no_model", [None, 3, "small"])
+def test_a_session_is_of_a_model(no_model: object) -> None:
+    with pytest.raises(UsageError, match="a session is of a compiled model"):
+        mosaic.Session(no_model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "option", [{"batch_invariant": "no"}, {"batch_invariant": None}, {"seed": "x"}, {"seed": 1.5}, {"seed": True}]
+)
+def test_compile_refuses_what_an_option_cannot_be(option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(option))}: expected"):
+        mosaic.compile("small", **option)
+
+
+@pytest.mark.parametrize("given", [{"streamer": list}, {"request_ids": list}, {"request_ids": "a"}])
+def test_what_is_no_list_is_one_of_what_it_should_be(models: dict[str, CompiledModel], given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"streamer: expected|request_id: expected"):
+        mosaic.decoding.generate(models["sdar"], PROMPT, **given)

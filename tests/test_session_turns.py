@@ -360,7 +360,7 @@ def test_prompts_that_cannot_be_are_named_by_their_place() -> None:
 
 def test_records_of_requests_are_named_and_stay_as_they_are() -> None:
     plain = Submission(prompt=torch.tensor([1]))
-    assert (plain.config, plain.request_id, plain.streamer, plain.on_step) == (GenerationConfig(), 0, None, None)
+    assert (plain.config, plain.request_id, plain.streamer, plain.on_step) == (GenerationConfig(), None, None, None)
     ids, scores = torch.tensor([1]), torch.ones(1)
     ended = Generation(prompt_ids=ids, token_ids=ids, confidence=scores, finish="length", steps=1)
     for record in (plain, ended):

@@ -84,7 +84,7 @@ class Submission:
 
     prompt: Prompt
     config: GenerationConfig = field(default_factory=GenerationConfig)
-    request_id: int | None = 0
+    request_id: int | None = None
     streamer: Streamer | None = None
     on_step: OnStep | None = None
 
@@ -93,6 +93,8 @@ class Submission:
             raise UsageError(f"config: expected GenerationConfig(…), got {type(self.config).__name__}.")
         if self.request_id is not None:
             try:
+                if isinstance(self.request_id, bool):
+                    raise TypeError
                 object.__setattr__(self, "request_id", index(self.request_id))
             except TypeError:
                 raise UsageError(f"request_id: expected an integer, got {self.request_id!r}.") from None

@@ -63,6 +63,11 @@ def token_ids(prompt: Any, tokenizer: Callable[[], Tokenizer], *, which: str) ->
     if isinstance(prompt, str):
         return torch.tensor(tokenizer().encode(prompt), dtype=torch.int64)
     if is_text(prompt) and all(isinstance(message, Mapping) for message in prompt):
+        for message in prompt:
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise UsageError(
+                    f"{which}: a message has a text as 'role' and one as 'content', got {dict(message)!r}."
+                )
         return torch.tensor(tokenizer().encode_chat(prompt), dtype=torch.int64)
     ids = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
     if not _is_list(ids) or not all(_is_id(one) for one in ids):

@@ -20,6 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,6 +122,8 @@ class Session(ClosesOnExit):
     """
 
     def __init__(self, runner: StepRunner) -> None:
+        if not hasattr(runner, "architecture"):
+            raise UsageError(f"a session is of a compiled model, got {type(runner).__name__}.")
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
         self._given = WeakSet[LiveRequest]()  # those that have ended, too
@@ -201,6 +204,8 @@ class Session(ClosesOnExit):
         """What requests will be: options whole, prompts checked, sizes known."""
         if self._closed:
             raise UsageError("the session is closed: open another one.")
+        if not isinstance(submissions, list | tuple):
+            raise UsageError(f"expected a list of Submission(prompt=…), got {type(submissions).__name__}.")
         arch, found = self._runner.architecture, []
         for place, submission in enumerate(submissions):
             if not isinstance(submission, Submission):
@@ -309,7 +314,7 @@ class Session(ClosesOnExit):
         UsageError
             If a callback of this session calls it, or `steps` is no integer.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int):
+        if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
             raise UsageError(f"steps: expected an integer, got {steps!r}.")
         done: list[Step] = []
         try:

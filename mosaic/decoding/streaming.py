@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from mosaic.errors import UsageError
@@ -89,7 +90,11 @@ OnStep: TypeAlias = Callable[[Step], None]
 
 def of_each(what: str, given: Any, prompts: int) -> list[Any]:
     """Return what is given as a list of one for each prompt; alone it is one prompt's."""
-    found = list(given) if hasattr(given, "__len__") and not hasattr(given, "put") else [given]
+    if isinstance(given, np.ndarray | Tensor):
+        several = given.ndim > 0
+    else:
+        several = isinstance(given, Sequence) and not isinstance(given, str) and not hasattr(given, "put")
+    found = list(given) if several else [given]
     if len(found) != prompts:
         raise UsageError(f"{len(found)} {what} for {prompts} prompts; give a list of one for each prompt.")
     return found

@@ -122,6 +122,8 @@ class SparseAttention:
                 f"attention: k {self.k} is not whole pages of {self.page} keys; use k "
                 f"{max(self.k // self.page, 1) * self.page}."
             )
+        if self.page > ALIKE:
+            raise UsageError(f"attention: page is {self.page}; pages have {ALIKE} keys at most.")
         if self.k > MOST_KEYS:
             raise UsageError(f"attention: k is {self.k}; keys are counted in 32 bits, use at most {MOST_KEYS}.")
         if not isinstance(self.carried, bool):

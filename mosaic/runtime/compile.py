@@ -138,6 +138,10 @@ def compile(
     """
     from mosaic.models import Model
 
+    if not isinstance(batch_invariant, bool):
+        raise UsageError(f"batch_invariant: expected True or False, got {batch_invariant!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UsageError(f"seed: expected an integer, got {seed!r}.")
     if not isinstance(model, str | Path | Mapping | Model | nn.Module):
         from mosaic.runtime.compiled_program import compile_program  # symbolic: kept out of the start of a model
 

@@ -28,6 +28,7 @@ class _Hold:
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._pending: dict[int, FrameType | None] = {}
+        self._ended = False
         self.open = False
 
     def begin(self) -> None:
@@ -52,10 +53,12 @@ class _Hold:
 
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._strike:  # else a callback has set one of its own
+                signal.signal(number, handler)
+        self._ended = True
 
     def _strike(self, number: int, frame: FrameType | None) -> None:
-        if self.open:
+        if self.open or self._ended:  # a callback may have kept this one, to put it back later
             self._handlers[number](number, frame)
         else:
             self._pending[number] = frame

@@ -296,7 +296,9 @@ class PageRange:
             If the range is too small, or the operating system refuses.
         """
         end = round_up(num_bytes, self.page_bytes)
-        if self._tensor is None or end > self.capacity_bytes:
+        if self._tensor is None:
+            raise RuntimeMemoryError(f"{self.name}: the range is closed.")
+        if end > self.capacity_bytes:
             self._ledger.require(self.name, end - self.committed_bytes)
             raise RuntimeMemoryError(
                 f"{self.name}: {num_bytes:,} bytes asked for, the range holds {self.capacity_bytes:,} at most: "
