@@ -361,6 +361,12 @@ def test_requests_that_are_no_step_are_refused() -> None:
     for rows in ([-1], [4], [0, 9]):
         with pytest.raises(UsageError, match=r"rows of a window of 4 tokens are in \[0, 4\), got"):
             pack_step([replace(request, rows=torch.tensor(rows))], LLADA)
+    two = [
+        replace(request, token_ids=torch.arange(n), rows=torch.tensor(rows))
+        for n, rows in ((5, [2]), (3, [3]), (4, [7]))
+    ]
+    with pytest.raises(UsageError, match=r"rows of a window of 3 tokens are in \[0, 3\), got \[3\]"):
+        pack_step(two, LLADA)  # the first that has them is named
     with pytest.raises(UsageError, match="decides at least one row"):
         pack_step([replace(request, phase=Phase(commit=TOP), rows=one[:0], current=one[:0])], LLADA)
     assert pack_step([replace(request, rows=one[:0], current=one[:0])], LLADA).size.rows == 1

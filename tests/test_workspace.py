@@ -41,6 +41,7 @@ def test_memory_is_touched_at_once_where_asked_and_holes_are_none(
     with Workspace(page_bytes=PAGE, capacities=CAPACITIES) as workspace:
         grow(workspace, populate)
         assert workspace.committed_bytes() == {"workspace": 3 * PAGE}
+        assert workspace.range("workspace").end_bytes == 4 * PAGE
         assert (workspace.resident_bytes()["workspace"] >= 3 * PAGE) is populate
 
 
