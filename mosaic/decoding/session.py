@@ -213,10 +213,8 @@ class Session(ClosesOnExit):
             if submission.request_id is None:
                 submission = replace(submission, request_id=self._submitted + place)
             which = f"prompt {place}" if len(submissions) > 1 else "the prompt"
-            config, prompt = (
-                resolve(submission.config, arch),
-                token_ids(submission.prompt, self._tokenizer, which=which),
-            )
+            config = resolve(submission.config, arch)
+            prompt = token_ids(submission.prompt, self._tokenizer, which=which)
             check_prompt(prompt, config, arch, which=which)
             one = self._of_options(submission, prompt, config)
             expected = expected_step(config, one.largest)
