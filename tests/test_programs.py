@@ -444,8 +444,8 @@ def test_weights_go_by_their_tensor_or_their_name() -> None:
 
 @pytest.mark.parametrize(("weights", "message"), [
     ({"v": EYE}, r"weights: missing: 'a.weight'\.$"),
-    ({name: EYE for name in "rstu"}, r"used by nothing: 'r', 's', 't' and 1 more\.$"),
-    ({name: EYE for name in "rst"}, r"used by nothing: 'r', 's', 't'\.$"),
+    (dict.fromkeys("rstu", EYE), r"used by nothing: 'r', 's', 't' and 1 more\.$"),
+    (dict.fromkeys("rst", EYE), r"used by nothing: 'r', 's', 't'\.$"),
     ({"v": EYE, "w": EYE, "q": EYE}, r"weights: used by nothing: 'q'\.$"),
     ({"q": EYE}, r"weights: missing: 'a.weight', 'v'; used by nothing: 'q'"),
     ({"v": EYE, "w": torch.eye(3)}, r"'a.weight': expected float32 \[2, 2\], found float32 \[3, 3\]"),

@@ -29,6 +29,8 @@ HOPPER = 90
 STACK_BYTES = {"rotary_kernel": 32, "rotary_store_kernel": 32}
 # The results of earlier segments are put aside while one is worked on, for `prefix_attention` their log-sum-exps, too.
 STACK_BYTES |= {"kv_attention_kernel": 16, "kv_attention_tiles_kernel": 112}
+# A share of keys, counted exactly, is a division in 64 bits: a call.
+STACK_BYTES["parted_kernel"] = 8
 
 
 # --- in the process of its own --------------------------------------------------------------------------------------
