@@ -8,6 +8,7 @@ cannot be overwritten, so it can say so plainly.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -38,6 +39,7 @@ def main() -> None:
         if _struck:
             _leave(_struck[0])
         _hear(lambda number, frame: _leave(number))  # while Python itself clears up
+        gc.freeze()  # which need not look through all that was planned
 
 
 def _hear(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:

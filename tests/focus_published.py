@@ -86,11 +86,7 @@ class Published(Generated):
         arch, scores = self.arch, list[dict[int, float]]()
         x = self.weight("embedding")[self.tokens[places]]
         for layer in range(arch.layers):
-            h = self.norm(x, self.weight("attention_norm", layer))
-            q, k, v = (self.projected(h, name, layer) for name in ("query", "key", "value"))
-            if arch.head_norms:
-                q, k = self.norm(q, self.weight("query_norm", layer)), self.norm(k, self.weight("key_norm", layer))
-            q, k = self.turned(q, places), self.turned(k, places)
+            q, k, v = self.queries_keys_values(x, layer, places)
             self.keys |= {(layer, place): (k[row], v[row]) for row, place in enumerate(places)}
             if evicts and layer < 2:
                 scores.append(self.among_masks(places, q, k))
@@ -103,10 +99,8 @@ class Published(Generated):
             group = arch.heads // arch.kv_heads
             weights = torch.einsum("tnh,snh->nts", q, keys.repeat_interleave(group, 1)) * arch.head_size**-0.5
             y = torch.einsum("nts,snh->tnh", weights.softmax(-1), values.repeat_interleave(group, 1)).flatten(1)
-            x = x + y @ self.weight("output", layer).T
-            x = x + self.fed(layer, self.norm(x, self.weight("ffn_norm", layer)))
-        logits = self.norm(x, self.weight("final_norm")) @ self.weight("embedding" if arch.tied else "head").T
-        return dict(zip(places, logits, strict=True))
+            x = self.fed_on(x, y, layer)
+        return dict(zip(places, self.logits(x), strict=True))
 
     def among_masks(self, places: list[int], q: Tensor, k: Tensor) -> dict[int, float]:
         """What masked tokens get from each other: the largest of three scores side by side, its softmax, summed up."""

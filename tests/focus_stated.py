@@ -167,11 +167,7 @@ class Generated:
         number = -1 if step is None else len(self.steps)
         x = self.weight("embedding")[self.tokens[places]]
         for layer in range(arch.layers):
-            h = self.norm(x, self.weight("attention_norm", layer))
-            q, k, v = (self.projected(h, name, layer) for name in ("query", "key", "value"))
-            if arch.head_norms:
-                q, k = self.norm(q, self.weight("query_norm", layer)), self.norm(k, self.weight("key_norm", layer))
-            q, k = self.turned(q, kept), self.turned(k, kept)
+            q, k, v = self.queries_keys_values(x, layer, kept)
             for row, place in enumerate(kept):
                 self.keys[layer, place], self.written[layer, place] = (k[row], v[row]), number
             if evicts and layer <= FIRST_CUT:
@@ -191,10 +187,23 @@ class Generated:
                 first = step == 0 or bool(self.every and step % self.every == 0)
                 scores = self.sparse(layer, kept, scores, first=first)
             y = torch.einsum("nts,snh->tnh", scores.softmax(-1), v.repeat_interleave(group, 1)).flatten(1)
-            x = x + y @ self.weight("output", layer).T
-            x = x + self.fed(layer, self.norm(x, self.weight("ffn_norm", layer)))
-        logits = self.norm(x, self.weight("final_norm")) @ self.weight("embedding" if arch.tied else "head").T
-        return dict(zip(kept, logits, strict=True))
+            x = self.fed_on(x, y, layer)
+        return dict(zip(kept, self.logits(x), strict=True))
+
+    def queries_keys_values(self, x: Tensor, layer: int, places: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.norm(x, self.weight("attention_norm", layer))
+        q, k, v = (self.projected(h, name, layer) for name in ("query", "key", "value"))
+        if self.arch.head_norms:
+            q, k = self.norm(q, self.weight("query_norm", layer)), self.norm(k, self.weight("key_norm", layer))
+        return self.turned(q, places), self.turned(k, places), v
+
+    def fed_on(self, x: Tensor, y: Tensor, layer: int) -> Tensor:
+        """What a layer adds behind its attention `y`."""
+        x = x + y @ self.weight("output", layer).T
+        return x + self.fed(layer, self.norm(x, self.weight("ffn_norm", layer)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.weight("final_norm")) @ self.weight("embedding" if self.arch.tied else "head").T
 
     def fed(self, layer: int, h: Tensor) -> Tensor:
         return self.gated(h, *(self.weight(name, layer) for name in ("gate", "up", "down")))

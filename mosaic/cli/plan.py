@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,58 +125,58 @@ def plan(
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
-    with collector_paused(), compiling() as progress:
-        planner = Planner(
-            described,
-            device=device,
-            budget=budget,
-            host_budget=host_budget,
-            batch_invariant=batch_invariant,
-            progress=progress,
-        )
-        planner.verify_checkpoint()
-        steps = {} if policy is None else requests_of(planner, ctx, policy)
-        run = {name: step for name, step in steps.items() if name != "exact"}
+    with collector_paused():  # to the end, or what planning has made is looked through while it is shown
+        with compiling() as progress:
+            planner = Planner(
+                described,
+                device=device,
+                budget=budget,
+                host_budget=host_budget,
+                batch_invariant=batch_invariant,
+                progress=progress,
+            )
+            planner.verify_checkpoint()
+            steps = {} if policy is None else requests_of(planner, ctx, policy)
+            run = {name: step for name, step in steps.items() if name != "exact"}
+            if evicting is not None:
+                evicting.check(described.architecture)
+                blocks = run or {"later": block_of(planner, ctx, seq_lens)}
+                cut = {name: cut_of(step, evicting, block_cache) for name, step in blocks.items()}
+                run = {name: step for name, (_, step) in cut.items()}
+            if run:
+                request = next((step for step in run.values() if not planner.fits(step)), run["later"])
+            else:
+                request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
+            made = planner.plan(request, solver=solver)
+            reason = None if made.fits else misfit(planner, request, made)
+            if reason is None and policy is not None:
+                others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+            if reason is None and evicting is not None:
+                whole, evicted = cut["later"]
+                graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
+        if device is None and not as_json:
+            note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
+        if planner.budget_bytes > planner.device.memory_bytes:
+            note(
+                f"the budget of {format_bytes(planner.budget_bytes)} is more than {planner.device.name} has, "
+                f"{format_bytes(planner.device.memory_bytes)}."
+            )
+        if reason is not None:
+            _report_misfit(made, reason, as_json, explain)
+            if any(targets.values()):
+                note("nothing written, since the plan does not fit.")
+            raise typer.Exit(3)
+        export(made.document, targets)
+        if as_json and run:
+            of_steps = {"steps": figures(others)} if policy is not None else {}
+            of_graphs = {"graphs": graphs, "eviction_pays_up_to": pays_up_to(graphs)} if evicting is not None else {}
+            print_json({**made.document, **of_steps, **of_graphs})
+            return
+        report_plan(made.document, as_json, explain)
+        if policy is not None:
+            report_steps(figures(others), policy, described.architecture.block)
         if evicting is not None:
-            evicting.check(described.architecture)
-            blocks = run or {"later": block_of(planner, ctx, seq_lens)}
-            cut = {name: cut_of(step, evicting, block_cache) for name, step in blocks.items()}
-            run = {name: step for name, (_, step) in cut.items()}
-        if run:
-            request = next((step for step in run.values() if not planner.fits(step)), run["later"])
-        else:
-            request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
-        made = planner.plan(request, solver=solver)
-        reason = None if made.fits else misfit(planner, request, made)
-        if reason is None and policy is not None:
-            others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
-        if reason is None and evicting is not None:
-            whole, evicted = cut["later"]
-            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
-    gc.freeze()  # what planning has made stays, and is not looked through while it is shown
-    if device is None and not as_json:
-        note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
-    if planner.budget_bytes > planner.device.memory_bytes:
-        note(
-            f"the budget of {format_bytes(planner.budget_bytes)} is more than {planner.device.name} has, "
-            f"{format_bytes(planner.device.memory_bytes)}."
-        )
-    if reason is not None:
-        _report_misfit(made, reason, as_json, explain)
-        if any(targets.values()):
-            note("nothing written, since the plan does not fit.")
-        raise typer.Exit(3)
-    export(made.document, targets)
-    if as_json and run:
-        of_steps = {"steps": figures(others)} if policy is not None else {}
-        of_graphs = {"graphs": graphs, "eviction_pays_up_to": pays_up_to(graphs)} if evicting is not None else {}
-        print_json({**made.document, **of_steps, **of_graphs})
-        return
-    report_plan(made.document, as_json, explain)
-    if policy is not None:
-        report_steps(figures(others), policy, described.architecture.block)
-    if evicting is not None:
-        report_graphs(graphs, evicting)
+            report_graphs(graphs, evicting)
 
 
 def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.models.architecture import Architecture
 
-__all__ = ["Prompt", "check_prompt", "is_text", "listed", "token_ids"]
+__all__ = ["Prompt", "check_prompt", "is_integer", "is_text", "listed", "token_ids"]
 
 Prompt: TypeAlias = str | Tensor | NDArray[Any] | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids [P], or a conversation: messages of the keys "role" and "content"."""
@@ -40,7 +40,7 @@ def listed(prompts: Any) -> list[Any]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise UsageError(f"prompts: expected text, token ids or a list of them, got {type(prompts).__name__}.")
-    return [prompts] if prompts and all(_is_id(one) for one in prompts) else list(prompts)
+    return [prompts] if prompts and all(is_integer(one) for one in prompts) else list(prompts)
 
 
 def token_ids(prompt: Any, tokenizer: Callable[[], Tokenizer], *, which: str) -> Tensor:
@@ -70,7 +70,7 @@ def token_ids(prompt: Any, tokenizer: Callable[[], Tokenizer], *, which: str) ->
                 )
         return torch.tensor(tokenizer().encode_chat(prompt), dtype=torch.int64)
     ids = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
-    if not _is_list(ids) or not all(_is_id(one) for one in ids):
+    if not _is_list(ids) or not all(is_integer(one) for one in ids):
         shape = f" of {prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, np.ndarray) else ""
         raise UsageError(
             f"{which}: expected text, token ids [P] or a list of messages, got {type(prompt).__name__}{shape}."
@@ -85,7 +85,8 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
-def _is_id(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, Python's or NumPy's, and no truth value."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

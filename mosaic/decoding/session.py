@@ -20,7 +20,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, with_options
 from mosaic.decoding.evicting import expected_step, never_evicting
 from mosaic.decoding.live import LiveRequest, Submission
-from mosaic.decoding.prompts import Prompt, check_prompt, is_text, token_ids
+from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
 from mosaic.decoding.sharing import SharedSizes
 from mosaic.decoding.streaming import OnStep, Step, Streamer
 from mosaic.decoding.tokenizer import Tokenizer
@@ -312,7 +311,7 @@ class Session(ClosesOnExit):
         UsageError
             If a callback of this session calls it, or `steps` is no integer.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
+        if not is_integer(steps):
             raise UsageError(f"steps: expected an integer, got {steps!r}.")
         done: list[Step] = []
         try:

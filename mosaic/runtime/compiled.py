@@ -23,7 +23,6 @@ from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.face import Face
 from mosaic.runtime.host_copy import HostCopy
-from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.launched import Launched
 from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
@@ -347,8 +346,7 @@ class CompiledModel(Face):
         """Generate an answer to every prompt; see `mosaic.decoding.generate`. Calls of other threads wait for its end."""
         from mosaic.decoding import generate  # upwards, but only when called: the algorithms stand on the runtime
 
-        with interrupts_held(), self.exclusive(), interrupts_let_through():
-            return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
+        return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
 
     def session(self) -> Session:
         """Open a session: requests that come and go, advanced by steps that they share; see `mosaic.decoding.Session`."""
