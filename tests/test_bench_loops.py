@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import torch
 from compiled_runner import CompiledRunner
 from reference_runner import random_tensors
 from test_decoding import CONFIGS, MASK, prompt_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import decoding as benchmark
 from benchmarks import record, report

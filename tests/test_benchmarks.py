@@ -17,8 +17,6 @@ import pytest
 import torch
 from test_runtime_compiled import LLADA
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import mosaic
 from benchmarks import (
     ablation,
@@ -44,9 +42,9 @@ from benchmarks import (
     traces,
     unembed,
 )
+from benchmarks.quality.answers import Answers
 from mosaic.bench.baselines import Transformer
 from mosaic.bench.floor import Best, Floor, keys_read
-from mosaic.bench.quality.answers import Answers
 from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
 from mosaic.errors import UsageError

@@ -686,7 +686,7 @@ def test_the_bench_scores_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError, match="each task once"):
         QualitySettings(tasks=("addition", "addition"))
     pytest.importorskip("matplotlib")
-    from mosaic.bench.quality.plot import png
+    from benchmarks.quality.plot import png
 
     assert png(result, "title").startswith(b"\x89PNG")
 

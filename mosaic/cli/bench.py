@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mosaic.cli.completion import device_names, model_names
-from mosaic.cli.output import new_table, note, print_json, results
+from mosaic.cli.output import new_table, note
 from mosaic.cli.request import require_torch
 from mosaic.errors import UsageError
 
@@ -55,8 +55,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from mosaic.bench import Settings, run
-    from mosaic.cli.exports import check_targets, say_written
-    from mosaic.files import write_atomic
+    from mosaic.cli.exports import check_targets, report
     from mosaic.units import parse_bytes, parse_lengths
 
     if model is None:
@@ -84,17 +83,7 @@ def bench(
     _check(settings.model, settings.device)
     command = shlex.join(["mosaic", *sys.argv[1:]])
     result = run(settings, command=command, progress=_progress, deadline_s=None if minutes is None else 60 * minutes)
-    if out is not None:
-        import json
-
-        write_atomic(out, json.dumps(result, indent=1) + "\n")
-        say_written([out])
-    if as_json:
-        print_json(result)
-    else:
-        for table in tables(result):
-            results().print(table)
-            results().print()
+    report(result, tables, out, as_json)
     if not result["complete"]:
         raise typer.Exit(1)
 
