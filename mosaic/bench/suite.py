@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TextIO
 
-from mosaic.bench.environment import environment, idle_device_bytes
+from mosaic.bench.environment import environment
 from mosaic.bench.settings import Settings
 
 __all__ = ["Progress", "Turn", "run", "run_engine", "run_turns"]
@@ -66,7 +66,7 @@ def run_turns(
     ends = None if deadline_s is None else time.monotonic() + deadline_s
     result: dict[str, Any] = {
         "schema": SCHEMA,
-        "environment": {**environment(command), "idle_device_bytes": idle_device_bytes()},
+        "environment": environment(command),
         "settings": json.loads(settings.to_json()),
         **{kind: [] for kind in ("engines", "points", "limits", "failures")},
     }
