@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mosaic.cli.output import note
+from mosaic.cli.output import note, print_json, results
 from mosaic.errors import UsageError
 from mosaic.files import is_replaceable, write_atomic
 
-__all__ = ["check_targets", "export", "say_written"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["check_targets", "export", "report", "say_written"]
 
 Document = Mapping[str, Any]
 
@@ -36,7 +40,7 @@ def check_targets(targets: Iterable[Path | None]) -> None:
 
 def export(document: Document, targets: Mapping[str, Path | None]) -> None:
     """Render `document` for every target that is given, then write the files whole and say so; if one fails, none is left."""
-    rendered = [(path, _RENDERERS[kind](document)) for kind, path in targets.items() if path is not None]
+    rendered = [(path, _rendered(document, kind)) for kind, path in targets.items() if path is not None]
     written: list[Path] = []
     try:
         for path, data in rendered:
@@ -56,40 +60,30 @@ def say_written(paths: Iterable[Path | None]) -> None:
         note(f"wrote {', '.join(names)}")
 
 
-def _json(document: Document) -> str:
-    from mosaic.planner.plan import Plan
-
-    return Plan(document).to_json()
-
-
-def _html(document: Document) -> str:
-    from mosaic.viz.report import html_report
-
-    return html_report(document)
-
-
-def _png(document: Document) -> bytes:
-    from mosaic.viz.charts import plan_png
-
-    return plan_png(document)
+def report(
+    result: dict[str, Any], tables: Callable[[dict[str, Any]], Iterable[Table]], out: Path | None, as_json: bool
+) -> None:
+    """Write a measurement's JSON to `out`, whole or not at all, and print it, or its tables."""
+    if out is not None:
+        write_atomic(out, json.dumps(result, indent=1) + "\n")
+        say_written([out])
+    if as_json:
+        print_json(result)
+        return
+    for table in tables(result):
+        results().print(table)
+        results().print()
 
 
-def _trace(document: Document) -> str:
-    from mosaic.viz.perfetto import trace_json
-
-    return trace_json(document)
+_ENDINGS: Mapping[str, str] = {"html": ".html", "png": ".png", "trace": ".perfetto.json", "snapshot": ".pickle"}
+"""Kind of file -> what `mosaic.viz.save` knows it by."""
 
 
-def _snapshot(document: Document) -> bytes:
-    from mosaic.viz.snapshot import snapshot_pickle
+def _rendered(document: Document, kind: str) -> str | bytes:
+    if kind == "json":
+        from mosaic.planner.plan import Plan
 
-    return snapshot_pickle(document)
+        return Plan(document).to_json()
+    from mosaic.viz.save import FORMATS
 
-
-_RENDERERS: Mapping[str, Callable[[Document], str | bytes]] = {
-    "json": _json,
-    "html": _html,
-    "png": _png,
-    "trace": _trace,
-    "snapshot": _snapshot,
-}
+    return FORMATS[_ENDINGS[kind]](document)
