@@ -9,9 +9,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mosaic.errors import UsageError
-from mosaic.models.inputs import Input
+from mosaic.models.inputs import ROW_BOUNDS, Input
 from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Cut, Guidance, Head, Part, ReturnedLogits
-from mosaic.models.parts.commit import ROW_BOUNDS
 from mosaic.models.parts.cut import COUNT, KEPT_DIM
 from mosaic.models.parts.heads import NOISE
 from mosaic.models.parts.part import ResultPer
