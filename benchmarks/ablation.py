@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.cases import GRACE_S, Clock, cut, in_own_process, options, parse_ratio, sizes, tag_of, token_counts
+from benchmarks.engines.limits import largest
 from benchmarks.record import environment, table, write
-from mosaic.bench.limits import largest
 from mosaic.devices import Device, load_device
 from mosaic.errors import UnknownName
 from mosaic.models import Model, load

@@ -3,7 +3,7 @@
     python -m benchmarks.block sdar-8b --device h200 --prefix 256,32k,128k --prefill 32k,128k
 
 writes `block-<model>-<device>.json`. Weights are random, and so are the keys in the state. A step is timed with the host
-included, and on a card also by events around it alone. A floor is that of `mosaic.bench.floor`.
+included, and on a card also by events around it alone. A floor is that of `benchmarks.floor`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 import mosaic
 from benchmarks.cases import cut, device_of, options, tag_of, token_counts
+from benchmarks.floor import Floor, keys_read
 from benchmarks.paired_worker import Brackets
 from benchmarks.record import environment, table, write
-from mosaic.bench.floor import Floor, keys_read
 from mosaic.decoding.canvas import COMMIT
 from mosaic.models import Model, load
 from mosaic.models.parts import KEPT, KV, Commit

@@ -173,7 +173,7 @@ class _Plain:
 
     def point(self, tokens: int, asked: Mapping[str, Any], repeats: int) -> dict[str, Any]:
         """Warm up while layers and head are timed apart, then time whole generations."""
-        from mosaic.bench.loops import PlainModel, generate_plainly
+        from benchmarks.loops import PlainModel, generate_plainly
         from mosaic.bench.meters import timed
 
         prompt, config = _prompt(tokens, self.arch, self.seed), _resolved(self.arch, asked)
@@ -195,8 +195,8 @@ class _Plain:
 
     def _peak(self, prompt: Any, asked: Mapping[str, Any]) -> int | None:
         """Weights and the most that a short generation holds beside them, by PyTorch's own events; CPU only."""
-        from mosaic.bench.loops import PlainModel, generate_plainly
-        from mosaic.bench.meters import alive_over_time, profiled
+        from benchmarks.engines.meters import alive_over_time, profiled
+        from benchmarks.loops import PlainModel, generate_plainly
 
         if self.cuda:
             return None

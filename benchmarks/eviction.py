@@ -43,6 +43,7 @@ from torch.profiler import ProfilerActivity, profile
 import mosaic
 from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, device_of, options, tag_of, token_counts
+from benchmarks.floor import Floor, keys_read
 from benchmarks.record import environment, table, write
 from benchmarks.step_kernels import KINDS, OTHERS, kernel_ms
 from benchmarks.step_parts import alone_ms, launches_of
@@ -57,7 +58,6 @@ from benchmarks.traces import (
     load_trace,
     paper_trace,
 )
-from mosaic.bench.floor import Floor, keys_read
 from mosaic.bench.meters import synchronise
 from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.decoding.config import ALGORITHMS, own_algorithm

@@ -16,8 +16,8 @@ import time
 from typing import Any
 
 from benchmarks.cases import GRACE_S, Clock, cut, in_own_process, options, parse_ratio, sizes, tag_of
+from benchmarks.engines.plans import alive_by_plan
 from benchmarks.record import environment, table, write
-from mosaic.bench.plans import alive_by_plan
 from mosaic.devices import Device, load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
@@ -74,9 +74,9 @@ def execute(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import mosaic
+    from benchmarks.engines.mosaic_engine import fixed_part
     from mosaic.bench.inputs import make_inputs
     from mosaic.bench.meters import card, driver_bytes, synchronise
-    from mosaic.bench.mosaic_engine import fixed_part
 
     model, device = load(case["model"]), load_device(case["device"])
     cuda = device.backend == "cuda"

@@ -4,7 +4,7 @@
 
 writes `kv-attention-<device>.json`. Launches are captured, over layers in turn that together exceed the card's cache, and timed in
 two ways: sustained, for so long that the card's clock settles, as in a step; and in bursts of 20 after a rest. The floor is that of
-`mosaic.bench.floor`. Where FlashInfer is installed, each of its backends is timed in the same way, over keys that lie as it prefers
+`benchmarks.floor`. Where FlashInfer is installed, each of its backends is timed in the same way, over keys that lie as it prefers
 and over those of Mosaic; the faster one of each is recorded. Every kernel's results are held against plain attention first.
 """
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.cases import Clock, device_of, options, tag_of
 from benchmarks.flashinfer_steps import TOLERANCE, error_of, keys_of, pages_of
+from benchmarks.floor import Best
 from benchmarks.record import environment, table, write
-from mosaic.bench.floor import Best
 from mosaic.calibration.measure import Bench, Call
 from mosaic.devices import Device
 from mosaic.errors import UsageError

@@ -1,7 +1,7 @@
 """Blocks of block diffusion behind long prefixes, in plain PyTorch: what `benchmarks.sparse` sets its times beside.
 
 One sequence, over a cache that is allocated once, in which each pass writes the window's own keys: SDAR's published loop
-(`mosaic.bench.loops`) copies all keys in each pass. Grouped heads are left to PyTorch's attention, its flash backend on a card.
+(`benchmarks.loops`) copies all keys in each pass. Grouped heads are left to PyTorch's attention, its flash backend on a card.
 Weights and keys are random.
 """
 
@@ -11,10 +11,10 @@ import time
 
 import torch
 
+from benchmarks.engines.sdpa import using
+from benchmarks.loops import Cache, PlainModel, sdar_decides
 from mosaic.bench.baselines import Transformer
-from mosaic.bench.loops import Cache, PlainModel, sdar_decides
 from mosaic.bench.meters import synchronise
-from mosaic.bench.sdpa import using
 from mosaic.bench.torch_engine import fill
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.llada import schedule

@@ -1,10 +1,11 @@
 """Records of results: figures with the machine, versions, command, method and sources that they come from.
 
     python -m benchmarks.record fill [COMMIT]
-    python -m benchmarks.record run NAME -- bench quality --model small-sdar --lengths 1k
+    python -m benchmarks.record run NAME -- mosaic bench quality --model small-sdar --lengths 1k
+    python -m benchmarks.record run NAME -- benchmarks.quality policies --model small-sdar --lengths 1k
 
 `fill` writes the commit (by default this checkout's) into records that a machine without the history made, and refuses those of
-which the commit holds other sources. `run` records what a `mosaic bench` command finds.
+which the commit holds other sources. `run` records what a command finds that writes its results to `--out`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ __all__ = [
 RESULTS = ROOT / "benchmarks" / "results"
 BASELINE = "flashinfer-python"
 """Whose kernels some figures are set beside, where it is installed."""
+COMMANDS = {"mosaic": "mosaic.cli", "benchmarks.quality": "benchmarks.quality.__main__"}
+"""What `run` records, and the modules whose `main` reads its arguments."""
 _DIGITS = 9
 """Significant digits of a float that is recorded."""
 _FILLED = ("commit", "against_commit", "digest")
@@ -57,7 +61,7 @@ def command_line() -> str:
     """How this process was started, as a user would write it: where files lie on this machine is nobody's concern."""
     main = sys.modules["__main__"]
     name = main.__spec__.name if main.__spec__ is not None else Path(sys.argv[0]).stem
-    return " ".join(["python", "-m", name, *map(_shown, sys.argv[1:])])
+    return " ".join(["python", "-m", name.removesuffix(".__main__"), *map(_shown, sys.argv[1:])])
 
 
 def _shown(argument: str) -> str:
@@ -214,17 +218,16 @@ def fill(name: str = "HEAD") -> tuple[list[str], list[str]]:
     return filled, refused
 
 
-def run(name: str, arguments: Sequence[str]) -> None:
-    """Record what a `mosaic bench` command finds."""
-    from mosaic.cli import main as command
+def run(name: str, command: str, arguments: Sequence[str]) -> None:
+    """Record what one of `COMMANDS` finds."""
     from mosaic.models import load
 
     env = environment("one run of every item")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        sys.argv = ["mosaic", *arguments, "--out", str(out)]
+        sys.argv = [command, *arguments, "--out", str(out)]
         try:
-            command()
+            import_module(COMMANDS[command]).main()
         except SystemExit:
             if not out.exists():
                 raise
@@ -238,7 +241,7 @@ def run(name: str, arguments: Sequence[str]) -> None:
             for one_by_one in [key for key, value in figures.items() if isinstance(value, str)]:
                 del figures[one_by_one]
             figures["groups"] = {key: group for key, group in figures["groups"].items() if "," not in key}
-    env["command"] = shlex.join(["mosaic", *arguments])
+    env["command"] = shlex.join([*([] if command == "mosaic" else ["python", "-m"]), command, *arguments])
     print(write(name, {**result, "environment": env}))
 
 
@@ -276,18 +279,18 @@ def _age(env: dict[str, Any]) -> str:
     return f"{then}; {len(others)} of {len(env['sources'])} measured files had changed when this was written ({names})"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Fill commits in, or record a command of `mosaic`."""
-    match arguments:
+def main(given: Sequence[str]) -> None:
+    """Fill commits in, or record a command."""
+    match given:
         case ["fill", *commits] if len(commits) < 2:
             filled, refused = fill(*commits)
             print("\n".join(filled) or "no record was filled in")
             if refused:
                 raise SystemExit("\n".join(refused))
-        case ["run", name, "--", *command] if command:
-            run(name, command)
+        case ["run", name, "--", command, *arguments] if command in COMMANDS:
+            run(name, command, arguments)
         case _:
-            raise SystemExit("usage: python -m benchmarks.record fill [COMMIT], or run NAME -- bench quality …")
+            raise SystemExit("usage: python -m benchmarks.record fill [COMMIT], or run NAME -- mosaic bench quality …")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def of_torch(model: Model, inputs: Any, device: Device, seed: int, *, reference:
     """The official step, eager, in the model's dtype or on the same weights in float32."""
     import torch
 
+    from benchmarks.engines.sdpa import using
     from mosaic.bench.baselines import Transformer, grouped_products
-    from mosaic.bench.sdpa import using
     from mosaic.bench.torch_engine import fill
 
     where = torch.device("cuda" if device.backend == "cuda" else "cpu")

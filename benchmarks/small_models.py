@@ -2,10 +2,10 @@
 
 python examples/train_small/train.py --family llada --out DIRECTORY      (its curves.json is training-<model>.json)
 mosaic bench quality --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --per-task 50 --out quality-<model>.json
-mosaic bench policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16 --out policies-<model>.json
-mosaic bench policies --policies exact,dc+,focus+dc+ --schedules dynamic --out evictions-<model>-<run>.json
-mosaic bench estimation --lengths 2k --out estimation-<model>.json
-mosaic bench decodability --lengths 1k --out decodability-<model>.json
+python -m benchmarks.quality policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16 --out policies-<model>.json
+python -m benchmarks.quality policies --policies exact,dc+,focus+dc+ --schedules dynamic --out evictions-<model>-<run>.json
+python -m benchmarks.quality estimation --lengths 2k --out estimation-<model>.json
+python -m benchmarks.quality decodability --lengths 1k --out decodability-<model>.json
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.quality.plot import decodability_png, estimation_png, png
 from benchmarks.record import source_line, table
 from mosaic.bench.quality.items import LONG_TASKS, TASKS
-from mosaic.bench.quality.plot import decodability_png, estimation_png, png
 from mosaic.viz.palette import COLORS
 
 __all__ = [

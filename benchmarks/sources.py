@@ -36,6 +36,8 @@ _REPORTING: Final = (
     "mosaic/cli/",
     "mosaic/viz/",
     "benchmarks/figures.py",
+    "benchmarks/quality/__main__.py",
+    "benchmarks/quality/plot.py",
     "benchmarks/record.py",
     "benchmarks/report.py",
     "benchmarks/sources.py",

@@ -8,7 +8,7 @@ begin together (lockstep), or are spread over a block (staggered). A block's tim
 generation. `plain` is the exact step in plain PyTorch (`benchmarks.plain_blocks`), of one request; `flashinfer` is Mosaic's own
 exact step with FlashInfer's attention in it (`benchmarks.flashinfer_steps`), of requests that begin together, and `flashinfer, own
 layout` the same over keys that lie as it prefers. The floor is that of the steps
-(`mosaic.bench.floor`): weights, and the keys that are attended to, or ranked, read once, or the FLOPs where these take longer.
+(`benchmarks.floor`): weights, and the keys that are attended to, or ranked, read once, or the FLOPs where these take longer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import mosaic
 from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, device_of, options, tag_of, token_counts
 from benchmarks.flashinfer_steps import FlashInferSteps, with_flashinfer
+from benchmarks.floor import Floor, keys_read
 from benchmarks.plain_blocks import plain_step_ms
 from benchmarks.record import environment, table, write
-from mosaic.bench.floor import Floor, keys_read
 from mosaic.decoding import GenerationConfig, OnStep, Session
 from mosaic.devices import Device
 from mosaic.errors import DoesNotFit, UsageError

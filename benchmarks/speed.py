@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks import sources
 from benchmarks.cases import Clock, options, parse_ratio, sizes, tag_of, token_counts
+from benchmarks.engines import COMPILED, SpeedSettings, fastest_compiled, run
+from benchmarks.engines.settings import ATTENTION
+from benchmarks.floor import Floor
 from benchmarks.record import command_line, environment, output_folder, table, write
-from mosaic.bench import ENGINES, Settings, run
-from mosaic.bench.floor import Floor
+from mosaic.bench import ENGINES
 from mosaic.bench.inputs import masked_rows
-from mosaic.bench.settings import COMPILED
-from mosaic.bench.suite import fastest_compiled
 from mosaic.devices import load_device
 from mosaic.models import load
 
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--compiled", default=",".join(COMPILED), help="ways to compile, in this order")
     parser.add_argument("--onto", action="store_true", help="add to the record of this name that is there")
-    parser.add_argument("--attention", default="fastest", help="of the PyTorch engines; see `mosaic bench --help`")
+    parser.add_argument("--attention", default="fastest", choices=ATTENTION, help="of the PyTorch engines")
     parser.add_argument("--caps", default=(), type=sizes, help="find the largest contexts in so much device memory")
     parser.add_argument("--budget", default=None, type=lambda text: sizes(text)[0], help="for Mosaic")
     parser.add_argument("--repeats", default=7, type=int)
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     clock = Clock.start(arguments.minutes)
     for model in clock.while_left(arguments.models, print):
-        settings = Settings(
+        settings = SpeedSettings(
             model=model,
             device=arguments.device,
             contexts=() if arguments.ctx == "none" else token_counts(arguments.ctx),

@@ -25,13 +25,13 @@ import torch
 
 import mosaic
 from benchmarks.cases import options, tag_of
+from benchmarks.quality.decodability import DecodabilitySettings
+from benchmarks.quality.estimation import items_of
+from benchmarks.quality.replay import Records, recording
 from benchmarks.record import environment, write
 from benchmarks.sparse import NoPrefill
-from mosaic.bench.quality.decodability import DecodabilitySettings
-from mosaic.bench.quality.estimation import items_of
 from mosaic.bench.quality.evaluation import gen_length
 from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.replay import Records, recording
 from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import ALGORITHMS, Algorithm, Canvas, GenerationConfig, resolve
 from mosaic.decoding.algorithms import algorithm_of

@@ -60,7 +60,7 @@ class Bench:
         A card that draws less power in one call runs the next one faster for a while: without settling, a product that
         follows a slower kernel looks a tenth faster than the same product anywhere else.
         """
-        from mosaic.bench.meters import sustained
+        from benchmarks.engines.meters import sustained
 
         readings: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(_ROUNDS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from compiled_runner import CompiledRunner
 from reference_runner import random_tensors
 from test_decoding import CONFIGS, MASK, prompt_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks import decoding as benchmark
 from benchmarks import record, report
+from benchmarks.loops import PlainModel, generate_plainly
 from mosaic import decoding, models
 from mosaic.bench.baselines import Transformer
-from mosaic.bench.loops import PlainModel, generate_plainly
 from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.errors import UsageError
 

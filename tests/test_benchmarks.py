@@ -17,8 +17,6 @@ import pytest
 import torch
 from test_runtime_compiled import LLADA
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import mosaic
 from benchmarks import (
     ablation,
@@ -44,9 +42,9 @@ from benchmarks import (
     traces,
     unembed,
 )
+from benchmarks.floor import Best, Floor, keys_read
+from benchmarks.quality.answers import Answers
 from mosaic.bench.baselines import Transformer
-from mosaic.bench.floor import Best, Floor, keys_read
-from mosaic.bench.quality.answers import Answers
 from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
@@ -218,7 +216,7 @@ def test_errors_are_relative_to_the_reference() -> None:
 
 
 def test_unembedding_is_measured_in_every_variant(checkpoint: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mosaic.bench.meters.sustained", lambda call, **_: (call(), 1e-3)[1])
+    monkeypatch.setattr("benchmarks.engines.meters.sustained", lambda call, **_: (call(), 1e-3)[1])
     unembed.main([checkpoint, "--device", "cpu", "--rows", "5,200", "--kinds", "statistics", "sampling"])
     found = read(out, f"unembed-{Path(checkpoint).name}-cpu")["rows"]
     assert [entry["rows"] for entry in found] == [5, 200]

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,19 +33,27 @@ class Outcome:
         return json.loads(self.out)
 
 
-@pytest.fixture
-def mosaic(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def runner(
+    name: str, main: Callable[[], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Outcome]:
+    """What runs a command line in this process."""
+
     def run(*arguments: str) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["mosaic", *arguments])
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         code = 0
         try:
-            cli.main()
+            main()
         except SystemExit as stop:
             code = int(stop.code or 0)
         captured = capsys.readouterr()
         return Outcome(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def mosaic(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    return runner("mosaic", cli.main, capsys, monkeypatch)
 
 
 PLAN = ("plan", "--model", "llada-8b", "--device", "rtx-3090")
@@ -288,61 +297,9 @@ def test_generation_with_eviction_by_command(mosaic: Any) -> None:
     assert (said["block_cache"], said["block_commit"]) == ("dc+", "cached")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--alphas", "x"), "alphas are numbers such as 1.2,1.5, got 'x'"),
-        (("--alphas", "0.5"), "alpha is 0.5; it must be a number of at least 1"),
-        (("--model", "llada-8b"), "a preset with random weights"),
-        (("--model", "small"), "attends in both directions"),
-        (("--plot", "x.pdf"), "--plot writes PNG"),
-    ],
-)
-def test_decodability_that_cannot_be_measured_is_refused(more: tuple[str, ...], message: str, mosaic: Any) -> None:
-    refused = mosaic("bench", "decodability", *more)
-    assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
-
-
-def test_decodability_is_measured_by_one_command(mosaic: Any, tmp_path: Path) -> None:
-    ask = ("bench", "decodability", "--tasks", "addition", "--items", "1", "--alphas", "1.5")
-    ran = mosaic(*ask, "--out", str(tmp_path / "found.json"))
-    assert ran.code == 0 and "AUC" in ran.out and "alpha 1.5" in ran.out
-    assert json.loads((tmp_path / "found.json").read_text())["schema"] == "mosaic.decodability/1"
-
-
 def test_the_quality_bench_asks_with_the_eviction_it_is_given(mosaic: Any) -> None:
     ran = mosaic(*FACES["quality"], "--model", "small-sdar", "--eviction", "focus", "--alpha", "1.8", "--json")
     assert ran.code == 0 and ran.json["settings"]["options"]["eviction"]["alpha"] == 1.8
-
-
-def test_policies_are_compared_by_one_command(mosaic: Any, tmp_path: Path) -> None:
-    ask = (
-        "bench",
-        "policies",
-        "--policies",
-        "exact,mage:k=8",
-        "--tasks",
-        "addition",
-        "--per-task",
-        "1",
-        "--lengths",
-        "1k",
-    )
-    ran = mosaic(*ask, "--out", str(tmp_path / "found.json"))
-    assert ran.code == 0 and "1 answers" in ran.err
-    lines = [line.split() for line in ran.out.splitlines()]
-    assert any(line[:3] == ["exact", "addition", "100.0%"] for line in lines)
-    assert any(line[:3] == ["mage:k=8", "addition", "100.0%"] and "+0.0%" in line for line in lines)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["schema"] == "mosaic.policies/1" and found["model"] == "small-sdar" and found["settings"]["seed"] == 0
-    for more, message in (
-        (("--policies", "exact,mages"), "unknown policy 'mages'. Did you mean 'mage'?"),
-        (("--model", "small"), "this model attends in both directions"),
-        (("--model", "sdar-8b"), "sdar-8b is a preset with random weights"),
-        (("--schedules", "static"), "give the steps a block, such as static:16"),
-    ):
-        refused = mosaic(*ask, *more)
-        assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
 
 
 def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from test_quality_estimation import CONFIG
 
 import mosaic
-from mosaic.bench.quality.decodability import BINS, DecodabilitySettings, importance, measure, reaches
+from benchmarks.quality.decodability import BINS, DecodabilitySettings, importance, measure, reaches
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.eviction import token_eviction
 
@@ -72,7 +72,7 @@ def test_answers_are_measured_along_their_way() -> None:
             sum(signal["decoded"]) < every["decoded"] and max(signal["masked"]) - min(signal["masked"]) < every["steps"]
         )
     pytest.importorskip("matplotlib")
-    from mosaic.bench.quality.plot import decodability_png
+    from benchmarks.quality.plot import decodability_png
 
     assert decodability_png(found, "title").startswith(b"\x89PNG")
 

@@ -11,8 +11,8 @@ import torch
 from test_session import FAMILIES
 
 import mosaic
-from mosaic.bench.quality.estimation import EstimationSettings, Plain, canvases, estimate, measures, union_sizes
-from mosaic.bench.quality.replay import Records, recording
+from benchmarks.quality.estimation import EstimationSettings, Plain, canvases, estimate, measures, union_sizes
+from benchmarks.quality.replay import Records, recording
 from mosaic.bench.quality.vocabulary import EOS, MASK
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UsageError
@@ -129,7 +129,7 @@ def test_answers_are_followed_as_they_were_decoded_and_a_whole_budget_serves_all
         0 <= float(left) <= 1 for left in found["recall"]["0.1"]
     )
     pytest.importorskip("matplotlib")
-    from mosaic.bench.quality.plot import estimation_png
+    from benchmarks.quality.plot import estimation_png
 
     assert estimation_png(found, "title").startswith(b"\x89PNG")
 

@@ -16,12 +16,12 @@ import torch
 from test_session import FAMILIES
 
 import mosaic
-from mosaic.bench.quality.compare import CompareSettings, compare, configurations
+from benchmarks.quality.compare import CompareSettings, compare, configurations
+from benchmarks.quality.pairing import difference, mcnemar, ratio
+from benchmarks.quality.policies import policy, schedule
+from benchmarks.quality.replay import Agreement, Decided, Records, forced, recording
 from mosaic.bench.quality.evaluation import evaluation_set, gen_length
 from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.pairing import difference, mcnemar, ratio
-from mosaic.bench.quality.policies import policy, schedule
-from mosaic.bench.quality.replay import Agreement, Decided, Records, forced, recording
 from mosaic.bench.quality.vocabulary import EOS, MASK, vocabulary
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UnknownName, UsageError

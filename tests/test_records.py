@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import mosaic
 from benchmarks import cases, figures, record, report, sources
 
@@ -214,22 +212,22 @@ def test_what_shows_is_not_measured_and_what_devices_read_is(repository: Path, m
     assert "mosaic/viz/draw.py" not in sources.of_run() and "mosaic/viz/draw.py" in sources.loaded(whole=True)
 
 
-def test_a_command_of_mosaic_is_recorded_without_its_single_answers(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_is_recorded_without_its_single_answers(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def command() -> None:
-        assert sys.argv[:3] == ["mosaic", "bench", "policies"]
+        assert sys.argv[:2] == ["benchmarks.quality", "policies"]
         group = {key: {"count": 3, "exact": 1.0} for key in ("all", "chain, 2048")}
         found = {"exact": {"seconds": 0.5, "exact": "111", "groups": group}}
         result = {"model": "small-sdar", "environment": {}, "items": [1, 2, 3], "schedules": {"dynamic": found}}
         Path(sys.argv[-1]).write_text(json.dumps(result))
         raise SystemExit(0)
 
-    monkeypatch.setattr("mosaic.cli.main", command)
+    monkeypatch.setattr("benchmarks.quality.__main__.main", command)
     monkeypatch.setattr(sys, "argv", ["record"])
-    record.main(["run", "policies-tiny", "--", "bench", "policies"])
+    record.main(["run", "policies-tiny", "--", "benchmarks.quality", "policies"])
     (found,) = record.load_results("policies")
-    assert found["environment"]["command"] == "mosaic bench policies" and found["environment"]["sources"]
+    assert (
+        found["environment"]["command"] == "python -m benchmarks.quality policies" and found["environment"]["sources"]
+    )
     assert "items" not in found and found["answers"] == 3
     assert found["schedules"]["dynamic"]["exact"] == {"seconds": 0.5, "groups": {"all": {"count": 3, "exact": 1.0}}}
     with pytest.raises(SystemExit, match="usage"):

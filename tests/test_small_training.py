@@ -26,7 +26,6 @@ from mosaic.bench.quality.items import LONG_TASKS, TASKS, Item
 from mosaic.bench.quality.scoring import score, summary
 from mosaic.bench.quality.split import HELD_OUT_SHARE, held_out
 from mosaic.bench.quality.vocabulary import (
-    CHAT_TEMPLATE,
     EOS,
     FEMALE,
     KINDS,
@@ -34,7 +33,6 @@ from mosaic.bench.quality.vocabulary import (
     NAMES,
     SPECIAL,
     WORDS,
-    tokenizer_json,
     vocabulary,
 )
 from mosaic.errors import CheckpointError, UnknownName, UsageError
@@ -42,7 +40,7 @@ from mosaic.models import load
 
 torch = pytest.importorskip("torch")
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_small"
-MODULES = ("model", "attention", "data", "decode", "checkpoint", "optimizer", "train")
+MODULES = ("model", "attention", "data", "decode", "tokenizer_files", "checkpoint", "optimizer", "train")
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +59,16 @@ def small() -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return pytest.importorskip("tokenizers").Tokenizer.from_str(tokenizer_json())
+def tokenizer(small: SimpleNamespace) -> Any:
+    return pytest.importorskip("tokenizers").Tokenizer.from_str(small.tokenizer_files.tokenizer_json())
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @settings(max_examples=100, deadline=None)
-def test_any_text_encodes_as_in_tokenizer_json_and_comes_back(text: str) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    backend = tokenizers.Tokenizer.from_str(tokenizer_json())
+def test_any_text_encodes_as_in_tokenizer_json_and_comes_back(tokenizer: Any, text: str) -> None:
     ids = vocabulary().encode(text)
-    assert backend.encode(text).ids == ids
-    assert vocabulary().decode(ids) == text == backend.decode(ids, skip_special_tokens=False)
+    assert tokenizer.encode(text).ids == ids
+    assert vocabulary().decode(ids) == text == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_conversations_encode_as_in_tokenizer_json(tokenizer: Any) -> None:
@@ -82,10 +78,10 @@ def test_conversations_encode_as_in_tokenizer_json(tokenizer: Any) -> None:
         assert tokenizer.decode(vocabulary().encode(text), skip_special_tokens=False) == text
 
 
-def test_the_vocabulary_is_small_and_its_ids_stay() -> None:
+def test_the_vocabulary_is_small_and_its_ids_stay(small: SimpleNamespace) -> None:
     """A trained checkpoint depends on every id: a change here needs new checkpoints."""
     assert len(vocabulary()) == 577
-    assert len(tokenizer_json().encode()) < 100_000
+    assert len(small.tokenizer_files.tokenizer_json().encode()) < 100_000
     assert [vocabulary().encode(text) for text in SPECIAL] == [[index] for index in range(len(SPECIAL))]
     for name in NAMES:
         assert len(vocabulary().encode(f" {name}")) == 1
@@ -106,13 +102,13 @@ def test_every_word_of_the_vocabulary_is_trained() -> None:
     assert [word for word in WORDS if vocabulary().word(word) not in seen] == []
 
 
-def test_the_chat_template_writes_the_prompts_of_the_bench() -> None:
+def test_the_chat_template_writes_the_prompts_of_the_bench(small: SimpleNamespace) -> None:
     jinja2 = pytest.importorskip("jinja2")
+    template = jinja2.Environment().from_string(small.tokenizer_files.CHAT_TEMPLATE)
     item = evaluation_set(tasks=("addition",), per_task=1)[0]
     question = item.prompt.removeprefix("<|user|> ").removesuffix("<|assistant|>")
     messages = [{"role": "user", "content": question}]
-    rendered = jinja2.Environment().from_string(CHAT_TEMPLATE).render(messages=messages, add_generation_prompt=True)
-    assert rendered == item.prompt
+    assert template.render(messages=messages, add_generation_prompt=True) == item.prompt
 
 
 # --- questions and answers --------------------------------------------------------------------------------------------
@@ -686,17 +682,17 @@ def test_the_bench_scores_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError, match="each task once"):
         QualitySettings(tasks=("addition", "addition"))
     pytest.importorskip("matplotlib")
-    from mosaic.bench.quality.plot import png
+    from benchmarks.quality.plot import png
 
     assert png(result, "title").startswith(b"\x89PNG")
 
 
-def test_a_checkpoint_with_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_tokens_is_refused(tmp_path: Path, small: SimpleNamespace) -> None:
     from mosaic.bench.quality.run import check_vocabulary
 
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         check_vocabulary(tmp_path)
-    document = json.loads(tokenizer_json())
+    document = json.loads(small.tokenizer_files.tokenizer_json())
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     check_vocabulary(tmp_path)
     del document["model"]["vocab"]["ĠAnna"]

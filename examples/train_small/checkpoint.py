@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from model import DECODE_BLOCK, Sizes, Transformer
 from safetensors.torch import load_file, save_file
+from tokenizer_files import tokenizer_config, tokenizer_json
 from torch import Tensor
 
-from mosaic.bench.quality.vocabulary import EOS, MASK, PAD, tokenizer_config, tokenizer_json
+from mosaic.bench.quality.vocabulary import EOS, MASK, PAD
 
 __all__ = ["config_json", "named_tensors", "restore", "save"]
 

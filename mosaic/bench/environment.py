@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["commit_of", "environment", "idle_device_bytes"]
+__all__ = ["commit_of", "environment"]
 
 PACKAGES: Final = ("mosaic-dllm", "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "cuda-bindings")
 ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING")
@@ -57,13 +57,3 @@ def commit_of(tree: Path) -> str | None:
 def _git(tree: Path, *arguments: str) -> str:
     command = ["git", "-C", str(tree), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def idle_device_bytes() -> int | None:
-    """Return the bytes in use on the first card before anything of ours runs, as nvidia-smi says; None without it."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-        return int(printed.split()[0]) << 20
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TextIO
 
-from mosaic.bench.environment import environment, idle_device_bytes
-from mosaic.bench.settings import SCHEMA, Settings
+from mosaic.bench.environment import environment
+from mosaic.bench.settings import Settings
 
-__all__ = ["Progress", "fastest_compiled", "run", "run_engine"]
+__all__ = ["Progress", "Turn", "run", "run_engine", "run_turns"]
 
+SCHEMA: Final = "mosaic.bench/1"
 Progress = Callable[[dict[str, Any]], None]
+Turn = tuple[str, Settings, Mapping[str, str]]
 
 
 def run(
@@ -38,32 +38,52 @@ def run(
     Returns
     -------
     dict
-        `schema`, `environment`, `settings`, `engines`, `points`, `limits`, `failures`; `complete` is False where an
-        engine failed or time ran out.
+        `schema`, `environment`, `settings`, `engines`, `points`, `failures`; `complete` is False where an engine failed or time
+        ran out.
+    """
+    turns: list[Turn] = [(engine, settings, {}) for engine in settings.engines]
+    return run_turns(turns, settings, command=command, progress=progress, deadline_s=deadline_s)
+
+
+def run_turns(
+    turns: Iterable[Turn],
+    settings: Settings,
+    *,
+    command: str,
+    progress: Progress | None = None,
+    deadline_s: float | None = None,
+    worker: str = "mosaic.bench.worker",
+) -> dict[str, Any]:
+    """Measure as `run` does, in other turns.
+
+    Parameters
+    ----------
+    turns
+        Engines, what each measures, and what is added to all of its records.
+    worker
+        The module whose process measures one turn.
     """
     ends = None if deadline_s is None else time.monotonic() + deadline_s
     result: dict[str, Any] = {
         "schema": SCHEMA,
-        "environment": {**environment(command), "idle_device_bytes": idle_device_bytes()},
+        "environment": environment(command),
         "settings": json.loads(settings.to_json()),
-        "engines": [],
-        "points": [],
-        "limits": [],
-        "failures": [],
+        **{kind: [] for kind in ("engines", "points", "limits", "failures")},
     }
-    for engine, way in _turns(settings):
+    for engine, asked, more in turns:
 
-        def keep(record: dict[str, Any], way: dict[str, str] = way) -> None:
-            record |= way
-            _keep(result, record)
+        def keep(record: dict[str, Any], more: Mapping[str, str] = more) -> None:
+            record |= more
+            kind = record.pop("record")
+            if kind != "process":  # which files it loaded is for `progress` alone
+                result[f"{kind}s"].append(record)
             if progress is not None:
                 progress(record)
 
         left = None if ends is None else ends - time.monotonic()
-        failure = run_engine(engine, _of_way(settings, **way), keep, timeout_s=left)
+        failure = run_engine(engine, asked, keep, timeout_s=left, worker=worker)
         if failure is not None:
             keep({"record": "failure", "engine": engine, "message": failure})
-    result["points"] = fastest_compiled(result["points"])
     _compare(result["points"])
     cards = [entry.pop("card") for entry in result["engines"]]
     result["card"] = cards[0] if cards else None
@@ -71,42 +91,18 @@ def run(
     return result
 
 
-def _turns(settings: Settings) -> Iterator[tuple[str, dict[str, str]]]:
-    """Every engine that runs, and how it is compiled, if it is."""
-    for engine in settings.engines:
-        yield from [(engine, {"compiled": way}) for way in settings.compiled] if engine == "compile" else [(engine, {})]
-
-
-def _of_way(settings: Settings, compiled: str | None = None) -> Settings:
-    """The same of one way to compile. The last one alone finds the largest contexts: others compile each size that is tried."""
-    if compiled is None or compiled == settings.compiled[-1]:
-        return replace(settings, compiled=settings.compiled[-1:])
-    return replace(settings, compiled=(compiled,), caps=() if settings.contexts else settings.caps)
-
-
-def fastest_compiled(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the points, of the ways to compile the fastest at each size; its `compiled_s` has the seconds of all."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for point in points:
-        place = point["engine"], point["tokens"], point["mask_ratio"]
-        if "compiled" not in point:
-            found[place] = dict(point)
-            continue
-        seconds = point.get("compiled_s", {point["compiled"]: point["step_s"]})
-        best = found.get(place)
-        if best is not None:
-            seconds = best["compiled_s"] | seconds
-        if best is None or (point["step_s"] or math.inf) < (best["step_s"] or math.inf):
-            best = dict(point)
-        found[place] = {**best, "compiled_s": seconds}
-    return [*found.values()]
-
-
-def run_engine(engine: str, settings: Settings, keep: Progress, *, timeout_s: float | None = None) -> str | None:
+def run_engine(
+    engine: str,
+    settings: Settings,
+    keep: Progress,
+    *,
+    timeout_s: float | None = None,
+    worker: str = "mosaic.bench.worker",
+) -> str | None:
     """Run one engine's process to its end or for `timeout_s`; return why it failed, if it did."""
     if timeout_s is not None and timeout_s <= 0:
         return "not started: no time left"
-    command = [sys.executable, "-m", "mosaic.bench.worker", engine]
+    command = [sys.executable, "-m", worker, engine]
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
@@ -149,13 +145,6 @@ def _cause(errors: TextIO) -> str:
     errors.seek(0)
     lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
     return lines[-1] if lines else "no message"
-
-
-def _keep(result: dict[str, Any], record: dict[str, Any]) -> None:
-    """File a record under its kind; which files a process loaded is not kept."""
-    kind = record.pop("record")
-    if kind != "process":
-        result[f"{kind}s"].append(record)
 
 
 def _compare(points: list[dict[str, Any]]) -> None:

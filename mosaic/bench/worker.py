@@ -10,9 +10,7 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
-from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +22,7 @@ from mosaic.bench.settings import Settings
 from mosaic.errors import DoesNotFit
 from mosaic.models.architecture import Architecture
 
-__all__ = ["Engine", "main", "work"]
+__all__ = ["Emit", "Engine", "serve", "work"]
 
 Emit = Callable[[Mapping[str, Any]], None]
 _SHOWN = 32
@@ -59,9 +57,6 @@ class Engine(Protocol):
     def facts(self, step_s: float) -> dict[str, Any]:
         """Return what the meters say."""
 
-    def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
-        """Return the largest context under a cap."""
-
     def close(self) -> None:
         """Give everything back."""
 
@@ -74,16 +69,14 @@ def open_engine(name: str, settings: Settings) -> Engine:
         return MosaicEngine(settings)
     from mosaic.bench.torch_engine import TorchEngine
 
-    return TorchEngine(settings, compiled=settings.compiled[0] if name == "compile" else None)
+    return TorchEngine(settings, options={"dynamic": False} if name == "compile" else None)
 
 
-def work(name: str, settings: Settings, emit: Emit) -> None:
-    """Measure all points of one engine, then its largest contexts."""
-    began = time.perf_counter()
-    engine = open_engine(name, settings)
+def work(engine: Engine, settings: Settings, emit: Emit) -> None:
+    """Measure all points of one engine."""
     engine.warm()
     synchronise(engine.cuda)
-    emit({"record": "engine", "card": card(engine.cuda), "ready_s": time.perf_counter() - began, **engine.describe()})
+    emit({"record": "engine", "card": card(engine.cuda), **engine.describe()})
     for tokens in settings.contexts:
         first: dict[str, Any] | None = None
         for ratio in settings.mask_ratios:
@@ -95,11 +88,6 @@ def work(name: str, settings: Settings, emit: Emit) -> None:
                 }  # fmt: skip
             first = first or found
             emit({"record": "point", "tokens": tokens, "mask_ratio": ratio, **found})
-    ratios = settings.mask_ratios if engine.ratio_matters else settings.mask_ratios[:1]
-    for cap, ratio in product(settings.caps, ratios):
-        found = engine.largest_context(cap, ratio)
-        emit({"record": "limit", "cap_bytes": cap, "mask_ratio": ratio, **found})
-    engine.close()
 
 
 def measure(engine: Engine, inputs: Inputs, settings: Settings) -> dict[str, Any]:
@@ -130,20 +118,28 @@ def sample(engine: Engine) -> dict[str, Any]:
     return {"tokens": token[:_SHOWN].cpu().tolist(), "mean_confidence": float(confidence.cpu().double().mean())}
 
 
-def main() -> None:
-    """Read the settings, measure, and leave the real stdout to the records."""
-    settings = Settings.from_json(sys.stdin.read())
+def serve(run: Callable[[str, str, Emit], None]) -> None:
+    """Have the engine that the command line names measured by the settings on stdin, and leave the real stdout to the records."""
+    text, name = sys.stdin.read(), sys.argv[1]
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def emit(record: Mapping[str, Any]) -> None:
-        records.write(json.dumps({"engine": sys.argv[1], **record}) + "\n")
+        records.write(json.dumps({"engine": name, **record}) + "\n")
         records.flush()
 
-    work(sys.argv[1], settings, emit)
+    run(name, text, emit)
     files = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
     emit({"record": "process", "files": files})
 
 
+def main(name: str, text: str, emit: Emit) -> None:
+    """Measure an engine."""
+    settings = Settings.from_json(text)
+    engine = open_engine(name, settings)
+    work(engine, settings, emit)
+    engine.close()
+
+
 if __name__ == "__main__":
-    main()
+    serve(main)

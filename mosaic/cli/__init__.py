@@ -19,14 +19,11 @@ from mosaic.cli import (
     bench,
     calibrate,
     check,
-    decodability,
     devices,
-    estimation,
     generate,
     models,
     pack,
     plan,
-    policies,
     quality,
     show,
 )
@@ -72,25 +69,22 @@ for command in (
 measure = typer.Typer(invoke_without_command=True)
 measure.callback()(bench.bench)
 measure.command()(quality.quality)
-measure.command()(policies.policies)
-measure.command()(estimation.estimation)
-measure.command()(decodability.decodability)
 app.add_typer(measure, name="bench")
 
 
 @cache
-def _command() -> Any:
+def _command(commands: typer.Typer) -> Any:
     """The commands as Click has them, which Typer makes in 0.04 s."""
-    return typer.main.get_command(app)
+    return typer.main.get_command(commands)
 
 
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Run the command line; errors of ours end as one line and their exit code."""
     degrade_output()
     try:
         try:
             with noted_warnings():
-                _command()()
+                _command(commands)()
         finally:
             sys.stdout.flush()
     except MosaicError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mosaic.cli.completion import device_names, model_names
-from mosaic.cli.output import new_table, note, print_json, results
+from mosaic.cli.output import new_table, note
 from mosaic.cli.request import require_torch
 from mosaic.errors import UsageError
 
@@ -37,27 +37,18 @@ def bench(
     dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
     budget: Annotated[str | None, typer.Option(help="Bytes that Mosaic may take, such as 24GiB.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Pinned host memory that Mosaic may take.")] = None,
-    cap: Annotated[
-        str | None, typer.Option(help="Find every engine's largest context in this much device memory: 24GiB,40GiB.")
-    ] = None,
     repeats: Annotated[int, typer.Option(help="Counted steps per point; the median is shown.")] = 5,
-    attention: Annotated[
-        str, typer.Option(help="PyTorch's attention: fastest (of a timing), default, cudnn, flash, efficient, math.")
-    ] = "fastest",
     minutes: Annotated[float | None, typer.Option(help="Minutes to stop after; what was measured is kept.")] = None,
     seed: Annotated[int, typer.Option(help="Of random weights and inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
 ) -> None:
-    """Measure steps side by side: latency, memory by four counters, the largest context under a cap. Exit code 1 when
-    an engine failed.
-    """
+    """Measure steps side by side: latency, and memory by four counters. Exit code 1 when an engine failed."""
     if context.invoked_subcommand is not None:
         return
     from mosaic.bench import Settings, run
-    from mosaic.cli.exports import check_targets, say_written
-    from mosaic.files import write_atomic
-    from mosaic.units import parse_bytes, parse_lengths
+    from mosaic.cli.exports import check_targets, report
+    from mosaic.units import parse_lengths
 
     if model is None:
         raise UsageError("give a model: --model llada-8b (see `mosaic models`).")
@@ -76,25 +67,13 @@ def bench(
         dtype=dtype,
         budget=budget,
         host_budget=host_budget,
-        caps=tuple(parse_bytes(part, what="cap") for part in cap.split(",")) if cap is not None else (),
         repeats=repeats,
-        attention=attention,
         seed=seed,
     )
     _check(settings.model, settings.device)
     command = shlex.join(["mosaic", *sys.argv[1:]])
     result = run(settings, command=command, progress=_progress, deadline_s=None if minutes is None else 60 * minutes)
-    if out is not None:
-        import json
-
-        write_atomic(out, json.dumps(result, indent=1) + "\n")
-        say_written([out])
-    if as_json:
-        print_json(result)
-    else:
-        for table in tables(result):
-            results().print(table)
-            results().print()
+    report(result, tables, out, as_json)
     if not result["complete"]:
         raise typer.Exit(1)
 
@@ -124,53 +103,29 @@ def _progress(record: dict[str, Any]) -> None:
         note(f"{record['engine']} failed: {record['message']}")
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
-    """Return the results as people read them."""
-    found = [_points(result)]
-    if result["limits"]:
-        found.append(_limits(result))
-    return found
-
-
 _COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
     ("engine", lambda p: str(p["engine"])),
     ("tokens", lambda p: f"{p['tokens']:,}"),
     ("masked", lambda p: f"{p['mask_ratio']:g}"),
     ("step ms", lambda p: _milliseconds(p["step_s"]) or str(p["failed"]).split(":")[0]),
     ("predicted", lambda p: _milliseconds(p.get("predicted_s"))),
-    ("floor", lambda p: _milliseconds(p.get("floor_s"))),
     ("activations", lambda p: _mib(p.get("activation_peak_bytes"))),
     ("reserved", lambda p: _mib(p.get("reserved_bytes"))),
     ("device MiB", lambda p: _mib(p.get("driver_bytes"))),
-    ("peak/avg", lambda p: _number(p.get("peak_to_average"), ".2f")),
     ("inflation", lambda p: _number(p.get("inflation"), ".1%")),
-    ("attention", lambda p: str(p.get("attention", {}).get("used", ""))),
     ("= eager", lambda p: _number(p.get("agrees_with_eager"), ".0%")),
 )
 """Times in milliseconds; activations, what PyTorch's allocator reserved and what the driver shows in MiB."""
 
 
-def _points(result: dict[str, Any]) -> Table:
-    """Every point; columns that would be empty are left out."""
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the results as people read them: every point; columns that would be empty are left out."""
     cells = [[show(point) for _, show in _COLUMNS] for point in result["points"]]
     shown = [index for index in range(len(_COLUMNS)) if index < 4 or any(row[index] for row in cells)]
     table = new_table(*(_COLUMNS[index][0] for index in shown))
     for row in cells:
         table.add_row(*(row[index] for index in shown))
-    return table
-
-
-def _limits(result: dict[str, Any]) -> Table:
-    from mosaic.units import format_bytes
-
-    table = new_table("engine", "cap", "masked", "largest context", "")
-    for entry in result["limits"]:
-        longest = entry["max_tokens"]
-        table.add_row(
-            entry["engine"], format_bytes(entry["cap_bytes"]), f"{entry['mask_ratio']:g}",
-            "" if longest is None else f"{longest:,}", entry.get("note", ""),
-        )  # fmt: skip
-    return table
+    return [table]
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mosaic.cli.output import note
+from mosaic.cli.output import note, print_json, results
 from mosaic.errors import UsageError
 from mosaic.files import is_replaceable, write_atomic
 
-__all__ = ["check_targets", "export", "say_written"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["check_targets", "export", "report", "say_written"]
 
 Document = Mapping[str, Any]
 
@@ -54,6 +58,21 @@ def say_written(paths: Iterable[Path | None]) -> None:
     names = [str(path) for path in paths if path is not None]
     if names:
         note(f"wrote {', '.join(names)}")
+
+
+def report(
+    result: dict[str, Any], tables: Callable[[dict[str, Any]], Iterable[Table]], out: Path | None, as_json: bool
+) -> None:
+    """Write a measurement's JSON to `out`, whole or not at all, and print it, or its tables."""
+    if out is not None:
+        write_atomic(out, json.dumps(result, indent=1) + "\n")
+        say_written([out])
+    if as_json:
+        print_json(result)
+        return
+    for table in tables(result):
+        results().print(table)
+        results().print()
 
 
 def _json(document: Document) -> str:

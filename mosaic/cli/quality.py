@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mosaic.cli import answers
 from mosaic.cli import decoding_options as o
-from mosaic.cli.output import note
+from mosaic.cli.output import new_table, note
 from mosaic.cli.request import own_dtype, require_torch, scaled
 
 if TYPE_CHECKING:
@@ -72,19 +73,18 @@ def quality(
     dtype: o.DType = None,
     threads: o.Threads = None,
     out: Annotated[Path | None, typer.Option(help="Write the results' JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture, PNG; needs the extra 'viz'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
 ) -> None:
     """Ask a model what it must know: facts at any depth of a document, arithmetic, sorting, stories."""
-    from mosaic.bench.quality.run import QualitySettings, run
-    from mosaic.files import write_atomic
+    from mosaic.bench.quality.run import QualitySettings, run, trained
+    from mosaic.cli.exports import check_targets, report
     from mosaic.models import load
     from mosaic.units import parse_lengths
 
-    answers.check_files(out, plot)
+    check_targets([out])
     require_torch("`mosaic bench quality`")
     settings = QualitySettings(
-        tasks=answers.split(tasks),
+        tasks=tuple(part.strip() for part in tasks.split(",")),
         lengths=parse_lengths(lengths),
         per_cell=per_cell,
         per_task=per_task,
@@ -92,12 +92,13 @@ def quality(
         batch=batch,
         options=o.given(context),
     )
-    described = answers.trained(scaled(load(model), rope_scaling), model, instead="small, small-sdar")
+    described = trained(scaled(load(model), rope_scaling), model, instead="small, small-sdar")
     if "attention" in settings.options:
         settings.options["attention"].check(described.architecture)  # before the model is loaded
     if "eviction" in settings.options:
         settings.options["eviction"].check(described.architecture, dual=cache == "dual")
 
+    from mosaic.bench.environment import environment
     from mosaic.bench.meters import card
     from mosaic.devices import load_device
     from mosaic.runtime.compile import compile
@@ -106,19 +107,11 @@ def quality(
     dtype = dtype or own_dtype(model, device)
     with compile(described, device=device, budget=budget, dtype=dtype, threads=threads) as compiled:
         result = {
-            "model": described.name, "device": device, "card": where, "environment": answers.said_by(),
+            "model": described.name, "device": device, "card": where,
+            "environment": environment(shlex.join(["mosaic", *sys.argv[1:]])),
             **run(compiled, settings, progress=_progress),
         }  # fmt: skip
-    answers.write_result(result, out)
-    if plot is not None:
-        from mosaic.bench.quality.plot import png
-
-        write_atomic(plot, png(result, f"{described.name}, {_named(settings.options)}"))
-    answers.show(result, tables, [out, plot], as_json)
-
-
-def _named(options: Any) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items()) or "the family's own decoding"
+    report(result, tables, out, as_json)
 
 
 def _progress(done: int, total: int, score: Score) -> None:
@@ -133,24 +126,15 @@ def _progress(done: int, total: int, score: Score) -> None:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """Return exact match by task, and of the retrieval tasks by length and by depth."""
-    from rich.table import Table
-
-    by_task = Table(box=None, padding=(0, 1))
-    for column in ("task", "exact", "with working", "items"):
-        by_task.add_column(column, justify="left" if column == "task" else "right", header_style="dim", no_wrap=True)
+    by_task = new_table("task", "exact", "with working", "items")
     for task, share in result["by_task"].items():
         by_task.add_row(task, f"{share['exact']:.1%}", f"{share['whole']:.1%}", f"{share['count']:,}")
     found = [by_task]
     for name, groups in (("length", result["by_length"]), ("depth", result["by_depth"])):
-        keys = sorted({key for shares in groups.values() for key in shares}, key=float)
-        if not keys:
-            continue
-        table = Table(box=None, padding=(0, 1))
-        table.add_column(f"exact by {name}", header_style="dim", no_wrap=True)
-        for key in keys:
-            shown = f"{int(key):,}" if name == "length" else f"{float(key):.0%}"
-            table.add_column(shown, justify="right", header_style="dim", no_wrap=True)
-        for task, shares in groups.items():
-            table.add_row(task, *(f"{shares[key]['exact']:.1%}" if key in shares else "" for key in keys))
-        found.append(table)
+        if keys := sorted({key for shares in groups.values() for key in shares}, key=float):
+            shown = (f"{int(key):,}" if name == "length" else f"{float(key):.0%}" for key in keys)
+            table = new_table(f"exact by {name}", *shown)
+            for task, shares in groups.items():
+                table.add_row(task, *(f"{shares[key]['exact']:.1%}" if key in shares else "" for key in keys))
+            found.append(table)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 __all__ = ["LONG_TASKS", "RESULT", "TASKS", "Item", "Turn", "pick", "prompt_of"]
 
@@ -83,13 +83,6 @@ class Item:
     def result(self) -> str:
         """The answer without its working."""
         return self.answer.rpartition(RESULT)[2].strip()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {
-            "task": self.task, "prompt": self.prompt, "answer": self.answer, "tokens": self.tokens,
-            "length": self.length, "depth": self.depth,
-        }  # fmt: skip
 
 
 def prompt_of(turn: Turn, document: str = "") -> str:

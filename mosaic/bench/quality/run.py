@@ -20,9 +20,10 @@ from mosaic.bench.quality.vocabulary import EOS, SPECIAL, vocabulary
 from mosaic.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
+    from mosaic.models import Model
     from mosaic.runtime.steps import StepRunner
 
-__all__ = ["SCHEMA", "QualitySettings", "check_vocabulary", "run"]
+__all__ = ["SCHEMA", "QualitySettings", "check_vocabulary", "run", "trained"]
 
 SCHEMA: Final = "mosaic.quality/1"
 
@@ -76,6 +77,22 @@ def check_vocabulary(directory: Path) -> None:
             "the quality bench asks questions in their words; give --model small or small-sdar, or a checkpoint trained "
             "by examples/train_small."
         )
+
+
+def trained(described: Model, asked: str, *, instead: str = "small-sdar") -> Model:
+    """Return a model that has weights and the vocabulary of the questions; refuse others, before they are loaded.
+
+    Parameters
+    ----------
+    asked
+        What was asked for, by name.
+    instead
+        What to give instead.
+    """
+    if described.path is None:
+        raise UsageError(f"{asked} is a preset with random weights: give {instead} or a checkpoint directory.")
+    check_vocabulary(Path(described.path))
+    return described
 
 
 def run(

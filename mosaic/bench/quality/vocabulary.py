@@ -1,22 +1,20 @@
 """The small models' vocabulary: special tokens, all 256 bytes, and the words that the generators use.
 
 A piece of text that is a word of the vocabulary is one token, anything else its UTF-8 bytes, one token each; so any
-text encodes and comes back. `Vocabulary` needs neither torch nor `tokenizers`; `tokenizer_json` writes the same rules
-for the `tokenizers` package. Words carry the space before them: " Anna" is one token, digits are always single.
+text encodes and comes back. `Vocabulary` needs neither torch nor `tokenizers`; a checkpoint's tokenizer.json
+has the same rules. Words carry the space before them: " Anna" is one token, digits are always single.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 __all__ = [
     "ASSISTANT",
-    "CHAT_TEMPLATE",
     "EOS",
     "MASK",
     "PAD",
@@ -25,8 +23,6 @@ __all__ = [
     "USER",
     "WORDS",
     "Vocabulary",
-    "tokenizer_config",
-    "tokenizer_json",
     "vocabulary",
 ]
 
@@ -35,13 +31,6 @@ PAD, EOS, MASK, USER, ASSISTANT = range(5)
 
 PIECES: Final = " ?[A-Za-z]+|[^A-Za-z]"
 """A word with the space before it, or one character; the same regular expression in Python and in tokenizer.json."""
-
-CHAT_TEMPLATE: Final = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|> ' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ '[EOS]' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-"""Every turn begins with its role and a space; an answer therefore begins with a space, too."""
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -102,13 +91,6 @@ _find_pieces: Final = re.compile(PIECES).findall
 _split_specials: Final = re.compile("(" + "|".join(re.escape(text) for text in SPECIAL) + ")").split
 
 
-def _byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Tokens and ids, both ways.
@@ -160,48 +142,3 @@ class Vocabulary:
 def vocabulary() -> Vocabulary:
     """Return the one vocabulary of the shipped models."""
     return Vocabulary()
-
-
-def tokenizer_json() -> str:
-    """Return the vocabulary as a tokenizer.json: byte-level BPE without merges, whole words looked up first."""
-    symbols = _byte_symbols()
-    entries = [*SPECIAL, *symbols, *("".join(symbols[byte] for byte in word.encode()) for word in WORDS)]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    split = {"type": "Split", "pattern": {"Regex": PIECES}, "behavior": "Isolated", "invert": False}
-    document: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, "content": text, **flags} for index, text in enumerate(SPECIAL)],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]},
-        "post_processor": None,
-        "decoder": {**byte_level, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": {text: index for index, text in enumerate(entries)},
-            "merges": [],
-        },
-    }
-    return json.dumps(document, ensure_ascii=False, indent=1) + "\n"
-
-
-def tokenizer_config() -> str:
-    """Return the tokenizer_config.json beside it: special tokens and the chat template."""
-    document = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "[EOS]",
-        "pad_token": "[PAD]",
-        "mask_token": "[MASK]",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    return json.dumps(document, indent=1) + "\n"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mosaic.bench.meters import sustained
+from benchmarks.engines.meters import sustained
 from mosaic.models.architecture import Architecture
 
 __all__ = [

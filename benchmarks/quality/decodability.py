@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mosaic.bench.quality.estimation import EstimationSettings, Plain, canvases, items_of, plain_of
+from benchmarks.quality.estimation import EstimationSettings, Plain, canvases, items_of, plain_of
+from benchmarks.quality.replay import Decided, Records, recording
 from mosaic.bench.quality.evaluation import gen_length
 from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.replay import Decided, Records, recording
 from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.models.eviction import Eviction, token_eviction

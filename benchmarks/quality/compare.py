@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from mosaic.bench.quality.answers import Answers
+from benchmarks.quality.answers import Answers
+from benchmarks.quality.policies import policy, schedule
 from mosaic.bench.quality.evaluation import evaluation_set, gen_length, seen_in_training
 from mosaic.bench.quality.items import LONG_TASKS, Item
-from mosaic.bench.quality.policies import policy, schedule
 from mosaic.bench.quality.scoring import score
 from mosaic.bench.quality.vocabulary import EOS, vocabulary
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
-    from mosaic.bench.quality.replay import Agreement, Records
+    from benchmarks.quality.replay import Agreement, Records
     from mosaic.decoding import GenerationConfig
     from mosaic.models.architecture import Architecture
     from mosaic.runtime.steps import StepRunner
@@ -171,7 +171,7 @@ def _of_schedule(
     progress: Progress,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every policy under one schedule: figures by task, against the first, and agreement on its canvases."""
-    from mosaic.bench.quality.replay import forced, recording
+    from benchmarks.quality.replay import forced, recording
 
     arch, chosen = model.architecture, _some_of_each(items, settings.replay)
     baseline: Answers | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from mosaic.bench.quality.pairing import difference, mcnemar, ratio
+from benchmarks.quality.pairing import difference, mcnemar, ratio
 
 __all__ = ["Answers"]
 
