@@ -84,7 +84,14 @@ def _chosen(points: list[pytest.Function], together: int) -> list[pytest.Functio
     ]
 
 
-LONGEST = ["test_triton_compiles", "test_fuzz", "test_parity_block", "test_parity"]
+LONGEST = [
+    "test_triton_compiles",
+    "test_fuzz",
+    "test_parity_block",
+    "test_parity",
+    "test_gpu_generation",
+    "test_gpu_kv",
+]
 """Files with the longest tests, which run first: what is left for the end is short, and workers end together."""
 
 

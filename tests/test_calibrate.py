@@ -527,6 +527,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(mo
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card: torch.cuda.is_available() is False")
 def test_on_this_card(mosaic: Any, tmp_path: Path) -> None:
     code, out, err = mosaic("--quick", "--json", "--out", "card.toml")

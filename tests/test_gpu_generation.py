@@ -126,16 +126,22 @@ def tokens_of(answers: list[decoding.Generation]) -> list[list[int]]:
     return [answer.token_ids.tolist() for answer in answers]
 
 
-@pytest.mark.parametrize("debug", [None, "poison"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_card_generates_the_cpus_tokens(way: str, debug: Any, opened: Any) -> None:
+def test_the_card_generates_the_cpus_tokens(way: str, opened: Any) -> None:
+    """All requests together, poisoned, and each alone."""
     family, options = WAYS[way]
     expected = generated(opened(family, "cpu"), family, options)
-    found = generated(opened(family, DEVICE, debug=debug), family, options)
-    assert tokens_of(found) == tokens_of(expected)
-    assert len({token for answer in tokens_of(found) for token in answer}) > 3
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine.confidence, other.confidence, rtol=1e-3, atol=1e-5)
+    model = opened(family, DEVICE)
+    together = generated(model, family, options)
+    for found in (together, generated(opened(family, DEVICE, debug="poison"), family, options)):
+        assert tokens_of(found) == tokens_of(expected)
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.confidence, other.confidence, rtol=1e-3, atol=1e-5)
+    assert len({token for answer in tokens_of(expected) for token in answer}) > 3
+    config = decoding.GenerationConfig(stop_at_eos=False, **options)
+    for number, prompt in enumerate(prompts_of(FAMILIES[family])):
+        alone = decoding.generate(model, [prompt], config, request_ids=[number])
+        assert tokens_of(alone) == tokens_of(together[number : number + 1])
 
 
 @pytest.mark.parametrize(
@@ -182,17 +188,6 @@ def test_crews_in_turn_get_the_cpus_tokens(way: str, opened: Any, monkeypatch: p
     )
     assert tokens_of(generated(model, family, options, lengths)) == tokens_of(expected)
     assert max(most) <= 3 < len(lengths)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_request_gets_the_same_tokens_alone(way: str, opened: Any) -> None:
-    family, options = WAYS[way]
-    model = opened(family, DEVICE)
-    together = generated(model, family, options)
-    config = decoding.GenerationConfig(stop_at_eos=False, **options)
-    for number, prompt in enumerate(prompts_of(FAMILIES[family])):
-        alone = decoding.generate(model, [prompt], config, request_ids=[number])
-        assert tokens_of(alone) == tokens_of(together[number : number + 1])
 
 
 def test_pages_are_the_plans_at_every_step(opened: Any) -> None:

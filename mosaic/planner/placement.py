@@ -42,7 +42,7 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> Placement:
         found.append(placement)
         if placement.peak_bytes == point.lower_bound(config):
             return placement
-    solution = _solve(problem_of(point.space.variant(config), point.root_sizes(config).tolist()), solver)
+    solution = _solved(point.space.variant(config), point.root_sizes(config).tolist(), solver)
     found.append(Placement(solution.offsets, solution.peak_bytes, solution.solver))
     return min(found, key=lambda placement: placement.peak_bytes)  # the first of equals
 
@@ -72,6 +72,14 @@ def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order
         solution = _solve(problem, "auto")
         variant.orders.append((Order.of(problem, solution), Guard(problem), solution.solver))
     return variant.orders[number]
+
+
+def _solved(variant: Variant, sizes: list[int], solver: str) -> Solution:
+    """Solve from scratch, or give the variant's last answer again."""
+    asked = (solver, tuple(sizes))
+    if variant.last_solved is None or variant.last_solved[0] != asked:
+        variant.last_solved = asked, _solve(problem_of(variant, sizes), solver)
+    return variant.last_solved[1]
 
 
 def _solve(problem: Problem, solver: str) -> Solution:

@@ -21,7 +21,7 @@ from mosaic.planner.check import Records
 from mosaic.planner.cost import OpTimes
 from mosaic.planner.grid import Config, Grid
 from mosaic.planner.lifetimes import Lifetimes, derive
-from mosaic.planner.offsets import Guard, Order
+from mosaic.planner.offsets import Guard, Order, Solution
 from mosaic.planner.peaks import ALIGNMENT, PeakFormula, peak_formula
 from mosaic.planner.template import Body, Template
 from mosaic.units import round_up
@@ -40,14 +40,15 @@ class Variant:
     """A body with some of its regions on.
 
     `orders` are packings found at reference sizes, with what checks their answers and the solver that found them; they
-    are replayed for new sizes. The last three fields keep what plans say of this variant whatever the dims; the document
-    module fills them.
+    are replayed for new sizes. `last_solved` is what was last solved for these very sizes: a refusal asks for the same packing
+    several times. The last three fields keep what plans say of this variant whatever the dims; the document module fills them.
     """
 
     body: Body
     life: Lifetimes
     formula: PeakFormula
     orders: list[tuple[Order, Guard, str]] = field(default_factory=list)
+    last_solved: tuple[tuple[str, tuple[int, ...]], Solution] | None = None
     records: Records | None = None
     tables: Tables | None = None
     formula_lines: list[dict[str, str]] = field(default_factory=list)

@@ -70,7 +70,6 @@ def importance_kernel(
     mine = listed + sequence * POSITIONS
     index = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_H)
-    offset = tl.load(mine + index, mask=index < POSITIONS, other=-1)
     total = tl.zeros([BLOCK_K], tl.float32)
     end = tl.load(cu_seqlens + sequence + 1) * GROUP
     for start in range(tl.load(cu_seqlens + sequence) * GROUP, end, BLOCK_Q):
@@ -90,11 +89,13 @@ def importance_kernel(
             k_tile = tl.load(keys[None, :] + column[:, None], mask=there[None, :] & (column < SIZE)[:, None], other=0.0)
             scores = tl.dot(queries, k_tile, input_precision="ieee") * scale_log2
             pooled = tl.maximum(pooled, tl.where(there[None, :], scores, float("-inf")))
+        offset = tl.load(mine + index, mask=index < POSITIONS, other=-1)  # held through the loop, it went to the stack
         pooled = tl.where((offset >= 0)[None, :], pooled, float("-inf"))
         maximum = tl.max(pooled, 1)
         weights = tl.exp2(pooled - tl.where(maximum == float("-inf"), 0.0, maximum)[:, None])
         share = tl.where(says, 1.0, 0.0) / tl.maximum(tl.sum(weights, 1), 1.0)  # the largest weight is 1
         total += tl.sum(weights * share[:, None], 0)
+    offset = tl.load(mine + index, mask=index < POSITIONS, other=-1)
     found = tl.sum(tl.where(offset[:, None] == index[None, :], total[:, None], 0.0), 0)
     tl.store(importance + (sequence * HEADS + head) * POSITIONS + index, found, mask=index < POSITIONS)
 
