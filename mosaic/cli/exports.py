@@ -40,7 +40,7 @@ def check_targets(targets: Iterable[Path | None]) -> None:
 
 def export(document: Document, targets: Mapping[str, Path | None]) -> None:
     """Render `document` for every target that is given, then write the files whole and say so; if one fails, none is left."""
-    rendered = [(path, _RENDERERS[kind](document)) for kind, path in targets.items() if path is not None]
+    rendered = [(path, _rendered(document, kind)) for kind, path in targets.items() if path is not None]
     written: list[Path] = []
     try:
         for path, data in rendered:
@@ -75,40 +75,15 @@ def report(
         results().print()
 
 
-def _json(document: Document) -> str:
-    from mosaic.planner.plan import Plan
-
-    return Plan(document).to_json()
+_ENDINGS: Mapping[str, str] = {"html": ".html", "png": ".png", "trace": ".perfetto.json", "snapshot": ".pickle"}
+"""Kind of file -> what `mosaic.viz.save` knows it by."""
 
 
-def _html(document: Document) -> str:
-    from mosaic.viz.report import html_report
+def _rendered(document: Document, kind: str) -> str | bytes:
+    if kind == "json":
+        from mosaic.planner.plan import Plan
 
-    return html_report(document)
+        return Plan(document).to_json()
+    from mosaic.viz.save import FORMATS
 
-
-def _png(document: Document) -> bytes:
-    from mosaic.viz.charts import plan_png
-
-    return plan_png(document)
-
-
-def _trace(document: Document) -> str:
-    from mosaic.viz.perfetto import trace_json
-
-    return trace_json(document)
-
-
-def _snapshot(document: Document) -> bytes:
-    from mosaic.viz.snapshot import snapshot_pickle
-
-    return snapshot_pickle(document)
-
-
-_RENDERERS: Mapping[str, Callable[[Document], str | bytes]] = {
-    "json": _json,
-    "html": _html,
-    "png": _png,
-    "trace": _trace,
-    "snapshot": _snapshot,
-}
+    return FORMATS[_ENDINGS[kind]](document)

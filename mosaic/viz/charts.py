@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.errors import MissingExtra
@@ -51,45 +51,28 @@ _SERIES_COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", 
 _SERIES_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
-def timeline_figure(doc: Document, *, pools: Iterable[str] = ("workspace",)) -> Figure:
-    """Draw the live bytes of every op by category, the peak marked, the lower bound as a line.
-
-    Parameters
-    ----------
-    doc
-        A plan document.
-    pools
-        Which pools count. With weights and state, the lines of the workspace are left out.
+def timeline_figure(doc: Document) -> Figure:
+    """Draw the live bytes of the workspace at every op by category, the peak marked, the lower bound as a line.
 
     Raises
     ------
     MissingExtra
         If matplotlib is not installed.
     """
-    pools = tuple(pools)
-    profile = live_profile(doc, pools)
+    profile = live_profile(doc)
     figure = _figure(10, 4.4)
     axes = figure.subplots()
     _draw_timeline(axes, profile)
     _label_peak(axes, doc, profile)
-    if pools == ("workspace",):
-        _draw_bounds(axes, doc, profile)
+    _draw_bounds(axes, doc, profile)
     axes.set_xlabel(f"op index in program order ({profile.num_ops} ops, loop bodies once)")
-    what = "workspace" if pools == ("workspace",) else " + ".join(pools)
-    _headline(figure, f"Live {what} peaks at {format_bytes(profile.peak_bytes)}", _subject(doc))
+    _headline(figure, f"Live workspace peaks at {format_bytes(profile.peak_bytes)}", _subject(doc))
     _legend(figure, profile.categories)
     return figure
 
 
-def map_figure(doc: Document, *, window: tuple[int, int] | None = None) -> Figure:
+def map_figure(doc: Document) -> Figure:
     """Draw the workspace as an address-by-time map: one rectangle per held buffer, loops marked above.
-
-    Parameters
-    ----------
-    doc
-        A plan document.
-    window
-        Half-open range of ops to show; the whole step by default.
 
     Raises
     ------
@@ -97,10 +80,9 @@ def map_figure(doc: Document, *, window: tuple[int, int] | None = None) -> Figur
         If matplotlib is not installed.
     """
     check_schema(doc)
-    first, last = window or (0, max(len(doc["ops"]), 1))
     figure = _figure(10, 5.0)
     axes = figure.subplots()
-    _draw_map(axes, doc, first, last)
+    _draw_map(axes, doc, 0, max(len(doc["ops"]), 1))
     axes.set_xlabel("op index in program order")
     _headline(figure, _map_title(doc), _subject(doc))
     _legend(figure, _categories(doc))
@@ -134,7 +116,6 @@ def context_figure(
     series: Sequence[tuple[str, Sequence[tuple[int, int]]]],
     limit_bytes: int | None = None,
     *,
-    title: str = "Peak memory against context",
     limit_label: str = "card",
 ) -> Figure:
     """Draw peak bytes against context for several systems, and where each meets the card's limit.
@@ -145,8 +126,8 @@ def context_figure(
         `(label, [(context in tokens, bytes), ...])` per curve.
     limit_bytes
         Drawn as a horizontal line; None for no line.
-    title, limit_label
-        Text of the headline and of the line.
+    limit_label
+        Text of the line.
 
     Raises
     ------
@@ -177,7 +158,7 @@ def context_figure(
         )
     axes.set_ylabel("peak memory, GiB")
     axes.set_xlabel("context, tokens")
-    _headline(figure, title, "")
+    _headline(figure, "Peak memory against context", "")
     if series:
         figure.legend(frameon=False, fontsize=9, loc="outside lower left", ncols=min(len(series), 5))
     return figure
@@ -211,11 +192,11 @@ def plan_figure(doc: Document) -> Figure:
     return figure
 
 
-def figure_png(figure: Figure, *, dpi: int = 110) -> bytes:
+def figure_png(figure: Figure) -> bytes:
     """Return a figure as PNG bytes."""
     stream = io.BytesIO()
     # No date and no version in the metadata: the same plan gives the same bytes.
-    figure.savefig(stream, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    figure.savefig(stream, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return stream.getvalue()
 
 

@@ -283,13 +283,10 @@ def peak_index(doc: Document, pools: Iterable[str] = ("workspace",)) -> int:
     return total.index(max(total)) if total else 0
 
 
-def largest_live(
-    doc: Document, n: int = 5, *, at: int | None = None, pools: Iterable[str] = ("workspace",)
-) -> list[LiveBuffer]:
-    """Return the `n` largest buffers alive at an op, by default at the peak; largest first, ties by id."""
-    pools = tuple(pools)
-    index = peak_index(doc, pools) if at is None else at
-    alive = [b for b in placed_roots(doc, pools) if any(start <= index < end for start, end in held_intervals(b))]
+def largest_live(doc: Document, n: int = 5, *, at: int | None = None) -> list[LiveBuffer]:
+    """Return the `n` largest buffers of the workspace alive at an op, by default at the peak; largest first, ties by id."""
+    index = peak_index(doc) if at is None else at
+    alive = [b for b in placed_roots(doc) if any(start <= index < end for start, end in held_intervals(b))]
     alive.sort(key=lambda buffer: (-buffer["size"], buffer["id"]))
     category_of = root_categories(doc, {buffer["id"] for buffer in alive[:n]})
     return [

@@ -16,10 +16,11 @@ from mosaic.viz.profile import Document, LiveProfile, live_profile, optimality, 
 __all__ = ["sparkline", "text_timeline"]
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_ROWS: Final = 4
 _MIN_WIDTH: Final = 24
 
 
-def sparkline(values: Sequence[int], width: int = 60, *, height: int = 1, top: int | None = None) -> list[str]:
+def sparkline(values: Sequence[int], width: int = 60, *, height: int = 1) -> list[str]:
     """Draw non-negative values as rows of block characters, the top row first.
 
     Each column is the largest value of its share, so that a peak is never lost; a value above zero is never blank.
@@ -32,8 +33,6 @@ def sparkline(values: Sequence[int], width: int = 60, *, height: int = 1, top: i
         Most columns; fewer if there are fewer values.
     height
         Rows of text, eight levels each.
-    top
-        The value of the full height; the largest value by default.
 
     Examples
     --------
@@ -41,7 +40,7 @@ def sparkline(values: Sequence[int], width: int = 60, *, height: int = 1, top: i
     [' ▁▂▄█']
     """
     columns = _shares(values, width)
-    full = max(top or max(columns, default=0), 1)
+    full = max(columns, default=0) or 1
     levels = [-(-value * 8 * height // full) for value in columns]
     return ["".join(_BLOCKS[max(0, min(8, level - 8 * row))] for level in levels) for row in reversed(range(height))]
 
@@ -51,7 +50,7 @@ def _shares(values: Sequence[int], width: int) -> list[int]:
     return [max(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
 
 
-def text_timeline(doc: Document, width: int = 80, *, height: int = 4, ascii_only: bool = False) -> str:
+def text_timeline(doc: Document, width: int = 80, *, ascii_only: bool = False) -> str:
     """Draw the live bytes of the workspace over the step, with the peak named beneath.
 
     Parameters
@@ -60,8 +59,6 @@ def text_timeline(doc: Document, width: int = 80, *, height: int = 4, ascii_only
         A plan document.
     width
         Longest line, in characters; at least 24.
-    height
-        Rows of the chart.
     ascii_only
         Draw with `#` and `^` for terminals whose encoding is not UTF-8.
 
@@ -76,8 +73,8 @@ def text_timeline(doc: Document, width: int = 80, *, height: int = 4, ascii_only
         raise UsageError(f"a timeline of {width} columns cannot be read: give at least {_MIN_WIDTH}.")
     profile = live_profile(doc)
     label = format_bytes(profile.peak_bytes)
-    rows = sparkline(profile.total_bytes, width - len(label) - 2, height=height)
-    margins = [label, *[""] * (height - 2), "0"] if height > 1 else [label]
+    rows = sparkline(profile.total_bytes, width - len(label) - 2, height=_ROWS)
+    margins = [label, *[""] * (_ROWS - 2), "0"]
     chart = [f"{margin:>{len(label)}} │{row}".rstrip() for margin, row in zip(margins, rows, strict=True)]
     column = profile.peak_index * len(rows[0]) // max(profile.num_ops, 1)
     pointer = " " * (len(label) + 2 + _first_full(rows[0], column)) + "▲"
