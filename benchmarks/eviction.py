@@ -63,8 +63,8 @@ from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.decoding.config import ALGORITHMS, own_algorithm
 from mosaic.errors import DoesNotFit
 from mosaic.models.architecture import Architecture
-from mosaic.models.parts.reused import Reused
-from mosaic.models.parts.selected import Selected
+from mosaic.models.policies.flashblock import Reused
+from mosaic.models.policies.mage import Selected
 from mosaic.runtime.compiled import CompiledModel
 
 __all__ = ["HEADER", "WAYS", "floor_of", "header_of", "main", "measured", "of_parts", "rows_of", "timings"]

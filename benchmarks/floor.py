@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from mosaic.devices import Device
 from mosaic.models.architecture import Architecture
-from mosaic.models.reuse import PrefixReuse
-from mosaic.models.sparse import SparseAttention
+from mosaic.models.policies.flashblock import PrefixReuse
+from mosaic.models.policies.mage_options import SparseAttention
 
 __all__ = ["Best", "Floor", "keys_read"]
 

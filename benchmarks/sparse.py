@@ -35,8 +35,9 @@ from mosaic.decoding import GenerationConfig, OnStep, Session
 from mosaic.devices import Device
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models import Model
-from mosaic.models.reuse import REUSES, PrefixReuse
-from mosaic.models.sparse import PRESETS, SparseAttention, attention_policy
+from mosaic.models.policies.flashblock import REUSES, PrefixReuse
+from mosaic.models.policies.mage_options import PRESETS, SparseAttention
+from mosaic.models.policies.registry import attention_policy
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.launched import Launched
 from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
@@ -165,7 +166,7 @@ def floor_s(
     arch, floor = model.architecture, Floor(model.architecture, device)
     chosen = None if attention == EXACT else attention_policy(attention)
     reuse = chosen if isinstance(chosen, PrefixReuse) else chosen and chosen.reuse
-    refreshing = steps if reuse is None else reuse.refreshing(steps)  # whichever these are
+    refreshing = steps if reuse is None else sum(map(reuse.refreshes_in, range(steps)))  # whichever these are
     seconds = 0.0
     for step in range(steps):
         selects = isinstance(chosen, SparseAttention) and chosen.selects_in(step, steps)

@@ -36,9 +36,9 @@ from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import ALGORITHMS, Algorithm, Canvas, GenerationConfig, resolve
 from mosaic.decoding.algorithms import algorithm_of
 from mosaic.decoding.llada import schedule
-from mosaic.models.eviction import Eviction
 from mosaic.models.parts.cut import COUNT, KEPT
-from mosaic.models.parts.focus import BlockProgress
+from mosaic.models.policies.focus import BlockProgress
+from mosaic.models.policies.focus_options import Eviction
 from mosaic.runtime.steps import StepResult
 
 if TYPE_CHECKING:

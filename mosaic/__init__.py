@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from mosaic.decoding.session import Session
     from mosaic.devices import DEVICES, Device, load_device
     from mosaic.errors import DoesNotFit, MosaicError, UsageError
-    from mosaic.models.eviction import Eviction
-    from mosaic.models.reuse import PrefixReuse
-    from mosaic.models.sparse import SparseAttention
+    from mosaic.models.policies.flashblock import PrefixReuse
+    from mosaic.models.policies.focus_options import Eviction
+    from mosaic.models.policies.mage_options import SparseAttention
     from mosaic.planner.check import check_plan
     from mosaic.planner.custom import plan_graph, plan_program
     from mosaic.planner.plan import Plan
@@ -39,7 +39,7 @@ _PUBLIC = {
     "DEVICES": "mosaic.devices",
     "Device": "mosaic.devices",
     "DoesNotFit": "mosaic.errors",
-    "Eviction": "mosaic.models.eviction",
+    "Eviction": "mosaic.models.policies.focus_options",
     "Generation": "mosaic.decoding.live",
     "GenerationConfig": "mosaic.decoding.config",
     "Graph": "mosaic.registrar.graph",
@@ -48,11 +48,11 @@ _PUBLIC = {
     "Operator": "mosaic.registrar.operator",
     "Plan": "mosaic.planner.plan",
     "Planner": "mosaic.planner.planner",
-    "PrefixReuse": "mosaic.models.reuse",
+    "PrefixReuse": "mosaic.models.policies.flashblock",
     "Program": "mosaic.registrar.program",
     "Request": "mosaic.planner.request",
     "Session": "mosaic.decoding.session",
-    "SparseAttention": "mosaic.models.sparse",
+    "SparseAttention": "mosaic.models.policies.mage_options",
     "Spec": "mosaic.registrar.operator",
     "Submission": "mosaic.decoding.live",
     "UsageError": "mosaic.errors",

@@ -87,12 +87,7 @@ SELECT: Final = Operator(
 class Dropping(Cut):
     """Drops rows that weigh less than their sequence's limit, `StepRequest.values["limit"]`; none where there is no limit."""
 
-    sizes: tuple[int, ...] = ()
-    guess: bool = True
-
-    @property
-    def guesses(self) -> bool:
-        return self.guess
+    guesses: bool = True
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         return (
@@ -101,9 +96,6 @@ class Dropping(Cut):
                 value=lambda window: window.request.values.get("limit", ALL),
             ),
         )  # fmt: skip
-
-    def buckets(self, tokens: int) -> Sequence[int]:
-        return self.sizes or Cut.buckets(self, tokens)
 
     def observe(self, step: Any, layer: int, q: Any) -> None:
         if layer in (0, self.layer):

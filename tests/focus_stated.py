@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mosaic.models.architecture import Architecture
-from mosaic.models.eviction import Eviction
+from mosaic.models.policies.focus_options import Eviction
 
 __all__ = ["Dual", "Experts", "Generated", "StatedStep"]
 

@@ -12,7 +12,7 @@ from test_session import FAMILIES
 from torch import Tensor
 
 from mosaic.decoding.llada import schedule
-from mosaic.models.sparse import SparseAttention
+from mosaic.models.policies.mage_options import SparseAttention
 from mosaic.runtime.compiled import CompiledModel
 
 LAYERS, HEADS, KV_HEADS, SIZE, BLOCK, MASK = 4, 4, 2, 8, 4, 63

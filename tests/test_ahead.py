@@ -24,7 +24,7 @@ from mosaic.errors import UsageError
 from mosaic.models.parts import CANVAS, ENTERED, GUIDED, KEPT, KV, STAYING, Commit
 from mosaic.models.parts.windows import OPEN
 from mosaic.models.phase import Phase
-from mosaic.models.sparse import SparseAttention
+from mosaic.models.policies.mage_options import SparseAttention
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan

@@ -51,8 +51,9 @@ from mosaic.errors import UsageError
 from mosaic.kernels import load as load_kernel
 from mosaic.models import load
 from mosaic.models.parts import KV
-from mosaic.models.reuse import PrefixReuse
-from mosaic.models.sparse import SparseAttention, attention_policy
+from mosaic.models.policies.flashblock import PrefixReuse
+from mosaic.models.policies.mage_options import SparseAttention
+from mosaic.models.policies.registry import attention_policy
 from mosaic.planner import Planner, Request
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.steps import StepRequest

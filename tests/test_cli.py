@@ -19,7 +19,7 @@ from mosaic import cli
 from mosaic.cli.attention import report_steps
 from mosaic.devices import DEVICES
 from mosaic.models import PRESETS
-from mosaic.models.sparse import attention_policy
+from mosaic.models.policies.registry import attention_policy
 
 
 class Outcome:

@@ -69,6 +69,16 @@ with mosaic.compile(PLAIN, device="cpu") as model:  # of a family that was added
     )
     assert order == [4, 5, 6, 7, 8, 9] and found.token_ids.numel() == 6, (order, found)
 
+# a policy, named by a request: the most certain tokens by margin, two a step
+block = {**PLAIN, "model_type": "sdar", "block_size": 4, "mask_token_id": 255, "eos_token_id": 254, "pad_token_id": 254}
+with mosaic.compile(block, device="cpu") as model:
+    decided = []
+    ask = dict(gen_length=8, steps=2, remasking="low_confidence_static", stop_at_eos=False, attention="margin")
+    (found,) = model.generate(tokens[:4], on_step=lambda step: decided.append(len(step.positions)), **ask)
+    assert [count for count in decided if count] == [2, 2, 2, 2], decided
+    (other,) = model.generate(tokens[:4], **{**ask, "attention": None})
+    assert not torch.equal(found.confidence, other.confidence)  # margins, not probabilities
+
 # the family: read from its config.json, planned, its keys checked
 assert mosaic.plan(PLAIN, tokens=64, device="cpu").fits
 with warnings.catch_warnings(record=True) as warned:
@@ -128,7 +138,14 @@ def test_what_the_walks_add_is_all_that_it_takes(library: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-WALKS = ["An operator", "A way of attention", "A decoding algorithm", "A model family", "A solver of offset assignment"]
+WALKS = [
+    "An operator",
+    "A way of attention",
+    "A policy",
+    "A decoding algorithm",
+    "A model family",
+    "A solver of offset assignment",
+]
 
 
 def test_a_walk_has_examples_of_the_files_that_it_names() -> None:

@@ -23,6 +23,7 @@ from mosaic import Implementation, Operator, Spec
 from mosaic.decoding import Algorithm, Canvas, GenerationConfig, LiveRequest, Traits
 from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.algorithms import canvas_length
+from mosaic.decoding.blocks import Blocks
 from mosaic.decoding.canvas import Sampling
 from mosaic.errors import BucketOverflow, DoesNotFit, GraphError, UnknownName, UsageError
 from mosaic.models import load
@@ -173,7 +174,7 @@ def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(
 ) -> None:
     """Under poison, packed at random, against plain code that keeps stale keys where rows were dropped."""
     rng = random.Random(100 * seed + guess)
-    cut = Dropping(guess=guess, layer=1)
+    cut = Dropping(guesses=guess, layer=1)
     phase = replace(CUT, cut=cut)
     live, sizes = opened(model, rng, 3), set()
     for turn in range(12):
@@ -318,7 +319,7 @@ class Nothing(Dropping):
 def test_a_step_that_keeps_no_row_decides_nothing(model: CompiledModel, guess: bool) -> None:
     """It runs for the fewest rows, and keys of later layers stay what they are."""
     rng = random.Random(9)
-    cut = Nothing(guess=guess)
+    cut = Nothing(guesses=guess)
     one = Sequence.filled(model, 64, rng)
     for turn in range(3):
         request = one.window(rng, replace(CUT, cut=cut))
@@ -392,7 +393,7 @@ def test_a_second_graph_that_runs_later_needs_no_first_one(
     """More rows than were guessed run again; without a guess the host has to look at the count. The outcome, and all that outlives
     the step, is as if the right size had been launched at once, whatever runs between."""
     rng = random.Random(0)
-    phase = replace(CUT, cut=Dropping(sizes=(2, 8, 64), guess=guess))
+    phase = replace(CUT, cut=Dropping(sizes=(2, 8, 64), guesses=guess))
     for between in ("nothing", "a look", "a step", "an interrupt", "a trim", "a sequence that ends"):
         one, request = few_and_all(model, rng, phase)
         other = Sequence.filled(model, 16, rng)
@@ -426,7 +427,7 @@ def test_a_second_graph_that_runs_later_needs_no_first_one(
 def test_more_rows_than_there_is_a_size_for_are_an_error(model: CompiledModel, guess: bool) -> None:
     """Whoever asks for the outcome is told; nobody else is, and the next steps run."""
     rng = random.Random(1)
-    phase = replace(CUT, cut=Dropping(sizes=(2, 8), guess=guess))
+    phase = replace(CUT, cut=Dropping(sizes=(2, 8), guesses=guess))
     one, request = few_and_all(model, rng, phase)
     count = len(request.token_ids)
     with pytest.raises(
@@ -478,7 +479,7 @@ def test_plans_of_both_graphs_are_proved_and_need_no_more_than_the_uncut_one() -
 @pytest.mark.parametrize("guess", [True, False])
 def test_what_is_admitted_fits_and_what_is_not_runs_no_part(guess: bool) -> None:
     """At the budget of its largest graph a step runs, within it at every moment; a byte below nothing of it does."""
-    phase = replace(CUT, cut=Dropping(guess=guess))
+    phase = replace(CUT, cut=Dropping(guesses=guess))
     sizes = [StepSize(phase=phase, windows=(1024,), keys=(1024,), rows=512)]
     with closing(CompiledRunner(CONFIG, TENSORS, host_budget=0)) as free:
         most = free.model.check(sizes)
@@ -581,10 +582,11 @@ def test_steps_that_are_cut_read_and_write_a_canvas_on_the_device(model: Compile
     for phase in (UNCUT, CUT):
 
         def decode(canvas: Canvas, phase: Phase = phase) -> Any:
-            yield from decode_ahead(canvas, phase, Sampling.of(canvas.config, scaled=False), [2] * 4, exactly=True)
+            blocks = Blocks(canvas.config, canvas.architecture, canvas.prompt_len, phase)
+            yield from decode_ahead(canvas, blocks, Sampling.of(canvas.config, scaled=False), [2] * 4, exactly=True)
 
         def shapes(config: Any, arch: Any, prompt_len: int, request: int, phase: Phase = phase) -> Any:
-            return ahead_shapes(config, phase, prompt_len)
+            return ahead_shapes(Blocks(config, arch, prompt_len, phase))
 
         options = frozenset({"steps", "ahead", "block_length"})
         traits = Traits(options=options, blockwise=True, defaults={"steps": 4})

@@ -32,13 +32,14 @@ from mosaic.errors import DoesNotFit, MosaicError, UnknownName, UsageError
 from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models import load
 from mosaic.models.architecture import Architecture
-from mosaic.models.eviction import PRESETS, Eviction, token_eviction
 from mosaic.models.parts import KEPT, Commit
-from mosaic.models.parts.focus import Focus
 from mosaic.models.parts.windows import APART
 from mosaic.models.phase import Phase
-from mosaic.models.sparse import PRESETS as SPARSE
-from mosaic.models.sparse import SparseAttention
+from mosaic.models.policies.focus import Focus
+from mosaic.models.policies.focus_options import PRESETS, Eviction
+from mosaic.models.policies.mage_options import PRESETS as SPARSE
+from mosaic.models.policies.mage_options import SparseAttention
+from mosaic.models.policies.registry import token_eviction
 from mosaic.models.state import State
 from mosaic.models.step import StepSize, most_rows
 from mosaic.planner.planner import Planner
@@ -518,7 +519,7 @@ class Guessing(Recorder):
         cut = request.phase.cut
         if not isinstance(cut, Focus):
             return request
-        return replace(request, phase=replace(request.phase, cut=Tight(eviction=cut.eviction, guess=True)))
+        return replace(request, phase=replace(request.phase, cut=Tight(eviction=cut.eviction, guesses=True)))
 
 
 def test_steps_that_keep_more_than_was_guessed_change_nothing(

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from mosaic.errors import MosaicError, UnknownName, UsageError
 from mosaic.models import load
-from mosaic.models.eviction import PRESETS, Eviction, token_eviction
 from mosaic.models.parts import APART, KEPT
-from mosaic.models.parts.focus import HISTORY, BlockProgress, Focus
 from mosaic.models.parts.windows import WINDOWS
 from mosaic.models.phase import Phase
+from mosaic.models.policies.focus import HISTORY, BlockProgress, Focus
+from mosaic.models.policies.focus_options import PRESETS, Eviction
+from mosaic.models.policies.registry import token_eviction
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.steps import StepRequest, StepResult

@@ -64,7 +64,7 @@ def test_a_cut_that_keeps_every_row_changes_nothing(model: CompiledModel) -> Non
 def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(model: CompiledModel, guess: bool) -> None:
     """Few rows and all of them by turns, so that sizes that were guessed are exceeded; against plain code on the CPU."""
     rng = random.Random(1)
-    cut = Dropping(guess=guess)
+    cut = Dropping(guesses=guess)
     phase = replace(CUT, cut=cut)
     live, sizes = on_card(opened(model, rng, 3)), set()
     windows = [one.window(rng, phase) for one in live]

@@ -87,6 +87,43 @@ def test_imports_run_downward(room: str) -> None:
         assert not extra, f"{path} imports {sorted(extra)}"
 
 
+# --- no circles: every import statement counts, deferred ones and those for types too ------------------------------------
+
+WITHOUT_CIRCLES = ("models", "decoding")
+
+
+def modules() -> dict[str, Path]:
+    """The library's modules by dotted name; a package has that of its folder."""
+    names = {path: ".".join(("mosaic", *path.relative_to(ROOT).with_suffix("").parts)) for path in ROOT.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def imported(name: str, known: dict[str, Path]) -> set[str]:
+    """Modules of the library that a module imports, anywhere in it."""
+    found, package = set[str](), name if known[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(known[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {full if (full := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return found & known.keys() - {name}
+
+
+@pytest.mark.parametrize("room", WITHOUT_CIRCLES)
+def test_no_module_imports_what_imports_it(room: str) -> None:
+    known = modules()
+    imports_of = {name: imported(name, known) for name in known}
+    for name in (name for name in known if name.startswith(f"mosaic.{room}")):
+        reached, left = set[str](), [*imports_of[name]]
+        while left:
+            if (other := left.pop()) not in reached:
+                reached.add(other)
+                left += imports_of[other]
+        assert name not in reached, f"{name} imports what imports it"
+
+
 # --- tests use public seams ---------------------------------------------------------------------------------------------
 
 TESTS = Path(__file__).parent

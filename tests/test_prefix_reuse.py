@@ -19,11 +19,10 @@ from mosaic.decoding import GenerationConfig
 from mosaic.decoding.session import Session
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.parts import Commit
-from mosaic.models.parts.reused import Reused
-from mosaic.models.parts.selected import Selected
 from mosaic.models.phase import Phase
-from mosaic.models.reuse import PrefixReuse
-from mosaic.models.sparse import SparseAttention
+from mosaic.models.policies.flashblock import PrefixReuse, Reused
+from mosaic.models.policies.mage import Selected
+from mosaic.models.policies.mage_options import SparseAttention
 from mosaic.models.step import StepSize
 from mosaic.planner import Planner, Request
 from mosaic.runtime.compiled import CompiledModel

@@ -14,7 +14,7 @@ from test_quality_estimation import CONFIG
 import mosaic
 from benchmarks.quality.decodability import BINS, DecodabilitySettings, importance, measure, reaches
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.eviction import token_eviction
+from mosaic.models.policies.registry import token_eviction
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -26,10 +26,10 @@ from mosaic.bench.quality.vocabulary import EOS, MASK, vocabulary
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models import load
-from mosaic.models.eviction import PRESETS as EVICTIONS
-from mosaic.models.eviction import Eviction
-from mosaic.models.reuse import PrefixReuse
-from mosaic.models.sparse import PRESETS
+from mosaic.models.policies.flashblock import PrefixReuse
+from mosaic.models.policies.focus_options import PRESETS as EVICTIONS
+from mosaic.models.policies.focus_options import Eviction
+from mosaic.models.policies.mage_options import PRESETS
 from mosaic.runtime.compiled import CompiledModel
 
 CONFIG: dict[str, Any] = {

@@ -11,8 +11,7 @@ from budgets import slowness
 
 from mosaic.cli.attention import requests_of
 from mosaic.cli.eviction import block_of, cut_of
-from mosaic.models.eviction import token_eviction
-from mosaic.models.sparse import attention_policy
+from mosaic.models.policies.registry import attention_policy, token_eviction
 from mosaic.planner import Planner, Request
 from mosaic.planner.advice import Misfit, misfit
 from mosaic.planner.search import TOLERANCE
@@ -30,7 +29,7 @@ def step_of(planner: Planner, form: str, tokens: int) -> Request:
     if form == "mage":
         return requests_of(planner, str(tokens), attention_policy("mage"))["first"]
     sparse = requests_of(planner, str(tokens), attention_policy("mage"))["later"] if "mage" in form else None
-    return cut_of(sparse or block_of(planner, str(tokens), None), token_eviction("focus"), None)[1]
+    return cut_of(planner, sparse or block_of(planner, str(tokens), None), token_eviction("focus"), None)[1]
 
 
 def refused(planner: Planner, request: Request) -> Misfit:

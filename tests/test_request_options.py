@@ -19,9 +19,10 @@ from mosaic.decoding import GenerationConfig, Session, resolve
 from mosaic.decoding.prompts import Prompt
 from mosaic.errors import MosaicError, UsageError
 from mosaic.models import load
-from mosaic.models.eviction import Eviction
-from mosaic.models.reuse import PrefixReuse
-from mosaic.models.sparse import ALIKE, SparseAttention, attention_policy
+from mosaic.models.policies.flashblock import PrefixReuse
+from mosaic.models.policies.focus_options import Eviction
+from mosaic.models.policies.mage_options import ALIKE, SparseAttention
+from mosaic.models.policies.registry import attention_policy
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.compiled import CompiledModel

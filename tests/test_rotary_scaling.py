@@ -26,8 +26,8 @@ from mosaic.models import load
 from mosaic.models.architecture import Architecture
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
+from mosaic.models.policies.mage_options import SparseAttention
 from mosaic.models.rotary import Rotary, read_rotary
-from mosaic.models.sparse import SparseAttention
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.frequencies import inverse_frequencies

@@ -18,9 +18,9 @@ from mosaic.decoding import GenerationConfig
 from mosaic.decoding.session import Session
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.parts import NO_HEAD, Commit
-from mosaic.models.parts.selected import Selected, Summarized
 from mosaic.models.phase import Phase
-from mosaic.models.sparse import PRESETS, SparseAttention
+from mosaic.models.policies.mage import Selected, Summarized
+from mosaic.models.policies.mage_options import PRESETS, SparseAttention
 from mosaic.models.step import StepSize
 from mosaic.planner import Planner, Request
 from mosaic.runtime.compiled import CompiledModel

@@ -22,7 +22,8 @@ from mosaic.bench.quality.evaluation import gen_length
 from mosaic.bench.quality.items import LONG_TASKS
 from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, generate
-from mosaic.models.eviction import Eviction, token_eviction
+from mosaic.models.policies.focus_options import Eviction
+from mosaic.models.policies.registry import token_eviction
 
 if TYPE_CHECKING:
     from mosaic.runtime.compiled import CompiledModel

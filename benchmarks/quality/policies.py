@@ -14,17 +14,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models import eviction, sparse
-from mosaic.models.eviction import BLOCK_CACHES, token_eviction
-from mosaic.models.reuse import REUSES
-from mosaic.models.sparse import attention_policy, with_options
-from mosaic.models.spelled import spelled
+from mosaic.models.policies.block_cache import BLOCK_CACHES
+from mosaic.models.policies.registry import KINDS, NAMES, attention_policy, token_eviction
+from mosaic.models.policies.spelled import spelled
 from mosaic.registrar.operators.top_keys import keys_of
 
 __all__ = ["Policy", "policy", "schedule"]
 
-_ATTENTION: Final = (*sparse.PRESETS, *REUSES)
-_NAMES: Final = ("exact", *_ATTENTION, *eviction.PRESETS, *BLOCK_CACHES)
+_ATTENTION, _EVICTION = NAMES["attention"], NAMES["eviction"]
+_NAMES: Final = ("exact", *_ATTENTION, *_EVICTION, *BLOCK_CACHES)
+_OPTIONS: Final = {field: tuple(name for kind in kinds for name in kind.names()) for field, kinds in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +65,11 @@ def policy(text: str, longest: int) -> Policy:
         own: Sequence[str] = ()
         if name in _ATTENTION:
             attention.append(name)
-            own = sparse.OPTIONS
+            own = _OPTIONS["attention"]
             for key in [key for key in given if key in own]:
                 _once(text, of_attention, key, given[key])
-        elif name in eviction.PRESETS:
-            own = eviction.OPTIONS
+        elif name in _EVICTION:
+            own = _OPTIONS["eviction"]
             chosen = {key: value for key, value in given.items() if key in own}
             _once(text, options, "eviction", replace(token_eviction(name), **chosen))
         elif name in BLOCK_CACHES:
@@ -79,7 +78,7 @@ def policy(text: str, longest: int) -> Policy:
             raise UnknownName("policy", name, _NAMES)
         elif any(spelled(other)[0] in _ATTENTION for other in _parts(text)):
             raise UsageError(f"policy {text}: exact attention and another do not go together.")
-        elif selecting := [key for key in given if key in sparse.OPTIONS]:
+        elif selecting := [key for key in given if key in _OPTIONS["attention"]]:
             raise UsageError(f"policy {text}: exact attention selects nothing; leave {', '.join(selecting)} out.")
         others = _of_generation(text, {key: value for key, value in given.items() if key not in own}, own)
         for key, value in others.items():
@@ -106,7 +105,7 @@ def _attention(name: str, given: dict[str, Any], longest: int) -> Any:
     ratio, page = given.get("ratio"), given.get("page", getattr(preset, "page", 1))
     if "k" not in given and isinstance(ratio, int | float) and isinstance(page, int) and 0 <= ratio <= 1 and page > 0:
         given["k"] = max(-(-keys_of(ratio, longest) // page), 1) * page
-    return with_options(preset, given)  # which refuses values that cannot be
+    return preset.with_options(given)  # which refuses values that cannot be
 
 
 def schedule(text: str) -> Mapping[str, Any]:

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from mosaic.cli.output import results
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
-    from mosaic.models.parts import CachePolicy
-    from mosaic.models.reuse import PrefixReuse
-    from mosaic.models.sparse import SparseAttention
+    from mosaic.models.policies.policy import Options
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
 
-__all__ = ["figures", "report_steps", "requests_of"]
+__all__ = ["asked", "figures", "report_steps", "requests_of"]
 
 
-def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention | PrefixReuse) -> dict[str, Request]:
-    """Return the steps of one block at the end of a context: exact, the block's first, one that selects again where there are
-    such, and a later one."""
+def asked(**options: Any) -> SimpleNamespace:
+    """Return the options of a request that policies go by: these, and no others."""
+    none = dict.fromkeys(
+        (
+            "attention",
+            "eviction",
+            "block_cache",
+            "block_commit",
+            "cache",
+            "remasking",
+            "block_length",
+            "small_block_length",
+        )
+    )
+    return SimpleNamespace(**{**none, **options})
+
+
+def requests_of(planner: Planner, ctx: str | None, attention: Options) -> dict[str, Request]:
+    """Return the steps of one block at the end of a context: exact, and the first of each kind: as the block's first, as one that
+    selects again where there are such, and as a later one."""
     from mosaic.models.parts import KEPT, Commit
     from mosaic.models.phase import Phase
+    from mosaic.models.policies.policy import BlockStep
+    from mosaic.models.policies.registry import policies_of
     from mosaic.planner.request import Request
     from mosaic.units import parse_tokens
 
@@ -30,32 +48,25 @@ def requests_of(planner: Planner, ctx: str | None, attention: SparseAttention | 
     attention.check(arch)
     if ctx is None or ctx == "auto":
         raise UsageError("--attention plans a block over the keys of a context: give one, such as --ctx 128k.")
-    keys, commit = parse_tokens(ctx), Commit(score="confidence", rule="dynamic")
-    several = 2 * arch.block <= keys and getattr(attention, "selects", "first") == "first"
-    windows = {"first": 2 * arch.block} if several else {}
-    caches: dict[str, CachePolicy] = {"exact": KEPT, "first": _policy(attention, first=True)}
-    if "again" in _kinds(attention, arch.block):
-        caches["again"] = _policy(attention, first=True, refreshes=False)
-    caches["later"] = _policy(attention, first=False)
+    keys, block = parse_tokens(ctx), arch.block
+    (policy,) = policies_of(asked(attention=attention), arch)
+    exact = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"))
+    several = 2 * block <= keys and policy.within
+    kinds = attention.kinds(block)
+    steps = {kind: kinds.index(kind) if kind in kinds else block - 1 for kind in ("first", "again", "later")}
+    if "again" not in kinds:
+        del steps["again"]
+    phases = {"exact": exact}
+    for kind, number in steps.items():
+        step = BlockStep(start=keys - block, end=keys, number=number, steps=block, window=(keys - block, keys))
+        phases[kind] = policy.phase(exact, step)
     return {
         name: Request(
-            seq_lens=(min(windows.get(name, arch.block), keys),), key_lens=(keys,), masked=min(arch.block, keys),
-            phase=Phase(cache=cache, commit=commit),
+            seq_lens=(min(2 * block if several and name == "first" else block, keys),), key_lens=(keys,),
+            masked=min(block, keys), phase=phase,
         )
-        for name, cache in caches.items()
+        for name, phase in phases.items()
     }  # fmt: skip
-
-
-def _policy(attention: SparseAttention | PrefixReuse, *, first: bool, refreshes: bool = True) -> CachePolicy:
-    """How a block's first step attends, or a later one; `refreshes`, whether the first does where there is reuse."""
-    from mosaic.models.parts.reused import Reused
-    from mosaic.models.parts.selected import Selected
-    from mosaic.models.sparse import SparseAttention
-
-    if not isinstance(attention, SparseAttention):
-        return Reused(reuse=attention, refreshes=first)
-    selects = first or attention.selects == "every"
-    return Selected(attention=attention, selects=selects, refreshes=first and refreshes and attention.reuse is not None)
 
 
 def figures(plans: dict[str, Plan]) -> dict[str, dict[str, float]]:
@@ -77,21 +88,18 @@ def _bytes(plan: Plan, *pools: str) -> int:
     return sum(size for pool, size in plan.pools.items() if pool.startswith(pools))
 
 
-def report_steps(found: dict[str, dict[str, float]], attention: SparseAttention | PrefixReuse, block: int) -> None:
+def report_steps(found: dict[str, dict[str, float]], attention: Options, block: int) -> None:
     """Print the steps side by side, and what a block of as many steps as tokens takes."""
     from rich.table import Table
 
-    from mosaic.models.sparse import SparseAttention
     from mosaic.units import format_bytes
 
-    sparse = isinstance(attention, SparseAttention)
     table = Table(
         box=None, padding=(0, 2), title=f"attention {attention}, one block of {block} tokens", title_justify="left"
     )
-    kept = {"selection": "selected_bytes", "outputs": "reused_bytes"}
+    kept, word = {"selection": "selected_bytes", "outputs": "reused_bytes"}, attention.adjective
     for name in ("step", "predicted", "in all", *kept):
         table.add_column(name, justify="left" if name == "step" else "right")
-    word = "sparse" if sparse else "reusing"
     said = {
         "exact": "exact", "first": f"{word}, first of a block", "again": f"{word}, selects again", "later": f"{word}, later"
     }  # fmt: skip
@@ -101,21 +109,6 @@ def report_steps(found: dict[str, dict[str, float]], attention: SparseAttention 
             *(format_bytes(int(row[key])) for key in kept.values()),
         )  # fmt: skip
     results().print(table)
-    taken = _kinds(attention, block)
-    other = sum(found[name if name in found else "first"]["predicted_step_ms"] for name in taken)
+    other = sum(found[kind if kind in found else "first"]["predicted_step_ms"] for kind in attention.kinds(block))
     exact = found["exact"]["predicted_step_ms"]
     results().print(f"a block of {block} steps: {block * exact:,.1f} ms exact, {other:,.1f} ms {word}")
-
-
-def _kinds(attention: SparseAttention | PrefixReuse, steps: int) -> list[str]:
-    """What each step of a block is: like its first, one that selects again, or a later one."""
-    from mosaic.models.sparse import SparseAttention
-
-    chosen, reuse = (attention, attention.reuse) if isinstance(attention, SparseAttention) else (None, attention)
-    kinds = []
-    for step in range(steps):
-        refreshes = reuse is not None and step % (reuse.steps or steps) == 0
-        selects = chosen is not None and chosen.selects_in(step, steps)
-        every = chosen is not None and chosen.selects == "every"  # a block's first step is like the others then
-        kinds.append("first" if refreshes or (selects and (every or not step)) else "again" if selects else "later")
-    return kinds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
@@ -12,9 +12,7 @@ from mosaic.cli.completion import device_names
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
-    from mosaic.models.eviction import Eviction as EvictionOptions
-    from mosaic.models.reuse import PrefixReuse
-    from mosaic.models.sparse import SparseAttention
+    from mosaic.models.policies.policy import Options
 
 __all__ = [
     "Ahead",
@@ -51,9 +49,8 @@ __all__ = [
     "TopK",
     "TopP",
     "Where",
-    "attention_options",
-    "eviction_options",
     "given",
+    "policy_options",
 ]  # fmt: skip
 
 Steps: TypeAlias = Annotated[
@@ -154,49 +151,34 @@ def given(context: typer.Context) -> dict[str, Any]:
 
     params = context.params
     found = {entry.name: params[entry.name] for entry in fields(GenerationConfig) if params.get(entry.name) is not None}
-    attention = attention_options(params["attention"], {name: params[name] for name in ATTENTION_OPTIONS})
-    eviction = eviction_options(params["eviction"], params["alpha"])
-    chosen = {"attention": attention, "eviction": eviction}
+    chosen = {field: policy_options(field, params) for field in BESIDE}
     return found | {name: value for name, value in chosen.items() if value is not None}
 
 
-def eviction_options(eviction: str | None, alpha: float | None) -> EvictionOptions | None:
-    """Return a preset with what is said beside it; None where all tokens are computed.
+BESIDE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "attention": {"flashblock": ("reuse_steps", "reuse_change"), "mage": ("k", "page", "exact_layers")},
+    "eviction": {"focus": ("alpha",)},
+}
+"""What goes with --attention and --eviction, by the names of parameters; and a preset that takes it."""
+
+
+def policy_options(field: str, params: Mapping[str, Any]) -> Options | None:
+    """Return a preset with what is said beside it; None where there is no such policy.
 
     Raises
     ------
     UsageError
-        If there is no such preset, the number cannot be, or it is given without a preset.
+        If there is no such preset, a value cannot be, or one is given without a preset.
     """
-    from mosaic.models.eviction import token_eviction
+    from mosaic.models.policies.registry import options_of
 
-    if eviction is not None:
-        found = token_eviction(eviction)
-        return found if alpha is None else replace(found, alpha=alpha)
-    if alpha is not None:
-        raise UsageError("--alpha goes with --eviction, such as --eviction focus.")
-    return None
-
-
-ATTENTION_OPTIONS: Final = ("k", "page", "exact_layers", "reuse_steps", "reuse_change")
-"""What goes with --attention, by the names of parameters."""
-
-
-def attention_options(attention: str | None, options: Mapping[str, Any]) -> SparseAttention | PrefixReuse | None:
-    """Return a preset with what is said beside it; None for exact attention.
-
-    Raises
-    ------
-    UsageError
-        If there is no such preset, a number cannot be, or one is given without a preset.
-    """
-    from mosaic.models.sparse import attention_policy, with_options
-
-    changed = {name: value for name, value in options.items() if value is not None}
-    if attention is not None:
-        return with_options(attention_policy(attention), changed)
-    if {"reuse_steps", "reuse_change"} & changed.keys():
-        raise UsageError("--reuse-steps and --reuse-change go with --attention, such as --attention flashblock.")
-    if changed:
-        raise UsageError("--k, --page and --exact-layers go with --attention, such as --attention mage.")
+    changed = {name: params[name] for names in BESIDE[field].values() for name in names if params[name] is not None}
+    if params[field] is not None:
+        found: Options = options_of(field, params[field]).with_options(changed)
+        return found
+    for preset, names in BESIDE[field].items():
+        if changed.keys() & names:
+            *others, last = [f"--{name.replace('_', '-')}" for name in names]
+            flags = f"{', '.join(others)} and {last} go" if others else f"{last} goes"
+            raise UsageError(f"{flags} with --{field}, such as --{field} {preset}.")
     return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mosaic.cli.attention import asked
 from mosaic.cli.output import results
 from mosaic.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
-    from mosaic.models.eviction import Eviction
+    from mosaic.models.policies.policy import Options
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
@@ -33,19 +34,24 @@ def block_of(planner: Planner, ctx: str | None, seq_lens: str | None) -> Request
     return Request(seq_lens=windows, key_lens=keys, masked=sum(windows), phase=phase)
 
 
-def cut_of(step: Request, eviction: Eviction, block_cache: str | None) -> tuple[Request, Request]:
+def cut_of(planner: Planner, step: Request, eviction: Options, block_cache: str | None) -> tuple[Request, Request]:
     """Return a step of blocks whole and with eviction; by a block cache's name, over windows of tokens that stand apart."""
     from dataclasses import replace
 
-    from mosaic.models.eviction import BLOCK_CACHES
-    from mosaic.models.parts.focus import HISTORY, Focus
-    from mosaic.models.parts.windows import APART
+    from mosaic.models.policies.block_cache import BLOCK_CACHES
+    from mosaic.models.policies.policy import BlockStep
+    from mosaic.models.policies.registry import policies_of
 
     if block_cache not in (None, *BLOCK_CACHES):
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
-    phase = step.phase if block_cache is None else replace(step.phase, tokens=APART)
-    whole = replace(step, phase=phase, states={HISTORY: len(step.key_lens)})
-    return whole, replace(whole, phase=replace(phase, cut=Focus(eviction=eviction)))
+    arch, phases = planner.model.architecture, [step.phase]
+    made = BlockStep(start=0, end=arch.block, number=0, steps=1, window=(0, arch.block))
+    for policy in policies_of(asked(eviction=eviction, block_cache=block_cache, block_length=arch.block), arch):
+        phases.append(policy.phase(phases[-1], made))
+    *_, phase, cut = phases
+    own = {state: len(step.key_lens) for state in cut.states if state not in phase.states}
+    whole = replace(step, phase=phase, states=own)
+    return whole, replace(whole, phase=cut)
 
 
 def figures(whole: Plan, graphs: list[Plan]) -> dict[str, dict[str, float]]:
@@ -72,7 +78,7 @@ def pays_up_to(found: dict[str, dict[str, float]]) -> int:
     return cut_steps.pays_up_to(found["whole"]["predicted_ms"], found["prefix"]["predicted_ms"], suffixes)
 
 
-def report_graphs(found: dict[str, dict[str, float]], eviction: Eviction) -> None:
+def report_graphs(found: dict[str, dict[str, float]], eviction: Options) -> None:
     """Print the graphs side by side, what a step takes that keeps as many tokens as each second graph has room for, and whether
     that is less than a whole one."""
     from rich.table import Table

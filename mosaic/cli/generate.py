@@ -127,13 +127,14 @@ def generate(
 
 
 def _of_one_request(config: GenerationConfig) -> GenerationConfig:
-    """The same options, where eviction does not say otherwise for one request: where it does not pay, it is left out."""
-    from mosaic.models.eviction import Eviction
+    """The same options for a request that is alone, where policies do not say how many are expected to share a step."""
+    from mosaic.models.policies.policy import Options
+    from mosaic.models.policies.registry import KINDS
 
-    eviction = config.eviction
-    if not isinstance(eviction, Eviction) or eviction.requests:
-        return config
-    return replace(config, eviction=replace(eviction, requests=1))
+    given: dict[str, Any] = {
+        name: options.of_one_request() for name in KINDS if isinstance(options := getattr(config, name), Options)
+    }
+    return replace(config, **given)
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------

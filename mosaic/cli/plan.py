@@ -109,17 +109,18 @@ def plan(
     from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
-    given = (k, page, exact_layers, reuse_steps, reuse_change)
-    policy = o.attention_options(attention, dict(zip(o.ATTENTION_OPTIONS, given, strict=True)))
+    params = {
+        "attention": attention, "k": k, "page": page, "exact_layers": exact_layers, "reuse_steps": reuse_steps,
+        "reuse_change": reuse_change, "eviction": eviction, "alpha": alpha,
+    }  # fmt: skip
+    policy = o.policy_options("attention", params)
     if policy is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
-    evicting = o.eviction_options(eviction, alpha)
+    evicting = o.policy_options("eviction", params)
     if evicting is not None and (masked, mask_ratio) != (None, None):
         raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
-    if evicting is not None and policy is not None and getattr(policy, "reuse", policy) is not None:
-        raise UsageError("eviction: rows that are dropped keep no output over their prefix to reuse; leave one out.")
     if block_cache is not None and evicting is None:
         raise UsageError("--block-cache goes with --eviction, such as --eviction focus.")
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
@@ -141,7 +142,7 @@ def plan(
             if evicting is not None:
                 evicting.check(described.architecture)
                 blocks = run or {"later": block_of(planner, ctx, seq_lens)}
-                cut = {name: cut_of(step, evicting, block_cache) for name, step in blocks.items()}
+                cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
                 run = {name: step for name, (_, step) in cut.items()}
             if run:
                 request = next((step for step in run.values() if not planner.fits(step)), run["later"])

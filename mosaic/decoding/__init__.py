@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from mosaic.decoding.algorithm import Algorithm, Traits
+from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.algorithms import shapes
 from mosaic.decoding.canvas import Canvas
-from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
+from mosaic.decoding.config import ALGORITHMS, GenerationConfig, Traits, resolve
 from mosaic.decoding.live import Generation, LiveRequest, Submission
 from mosaic.decoding.loop import generate
 from mosaic.decoding.noise import row_keys

@@ -1,7 +1,7 @@
 """Block diffusion over a canvas on the device: the next step is packed, or launched, before the last one's outcome is known.
 
-The tokens, and what becomes of them, are those of `sdar.decode`. There each step waits for the host to read the last one's
-decisions and to pack them into the next step's inputs. Here steps read their windows from a canvas on the device and write
+Tokens are those of `block_diffusion.decode` on the host. There each step waits for the host to read the last one's decisions
+and to pack them into the next step's inputs. Here steps read their windows from a canvas on the device and write
 their decisions to it, so the next step needs nothing that the host does not know before: which block, and how many tokens
 the schedule commits. All rows of a block are unembedded in each of its steps, as which of them are open is known on the
 device only.
@@ -17,22 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mosaic.decoding.canvas import COMMIT, Following, cached_shape, whole_blocks
+from mosaic.decoding.canvas import Following, cached_shape
 from mosaic.decoding.noise import row_keys
-from mosaic.decoding.selecting import attending, later_steps, selection
 from mosaic.models.parts.windows import CANVAS, ENTERED, OPEN, STAYING
+from mosaic.models.policies.policy import with_parts
 
 if TYPE_CHECKING:
+    from mosaic.decoding.blocks import Blocks
     from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
-    from mosaic.decoding.config import GenerationConfig
     from mosaic.models.phase import Phase
+    from mosaic.models.policies.policy import BlockStep
     from mosaic.runtime.steps import StepRequest
 
 __all__ = ["ahead_shapes", "decode_ahead"]
@@ -41,20 +42,20 @@ STAYS: Final = OPEN - 1
 """Of a window that enters the canvas: a token that is there already."""
 
 
-def decode_ahead(canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int], *, exactly: bool) -> Steps:
-    """Decode one request, whose blocks are denoised by steps of a phase.
+def decode_ahead(canvas: Canvas, blocks: Blocks, sampling: Sampling, quotas: Sequence[int], *, exactly: bool) -> Steps:
+    """Decode one request, whose policies wait for no outcome.
 
     Parameters
     ----------
     quotas
         What the steps of a block commit: at least, as their rule may take more, or exactly.
     """
-    asked = _Requests(canvas, phase, sampling, quotas)
-    if asked.prefix:
-        yield canvas.fill(0, asked.prefix)
+    asked = _Requests(canvas, blocks, sampling, quotas)
+    if blocks.prefix:
+        yield blocks.ask(canvas, blocks.writing(0, blocks.prefix))
     masked, steps, taken = canvas.mask_array, 0, 0
-    seen = [0] * (asked.block + 1)  # steps so far, by how many positions they have decided
-    for number in range(asked.blocks):
+    seen = [0] * (blocks.block + 1)  # steps so far, by how many positions they have decided
+    for number in range(asked.count):
         canvas.block = number
         positions = asked.positions(number)
         places = positions.numpy()
@@ -83,27 +84,24 @@ class _Requests:
 
     Attributes
     ----------
-    prefix
-        Tokens of the prompt that are filled in before the first block.
-    blocks
+    count
         Blocks to decode.
-    block
-        Tokens of a block.
     """
 
-    def __init__(self, canvas: Canvas, phase: Phase, sampling: Sampling, quotas: Sequence[int]) -> None:
-        self._canvas, self._sampling, self._quotas = canvas, sampling, quotas
-        self._phases = [_phase_of(phase, canvas.config, step) for step in range(len(quotas))]
-        self._noisy = phase.noisy
-        self.block = block = canvas.config.block_length or 1
-        self.prefix, length = whole_blocks(canvas.config, canvas.prompt_len)
-        self.blocks = (length - self.prefix) // block
+    def __init__(self, canvas: Canvas, blocks: Blocks, sampling: Sampling, quotas: Sequence[int]) -> None:
+        self._canvas, self._blocks, self._sampling, self._quotas = canvas, blocks, sampling, quotas
+        self._noisy = blocks.phase.noisy
+        self._phases = [_step(blocks, blocks.prefix, number).phase for number in range(len(quotas))]
+        self.count = (blocks.length - blocks.prefix) // blocks.block
         self._made: dict[tuple[int, int, Phase, int], StepRequest] = {}
 
     def positions(self, number: int) -> Tensor:
         """Return the positions of a block that are ever decided, int64."""
-        start = self.prefix + number * self.block
-        return torch.arange(max(start, self._canvas.prompt_len), start + self.block)
+        start = self._start(number)
+        return torch.arange(max(start, self._canvas.prompt_len), start + self._blocks.block)
+
+    def _start(self, number: int) -> int:
+        return self._blocks.prefix + number * self._blocks.block
 
     def following(self, number: int, step: int, left: int, expected: int, doubt: float) -> Following:
         """Return what may come after a step that finds `left` open positions.
@@ -120,7 +118,7 @@ class _Requests:
             return self.request(number, step + 1, later=1)
 
         def after() -> StepRequest | None:
-            return self.request(number + 1, 0, later=1) if number + 1 < self.blocks else None
+            return self.request(number + 1, 0, later=1) if number + 1 < self.count else None
 
         made = (within, after) if left > expected else (after, within)
         return Following(tuple(make() for make in (made if doubt else made[:1])), doubt)
@@ -132,17 +130,21 @@ class _Requests:
             self._made = {key: made for key, made in self._made.items() if key[0] == number}
         key = number, self._quotas[step] if step else 0, phase, now if self._noisy else 0
         if key not in self._made:
-            self._made[key] = self._make(phase, number, step, now)
+            self._made[key] = self._make(number, step, now)
         return self._made[key]
 
-    def _make(self, phase: Phase, number: int, step: int, now: int) -> StepRequest:
-        canvas, start = self._canvas, self.prefix + number * self.block
-        first, end = start - self.block if step == 0 and number else start, start + self.block
-        positions = self.positions(number)
-        made = canvas.ask(
-            phase, positions, window=(first, end), sampling=self._sampling, quota=self._quotas[step],
-            threshold=canvas.config.threshold or 0.0, values=selection(canvas, start, step),
-        )  # fmt: skip
+    def _make(self, number: int, step: int, now: int) -> StepRequest:
+        canvas, blocks, start, positions = self._canvas, self._blocks, self._start(number), self.positions(number)
+        asked = _step(blocks, start, step, unwritten=blocks.block if step == 0 and number else 0)
+        first, end = asked.window
+        made = blocks.ask(
+            canvas,
+            asked,
+            positions,
+            sampling=self._sampling,
+            quota=self._quotas[step],
+            threshold=canvas.config.threshold or 0.0,
+        )
         if self._noisy:
             made = replace(made, keys=row_keys(canvas.config.seed, canvas.request, now, positions))
         entered = torch.full((end - first,), STAYS)
@@ -151,19 +153,19 @@ class _Requests:
         return replace(made, values={**made.values, "entered": entered})
 
 
-@lru_cache(maxsize=1024)
-def _phase_of(phase: Phase, config: GenerationConfig, step: int) -> Phase:
-    """The phase of a step of a block, counted from 0: the first one enters the block's tokens into the canvas."""
-    return attending(replace(phase, tokens=STAYING if step else ENTERED), config, step)
+def _step(blocks: Blocks, start: int, number: int, *, unwritten: int = 0) -> BlockStep:
+    """A step of a block, counted from 0: the first one enters the block's tokens into the canvas."""
+    phase = with_parts(blocks.phase, tokens=STAYING if number else ENTERED)
+    return blocks.step(start, number, (start - unwritten, start + blocks.block), phase=phase)
 
 
-def ahead_shapes(config: GenerationConfig, phase: Phase, prompt_len: int) -> Shapes:
+def ahead_shapes(blocks: Blocks) -> Shapes:
     """Return the prefill, and of the last block the first step and later ones."""
-    block = config.block_length or 0
-    prefix, length = whole_blocks(config, prompt_len)
-    first, rows = (2 * block, block) if length - prefix > block else (block, length - prompt_len)
-    found = [cached_shape(COMMIT, prefix, prefix)]
-    later = {_phase_of(phase, config, step): block for step in later_steps(config) or (1,)}
-    for asked, window in ((_phase_of(phase, config, 0), first), *later.items()):
-        found.append(cached_shape(asked, window, length, rows, states={CANVAS: length}))
-    return found
+    block, prefix, length = blocks.block, blocks.prefix, blocks.length
+    window, rows = (2 * block, block) if length - prefix > block else (block, length - blocks.prompt_len)
+    first, *later = [_step(blocks, prefix, number).phase for number in range(max(blocks.steps, 2))]
+    return [
+        cached_shape(blocks.writing(0, prefix).phase, prefix, prefix),
+        cached_shape(first, window, length, rows, states={CANVAS: length}),
+        *(cached_shape(phase, block, length, rows, states={CANVAS: length}) for phase in dict.fromkeys(later)),
+    ]

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mosaic.decoding.config import GenerationConfig, NamedAlgorithm
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Shapes, Steps
-    from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
 
-__all__ = ["Algorithm", "Traits"]
+__all__ = ["Algorithm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
-    """What an algorithm takes besides the options that all take, and the models that it is for.
-
-    Parameters
-    ----------
-    options
-        Fields of a `GenerationConfig`; any other that is set is refused.
-    blockwise
-        For models that attend block by block, causally, or for bidirectional ones; None: either.
-    shifted
-        Whether row i-1 predicts position i; None: either.
-    remasking
-        The values of that option, the default first.
-    defaults
-        Values of options that are left out.
-    """
-
-    options: frozenset[str] = frozenset()
-    blockwise: bool | None = None
-    shifted: bool | None = None
-    remasking: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
+class Algorithm(NamedAlgorithm):
     """An algorithm; one of your own is given as `GenerationConfig(algorithm=)`.
 
     Parameters
@@ -57,10 +33,5 @@ class Algorithm:
         What it takes, and the models that it is for; not given, no option but those that all take, and any model.
     """
 
-    name: str
     decode: Callable[[Canvas], Steps]
     shapes: Callable[[GenerationConfig, Architecture, int, int], Shapes]
-    traits: Traits = Traits()
-
-    def __str__(self) -> str:
-        return self.name

@@ -7,20 +7,19 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Final
 
-from mosaic.decoding import dream, fast_dllm, fast_dllm_v2, llada, llada2, sdar
+from mosaic.decoding import block_diffusion, block_editing, dream, fast_dllm, fast_dllm_v2, llada
 from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.sharing import SharedSizes
 from mosaic.models.architecture import Architecture
-from mosaic.models.sparse import SparseAttention
 from mosaic.models.step import StepSize
 
-__all__ = ["algorithm_of", "canvas_length", "largest_steps", "shapes", "shared_sizes", "within_canvas"]
+__all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes"]
 
 
 _MODULES: Final[Mapping[str, ModuleType]] = {
-    "llada": llada, "dream": dream, "fast-dllm": fast_dllm, "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "llada2": sdar,
-    "llada2.1": llada2,
+    "llada": llada, "dream": dream, "fast-dllm": fast_dllm, "sdar": block_diffusion, "fast-dllm-v2": fast_dllm_v2,
+    "llada2": block_diffusion, "llada2.1": block_editing,
 }  # fmt: skip
 _ALGORITHMS: Final[Mapping[str, Algorithm]] = {
     name: Algorithm(name=name, decode=module.decode, shapes=module.shapes, traits=ALGORITHMS[name])
@@ -32,7 +31,8 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
     """Return the algorithm of a resolved config. LLaDA's schedule with a cache is Fast-dLLM without a threshold."""
     if isinstance(config.algorithm, Algorithm):
         return config.algorithm
-    return _ALGORITHMS["fast-dllm" if config.cache and config.algorithm == "llada" else config.algorithm or "llada"]
+    name = str(config.algorithm or "llada")
+    return _ALGORITHMS["fast-dllm" if config.cache and name == "llada" else name]
 
 
 def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:
@@ -61,20 +61,8 @@ def shapes(
     found = resolve(config, architecture)
     asked = range(len(prompt_lens)) if request_ids is None else request_ids
     return shared_sizes(
-        [
-            largest_steps(within_canvas(found, architecture, length), architecture, length, number)
-            for length, number in zip(prompt_lens, asked, strict=True)
-        ]
+        [largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)]
     )
-
-
-def within_canvas(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> GenerationConfig:
-    """Return resolved options of which none takes memory for more positions than the request's canvas has."""
-    chosen = config.attention
-    if not isinstance(chosen, SparseAttention):
-        return config
-    fitting = chosen.within(canvas_length(config, architecture, prompt_len))
-    return config if fitting is chosen else replace(config, attention=fitting)
 
 
 def largest_steps(
@@ -87,6 +75,24 @@ def largest_steps(
     canvas = canvas_length(config, architecture, prompt_len)
     sizes = algorithm_of(config).shapes(config, architecture, prompt_len, request_id)
     return [_of_canvas(size, canvas) for size in sizes if size is not None]
+
+
+def expected_step(config: GenerationConfig, largest: Sequence[StepSize]) -> StepSize | None:
+    """Return a step that is cut of one block of as many requests as its cut expects; None where it expects nothing.
+
+    Parameters
+    ----------
+    largest
+        The largest steps of one request.
+    """
+    found = [(size, size.phase.cut.expects) for size in largest if size.phase.cut is not None]
+    if not found or not found[-1][1]:
+        return None
+    (size, count), block = found[-1], config.block_length or 1
+    return replace(
+        size, windows=(block,) * count, keys=size.keys * count, owned=size.owned * count, extents=0,
+        rows=min(size.rows, block) * count, states={},
+    )  # fmt: skip
 
 
 def _of_canvas(size: StepSize, length: int) -> StepSize:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mosaic.decoding.noise import row_keys
 from mosaic.errors import UsageError
+from mosaic.kernels.shared.sampling import uniforms
 from mosaic.models.parts import KEPT, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
@@ -265,6 +266,10 @@ class Canvas:
     def keys(self, positions: Tensor) -> Tensor:
         """Return random keys of some positions at this step, int64 [M]."""
         return row_keys(self.config.seed, self.request, self.step, positions)
+
+    def uniforms(self, start: int, end: int) -> tuple[float, ...]:
+        """Return a random number in (0, 1) for each of the positions in [start, end) at this step."""
+        return tuple(map(float, uniforms(self.keys(torch.arange(start, end)))))
 
     def ask(
         self,

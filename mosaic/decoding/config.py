@@ -8,21 +8,30 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from mosaic.decoding.algorithm import Algorithm, Traits
-from mosaic.decoding.reusing import reuse_of
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.eviction import BLOCK_CACHES, BLOCK_COMMITS, Eviction, token_eviction
-from mosaic.models.reuse import PrefixReuse
-from mosaic.models.sparse import SparseAttention, attention_policy
+from mosaic.models.parts import KEPT, Commit
+from mosaic.models.phase import Phase
+from mosaic.models.policies.block_cache import BLOCK_CACHES, BLOCK_COMMITS
+from mosaic.models.policies.policy import BlockStep, Options
+from mosaic.models.policies.registry import KINDS, options_of, policies_of
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["ALGORITHMS", "GenerationConfig", "own_algorithm", "resolve"]
+__all__ = [
+    "ALGORITHMS",
+    "GenerationConfig",
+    "NamedAlgorithm",
+    "Traits",
+    "own_algorithm",
+    "resolve",
+    "uncut",
+    "with_options",
+]
 
 REMASKING: Final = ("low_confidence", "random", "sequential", "low_confidence_static", "low_confidence_dynamic")
 ALGS: Final = ("origin", "maskgit_plus", "topk_margin", "entropy")
@@ -31,6 +40,42 @@ FINE_STEPS: Final = 4096
 """Dream's time is cut into as many steps at most, or as many as there are tokens: each takes the host a draw or a count."""
 _COMMON: Final = frozenset({"algorithm", "gen_length", "temperature", "seed", "stop_at_eos"})
 _COMPUTING: Final = frozenset({"eviction", "block_cache", "block_commit"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What an algorithm takes besides the options that all take, and the models that it is for.
+
+    Parameters
+    ----------
+    options
+        Fields of a `GenerationConfig`; any other that is set is refused.
+    blockwise
+        For models that attend block by block, causally, or for bidirectional ones; None: either.
+    shifted
+        Whether row i-1 predicts position i; None: either.
+    remasking
+        The values of that option, the default first.
+    defaults
+        Values of options that are left out.
+    """
+
+    options: frozenset[str] = frozenset()
+    blockwise: bool | None = None
+    shifted: bool | None = None
+    remasking: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedAlgorithm:
+    """What options have to know of an algorithm of a user's own, an `Algorithm`."""
+
+    name: str
+    traits: Traits = Traits()
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +155,7 @@ class GenerationConfig:
     64
     """
 
-    algorithm: str | Algorithm | None = None
+    algorithm: str | NamedAlgorithm | None = None
     gen_length: int = 128
     steps: int | None = None
     block_length: int | None = None
@@ -130,8 +175,8 @@ class GenerationConfig:
     minimal_topk: int = 1
     edit_threshold: float = 0.9
     max_post_steps: int = 16
-    attention: str | SparseAttention | PrefixReuse | None = None
-    eviction: str | Eviction | None = None
+    attention: str | Options | None = None
+    eviction: str | Options | None = None
     block_cache: str | None = None
     block_commit: str | None = None
     stop_at_eos: bool = True
@@ -149,7 +194,7 @@ class GenerationConfig:
             ("block_cache", self.block_cache, BLOCK_CACHES),
             ("block_commit", self.block_commit, BLOCK_COMMITS),
         ):
-            own = what == "algorithm" and isinstance(value, Algorithm)
+            own = what == "algorithm" and isinstance(value, NamedAlgorithm)
             if value is not None and not isinstance(value, str) and not own:
                 raise UsageError(f"{what}: expected a name, one of {', '.join(known)}, got {value!r}.")
             if isinstance(value, str) and value not in known:
@@ -157,10 +202,9 @@ class GenerationConfig:
         for what, flag in (("stop_at_eos", self.stop_at_eos), ("ahead", self.ahead)):
             if flag is not None and not isinstance(flag, bool):
                 raise UsageError(f"{what}: expected True or False, got {flag!r}.")
-        if self.attention is not None:
-            attention_policy(self.attention)
-        if self.eviction is not None:
-            token_eviction(self.eviction)
+        for name in KINDS:
+            if getattr(self, name) is not None:
+                options_of(name, getattr(self, name))
         for name in ("gen_length", "steps", "block_length", "small_block_length", "minimal_topk"):
             self._check(name, lambda n: n >= 1, "at least 1", int)
         self._check("top_k", lambda n: n >= 0, "at least 0 (0: off)", int)
@@ -290,19 +334,16 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
         If the options do not fit each other, the algorithm or the model.
     """
     chosen = config.algorithm or own_algorithm(architecture)
-    name, shipped = str(chosen), not isinstance(chosen, Algorithm)
-    traits = chosen.traits if isinstance(chosen, Algorithm) else ALGORITHMS[chosen]
+    name, shipped = str(chosen), not isinstance(chosen, NamedAlgorithm)
+    traits = chosen.traits if isinstance(chosen, NamedAlgorithm) else ALGORITHMS[chosen]
     _check_model(name, traits, architecture)
-    if config.attention is not None:
-        attention = attention_policy(config.attention)
-        attention.check(architecture)
-        config = replace(config, attention=attention)
-    if config.eviction is not None:
-        eviction = token_eviction(config.eviction)
-        eviction.check(architecture, dual=config.cache == "dual")
-        config = replace(
-            config, eviction=eviction.within(config.block_length or architecture.block or config.gen_length)
-        )
+    for option in KINDS:
+        if getattr(config, option) is not None:
+            options: Options = options_of(option, getattr(config, option))
+            options.check(architecture, dual=config.cache == "dual")
+            block = config.block_length or architecture.block or config.gen_length
+            fitting: dict[str, Any] = {option: options.within_block(block)}
+            config = replace(config, **fitting)
     if config.top_k is not None and config.top_k >= architecture.vocabulary:
         config = replace(config, top_k=0)
     for entry in fields(config):
@@ -325,15 +366,36 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     found = replace(config, **{option: values[option] for option in values if option in traits.options | _COMMON})
     if shipped:  # an algorithm of a user's own checks what it makes of options, in `shapes`
         (_check_blocks if traits.blockwise else _check_canvas)(found, architecture)
+    waits = _waits(found, architecture)
+    if found.ahead and waits:
+        raise UsageError(f"ahead: {waits}")
     if "ahead" in traits.options and found.ahead is None:
-        every = isinstance(found.attention, SparseAttention) and found.attention.selects == "every"
-        told = every or _measures(found) or found.eviction is not None or found.block_cache is not None
-        found = replace(found, ahead=False if told or found.remasking == "sequential" else None)
+        found = replace(found, ahead=False if waits or found.remasking == "sequential" else None)
     if "block_commit" in traits.options and found.block_cache is not None and found.block_commit is None:
         found = replace(found, block_commit=BLOCK_COMMITS[0])
     if chosen == "llada2" and found.steps is not None:
         found = replace(found, steps=max(min(found.steps, found.gen_length // found.minimal_topk), 1))
     return found
+
+
+def _waits(config: GenerationConfig, architecture: Architecture) -> str:
+    """Why a step cannot be asked for before the outcome of the one before it: the reason of the last policy that has one.
+
+    Policies are made once, and asked for the phase of a first step, so that those that do not go together are refused.
+    """
+    policies = policies_of(config, architecture)
+    phase, step = (
+        Phase(cache=KEPT, commit=Commit(score="confidence", rule="top")),
+        BlockStep(start=0, end=0, number=0, steps=1, window=(0, 0)),
+    )
+    for policy in policies:
+        phase = policy.phase(phase, step)
+    return next((policy.waits for policy in reversed(policies) if policy.waits), "")
+
+
+def uncut(config: GenerationConfig) -> GenerationConfig:
+    """Return the same options without eviction and block cache."""
+    return replace(config, eviction=None, block_cache=None, block_commit=None)
 
 
 def _check_model(name: str, traits: Traits, architecture: Architecture) -> None:
@@ -388,10 +450,6 @@ def _check_canvas(config: GenerationConfig, architecture: Architecture) -> None:
         raise UsageError(
             f"steps is {config.steps} for {config.gen_length} tokens, so next to none of them decides any; use at most {most}."
         )
-    if config.eviction is not None and config.remasking == "random":
-        raise UsageError(
-            "eviction: 'random' chooses the rows of a step before it runs, which may be dropped; leave one out."
-        )
     if config.cache and config.cfg_scale:
         raise UsageError(f"cfg_scale {config.cfg_scale} needs whole sequences; leave out cache '{config.cache}'.")
     if config.algorithm == "fast-dllm" and not architecture.shifted and (config.top_p, config.top_k) != (1.0, 0):
@@ -414,15 +472,10 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
         raise UsageError(
             "ahead: 'sequential' decides rows by where masks are, which the host has to know; leave one out."
         )
-    if config.ahead and isinstance(config.attention, SparseAttention) and config.attention.selects == "every":
+    if config.block_commit is not None and config.block_cache is None:
         raise UsageError(
-            "ahead: attention that selects in every step commits a block in a step of its own; leave one out."
+            f"block_commit '{config.block_commit}' is about tokens that a block cache has frozen; give block_cache 'dc' or 'dc+'."
         )
-    if config.ahead and _measures(config):
-        raise UsageError(
-            "ahead: how much queries change is known when a step's outcome is read; leave one out, or reuse for so many steps."
-        )
-    _check_computing(config)
     if config.cache == "prefix":
         raise UsageError("cache 'prefix': what precedes the block is always cached on this model; leave cache out.")
     if config.steps is not None and config.steps > config.block_length:
@@ -433,49 +486,4 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
     if config.small_block_length is not None and config.block_length % config.small_block_length:
         raise UsageError(
             f"block_length {config.block_length} is not divisible by small_block_length {config.small_block_length}."
-        )
-
-
-def _measures(config: GenerationConfig) -> bool:
-    """Whether a step's outcome says how the next one attends."""
-    reuse = reuse_of(config)
-    return reuse is not None and reuse.change is not None
-
-
-def _check_computing(config: GenerationConfig) -> None:
-    """Check what concerns the tokens that steps compute."""
-    given = [name for name in ("eviction", "block_cache") if getattr(config, name) is not None]
-    if config.ahead and given:
-        raise UsageError(
-            f"ahead: with {given[0]} the tokens of a step depend on the outcome of the one before it; leave one out."
-        )
-    if config.eviction is not None and config.remasking == "sequential":
-        raise UsageError(
-            "eviction: 'sequential' decides the first masks whatever their importance, which may be dropped; leave one out."
-        )
-    if config.eviction is not None and reuse_of(config) is not None:
-        raise UsageError("eviction: rows that are dropped keep no output over their prefix to reuse; leave one out.")
-    if config.eviction is not None and config.small_block_length not in (None, config.block_length):
-        raise UsageError(
-            f"eviction: importance says which of a block's tokens are decided, not small blocks of {config.small_block_length}; "
-            "leave small_block_length out."
-        )
-    if config.block_cache == "dc" and config.algorithm == "fast-dllm-v2":
-        raise UsageError(
-            "block_cache 'dc': on this model a token predicts its right neighbour, so it is computed until that is decided; use "
-            "'dc+'."
-        )
-    if config.block_cache is not None and config.cache is not None:
-        raise UsageError(
-            f"cache '{config.cache}' and block_cache '{config.block_cache}' both say which tokens of a block are computed; give "
-            "one."
-        )
-    if config.block_commit is not None and config.block_cache is None:
-        raise UsageError(
-            f"block_commit '{config.block_commit}' is about tokens that a block cache has frozen; give block_cache 'dc' or 'dc+'."
-        )
-    chosen = config.attention
-    if config.block_commit == "cached" and isinstance(chosen, SparseAttention) and chosen.selects == "every":
-        raise UsageError(
-            "block_commit 'cached': attention that selects in every step commits a block in a step of its own, whole; leave it out."
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mosaic.decoding.blocks import Blocks
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape
-from mosaic.decoding.evicting import Progress, computing
 from mosaic.decoding.llada import candidates, counts
 from mosaic.models.parts import KEPT, WHOLE, Commit
 from mosaic.models.phase import Phase
@@ -32,12 +32,11 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
     """The phase of a step; the first one of a block computes all tokens, and on a shifted model commits one row, whatever its
     confidence."""
     rule: Any = "factor" if config.factor is not None else "top" if config.threshold is None else "threshold"
-    phase = Phase(
+    return Phase(
         cache=WHOLE if config.cache is None else KEPT,
         head=_sampling(config, architecture).head,
         commit=Commit(score="confidence", rule="top" if first and architecture.shifted and config.cache else rule),
     )
-    return phase if first else computing(phase, config, dual=True)
 
 
 def decode(canvas: Canvas) -> Steps:
@@ -49,31 +48,22 @@ def decode(canvas: Canvas) -> Steps:
     config, block = canvas.config, canvas.config.block_length
     assert block is not None
     sampling, shifted = _sampling(config, canvas.architecture), canvas.architecture.shifted
-    progress = Progress(canvas)
+    whole = _phase(config, canvas.architecture, first=True)
+    blocks = Blocks(config, canvas.architecture, canvas.prompt_len, _phase(config, canvas.architecture))
     rule: dict[str, Any] = {"threshold": config.factor if config.factor is not None else config.threshold or 0.0}
     for number in range(config.gen_length // block):
         canvas.block, start = number, canvas.prompt_len + number * block
         ends = {None: canvas.length, "prefix": canvas.length, "dual": start + block}
         window = (0, canvas.length)
-        progress.enter(start, processed=block)
         quotas = iter(counts(config) if config.steps else ())
         while len(positions := canvas.open_rows(start, start + block)):
             first = config.cache is not None and window[0] == 0
             quota = next(quotas, 1)
             positions = positions[:1] if first and shifted else candidates(canvas, positions, quota)
-            result = yield canvas.ask(
-                _phase(config, canvas.architecture, first=first),
-                positions,
-                window=window,
-                key_len=canvas.length,
-                sampling=sampling,
-                quota=1 if first and shifted else quota,
-                values={} if first else progress.values(),
-                **rule,
-            )
-            if not first:
-                progress.take(window, positions, result)
-            canvas.take(positions, result)
+            step = blocks.step(start, 0, window, key_len=canvas.length, phase=whole if first else None, writes=first)
+            quota = 1 if first and shifted else quota
+            result = yield blocks.ask(canvas, step, positions, sampling=sampling, quota=quota, **rule)
+            blocks.take(canvas, step, result)
             if canvas.finished:
                 return
             if config.cache:
@@ -83,7 +73,8 @@ def decode(canvas: Canvas) -> Steps:
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
     """Return the whole canvas with a block's rows; on shifted models with one row, then the first window."""
     length, block = prompt_len + config.gen_length, config.block_length or 0
-    phase, first = _phase(config, architecture), _phase(config, architecture, first=True)
+    blocks = Blocks(config, architecture, prompt_len, _phase(config, architecture))
+    phase, first = blocks.step(0, 0, (0, block)).phase, _phase(config, architecture, first=True)
     rows = max(counts(config)) if config.remasking == "random" else block
     if not config.cache:
         return [StepSize(phase=phase, windows=(length,), rows=rows)]

@@ -11,19 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import torch
 
-from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
-from mosaic.decoding.evicting import Progress, computing
-from mosaic.decoding.reusing import Refreshes
-from mosaic.decoding.selecting import attending, committing, later_steps, selection
+from mosaic.decoding.blocks import Blocks
+from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
+    from mosaic.models.policies.policy import BlockStep
 
 __all__ = ["decode", "shapes"]
 
@@ -31,76 +29,60 @@ _NEXT: Final = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic
 """Fill the cache and take the most likely token after the window."""
 
 
-def _phase(config: GenerationConfig) -> Phase:
-    phase = replace(_NEXT, head=Sampling.of(config, scaled=True).head)
-    return computing(phase, config, shifted=True)
+def _blocks(config: GenerationConfig, arch: Architecture, prompt_len: int) -> Blocks:
+    return Blocks(config, arch, prompt_len, replace(_NEXT, head=Sampling.of(config, scaled=True).head))
 
 
-def _commits_within(config: GenerationConfig) -> bool:
-    """Whether a finished block is written, and the next token decided, by a step like those of blocks: where all rows attend to all
-    keys."""
-    return not config.temperature and config.eviction is None and config.attention is None
+def _closing(blocks: Blocks, config: GenerationConfig, start: int, end: int) -> BlockStep:
+    """Describe the step that follows a finished block, as a first one of the block that comes next.
+
+    It is like those of blocks where these are greedy and all of their rows attend to all keys.
+    """
+    alike = not config.temperature and all(found.cache == KEPT and found.cut is None for found in blocks.phases())
+    return blocks.step(end, 0, (start, end), key_len=end) if alike else blocks.writing(start, end, _NEXT)
 
 
-def _committing(config: GenerationConfig) -> Phase:
-    """The phase of the step that follows a finished block."""
-    return _phase(config) if _commits_within(config) else committing(_NEXT, config)
-
-
-def _fill_and_predict(canvas: Canvas, start: int, end: int, *, prompt: bool = False) -> Steps:
-    """Write the keys and values of [start, end), a finished block if it is no `prompt`, and decide position `end`."""
-    config, following = canvas.config, torch.tensor([end])
-    if prompt or not _commits_within(config):
-        request = canvas.ask(committing(_NEXT, config), following, window=(start, end), quota=1)
-    else:
-        request = canvas.ask(
-            _committing(config), following, window=(start, end),
-            places=None if config.block_cache is None else np.arange(start, end),
-            sampling=Sampling.of(config, scaled=True), quota=1,
-        )  # fmt: skip
-    result = yield request
+def _predict(canvas: Canvas, blocks: Blocks, step: BlockStep) -> Steps:
+    """Write the keys and values of a window, and decide the position behind it."""
+    following = torch.tensor([step.window[1]])
+    given = {} if step.writes else {"sampling": Sampling.of(canvas.config, scaled=True)}
+    result = yield blocks.ask(canvas, step, following, quota=1, **given)
     canvas.take(following, result)
 
 
 def decode(canvas: Canvas) -> Steps:
     """Decode one request; no other request affects which windows it forwards."""
-    block = canvas.config.block_length
-    assert block is not None
-    prefix, _ = whole_blocks(canvas.config, canvas.prompt_len)
+    config = canvas.config
+    blocks = _blocks(config, canvas.architecture, canvas.prompt_len)
+    block, prefix = blocks.block, blocks.prefix
     if prefix == canvas.prompt_len:
-        yield from _fill_and_predict(canvas, 0, prefix, prompt=True)
+        yield from _predict(canvas, blocks, blocks.writing(0, prefix, _NEXT))
     elif prefix:
-        yield canvas.fill(0, prefix, committing(COMMIT, canvas.config))
-    progress = Progress(canvas)
+        yield blocks.ask(canvas, blocks.writing(0, prefix))
     for number, start in enumerate(range(prefix, canvas.length, block)):
         canvas.block = number
         if canvas.finished:
             return
-        progress.enter(start)
-        yield from _denoise_block(canvas, progress, start + block)
+        yield from _denoise_block(canvas, blocks, start)
         if canvas.finished:
             return
-        yield from _fill_and_predict(canvas, start, start + block)
+        yield from _predict(canvas, blocks, _closing(blocks, config, start, start + block))
 
 
-def _denoise_block(canvas: Canvas, progress: Progress, end: int) -> Steps:
+def _denoise_block(canvas: Canvas, blocks: Blocks, start: int) -> Steps:
     """Denoise the block, small block by small block."""
-    config, small, start = canvas.config, canvas.config.small_block_length, progress.start
+    config, small, end = canvas.config, canvas.config.small_block_length, start + blocks.block
     assert small is not None
-    sampling, cached, step, refreshes = Sampling.of(config, scaled=True), False, 0, Refreshes(config)
+    sampling, cached, number = Sampling.of(config, scaled=True), False, 0
     for first in range(start, end, small):
         while len(positions := canvas.open_rows(first, first + small)):
             window = (first, first + small) if cached and not canvas.masked[first] else (start, end)
-            again, places = refreshes.now(*window), progress.places(*window)
-            result = yield canvas.ask(
-                attending(_phase(config), config, step, refreshes=again), positions, window=window,
-                places=places, key_len=progress.key_len(places, end), sampling=sampling, quota=1, threshold=config.threshold or 0.0,
-                values=selection(canvas, start, step, refreshes=again) | progress.values(),
-            )  # fmt: skip
-            progress.take(window, positions, result)
-            refreshes.take(*window, result, refreshed=again)
-            canvas.take(positions, result)
-            step += 1
+            step = blocks.step(start, number, window, key_len=end)
+            result = yield blocks.ask(
+                canvas, step, positions, sampling=sampling, quota=1, threshold=config.threshold or 0.0
+            )
+            blocks.take(canvas, step, result)
+            number += 1
             cached = config.cache == "dual"
             if canvas.finished:
                 return
@@ -111,8 +93,8 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
 
     Blocks and small blocks that hold nothing of the answer, or only a first token, are never denoised.
     """
-    block, small = config.block_length or 1, config.small_block_length or 1
-    prefix, length = whole_blocks(config, prompt_len)
+    blocks, small = _blocks(config, architecture, prompt_len), config.small_block_length or 1
+    block, prefix, length = blocks.block, blocks.prefix, blocks.length
     predicts, end = prefix == prompt_len, prompt_len + config.gen_length
     most_rows: dict[int, int] = {}
     for start in range(prefix, length, block):
@@ -123,11 +105,10 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     last = denoised[-1] if denoised else 0
     fullest = max(denoised, key=lambda key_len: (most_rows[key_len], key_len), default=0)
     committed = (end - 1 - prefix) // block * block + prefix
-    steps = ((0, None), *((step, False) for step in later_steps(config)))
-    phases = dict.fromkeys(attending(_phase(config), config, step, refreshes=again) for step, again in steps)
+    phases, closing = blocks.phases(), _closing(blocks, config, committed - block, committed).phase
     return [
-        cached_shape(committing(_NEXT if predicts else COMMIT, config), prefix, prefix, int(predicts)),
+        cached_shape(blocks.writing(0, prefix, _NEXT if predicts else COMMIT).phase, prefix, prefix, int(predicts)),
         *(cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)) for phase in phases),
         *(cached_shape(phase, block if fullest != last else 0, fullest, most_rows.get(fullest, 0)) for phase in phases),
-        cached_shape(_committing(config), block if committed > prefix else 0, committed, 1),
+        cached_shape(closing, block if committed > prefix else 0, committed, 1),
     ]

@@ -23,10 +23,9 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mosaic.decoding.algorithms import canvas_length, largest_steps, within_canvas
+from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps
 from mosaic.decoding.canvas import Canvas
-from mosaic.decoding.config import GenerationConfig, resolve, with_options
-from mosaic.decoding.evicting import expected_step, never_evicting
+from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
 from mosaic.decoding.sharing import SharedSizes
@@ -223,14 +222,13 @@ class Session(ClosesOnExit):
                     "(requests=64)",
                     submission.request_id, len(expected.windows),
                 )  # fmt: skip
-                one = self._of_options(submission, prompt, resolve(never_evicting(submission.config), arch))
+                one = self._of_options(submission, prompt, resolve(uncut(submission.config), arch))
             found.append(one)
         return found
 
     def _of_options(self, submission: Submission, prompt: Tensor, config: GenerationConfig) -> _Described:
         """What a request will be by these options."""
         arch, tokens = self._runner.architecture, prompt.numel()
-        config = within_canvas(config, arch, tokens)
         largest = largest_steps(config, arch, tokens, submission.request_id or 0)
         return _Described(submission, prompt, config, canvas_length(config, arch, tokens), largest)
 

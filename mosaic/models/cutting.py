@@ -12,33 +12,25 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mosaic.errors import GraphError
-from mosaic.models.parts.commit import ROW_BOUNDS
+from mosaic.models.inputs import ROW_BOUNDS
 from mosaic.models.parts.cut import COUNT, DECIDED_DIM, KEPT_DIM, PLACE, KeptRows
 
 if TYPE_CHECKING:
+    from mosaic.models.attention import Way
     from mosaic.models.inputs import Supply
     from mosaic.models.parts.cut import Cut
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
 __all__ = ["Prefix", "Suffix"]
 
 
-def _cut_of(step: StepGraph) -> Cut:
-    """Return the cut of a step that is cut.
-
-    Raises
-    ------
-    GraphError
-        If the layer is not one that can be cut.
-    """
-    cut = step.phase.cut
-    assert cut is not None
+def _check(step: StepGraph, cut: Cut) -> None:
+    """Raise a `GraphError` if the layer is not one that can be cut."""
     if not 0 <= cut.layer < step.arch.layers - 1:
         raise GraphError(
             f"a step is cut in a layer before the last, which is layer {step.arch.layers - 1}; got layer {cut.layer}."
         )
-    return cut
 
 
 def _hidden(step: StepGraph) -> Buffer:
@@ -60,8 +52,9 @@ def _bounds(step: StepGraph) -> Buffer:
 class Prefix:
     """The first graph: hidden states and queries are computed where they are handed on."""
 
-    def __init__(self, step: StepGraph) -> None:
-        self.step, self.cut = step, _cut_of(step)
+    def __init__(self, step: StepGraph, cut: Cut, way: Way) -> None:
+        _check(step, cut)
+        self.step, self.cut, self._way = step, cut, way
         self.hidden = _hidden(step)
 
     def end(self, matrices: dict[str, Buffer]) -> None:
@@ -71,7 +64,7 @@ class Prefix:
         into = KeptRows(_rows(step), _bounds(step), step.g.output(COUNT, (1,), "int64"))
         with step.g.scope(f"layers.{layer}"):
             step.residency.arrive(streamed=step.residency.streams(layer))
-            step.attention_way.project(step, layer, step.attention_norm(layer), matrices, queries)
+            self._way.project(step, layer, step.attention_norm(layer), matrices, queries)
             self.cut.observe(step, layer, queries)
         self.cut.select(step, into)
 
@@ -90,8 +83,9 @@ class _Resumed(NamedTuple):
 class Suffix:
     """The second graph: it gathers the rows that are kept, and goes on from the attention of the layer that is cut."""
 
-    def __init__(self, step: StepGraph) -> None:
-        self.step, self.cut = step, _cut_of(step)
+    def __init__(self, step: StepGraph, cut: Cut, way: Way) -> None:
+        _check(step, cut)
+        self.step, self.cut, self._way = step, cut, way
         self._hidden, self._queries = _hidden(step), _queries(step)
         self.decided = step.g.dim(DECIDED_DIM, at_most=KEPT_DIM)
 
@@ -146,4 +140,4 @@ class Suffix:
         step, carried = self.step, self._queries
         q = step.g.buffer("q", (step.tokens, carried.shape[1]), carried.dtype)
         step.g.add_op("gather_rows", carried, self._resumed.rows, out=q, name="queries")
-        step.attention_way.resume(step, self.cut.layer, q, matrices)
+        self._way.resume(step, self.cut.layer, q, matrices)

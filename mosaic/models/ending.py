@@ -17,7 +17,7 @@ from mosaic.models.phase import Phase
 from mosaic.models.residency import Residency
 from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["WITHOUT_HIDDEN", "Ending"]
+__all__ = ["WITHOUT_HIDDEN", "StepEnding"]
 
 LOGITS_TILE: Final = 64
 WITHOUT_HIDDEN: Final = (
@@ -25,7 +25,7 @@ WITHOUT_HIDDEN: Final = (
 )
 
 
-class Ending:
+class StepEnding:
     """Registers what a phase's parts ask for at the end of a step, and gives them what they share.
 
     Parameters
@@ -98,6 +98,20 @@ class Ending:
     def token(self) -> Buffer:
         """Declare the output `token`, int64 [M]."""
         return self.g.output("token", (self.masked,), "int64")
+
+    @property
+    def commits(self) -> bool:
+        """Whether a rule commits rows."""
+        return self.phase.commit is not None
+
+    @property
+    def open_id(self) -> int:
+        """What the input `current` has in rows where nothing is decided."""
+        return self.phase.tokens.open_id(self.arch)
+
+    def score(self, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
+        """Write the number of each row by which a commit rule goes, as the head says."""
+        return self.phase.head.score(self, kind, figures, out)
 
     def figures(self, names: Sequence[str]) -> Mapping[str, Buffer]:
         """Declare transients float32 [M], which a commit rule reads."""

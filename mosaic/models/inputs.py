@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mosaic.models.rotary import Rotary
     from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["Frequencies", "Input", "Per", "StepInputs", "Supply", "Window"]
+__all__ = ["ROW_BOUNDS", "Frequencies", "Input", "Per", "StepInputs", "Supply", "Window"]
 
 Per: TypeAlias = Literal["token", "extent", "row", "logit_row", "sequence", "bound", "page", "step"]
 """What one value of an input belongs to. A `bound` is where something of a sequence begins: one more than sequences."""
@@ -101,6 +101,12 @@ class Input:
         if callable(self.value):
             return [*map(self.value, windows)]
         return [0 if window.copy else self.of(window.request) for window in windows]
+
+
+ROW_BOUNDS: Final = Input(
+    name="cu_rows", dtype="int32", per="bound", value=lambda window: 0 if window.copy else len(window.request.rows)
+)
+"""Where the rows to decide of each sequence begin."""
 
 
 class Window(NamedTuple):

@@ -4,14 +4,13 @@ two where it is cut."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mosaic.errors import UsageError
-from mosaic.models.inputs import Input
+from mosaic.models.inputs import ROW_BOUNDS, Input
 from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Cut, Guidance, Head, Part, ReturnedLogits
-from mosaic.models.parts.commit import ROW_BOUNDS
 from mosaic.models.parts.cut import COUNT, KEPT_DIM
 from mosaic.models.parts.heads import NOISE
 from mosaic.models.parts.part import ResultPer
@@ -28,7 +27,7 @@ GraphOf: TypeAlias = Literal["whole", "prefix", "suffix"]
 """Which graph of a phase: the one that it has, or the first or second where it is cut."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """A kind of step.
 
@@ -55,13 +54,6 @@ class Phase:
     graph
         Of a phase that is cut, which of its graphs is meant; the whole step has none of its own.
 
-    Attributes
-    ----------
-    states
-        The states that its parts have, each once.
-    noisy
-        Whether the step takes random keys.
-
     Raises
     ------
     UsageError
@@ -86,16 +78,8 @@ class Phase:
     others: tuple[Part, ...] = ()
     held: tuple[State, ...] = ()
     graph: GraphOf = "whole"
-    states: tuple[State, ...] = field(init=False, repr=False, compare=False)
-    noisy: bool = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        found = dict.fromkeys(state for part in self.parts for state in part.states)
-        object.__setattr__(self, "states", tuple(found))
-        object.__setattr__(self, "noisy", any(part.noisy for part in self.parts))
-        own = [getattr(self, entry.name) for entry in fields(self) if entry.compare]
-        object.__setattr__(self, "_hash", hash(tuple(own)))
         returns = self.commit is not None or self.guidance is not None or self.logits is not None
         if not self.head.decides and (returns or not self.states):
             raise UsageError("a phase without head only fills a state: give it one, and no commit, guidance or logits.")
@@ -114,6 +98,20 @@ class Phase:
         """Found once: phases are in the keys of all that is kept of steps."""
         return self._hash
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple([getattr(self, entry.name) for entry in fields(self)]))
+
+    @cached_property
+    def states(self) -> tuple[State, ...]:
+        """The states that its parts have, each once."""
+        return tuple(dict.fromkeys(state for part in self.parts for state in part.states))
+
+    @cached_property
+    def noisy(self) -> bool:
+        """Whether the step takes random keys."""
+        return any(part.noisy for part in self.parts)
+
     @property
     def parts(self) -> Iterator[Part]:
         """The parts, in the order in which they are registered."""
@@ -129,15 +127,23 @@ class Phase:
         whole = "denoise" if self.cached else "full_step"
         return whole if self.graph == "whole" else f"{whole}_{self.graph}"
 
-    @property
+    @cached_property
     def graphs(self) -> tuple[Phase, ...]:
         """The graphs that a step of the phase runs, in order: itself, or prefix and suffix where it is cut."""
-        return (self,) if self.cut is None or self.graph != "whole" else _graphs(self)
+        if self.cut is None or self.graph != "whole":
+            return (self,)
+        return replace(self, graph="prefix"), replace(self, graph="suffix")
 
-    @property
+    @cached_property
     def bucketed(self) -> BucketedStep | None:
         """Of a phase that is cut, how its graphs make a step; None: it is one graph."""
-        return None if len(self.graphs) == 1 else _bucketed(self)
+        if self.cut is None or len(self.graphs) == 1:
+            return None
+        cut, (prefix, suffix) = self.cut, self.graphs
+        return BucketedStep(
+            prefix=prefix.name, suffix=suffix.name, count=COUNT, dim=KEPT_DIM,
+            buckets=lambda dims: cut.buckets(dims["tokens"]),
+        )  # fmt: skip
 
     @property
     def cached(self) -> bool:
@@ -159,10 +165,10 @@ class Phase:
         """Whether a part reads the hidden states of all tokens after the last layer."""
         return any(part.reads_hidden for part in self.parts)
 
-    @property
+    @cached_property
     def covering(self) -> Phase:
         """A phase whose steps serve requests of this one as well; the phase itself, as a rule."""
-        found = _covering(self)
+        found = replace(self, tokens=self.tokens.covering, cache=self.cache.covering)
         return self if found == self else found
 
     def shifts(self, arch: Architecture) -> bool:
@@ -176,10 +182,10 @@ class Phase:
         """Return the inputs of all parts, the rows that are unembedded, of copies too, and their random keys."""
         return _inputs(self, arch)
 
-    @property
+    @cached_property
     def results(self) -> Mapping[str, ResultPer]:
         """The outputs that go back to requests, of all parts, and what one value belongs to."""
-        return _results(self)
+        return {name: per for part in self.parts for name, per in part.results.items()}
 
     def windows(self, request: Any) -> list[Any]:
         """Return the tokens of a request's window, int64 [T], and of its copy."""
@@ -203,35 +209,6 @@ def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
     if phase.cached and phase.head.decides and ROW_BOUNDS.name not in (entry.name for entry in own):
         own.append(ROW_BOUNDS)
     return (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
-
-
-@lru_cache(maxsize=256)
-def _graphs(phase: Phase) -> tuple[Phase, ...]:
-    """What `Phase.graphs` gives of a phase that is cut."""
-    return replace(phase, graph="prefix"), replace(phase, graph="suffix")
-
-
-@lru_cache(maxsize=256)
-def _bucketed(phase: Phase) -> BucketedStep:
-    """What `Phase.bucketed` gives of a phase that is cut."""
-    cut, (prefix, suffix) = phase.cut, phase.graphs
-    assert cut is not None
-    return BucketedStep(
-        prefix=prefix.name, suffix=suffix.name, count=COUNT, dim=KEPT_DIM,
-        buckets=lambda dims: cut.buckets(dims["tokens"]),
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _covering(phase: Phase) -> Phase:
-    """What `Phase.covering` gives: every turn of a session asks for every request."""
-    return replace(phase, tokens=phase.tokens.covering, cache=phase.cache.covering)
-
-
-@lru_cache(maxsize=256)
-def _results(phase: Phase) -> Mapping[str, ResultPer]:
-    """What `Phase.results` gives: every step asks."""
-    return {name: per for part in phase.parts for name, per in part.results.items()}
 
 
 def before(request: Any) -> Any:

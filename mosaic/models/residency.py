@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from mosaic.models.architecture import Architecture
-from mosaic.registrar.graph import Buffer, Graph
-from mosaic.registrar.operator import Dim
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.registrar.graph import Buffer, Graph
+    from mosaic.registrar.operator import Dim
 
 __all__ = ["SLOTS", "Hidden", "Matrix", "Residency", "fetched", "stored"]
 

@@ -195,7 +195,11 @@ class StepSize:
         if self.kept:
             dims |= {"kept": self.kept, "decided": min(self.rows, self.kept)}
         if self.owned:
-            dims |= {"keys": sum(self.owned), "extents": self.extents, **self.phase.cache.sizes(self)}
+            dims |= {
+                "keys": sum(self.owned),
+                "extents": self.extents,
+                **self.phase.cache.sizes(self.windows, self.owned),
+            }
         return dims | {state.rows_dim: rows for state, rows in self.states.items()}
 
     def at(self, context: int) -> StepSize:

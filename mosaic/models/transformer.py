@@ -12,12 +12,10 @@ from typing import Any
 
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
-from mosaic.models.attention import Chosen
-from mosaic.models.attention.projections import PROJECTION_TILE, add_product
+from mosaic.models.attention.projections import PROJECTION_TILE, Chosen, add_product
 from mosaic.models.cutting import Prefix, Suffix
-from mosaic.models.ending import WITHOUT_HIDDEN, Ending
-from mosaic.models.inputs import StepInputs
-from mosaic.models.parts.commit import ROW_BOUNDS
+from mosaic.models.ending import WITHOUT_HIDDEN, StepEnding
+from mosaic.models.inputs import ROW_BOUNDS, StepInputs
 from mosaic.models.parts.cut import KEPT_DIM
 from mosaic.models.phase import Phase
 from mosaic.models.residency import Hidden, Matrix, Residency
@@ -26,7 +24,7 @@ from mosaic.registrar.few_rows import tile_count
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Dim
 
-__all__ = ["StepGraph", "register_step"]
+__all__ = ["TransformerStep", "register_step"]
 
 FFN_TILE = 128
 EXPERT_TILE = 128
@@ -44,10 +42,10 @@ def register_step(g: Graph, arch: Architecture, phase: Phase) -> None:
     phase
         The kind of step.
     """
-    StepGraph(g, arch, phase).register()
+    TransformerStep(g, arch, phase).register()
 
 
-class StepGraph:
+class TransformerStep:
     """The registration of one step: what its sublayers and the phase's parts share, and the sublayers in order.
 
     Attributes
@@ -80,6 +78,7 @@ class StepGraph:
         self.g, self.arch, self.phase = g, arch, phase
         self.inputs = StepInputs(g, phase.inputs(arch))
         self.tokens, self.seqs = g.dim("tokens"), g.dim("seqs", at_most="tokens")
+        self.first_graph = phase.graph == "prefix"
         if phase.graph == "suffix":
             self.tokens = g.dim(KEPT_DIM, at_most="tokens")
         ways = {way.name: way for way in phase.cache.ways() if phase.cut is None or way.cuts}
@@ -87,7 +86,7 @@ class StepGraph:
         self.span = g.dim("span")
         for way in ways.values():
             way.dims(self)
-        self.decides = phase.head.decides and phase.graph != "prefix"
+        self.decides = phase.head.decides and not self.first_graph
         if self.decides:
             self.masked = g.dim("masked", at_most="tokens")
             self.head_choice = g.choice("head", phase.head.ways, alike=False)
@@ -112,8 +111,9 @@ class StepGraph:
 
     def register(self) -> None:
         """Register all of it; of a phase that is cut, one of its graphs."""
-        prefix = Prefix(self) if self.phase.graph == "prefix" else None
-        self.suffix = Suffix(self) if self.phase.graph == "suffix" else None
+        cut, way = self.phase.cut, self.attention_way
+        prefix = Prefix(self, cut, way) if cut is not None and self.first_graph else None
+        self.suffix = Suffix(self, cut, way) if cut is not None and not self.first_graph else None
         ids = self.begin()
         self._hidden: Hidden | None = Hidden(
             self.g, self.arch, self.tokens, on_host=self.on_host, buffer=None if prefix is None else prefix.hidden
@@ -178,7 +178,7 @@ class StepGraph:
         for part in phase.parts:
             part.finish(self)
         if phase.head.decides:
-            end = Ending(
+            end = StepEnding(
                 g, arch, phase, self.residency, self.inputs, hidden=stream if phase.reads_hidden else None,
                 rows=lambda rows, prefix: self.last_rows(stream, rows, prefix), cu_seqlens=self.cu_seqlens,
                 masked=self.masked if self.suffix is None else self.suffix.decided,

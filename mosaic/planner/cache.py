@@ -17,7 +17,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
-import mosaic
 from mosaic.files import write_atomic
 from mosaic.models import Model
 from mosaic.models.phase import FULL_STEP, Phase
@@ -99,7 +98,7 @@ def _key(model: Model, backend: str, phase: Phase) -> str:
 @cache
 def _sources() -> str:
     """A fingerprint of the code that templates come from, so that a changed checkout never meets a stale cache."""
-    root = Path(mosaic.__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(p for room in ("registrar", "models", "planner") for p in (root / room).rglob("*.py"))
     stats = [(p.name, (s := p.stat()).st_size, s.st_mtime_ns) for p in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()

@@ -6,23 +6,17 @@ head size, D hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
+
+from mosaic.models.attention.projections import matrices
 
 if TYPE_CHECKING:
+    from mosaic.models.attention.projections import Chosen
     from mosaic.models.residency import Matrix
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["Chosen", "Way"]
-
-
-class Chosen(NamedTuple):
-    """Rows of the step's tokens: their numbers int64 [C], positions int32 [C], and where rotary frequencies are a sequence's
-    own, their sequences int32 [C]."""
-
-    rows: Buffer
-    positions: Buffer
-    sequences: Buffer | None
+__all__ = ["Way"]
 
 
 class Way:
@@ -40,7 +34,7 @@ class Way:
 
     name: ClassVar[str] = ""
     by_rows: ClassVar[bool] = False
-    cuts: ClassVar[bool] = False
+    cuts: bool = False
 
     def dims(self, step: StepGraph) -> None:
         """Declare the dims that the way needs beside the policy's; all ways of a policy do, whichever is taken."""
@@ -53,8 +47,6 @@ class Way:
 
     def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
         """Return the projections of a layer: q_proj [N H, D], k_proj and v_proj [K H, D], o_proj [D, N H]."""
-        from mosaic.models.attention.projections import matrices
-
         return matrices(step.arch, layer, step.arch.kv_heads)
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:

@@ -20,7 +20,7 @@ from mosaic.models.attention.projections import (
 from mosaic.models.residency import SLOTS, Matrix, stored
 
 if TYPE_CHECKING:
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer, Kind
 
 __all__ = ["Heads"]

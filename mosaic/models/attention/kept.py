@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-from mosaic.models.attention import Chosen, Way
-from mosaic.models.attention.projections import PROJECTION_TILE, add_product, bias_and_scale, project, project_out
-from mosaic.models.parts.commit import ROW_BOUNDS
+from mosaic.models.attention import Way
+from mosaic.models.attention.projections import (
+    PROJECTION_TILE,
+    Chosen,
+    add_product,
+    bias_and_scale,
+    project,
+    project_out,
+)
+from mosaic.models.inputs import ROW_BOUNDS
 
 if TYPE_CHECKING:
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.operator import Dim
 
-__all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of", "store"]
+__all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of"]
 
 
 class _Kept(Way):
+    """`stored`, called with a layer's number, registers what is made of its keys once those of the window are in the state."""
+
     by_rows: ClassVar[bool] = True
+
+    def __init__(self, stored: Callable[[StepGraph, int], None] | None = None) -> None:
+        self._stored = stored
+
+    def store(
+        self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None = None
+    ) -> None:
+        """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
+        _store(step, layer, norm, matrices, queries)
+        if self._stored is not None:
+            self._stored(step, layer)
 
     def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Store the window's keys and values."""
-        store(step, layer, norm, matrices)
+        self.store(step, layer, norm, matrices)
 
     def add_rows(
         self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Buffer], x: Buffer
@@ -35,7 +56,7 @@ class KeptTogether(_Kept):
     """All queries at once, projected with the keys and values under one norm."""
 
     name: ClassVar[str] = "together"
-    cuts: ClassVar[bool] = True
+    cuts = True
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Project, store, attend, add to the residual."""
@@ -47,7 +68,7 @@ class KeptTogether(_Kept):
 
     def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
         """Project, and store."""
-        store(step, layer, norm, matrices, queries)
+        self.store(step, layer, norm, matrices, queries)
 
     def resume(self, step: StepGraph, layer: int, q: Buffer, matrices: dict[str, Buffer]) -> None:
         """Attend, add to the residual."""
@@ -66,20 +87,12 @@ class KeptQueries(_Kept):
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Store all keys and values first, then the chunks."""
         g = step.g
-        store(step, layer, norm, matrices)
+        self.store(step, layer, norm, matrices)
         with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="queries") as rows:
             source, h = step.normed(rows, norm, "queries_in")
             y = attend(step, layer, project(step, layer, "q", h, matrices["q_proj"]))
             add_product(step, y, matrices["o_proj"], source, "o_linear")
             step.hidden.keep(source)
-
-
-def store(
-    step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None = None
-) -> None:
-    """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
-    _store(step, layer, norm, matrices, queries)
-    step.phase.cache.stored(step, layer)
 
 
 def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None) -> None:

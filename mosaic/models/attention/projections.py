@@ -5,19 +5,19 @@ Legend: T tokens, C rows of a chunk, N query heads, K key-value heads, H head si
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mosaic.models.residency import Matrix, fetched
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
-    from mosaic.models.attention import Chosen
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.operator import Dim
 
 __all__ = [
     "PROJECTION_TILE",
+    "Chosen",
     "add_product",
     "attend",
     "bias_and_scale",
@@ -29,6 +29,15 @@ __all__ = [
 ]
 
 PROJECTION_TILE: Final = 128
+
+
+class Chosen(NamedTuple):
+    """Rows of the step's tokens: their numbers int64 [C], positions int32 [C], and where rotary frequencies are a sequence's
+    own, their sequences int32 [C]."""
+
+    rows: Buffer
+    positions: Buffer
+    sequences: Buffer | None
 
 
 def matrices(arch: Architecture, layer: int, kv_heads: Dim) -> list[Matrix]:

@@ -8,7 +8,7 @@ from mosaic.models.attention import Way
 from mosaic.models.attention.projections import PROJECTION_TILE, attend, keys_and_values, project
 
 if TYPE_CHECKING:
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
 __all__ = ["Queries"]

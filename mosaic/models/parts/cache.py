@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mosaic.errors import UsageError
+from mosaic.models.attention.heads import Heads
+from mosaic.models.attention.kept import KeptQueries, KeptTogether
+from mosaic.models.attention.queries import Queries
+from mosaic.models.attention.together import Together
 from mosaic.models.inputs import Frequencies, Input
 from mosaic.models.parts.part import Part
 from mosaic.models.state import State
@@ -16,8 +20,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
     from mosaic.models.inputs import Window
-    from mosaic.models.step import StepSize
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
 
 __all__ = ["KEPT", "KV", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Seen", "Whole"]
 
@@ -89,15 +92,12 @@ class CachePolicy(Part):
         """Return the rows of states that sequences have, by the tokens that each has keys for."""
         return {} if self.kept is None else {self.kept: sum(owned)}
 
-    def stored(self, step: StepGraph, layer: int) -> None:
-        """Register what is made of a layer's keys, once those of the window are in the state."""
-
     def ways(self) -> Sequence[Way]:
         """Return the ways in which attention may run, the fastest first: the options of the choice `attention`."""
         raise NotImplementedError
 
-    def sizes(self, size: StepSize) -> Mapping[str, int]:
-        """Return the values of the policy's own dims in a step of a size."""
+    def sizes(self, windows: Sequence[int], owned: Sequence[int]) -> Mapping[str, int]:
+        """Return the values of the policy's own dims, by the tokens of each window, and those that each sequence has keys for."""
         return {}
 
     def dims(self, step: StepGraph) -> None:
@@ -114,9 +114,7 @@ class Whole(CachePolicy):
 
     def ways(self) -> Sequence[Way]:
         """Return all queries at once, chunks of queries, and groups of heads."""
-        from mosaic.models.attention import heads, queries, together
-
-        return together.Together(), queries.Queries(), heads.Heads()
+        return Together(), Queries(), Heads()
 
     def dims(self, step: StepGraph) -> None:
         """Declare the keys that a query sees: tokens of the step."""
@@ -174,13 +172,11 @@ class Kept(CachePolicy):
 
     def ways(self) -> Sequence[Way]:
         """Return all queries at once, and chunks of queries: keys and values of all heads are there anyway."""
-        from mosaic.models.attention import kept
+        return KeptTogether(), KeptQueries()
 
-        return kept.KeptTogether(), kept.KeptQueries()
-
-    def sizes(self, size: StepSize) -> Mapping[str, int]:
+    def sizes(self, windows: Sequence[int], owned: Sequence[int]) -> Mapping[str, int]:
         """Return the rows of partial results that there is room for where a step's keys are cut into segments."""
-        return {"parts": kv_parts(size.windows, size.owned)}
+        return {"parts": kv_parts(windows, owned)}
 
     def dims(self, step: StepGraph) -> None:
         """Declare the keys that a query sees, those of the state, which lie in extents, and the parts of results that attention

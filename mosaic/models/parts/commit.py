@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName
-from mosaic.models.inputs import Input
+from mosaic.models.inputs import ROW_BOUNDS, Input
 from mosaic.models.parts.part import Part, ResultPer
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
-    from mosaic.models.ending import Ending
+    from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["ROW_BOUNDS", "Commit", "CommitRule", "Rule", "Score"]
+__all__ = ["Commit", "CommitRule", "Rule", "Score"]
 
-ROW_BOUNDS: Final = Input(
-    name="cu_rows", dtype="int32", per="bound", value=lambda window: 0 if window.copy else len(window.request.rows)
-)
-"""Where the rows to decide of each sequence begin."""
 Score: TypeAlias = Literal["confidence", "margin", "entropy", "random", "sequential"]
 Rule: TypeAlias = Literal["top", "threshold", "dynamic", "above", "factor", "edit"]
 
@@ -84,12 +80,12 @@ class Commit(CommitRule):
     def register(self, end: Ending, token: Buffer, figures: Mapping[str, Buffer]) -> None:
         """Score the rows, and commit those that the rule takes."""
         g, inputs, shape = end.g, end.inputs, (end.masked,)
-        score = end.phase.head.score(end, self.score, figures, g.output("score", shape, "float32"))
+        score = end.score(self.score, figures, g.output("score", shape, "float32"))
         if self.perturb:
             g.add_op("perturb_score", score, inputs["keys"], inputs["score_temperature"], name="perturb")
         edit = inputs["edit_threshold"] if self.rule == "edit" else None
         g.add_op(
             "transfer", token, score, inputs["current"], inputs["cu_rows"], inputs["quota"], inputs["threshold"], edit,
             out=(g.output("chosen", shape, "int64"), g.output("committed", shape, "uint8")), name="transfer",
-            rule=self.rule, mask_id=end.phase.tokens.open_id(end.arch),
+            rule=self.rule, mask_id=end.open_id,
         )  # fmt: skip

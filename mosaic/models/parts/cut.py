@@ -15,7 +15,7 @@ from mosaic.models.parts.part import Part, ResultPer
 
 if TYPE_CHECKING:
     from mosaic.models.inputs import Supply
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
 __all__ = ["COUNT", "DECIDED_DIM", "KEPT", "KEPT_DIM", "PLACE", "Cut", "KeptRows"]
@@ -55,25 +55,30 @@ class Cut(Part):
     ----------
     layer
         The layer that is cut: all that comes before its attention is in the first graph. Not the last one.
+    guesses
+        Whether the second graph is launched at the size that steps before have needed, and the count is read with its results:
+        where there are more rows, it runs again. Otherwise the host waits for the count between the graphs. The second graph
+        changes nothing that outlives it where it has no room: all of `cu_seqlens` and `cu_rows` is 0 then, and ops that write to
+        a state go by these. Those of the first graph run once.
+    sizes
+        Numbers of rows that the second graph is planned for, ascending; empty: as `buckets` says.
     """
 
     layer: int = 1
+    guesses: bool = False
+    sizes: tuple[int, ...] = ()
 
     @property
-    def guesses(self) -> bool:
-        """Whether the second graph is launched at the size that steps before have needed, and the count is read with its results:
-        where there are more rows, it runs again. Otherwise, as here, the host waits for the count between the graphs.
-
-        So the second graph changes nothing that outlives it where it has no room: all of `cu_seqlens` and `cu_rows` is 0 then, and
-        ops that write to a state go by these. Those of the first graph run once."""
-        return False
+    def expects(self) -> int:
+        """How many requests are expected to share a step: where it saves no time with so many, it is not cut. 0: it always is."""
+        return 0
 
     def buckets(self, tokens: int) -> Sequence[int]:
         """Return the numbers of rows that the second graph is planned for in a step of so many tokens, ascending.
 
         A count beyond the last is an error; the last is all tokens, unless overridden.
         """
-        return sorted({max(tokens // share, 1) for share in (8, 4, 2, 1)})
+        return self.sizes or sorted({max(tokens // share, 1) for share in (8, 4, 2, 1)})
 
     def declare(self, step: StepGraph) -> None:
         """Ask, before the first layer, for inputs that `observe` reads: in a layer they would be the layer's."""

@@ -12,7 +12,7 @@ from mosaic.models.parts.part import Part
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
-    from mosaic.models.ending import Ending
+    from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
 
 __all__ = ["NOISE", "NO_HEAD", "NUCLEUS", "SAMPLE", "STATISTICS", "Head", "NoHead", "Nucleus", "Sample", "Statistics"]
@@ -83,7 +83,7 @@ class Statistics(Head):
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
         """Declare the statistics: results, or what a commit rule reads."""
-        if end.phase.commit is None:
+        if not end.commits:
             figures = {name: end.g.output(name, (end.masked,), "float32") for name in FIGURES}
             return end.token(), figures
         return end.token(), end.figures(FIGURES)

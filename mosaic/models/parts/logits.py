@@ -11,7 +11,7 @@ from mosaic.models.parts.part import Part
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
-    from mosaic.models.ending import Ending
+    from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
 
 __all__ = ["LOGITS", "ReturnedLogits"]

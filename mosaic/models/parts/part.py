@@ -10,7 +10,7 @@ from mosaic.models.inputs import Input
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.state import State
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import StepGraph
 
 __all__ = ["Part", "ResultPer"]
 

@@ -19,9 +19,8 @@ from mosaic.registrar.operators.read_canvas import OPEN
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
-    from mosaic.models.ending import Ending
     from mosaic.models.inputs import Supply, Window
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.step_graph import Ending, StepGraph
     from mosaic.registrar.graph import Buffer
 
 __all__ = ["APART", "CANVAS", "ENTERED", "OPEN", "STAYING", "WINDOWS", "Apart", "OnDevice", "Windows"]

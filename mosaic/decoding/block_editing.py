@@ -1,7 +1,7 @@
 """LLaDA2.1: block diffusion whose tokens may still be edited until their block ends (modeling_llada2_moe.py of LLaDA2.1).
 
 A step sees every position of the block but the prompt's. Masks are filled as in LLaDA2.0, which is SDAR's dynamic rule
-(`sdar.decode`); a token is replaced where another one is more probable than `edit_threshold`. When no mask is left, up to
+(`block_diffusion.py`); a token is replaced where another one is more probable than `edit_threshold`. When no mask is left, up to
 `max_post_steps` more steps only edit, until one changes nothing. The original has no cache and forwards the whole window
 at every step. With attention causal by blocks, keys and values of finished blocks are exact: here a step forwards one block.
 """
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from mosaic.decoding.block_diffusion import block_shapes
+from mosaic.decoding.blocks import Blocks
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, whole_blocks
-from mosaic.decoding.sdar import block_shapes
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -73,4 +74,4 @@ def _edit_block(canvas: Canvas, start: int, end: int, *, unwritten: int) -> Step
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
     """Return the prefill, and the first step of the last block."""
-    return block_shapes(config, _phase(config), prompt_len)
+    return block_shapes(Blocks(config, architecture, prompt_len, _phase(config)))

@@ -10,7 +10,7 @@ tokens, B sequences, N H queries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -19,19 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mosaic.errors import UsageError
-from mosaic.models.eviction import Eviction
 from mosaic.models.inputs import Input
-from mosaic.models.parts.cut import COUNT, PLACE, Cut, KeptRows
+from mosaic.models.parts.cut import COUNT, KEPT, PLACE, Cut, KeptRows
+from mosaic.models.policies.focus_options import Eviction
+from mosaic.models.policies.policy import BlockStep, Policy, with_parts
 from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import Supply, Window
     from mosaic.models.parts.part import ResultPer
-    from mosaic.models.transformer import StepGraph
+    from mosaic.models.phase import Phase
+    from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["HISTORY", "REACH", "BlockProgress", "Focus"]
+__all__ = ["HISTORY", "REACH", "BlockProgress", "Evicting", "Focus"]
 
 HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_rows=1)
 """Of each request what its steps have decoded: a sum, or an average, and of how many steps."""
@@ -80,8 +82,6 @@ class Focus(Cut):
     ----------
     eviction
         The options.
-    guess
-        Whether the second graph is launched at the size that steps before have needed (`Cut.guesses`).
     reports
         Whether an outcome has `REACH`: where a request cannot tell from the rows that it decides, as in shifted models.
     block
@@ -92,14 +92,8 @@ class Focus(Cut):
     layers: ClassVar[tuple[int, int]] = (0, 1)
     layer: int = field(default=1, init=False)
     eviction: Eviction
-    guess: bool = False
     reports: bool = False
     block: int = 0
-
-    @property
-    def guesses(self) -> bool:
-        """As `guess` says."""
-        return self.guess
 
     def buckets(self, tokens: int) -> Sequence[int]:
         """Return numbers of rows that grow by about an eighth, from an eighth of the tokens on: the second graph's time goes by its
@@ -108,6 +102,11 @@ class Focus(Cut):
         while found[-1] < tokens:
             found.append(min(found[-1] + max(1 << max(found[-1].bit_length() - 4, 0), _TILE), tokens))
         return found
+
+    @property
+    def expects(self) -> int:
+        """The requests that options say."""
+        return self.eviction.requests
 
     def length(self, arch: Architecture) -> int:
         """Return the length of a block."""
@@ -237,7 +236,7 @@ class Focus(Cut):
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
         """Return, of the second graph, how many keys each sequence sees: of all, or where sparse attention tells sequences apart
         that attend to all keys, of those that do."""
-        if step.phase.graph == "prefix" or self.block:
+        if step.first_graph or self.block:
             return {}
         told = {name: partial(self._seen_of, step, name) for name in ("seen_exactly", "seen_sparsely")}
         return {"seen": lambda: self._seen(step), **told}
@@ -301,3 +300,86 @@ def _offsets(windows: Sequence[Window]) -> NDArray[np.intp]:
 def _block(window: Window) -> BlockProgress:
     found: BlockProgress = window.request.values["block"]
     return found
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+class Evicting(Policy):
+    """Cuts the steps of a block, and follows how far the request is in it.
+
+    Of a model that attends in both directions all positions have keys, and every step evicts.
+    """
+
+    waits = "with eviction the tokens of a step depend on the outcome of the one before it; leave one out."
+
+    def __init__(self, options: Eviction, config: Any, arch: Architecture, positions: int) -> None:
+        dual, block = not arch.block, config.block_length or 0
+        self._eviction = replace(options, first_step="evicts") if dual else options
+        # where row i-1 predicts position i, the rows to decide do not say whether a block's last position was kept
+        self._cut = Focus(eviction=self._eviction, reports=arch.shifted, block=block if dual else 0)
+        self._hides = options.reach == "step"
+        self.within = not (self._hides and config.block_commit == "cached")
+        self._begun = -1
+        self._step, self._processed = 0, 0
+        self._decided: int | None = None
+        if config.remasking == "random":
+            raise UsageError(
+                "eviction: 'random' chooses the rows of a step before it runs, which may be dropped; leave one out."
+            )
+        if config.remasking == "sequential":
+            raise UsageError(
+                "eviction: 'sequential' decides the first masks whatever their importance, which may be dropped; leave one out."
+            )
+        if not dual and config.small_block_length not in (None, config.block_length):
+            raise UsageError(
+                "eviction: importance says which of a block's tokens are decided, not small blocks of "
+                f"{config.small_block_length}; leave small_block_length out."
+            )
+
+    def phase(self, phase: Phase, step: BlockStep) -> Phase:
+        """Cut the step, but one that writes final keys."""
+        if step.writes:
+            return phase
+        if not any(way.cuts for way in phase.cache.ways()):
+            raise UsageError(
+                "eviction: rows that are dropped keep no output over their prefix to reuse; leave one out."
+            )
+        return with_parts(phase, cut=self._cut)
+
+    def tell(self, step: BlockStep, request: Any) -> None:
+        """Say how far the request is in the block; of frozen tokens behind those that are computed, keys are not seen."""
+        if self._hides and step.places is not None:
+            step.key_len = int(step.places[-1]) + 1
+        if step.writes:
+            return
+        if step.start != self._begun:
+            prefills = self._eviction.first_step == "prefill" and step.start < step.prompt_len
+            self._begun, self._step = step.start, -1 if prefills else 0
+            self._processed = self._cut.block
+        step.counts = self._step >= 0
+        masked = request.open_array(step.start, step.end) - step.start
+        ranks = request.uniforms(step.start, step.end) if self._eviction.rank == "random" else ()
+        step.values["block"] = BlockProgress(
+            start=step.start, masked=tuple(masked.tolist()), processed=self._processed, step=self._step, decoded=self._decided,
+            ranks=ranks,
+        )  # fmt: skip
+
+    def take(self, step: BlockStep, request: Any, result: Any) -> None:
+        """Note what was kept and how many tokens were decided."""
+        if step.counts:
+            self._processed = max(self._processed, self._reach(step, request, result) - step.start)
+            self._decided = int(np.count_nonzero(result.array("committed")))
+        self._step += 1
+
+    def _reach(self, step: BlockStep, request: Any, result: Any) -> int:
+        """The position after the rightmost that the step has kept: a masked one, or a decided one, which all are. Those that were
+        decided by a step of the block lie before the rightmost that this step has kept."""
+        if REACH in result.values:
+            return int(result.values[REACH])
+        kept = result.array(KEPT).nonzero()[0]
+        reach = int(step.positions[kept[-1]]) + 1 if len(kept) else step.start
+        if self._step == 0:
+            known = (~request.mask_array[step.start : step.end]).nonzero()[0]
+            reach = max(reach, step.start + int(known[-1]) + 1) if len(known) else reach
+        return reach

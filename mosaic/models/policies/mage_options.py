@@ -1,4 +1,4 @@
-"""Sparse attention over kept keys: which keys of its prefix a block attends to. Options, and presets of published methods.
+"""MAGE's options: which keys of its prefix a block attends to. Presets of published methods of sparse attention over kept keys.
 
 Block diffusion denoises a block over many steps, each of which reads all keys. MAGE (Kwon et al. 2026, arXiv 2602.14209, section
 4) attends in the block's first step, when all of it is masked, to all keys, and captures those that got the most attention, per
@@ -11,16 +11,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.reuse import REUSES, PrefixReuse
-from mosaic.models.spelled import spelled
+from mosaic.models.policies.flashblock import PrefixReuse
+from mosaic.models.policies.policy import Options, is_integer, is_number
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["OPTIONS", "PRESETS", "Per", "SparseAttention", "attention_policy", "sets_of", "with_options"]
+__all__ = ["PRESETS", "Per", "SparseAttention", "sets_of"]
 
 Selects: TypeAlias = Literal["first", "every"]
 Per: TypeAlias = Literal["kv_head", "query_head"]
@@ -33,7 +33,7 @@ ALIKE: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SparseAttention:
+class SparseAttention(Options):
     """Which keys are selected, when and by whom. The defaults are MAGE as published.
 
     Parameters
@@ -95,6 +95,8 @@ class SparseAttention:
     ('mage', 'sparse(k=1024, page=16)')
     """
 
+    word: ClassVar[str] = "sparse"
+    adjective: ClassVar[str] = "sparse"
     k: int = 512
     ratio: float = 0.0
     mass: float = 0.0
@@ -115,7 +117,7 @@ class SparseAttention:
     def __post_init__(self) -> None:
         for name, least in (("k", 1), ("page", 1), ("exact_layers", 0), ("exact_last", 0), ("every", 0), ("rows", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_integer(value, least):
                 raise UsageError(f"attention: {name} is {value!r}; it must be an integer of at least {least}.")
         if self.k % self.page:
             raise UsageError(
@@ -134,7 +136,7 @@ class SparseAttention:
             ("exact_steps", "a block's steps"),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            if not (is_number(value) and 0 <= value <= 1):
                 raise UsageError(f"attention: {name} is {value!r}; it must be a share of {of}, in [0, 1].")
         if self.exact_steps and self.selects == "every":
             raise UsageError(
@@ -173,18 +175,36 @@ class SparseAttention:
                 "attention: by='bounds' estimates what a step attends to before it does; use selects='every'."
             )
 
-    def __str__(self) -> str:
-        name = next((name for name, preset in PRESETS.items() if preset == self), "sparse")
-        return (
-            name
-            if name != "sparse"
-            else f"sparse({', '.join(f'{key}={value}' for key, value in self.changed.items())})"
-        )
+    @classmethod
+    def presets(cls) -> Mapping[str, SparseAttention]:
+        """Return `PRESETS`."""
+        return PRESETS
 
-    @property
-    def changed(self) -> dict[str, Any]:
-        """The options that are not as published."""
-        return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the fields, and the options of what exact layers reuse."""
+        return *(entry.name for entry in fields(cls) if entry.name != "reuse"), *PrefixReuse.names()
+
+    def with_options(self, options: Mapping[str, Any]) -> SparseAttention:
+        """Return the same with options by name: fields, and options of what exact layers reuse."""
+        reuse = {name: value for name, value in options.items() if name in PrefixReuse.names()}
+        others = {name: value for name, value in options.items() if name not in reuse}
+        if reuse:
+            others["reuse"] = (self.reuse or PrefixReuse()).with_options(reuse)
+        return replace(self, **others)
+
+    def joined(self, other: Options) -> SparseAttention | None:
+        """Return the same where exact layers reuse."""
+        return replace(self, reuse=other) if isinstance(other, PrefixReuse) else None
+
+    def kinds(self, steps: int) -> list[str]:
+        """Return which of a block's steps are like its first, which select again, and which are later ones."""
+        found = []
+        for step in range(steps):
+            selects, refreshes = self.selects_in(step, steps), self.reuse is not None and self.reuse.refreshes_in(step)
+            alike = refreshes or (selects and (self.selects == "every" or not step))
+            found.append("first" if alike else "again" if selects else "later")
+        return found
 
     def selects_in(self, step: int, steps: int) -> bool:
         """Return whether a step of a block, counted from 0, selects, where the block is to take `steps`.
@@ -223,7 +243,7 @@ class SparseAttention:
         """Return the layers that attend to selected keys."""
         return range(self.exact_layers, arch.layers - self.exact_last)
 
-    def check(self, arch: Architecture) -> None:
+    def check(self, arch: Architecture, *, dual: bool = False) -> None:
         """Check that a model can be attended to so.
 
         Raises
@@ -260,74 +280,6 @@ for 20 % of the steps; Quest (arXiv 2406.10774) as it adapts that, re-estimated 
 its two exact layers at both ends, the first and the last."""
 
 
-OPTIONS: Final = (
-    *(entry.name for entry in fields(SparseAttention) if entry.name != "reuse"),
-    "reuse_steps",
-    "reuse_change",
-)
-"""What may be changed of a preset, by name: fields of `SparseAttention`, and of what it reuses."""
-
-
 def sets_of(per: Per, arch: Architecture) -> int:
     """Return how many sets of keys a layer has."""
     return arch.kv_heads if per == "kv_head" else arch.heads
-
-
-def attention_policy(value: str | SparseAttention | PrefixReuse) -> SparseAttention | PrefixReuse:
-    """Return the options that a preset's name stands for, or those that are given.
-
-    Presets of both kinds are named together with a "+" between them: exact layers then reuse. Options may follow, as `with_options`
-    takes them: "mage:k=1024:every=8".
-
-    Raises
-    ------
-    UsageError
-        If it is neither, or an option cannot be; UnknownName, if there is no such preset or option.
-
-    Examples
-    --------
-    >>> str(attention_policy("oracle")), str(attention_policy("mage+flashblock:k=256"))
-    ('oracle', 'sparse(k=256, reuse=flashblock)')
-    """
-    if isinstance(value, SparseAttention | PrefixReuse):
-        return value
-    names = ", ".join([*PRESETS, *REUSES])
-    if not isinstance(value, str):
-        raise UsageError(f"attention is {value!r}; it must be SparseAttention(…), PrefixReuse(…), or one of {names}.")
-    value, options = spelled(value)
-    for option in options:
-        if option not in OPTIONS:
-            raise UnknownName(f"option of '{value}'", option, OPTIONS)
-    name, _, reuse = value.partition("+")
-    if reuse and name in PRESETS and reuse in REUSES:
-        return with_options(replace(PRESETS[name], reuse=REUSES[reuse]), options)
-    if value not in PRESETS and value not in REUSES:
-        raise UnknownName(
-            "attention", value, [*PRESETS, *REUSES, *(f"{name}+{reuse}" for name in PRESETS for reuse in REUSES)]
-        )
-    return with_options(PRESETS[value] if value in PRESETS else REUSES[value], options)
-
-
-def with_options(policy: SparseAttention | PrefixReuse, options: Mapping[str, Any]) -> SparseAttention | PrefixReuse:
-    """Return a policy with options by name: fields of `SparseAttention`, and `reuse_steps` and `reuse_change` of what it reuses.
-
-    Raises
-    ------
-    UsageError
-        If a value cannot be, or there is nothing that it is an option of.
-
-    Examples
-    --------
-    >>> str(with_options(PRESETS["mage"], {"k": 256, "reuse_steps": 4}))
-    'sparse(k=256, reuse=reuse(steps=4))'
-    """
-    named = {"reuse_steps": "steps", "reuse_change": "change"}
-    reuse = {named[name]: value for name, value in options.items() if name in named}
-    others = {name: value for name, value in options.items() if name not in named}
-    if isinstance(policy, PrefixReuse):
-        if others:
-            raise UsageError(f"attention: '{policy}' selects no keys; leave {', '.join(others)} out.")
-        return replace(policy, **reuse)
-    if reuse:
-        others["reuse"] = replace(policy.reuse or PrefixReuse(), **reuse)
-    return replace(policy, **others)

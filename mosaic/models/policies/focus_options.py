@@ -1,4 +1,4 @@
-"""Token eviction: which of a block's tokens a step computes beyond its first layers. Options, and presets of FOCUS.
+"""FOCUS's options: which of a block's tokens a step computes beyond its first layers. Presets of readings of the paper.
 
 A step of block diffusion computes every token of the block and decodes about a tenth of them. FOCUS (Liang et al., "DLLMs Know
 How to Tame Their Compute Bound") drops, after two layers, tokens that are unlikely to be decoded. The paper's main text, its
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.spelled import spelled
+from mosaic.models.policies.policy import Options, is_integer, is_number
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["BLOCK_CACHES", "BLOCK_COMMITS", "OPTIONS", "PRESETS", "Eviction", "token_eviction"]
+__all__ = ["PRESETS", "Eviction"]
 
 History: TypeAlias = Literal["cumulative", "ema", "block"]
 Threshold: TypeAlias = Literal["deviation", "mean"]
@@ -28,17 +28,12 @@ FirstStep: TypeAlias = Literal["evicts", "whole", "prefill"]
 Reach: TypeAlias = Literal["block", "step"]
 Rank: TypeAlias = Literal["importance", "bottom", "random"]
 
-BLOCK_CACHES: Final = ("dc", "dc+")
-"""When a decided token is computed no more: after one step more, or once its right neighbour has been decided as long, too."""
-BLOCK_COMMITS: Final = ("exact", "cached")
-"""Which keys later blocks see of a finished block: those of its final tokens, or where tokens were frozen those of then."""
-
 MOST_REQUESTS: Final = 1024
 """More of them would keep any card as busy: whether eviction pays is the same for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eviction:
+class Eviction(Options):
     """How many tokens are kept, and which. The defaults are the paper's main text.
 
     Parameters
@@ -91,6 +86,7 @@ class Eviction:
     ('focus', "eviction(alpha=1.2, history='ema')")
     """
 
+    word: ClassVar[str] = "eviction"
     alpha: float = 1.5
     history: History = "cumulative"
     weight: float = 0.25
@@ -106,15 +102,15 @@ class Eviction:
 
     def __post_init__(self) -> None:
         alpha, weight, pool = self.alpha, self.weight, self.pool
-        if not _is_number(alpha) or not 1 <= alpha < math.inf:
+        if not is_number(alpha) or not 1 <= alpha < math.inf:
             raise UsageError(f"eviction: alpha is {alpha!r}; it must be a number of at least 1.")
-        if not _is_number(weight) or not 0 < weight <= 1:
+        if not is_number(weight) or not 0 < weight <= 1:
             raise UsageError(f"eviction: weight is {weight!r}; it must be a share above 0, at most 1.")
-        if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1 or pool % 2 == 0:
+        if not is_integer(pool, 1) or pool % 2 == 0:
             raise UsageError(f"eviction: pool is {pool!r}; it must be an odd number of scores.")
         for name, what in (("keep", "tokens"), ("requests", "requests")):
             count = getattr(self, name)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            if not is_integer(count, 0):
                 raise UsageError(f"eviction: {name} is {count!r}; it must be a number of {what}, or 0.")
         for name, options in (
             ("history", History), ("threshold", Threshold), ("importance", Importance), ("placeholders", Placeholders),
@@ -123,19 +119,19 @@ class Eviction:
             if getattr(self, name) not in get_args(options):
                 raise UnknownName(f"eviction's {name}", getattr(self, name), get_args(options))
 
-    def __str__(self) -> str:
-        name = next((name for name, preset in PRESETS.items() if preset == self), None)
-        return name or f"eviction({', '.join(f'{key}={value!r}' for key, value in self.changed.items())})"
+    @classmethod
+    def presets(cls) -> Mapping[str, Eviction]:
+        """Return `PRESETS`."""
+        return PRESETS
 
-    @property
-    def changed(self) -> dict[str, Any]:
-        """The options that are not the paper's main text."""
-        return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
+    def shown(self, value: object) -> str:
+        """Return a value with its quotes, if it is text."""
+        return repr(value)
 
-    def within(self, block: int) -> Eviction:
+    def within_block(self, block: int) -> Eviction:
         """Return what keeps the same tokens of blocks, by numbers that are no larger than there is use for.
 
-        >>> found = Eviction(alpha=1e9, pool=10**12 + 1, keep=10**12, requests=10**9).within(32)
+        >>> found = Eviction(alpha=1e9, pool=10**12 + 1, keep=10**12, requests=10**9).within_block(32)
         >>> found.alpha, found.pool, found.keep, found.requests
         (32, 65, 32, 1024)
         """
@@ -143,6 +139,10 @@ class Eviction:
             self, alpha=min(self.alpha, block), pool=min(self.pool, 2 * block + 1), keep=min(self.keep, block),
             requests=min(self.requests, MOST_REQUESTS),
         )  # fmt: skip
+
+    def of_one_request(self) -> Eviction:
+        """Return what leaves eviction out where it does not pay for one request, if `requests` is not given."""
+        return self if self.requests else replace(self, requests=1)
 
     def check(self, arch: Architecture, *, dual: bool = False) -> None:
         """Check that tokens of a model can be evicted so; `dual`: of the active block, whose keys a dual cache keeps.
@@ -164,10 +164,6 @@ class Eviction:
             )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 PRESETS: Final[Mapping[str, Eviction]] = {
     "focus": Eviction(),
     "focus-public": Eviction(
@@ -175,32 +171,3 @@ PRESETS: Final[Mapping[str, Eviction]] = {
     ),
 }
 """By name: the paper's main text, and its public implementation; both with the paper's alpha (section 5.2)."""
-
-OPTIONS: Final = tuple(entry.name for entry in fields(Eviction))
-"""What may be changed of a preset, by name."""
-
-
-def token_eviction(value: str | Eviction) -> Eviction:
-    """Return the options that a preset's name stands for, or those that are given. Options may follow a name: "focus:keep=4".
-
-    Raises
-    ------
-    UsageError
-        If it is neither, or an option cannot be; UnknownName, if there is no such preset or option.
-
-    Examples
-    --------
-    >>> token_eviction("focus-public").history, str(token_eviction("focus")), str(token_eviction("focus:keep=4:rank=random"))
-    ('block', 'focus', "eviction(keep=4, rank='random')")
-    """
-    if isinstance(value, Eviction):
-        return value
-    if not isinstance(value, str):
-        raise UsageError(f"eviction is {value!r}; it must be Eviction(…), or one of {', '.join(PRESETS)}.")
-    name, options = spelled(value)
-    if name not in PRESETS:
-        raise UnknownName("eviction", name, [*PRESETS])
-    for option in options:
-        if option not in OPTIONS:
-            raise UnknownName(f"option of '{name}'", option, OPTIONS)
-    return replace(PRESETS[name], **options)

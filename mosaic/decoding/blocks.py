@@ -1,0 +1,112 @@
+"""The steps of one request in blocks, as its policies make them: largest sizes and requests come from one description.
+
+An algorithm says which block, which window and what is decided. Policies change the phase, say what else a request has to say,
+and take note of outcomes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mosaic.decoding.canvas import COMMIT, Canvas, Positions, as_array, whole_blocks
+from mosaic.decoding.config import GenerationConfig
+from mosaic.models.phase import Phase
+from mosaic.models.policies.policy import BlockStep
+from mosaic.models.policies.registry import policies_of
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.runtime.steps import StepRequest, StepResult
+
+__all__ = ["Blocks"]
+
+NOTHING: Final[NDArray[np.int64]] = np.empty(0, dtype=np.int64)
+
+
+class Blocks:
+    """The blocks of one request, and its policies.
+
+    Parameters
+    ----------
+    config, arch
+        The request's options, resolved, and its model's sizes.
+    prompt_len
+        Tokens of the prompt.
+    phase
+        The kind of step that denoises a block, without policies.
+
+    Attributes
+    ----------
+    prefix, length
+        Tokens of the prompt's whole blocks, and positions of the canvas, whole blocks too.
+    block, steps
+        Tokens of a block, and the steps that it is to take.
+    within
+        Whether the first step of a block may write the final keys of the block before.
+    """
+
+    def __init__(self, config: GenerationConfig, arch: Architecture, prompt_len: int, phase: Phase) -> None:
+        self.phase, self.prompt_len = phase, prompt_len
+        self.prefix, self.length = whole_blocks(config, prompt_len)
+        self.block = config.block_length or 1
+        self.steps = config.steps or self.block
+        self._policies = policies_of(config, arch, self.length)
+        self.within = all(policy.within for policy in self._policies)
+
+    def step(
+        self, start: int, number: int, window: tuple[int, int], *, key_len: int = 0, phase: Phase | None = None,
+        writes: bool = False,
+    ) -> BlockStep:  # fmt: skip
+        """Describe a step of the block at `start`, of which there were `number` so far, that forwards a window.
+
+        Parameters
+        ----------
+        key_len
+            Keys that it sees; 0: as many as the window's end.
+        phase
+            Without policies, if it is another one.
+        writes
+            It writes the keys of final tokens.
+        """
+        step = BlockStep(
+            start=start, end=start + self.block, number=number, steps=self.steps, window=window, writes=writes,
+            prompt_len=self.prompt_len, prefix=self.prefix, key_len=key_len,
+        )  # fmt: skip
+        found = phase or self.phase
+        for policy in self._policies:
+            found = policy.phase(found, step)
+        step.phase = found
+        return step
+
+    def writing(self, start: int, end: int, phase: Phase = COMMIT) -> BlockStep:
+        """Describe a step that writes the keys of final tokens: of the prompt, or of a block."""
+        return self.step(start, 0, (start, end), phase=phase, writes=True)
+
+    def phases(self) -> list[Phase]:
+        """Return the phases of a block's steps, each once, in the order in which they come."""
+        window = (self.prefix, self.prefix + self.block)
+        return [*dict.fromkeys(self.step(self.prefix, number, window).phase for number in range(self.steps))]
+
+    def ask(self, canvas: Canvas, step: BlockStep, positions: Positions = NOTHING, **given: Any) -> StepRequest:
+        """Make the request for a step that decides some positions; `given` as for `Canvas.ask`."""
+        step.positions = as_array(positions)
+        for policy in self._policies:
+            policy.tell(step, canvas)
+        return canvas.ask(
+            step.phase,
+            positions,
+            window=step.window,
+            places=step.places,
+            key_len=step.key_len,
+            values=step.values,
+            **given,
+        )
+
+    def take(self, canvas: Canvas, step: BlockStep, result: StepResult) -> None:
+        """Take an outcome: policies note it, but of steps that write final keys, and the canvas has what was decided."""
+        for policy in () if step.writes else self._policies:
+            policy.take(step, canvas, result)
+        canvas.take(step.positions, result)
