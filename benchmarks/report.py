@@ -264,7 +264,9 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "planning": ("planning", planning.section),
     "search": ("search", search.section),
 }
-"""Marker in docs/performance.md -> kind of result, and what writes the section."""
+"""Marker in docs/performance.md or docs/records.md -> kind of result, and what writes the section."""
+LONG: Final = frozenset({"search", "memory", "requests", "decoding", "sparse", "eviction", "across", "same", "unembed"})
+"""Sections that stand in docs/records.md."""
 
 
 def readme(results: Sequence[Result]) -> str:
@@ -306,7 +308,8 @@ def _number(value: float | None, form: str) -> str:
 
 DOCUMENTS: Final[Mapping[str, Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]]] = {
     "README.md": {"bench": ("speed", readme)},
-    "docs/performance.md": SECTIONS,
+    "docs/performance.md": {name: section for name, section in SECTIONS.items() if name not in LONG},
+    "docs/records.md": {name: SECTIONS[name] for name in SECTIONS if name in LONG} | small_models.RECORDS,
     "docs/decoding.md": {"batch-mates": ("batch-mates", batch_mates_section)},
     "docs/small-models.md": small_models.SECTIONS,
     "docs/offsets.md": {

@@ -1,4 +1,4 @@
-"""What the small models learned, and how: sections and pictures of docs/small-models.md.
+"""What the small models learned, and how: sections and pictures of docs/small-models.md and docs/records.md.
 
 python examples/train_small/train.py --family llada --out DIRECTORY      (its curves.json is training-<model>.json)
 mosaic bench quality --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --per-task 50 --out quality-<model>.json
@@ -22,6 +22,7 @@ from mosaic.bench.quality.items import LONG_TASKS, TASKS
 from mosaic.viz.palette import COLORS
 
 __all__ = [
+    "RECORDS",
     "SECTIONS",
     "decodability_section",
     "estimation_section",
@@ -266,14 +267,17 @@ def decodability_section(results: Sequence[Result]) -> str:
 
 
 SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Any]], str]]]] = {
-    "training": ("training", training_section),
     "quality": ("quality", quality_section),
+}
+"""Marker in docs/small-models.md -> kind of result, and what writes the section."""
+RECORDS: Final[Mapping[str, tuple[str, Callable[[Sequence[Any]], str]]]] = {
+    "training": ("training", training_section),
     "policies": ("policies", policies_section),
     "evictions": ("evictions", policies_section),
     "decodability": ("decodability", decodability_section),
     "estimation": ("estimation", estimation_section),
 }
-"""Marker in docs/small-models.md -> kind of result, and what writes the section."""
+"""The same, in docs/records.md."""
 
 
 def _share(shares: Mapping[str, Mapping[str, Any]], name: str) -> str:

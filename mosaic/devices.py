@@ -29,7 +29,7 @@ _ATTENTION: Final = {"cuda": ("cudnn", "triton"), "cpu": ("cpu",)}
 _CONTEXT: Final = 520 * MIB
 """A CUDA context with PyTorch's and Triton's modules loaded: about 0.5 GiB on the cards we have seen."""
 GRAPH_BYTES: Final = 16 * MIB
-"""What `context_bytes` has for captured graphs: those that every plan leaves room for."""
+"""What `context_bytes` has for captured graphs: the room that every plan leaves for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

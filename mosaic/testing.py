@@ -49,7 +49,7 @@ def verify_operator(
     Parameters
     ----------
     operands
-        Of those that it reads, dtype and shape by name, such as `"float32[tokens, 64]"`.
+        Dtype and shape of each operand that it reads, by name, such as `"float32[tokens, 64]"`.
     sizes
         A number for every name in the shapes. A name says that a chunk loop may run over that size; write a number where
         none may, such as the width of a norm.

@@ -148,5 +148,5 @@ def test_the_benchmark_sets_engines_side_by_side(
 
 
 def test_the_section_has_its_place() -> None:
-    text = (record.ROOT / "docs" / "performance.md").read_text()
+    text = (record.ROOT / "docs" / "records.md").read_text()
     assert text.count("<!-- decoding:begin -->") == text.count("<!-- decoding:end -->") == 1

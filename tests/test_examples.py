@@ -60,10 +60,22 @@ def test_the_custom_model_needs_no_torch() -> None:
 
 def test_the_readme_shows_the_custom_model() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = (ROOT / "examples" / "custom_model.py").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "custom_model.py").read_text(encoding="utf-8")
+    code = sync_readme().shown(example)
     assert sync_readme().synced(readme, code) == readme, "run: python tools/sync_readme.py"
+    assert "[examples/custom_model.py](examples/custom_model.py)" in readme
+    feed_forward, plan = code.split("\n\n\n")
+    assert feed_forward in example and feed_forward.startswith("def feed_forward(g: Graph, x: Buffer)")
+    assert plan in example and plan.startswith("plan = mosaic.plan_graph(") and plan.endswith(")")
     section = readme.split("<!-- custom-model:begin -->")[1].split("<!-- custom-model:end -->")[0]
     assert section == f"\n\n```python\n{code.strip()}\n```\n\n"
+
+
+def test_the_custom_operator_is_verified() -> None:
+    assert run("custom_operator.py") == "verified on cpu\n"
+    assert "[examples/custom_operator.py](examples/custom_operator.py)" in (ROOT / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(

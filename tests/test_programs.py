@@ -351,13 +351,12 @@ def test_two_states_keep_their_rows_while_they_grow() -> None:
 
 
 def readme_blocks() -> tuple[str, str]:
-    """The README's model without its plan, and the code that runs it."""
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    model, run = (
-        text.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0].split("```python")[1].split("```")[0]
-        for name in ("custom-model", "run-custom-model")
-    )
-    return model.split("plan = mosaic.plan_graph(")[0], run
+    """The model that the README shows a part of, without its plan, and the README's code that runs it."""
+    root = Path(__file__).parent.parent
+    text = (root / "README.md").read_text(encoding="utf-8")
+    run = text.split("<!-- run-custom-model:begin -->")[1].split("<!-- run-custom-model:end -->")[0]
+    model = (root / "examples" / "custom_model.py").read_text(encoding="utf-8")
+    return model.split("plan = mosaic.plan_graph(")[0], run.split("```python")[1].split("```")[0]
 
 
 def plain_step(weights: dict[str, Tensor], names: dict[str, Any], ids: Tensor, rows: Tensor) -> Tensor:

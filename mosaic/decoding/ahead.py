@@ -6,11 +6,10 @@ their decisions to it, so the next step needs nothing that the host does not kno
 the schedule commits. All rows of a block are unembedded in each of its steps, as which of them are open is known on the
 device only.
 
-Where a rule takes as many tokens as it likes, the outcome says whether the block is done. So the next step is one of two: both
-are packed meanwhile. What steps of the request have decided so far says which is the likelier, and how doubtful that is. Where it
-is hardly doubtful, or a step of many requests hardly is on the whole, the host takes it that way, and launches. With `ahead=True`
-the block is taken to go on where it has more masks than steps decide on average. A wrong guess costs the request a step that
-decides nothing; its outcome is not read.
+If a rule takes any number of tokens, the outcome says whether the block is done. So the next step is one of two: both are packed
+meanwhile. The request's steps so far say which one is likelier, and how doubtful that is. The host launches the next step early
+if the mean doubt of its requests is small (`DOUBT` in session.py). With `ahead=True` the block is taken to go on if it has more
+masks than steps decide on average. A wrong guess costs the request a step that decides nothing; its outcome is not read.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class _Requests:
         expected
             Positions that the step is expected to decide, at least its quota.
         doubt
-            The chance that it does not end the block if that many would, or does if they would not; 0: one of these is ruled out.
+            The chance that it does not end the block if that many would, or does if they would not; 0: one of the two is ruled out.
         """
 
         def within() -> StepRequest:

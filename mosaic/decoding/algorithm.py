@@ -30,7 +30,7 @@ class Algorithm(NamedAlgorithm):
         stands for it in random draws. Their `states` are the rows that the request takes, and that `canvas.rows_of` gives.
         Rows of keys and values may be left out: the canvas has one for each of its tokens.
     traits
-        What it takes, and the models that it is for; not given, no option but those that all take, and any model.
+        What it takes, and the models that it is for; not given, only the options that all algorithms take, and any model.
     """
 
     decode: Callable[[Canvas], Steps]

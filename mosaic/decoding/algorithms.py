@@ -47,7 +47,7 @@ def shapes(
     architecture: Architecture,
     request_ids: Sequence[int] | None = None,
 ) -> list[StepSize]:
-    """Give the largest steps of a whole generation: none of its steps takes more memory than one of these.
+    """Give the largest steps of a whole generation: none of its steps takes more memory than the largest one given.
 
     One request that nothing ends early reaches every one of them; several may meet their largest at different times.
 
@@ -68,7 +68,7 @@ def shapes(
 def largest_steps(
     config: GenerationConfig, architecture: Architecture, prompt_len: int, request_id: int
 ) -> list[StepSize]:
-    """Return the largest steps of one request, options resolved: none of its steps is larger than all of these.
+    """Return the largest steps of one request, options resolved: each of its steps is at most as large as one of them.
 
     Its rows of states are those that it takes: of keys and values, for the whole canvas.
     """

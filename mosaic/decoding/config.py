@@ -381,7 +381,7 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
 def _waits(config: GenerationConfig, architecture: Architecture) -> str:
     """Why a step cannot be asked for before the outcome of the one before it: the reason of the last policy that has one.
 
-    Policies are made once, and asked for the phase of a first step, so that those that do not go together are refused.
+    Policies are made once, and asked for the phase of a first step, so that policies that do not go together are refused.
     """
     policies = policies_of(config, architecture)
     phase, step = (

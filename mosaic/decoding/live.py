@@ -43,7 +43,7 @@ class Generation:
         float32 [n], the score that each token was committed by.
     finish
         "eos", "length", "cancelled", or "failed" where the algorithm raised an error. Of a request that was cancelled or
-        failed, the tokens are those that were final by then.
+        failed, the tokens are the ones that were final by then.
     steps
         Steps that were run for it, prefill and commits included.
     text
@@ -143,7 +143,7 @@ class LiveRequest:
 
     @property
     def config(self) -> GenerationConfig:
-        """The options, those that were left out included."""
+        """The options, with the defaults of any that were left out."""
         return self._canvas.config
 
     def following(self) -> Following:

@@ -4,9 +4,8 @@ Requests share nothing but the steps, so each gets the tokens that it would get 
 sampling are a group, and share a step. Groups take turns, the one that has waited longest first. A request is either
 refused when it is submitted, or it runs to its end: what is admitted fits in every future step, beside other sessions of its model.
 
-Where the host decides what a step is asked next, a device would wait for it. A group of so many tokens that half of them keep the
-device as busy is run by two crews in turn: while the host gives one its outcomes and packs its next step, the device runs that of
-the other.
+If the host decides what a step is asked next, a device would wait for it. A group with enough tokens for two busy steps is run by
+two crews in turn: while the host gives one its outcomes and packs its next step, the device runs that of the other.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ if TYPE_CHECKING:
 __all__ = ["CREW_TOKENS", "DOUBT", "Session"]
 
 DOUBT: Final = 1 / 17
-"""Share of a step's requests that may be in it in vain. Each of these costs a request one step; waiting for outcomes costs all of
+"""Share of a step's requests that may be in it in vain. A step in vain costs a request one step; waiting for outcomes costs all of
 them about a sixteenth of one (H200, SDAR-8B, one request), and more with many requests."""
 CREW_TOKENS: Final = 512
 """Fewest tokens of a step that is worth a crew: with fewer, products take as long as reading their weights does."""
 EXPERTS: Final = 4
-"""So many times more where a feed-forward has experts. Each of two steps reads nearly all of them, which is worth it where the host
-takes as long for a crew."""
+"""`CREW_TOKENS` times this, if a feed-forward has experts: each of two steps reads nearly all of them, which is worth it if the
+host takes as long for a crew."""
 
 _log = logging.getLogger(__name__)
 _SESSIONS: Final[WeakValueDictionary[int, WeakSet[Session]]] = WeakValueDictionary()
@@ -256,7 +255,7 @@ class Session(ClosesOnExit):
         return sizes, rows
 
     def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
-        """Whether every one of these steps fits, with these rows taken."""
+        """Whether each of the steps fits, with these rows taken."""
         return not sizes or self._runner.admits(sizes, more=rows)
 
     def _made(self, described: _Described) -> LiveRequest:
@@ -286,7 +285,7 @@ class Session(ClosesOnExit):
             self._forget(request)
 
     def _forget(self, request: LiveRequest) -> bool:
-        """Take a request that ends from those that are live; False if it was none of them."""
+        """Take a request that ends from the live ones; False if it was not live."""
         if request not in self._live:
             return False
         self._shared.remove(request)
@@ -336,7 +335,7 @@ class Session(ClosesOnExit):
         return done
 
     def _give(self, group: Sequence[LiveRequest], results: Sequence[StepResult], done: list[Step]) -> None:
-        """Give each request its outcome, but those that a callback has cancelled, and list what was done.
+        """Give each request its outcome, unless a callback has cancelled it, and list what was done.
 
         Where a callback raises, the others still get theirs: a canvas on the device has it.
         """
@@ -396,7 +395,7 @@ class Session(ClosesOnExit):
         half = -(-len(self._live) // 2)
         if len(group) <= half:
             return list(group)
-        # of those that have waited as long, some from each end of a block: crews whose steps are alike need fewer plans
+        # of requests that have waited as long, some from each end of a block: crews whose steps are alike need fewer plans
         last = sorted(request.waiting_since for request in group)[half - 1]
         crew = [request for request in group if request.waiting_since < last]
         alike = [request for request in group if request.waiting_since == last]
@@ -425,7 +424,7 @@ class Session(ClosesOnExit):
         return [(places[id(request.pending)], request) for request in self.live if id(request.pending) in places]
 
     def _get_ready(self, group: Sequence[LiveRequest]) -> None:
-        """Launch the step that most likely follows. Where that is too doubtful, prepare those that it may be.
+        """Launch the step that most likely follows. If that is too doubtful, prepare each step that may follow.
 
         Requests whose step was launched in vain are not in the group: they wait for the step that follows, which serves them too.
         Where others wait, which no such step serves, they come first.

@@ -126,7 +126,7 @@ def _runs(votes: Sequence[int], start: int) -> list[tuple[int, int]]:
 
 
 def _parts(q_TMH: Tensor, runs: Sequence[tuple[int, int]], most: int) -> Iterator[Tensor]:
-    """Rows and heads of these runs, at most so many at a time."""
+    """Rows and heads of these runs, at most `most` at a time."""
     members = min(q_TMH.shape[1], most)
     tokens = most // members
     for start, end in runs:

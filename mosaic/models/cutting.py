@@ -1,6 +1,6 @@
 """The two graphs of a phase that is cut inside a layer: what the first hands to the second, and how that goes on with it.
 
-Carries: hidden states and queries of all tokens, the numbers of those that are kept, and their bounds. The second graph gathers the
+Carries: hidden states and queries of all tokens, the numbers of the kept ones, and their bounds. The second graph gathers the
 rows that it computes, so carries stay as they are, and it may run again with more rows. Inputs of tokens and rows that other
 parts ask for are those of rows that are kept. Legend: T tokens, K rows kept, M rows to decide, D hidden, N H queries.
 """

@@ -17,7 +17,7 @@ HUGGINGFACE: Final = COMMON.extended(
     "max_position_embeddings rope_theta rope_scaling rope_parameters original_max_position_embeddings tie_word_embeddings "
     "mask_token_id eos_token_id pad_token_id"
 )
-"""The keys that `sizes` and `special_tokens` read, and those that all families share."""
+"""The keys that `sizes` and `special_tokens` read, and the keys that all families share."""
 
 
 def huggingface_names(feed_forward: str = "mlp.") -> TensorNames:

@@ -202,7 +202,7 @@ class StepInputs:
         Raises
         ------
         GraphError
-            Naming those that were not, or that packing could not fill.
+            Naming the inputs that were not, or that packing could not fill.
         """
         strange = [b.name for b in self._g.buffers if b.kind == "input" and b.name not in self._given]
         if strange:

@@ -67,7 +67,7 @@ class Rotary:
 
     @property
     def constant(self) -> str:
-        """What plans call these frequencies; those that depend on a sequence's length (`dynamic`) are no constant of a plan.
+        """What plans call these frequencies; with `dynamic` they depend on a sequence's length and are no constant of a plan.
 
         >>> Rotary(theta=10000.0, dim=64).constant
         '=inv_freq:theta=10000.0,dim=64'
@@ -134,7 +134,7 @@ def read_rotary(
     config
         The config.json.
     head_size, positions
-        Of the model; positions are those that it is made for.
+        Of the model; positions are the ones that it is made for.
     theta, share
         The family's base and share of a head's dims that turn, where the config does not say.
 

@@ -155,7 +155,7 @@ class StepSize:
         return () if step is None else step.sizes({"tokens": tokens}, tokens)
 
     def graph(self, kept: int = 0) -> StepSize:
-        """Return, of a phase that is cut, the size of the first graph, or of the second for so many rows."""
+        """Return, of a phase that is cut, the size of the first graph, or of the second for `kept` rows."""
         prefix, suffix = self.phase.graphs
         return replace(self, phase=suffix if kept else prefix, kept=kept)
 
@@ -255,7 +255,7 @@ class StepSize:
 
 
 def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
-    """Return the most rows of each state that any of these steps has."""
+    """Return the most rows of each state that any step given has."""
     found: dict[State, int] = {}
     for size in sizes:
         found |= {state: max(rows, found.get(state, 0)) for state, rows in size.states.items()}

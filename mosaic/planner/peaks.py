@@ -114,7 +114,7 @@ def _undominated(live: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tu
 def formula_text(
     body: Body, formula: PeakFormula, off: Mapping[str, str], order: Sequence[tuple[str, str]], fixed: Mapping[str, int]
 ) -> list[tuple[str, int]]:
-    """Return the forms as readable sums, those that others exceed for all admissible dims removed.
+    """Return the forms as readable sums, without any that others exceed for all admissible dims.
 
     Parameters
     ----------

@@ -48,7 +48,7 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> Placement:
 
 
 def replayed(point: Point, config: Config) -> Iterator[Placement]:
-    """Yield the packings that the orders of a variant give at these sizes, those that hold, one by one."""
+    """Yield the packings that the orders of a variant give at these sizes, one by one, if they hold."""
     variant = point.space.variant(config)
     sizes = point.root_sizes(config)
     for number in range(len(REFERENCES)):

@@ -80,7 +80,7 @@ def smallest(point: Point, host_budget_bytes: int = 0, *, slack: float = inf) ->
 
 
 def affordable(point: Point, ladder: Sequence[Rung], host_budget_bytes: int) -> Sequence[Rung]:
-    """Return the lower rungs of a ladder, those that the host has room for; higher ones need more of it."""
+    """Return the lower rungs of a ladder, as far as the host has room; higher ones need more of it."""
     if not ladder or point.host_bytes(ladder[-1]) <= host_budget_bytes:
         return ladder
     low, high = 0, len(ladder) - 1

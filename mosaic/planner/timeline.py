@@ -68,7 +68,7 @@ _Step: TypeAlias = _Run | _Mark | _Join | _Pass
 
 
 class _Block(NamedTuple):
-    """Steps that are repeated, the streams in them, and those that are marked in them."""
+    """Steps that are repeated, the streams in them, and the streams that are marked in them."""
 
     steps: tuple[_Step, ...]
     streams: tuple[int, ...]

@@ -24,7 +24,7 @@ SPLIT_INNER: Final = 512
 
 
 def tile_count(*columns: Dim) -> int:
-    """Count the tiles of products of so many columns.
+    """Count the tiles of products, one for each number of columns.
 
     >>> tile_count(4096, 1024, 1024), tile_count(100)
     (96, 2)

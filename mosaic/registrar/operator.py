@@ -67,7 +67,7 @@ class Spec:
 
 
 Specs: TypeAlias = Mapping[str, Spec]
-"""Operands by name: those that are read, and those that are written."""
+"""Operands by name: the ones that are read, and the ones that are written."""
 Attrs: TypeAlias = Mapping[str, Any]
 
 

@@ -104,7 +104,7 @@ def compile(
         needs them elsewhere loads them again.
     config
         Take these settings in every plan instead of searching, such as {"attention": "heads", "heads": 4}; each kind of
-        step takes those that it has. A call's own `config` comes before it.
+        step takes its own part of them. A call's own `config` comes before it.
     capture
         Replay short steps from CUDA graphs.
     threads

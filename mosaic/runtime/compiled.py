@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
 KEPT_PACKED: Final = 4
-"""Packed steps that are kept: the one that runs, and those that may follow."""
+"""Packed steps that are kept: the one that runs, and the ones that may follow."""
 _log = logging.getLogger(__name__)
 
 

@@ -81,7 +81,7 @@ class CompiledProgram(Face):
     dims
         Values of dims that follow from no input's shape, for every step; a call's own come before them.
     config
-        Take these settings in every plan instead of searching; each step takes those that it has.
+        Take these settings in every plan instead of searching; each step takes its own part of them.
 
     Attributes
     ----------
@@ -299,7 +299,7 @@ class CompiledProgram(Face):
         return {b.name: b.shape for b in self._planner.graph(step).buffers if b.kind == "input"}
 
     def _dims_of(self, phases: Sequence[str], inputs: Mapping[str, Tensor], dims: Dims) -> dict[str, int]:
-        """The dims of a step: those of the call, those that are an axis of an input, and those of the program."""
+        """The dims of a step: of the call, of the axes of its inputs, and of the program."""
         found = {name: parse_tokens(value, what=f"the dim '{name}'") for name, value in dims.items()}
         said = dict.fromkeys(found, "dims")
         for name, dim, size in (entry for phase in phases for entry in self._axes(phase, inputs)):

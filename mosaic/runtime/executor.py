@@ -66,7 +66,7 @@ class Executor:
     workspace
         Its pools must be committed as far as the plan reaches.
     operators
-        Operators of the plan's ops that Mosaic does not ship, by name, beside those that the plan itself brings. A document
+        Operators of the plan's ops that Mosaic does not ship, by name, beside the operators that the plan itself brings. A document
         read from a file brings none, and nothing is imported by a name found in it.
     tensors
         Tensors to use for weight, state and external buffers instead of the plan's offsets, by the buffers' `tensor`

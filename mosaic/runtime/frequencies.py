@@ -58,7 +58,7 @@ def _base(rotary: Rotary, length: int) -> Tensor | float:
 
 
 def _kept(rotary: Rotary) -> Tensor:
-    """The share of each pair's own frequency that YaRN keeps: 1 where it turns often, 0 where it hardly does."""
+    """The share of each pair's own frequency that YaRN keeps: 1 if it turns often, 0 if it turns seldom."""
     low, high = (_pair_that_turns(rotary, turns) for turns in (rotary.fast, rotary.slow))
     if rotary.truncate:
         low, high = math.floor(low), math.ceil(high)

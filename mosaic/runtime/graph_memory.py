@@ -34,7 +34,7 @@ class _Kept:
 
 
 class GraphMemory:
-    """The captured graphs of one engine: those that were replayed last, as many as there is room for.
+    """The captured graphs of one engine: the last replayed ones, as many as there is room for.
 
     The room is what is reserved, and beyond that what the ledger has free, `most_bytes` at most. What is reserved is a part of
     what the owner `context` holds, and moves from there to `graphs` and back. A graph that was launched since `begin` is in use,
@@ -177,7 +177,7 @@ class GraphMemory:
         return sum(kept.num_bytes for kept in self._kept.values())
 
     def _drop_while(self, lacks_room: Callable[[], bool]) -> None:
-        """Drop those that are not in use, least recently used first, while there is too little room."""
+        """Drop graphs that are not in use, least recently used first, while there is too little room."""
         idle = [key for key in self._kept if key not in self._in_use]
         while idle and lacks_room():
             self._give_back(idle.pop(0))

@@ -155,7 +155,7 @@ class OwnedRows(ClosesOnExit):
         self.length = 0
 
     def reserve(self, count: int) -> None:
-        """Have rows for `count` positions; those that are there stay where they are."""
+        """Have rows for `count` positions; rows that are there stay where they are."""
         with self._table.turns, interrupts_held():
             if count > self.length:
                 more = self._table.take(self, count - self.length)

@@ -151,7 +151,7 @@ def streamed_bytes(plan: AnyPlan) -> int:
 
 
 def commit_weights(plan: AnyPlan, workspace: Workspace) -> None:
-    """Commit exactly the memory of a plan's weights, the device's and those that are streamed."""
+    """Commit exactly the memory of a plan's weights, the device's and the streamed ones."""
     # loading touches every page itself; faulting them in before would clear them for nothing
     streamed = streamed_bytes(plan)
     sizes = {"weights": records_in(plan).pool("weights").capacity, **({HOST: streamed} if streamed else {})}

@@ -58,7 +58,7 @@ _KINDS: Final = {"weight": "weights", "state": "state", "input": "inputs", "scra
 _OF_WEIGHTS: Final = frozenset({"weight", "table", "bias"})
 """Operands that hold weights whatever the operator: a streamed weight's slot in the workspace."""
 
-# What an operand is for says more than a buffer's name. Where operators differ about a buffer the first of these wins, so
+# What an operand is for says more than a buffer's name. If operators differ about a buffer, the first role of this list wins, so
 # that the residual stays `hidden` although norms and projections read it.
 _ROLES: Final[tuple[Role, ...]] = ("statistics", "hidden", "logits and head", "attention", "ffn")
 

@@ -242,7 +242,7 @@ def _at_peak(doc: Document, profile: LiveProfile) -> str:
 def _formula(doc: Document) -> str:
     rows = [(f"<code>{escape(form['expr'])}</code>", f"<code>{escape(form['at'])}</code>") for form in doc["formula"]]
     return (
-        "<h2>Memory law</h2><p>The workspace needs the largest of these, in bytes:</p>"
+        "<h2>Memory law</h2><p>The workspace needs the largest of the following sums, in bytes:</p>"
         f"{_table(('bytes', 'at'), rows) if rows else '<p>None was recorded.</p>'}"
     )
 

@@ -58,7 +58,7 @@ def evaluation_set(
     per_task
         Items of every other task.
     choosing
-        Draw from a stream of its own: to choose settings on other items than those that they are judged on.
+        Draw from a stream of its own: settings are chosen on these items and judged on others.
 
     Examples
     --------

@@ -223,7 +223,7 @@ def draw_tally(rng: Random, kinds: Sequence[str], mentions: int, *, evaluation: 
 
 
 def _counts(rng: Random, mentions: int, num_words: int) -> list[int]:
-    """How often each word occurs: falling for the first `RANKS`, at most half of the last of these for the others."""
+    """How often each word occurs: falling for the first `RANKS`, at most half of the last one for the others."""
     ratio = rng.uniform(1.25, 1.5)
     weights = [ratio**-rank for rank in range(RANKS)]
     rest = weights[-1] * rng.uniform(0.2, 0.5)

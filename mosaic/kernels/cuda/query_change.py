@@ -1,4 +1,4 @@
-"""query_change on CUDA: by how much each sequence's queries differ from those that were kept; new ones are kept.
+"""query_change on CUDA: by how much each sequence's queries differ from the kept ones; new ones are kept.
 
 Contract: query_change(q[T, C], kept[E, M*C], owner[B] int64, prefix[B] int32, cu_seqlens[B+1] int32, positions[T] int32,
 refreshed[B] int32 or None, all whole; rows) -> change[B] float32; updates kept, as `mosaic.registrar.operators.query_change`

@@ -66,7 +66,7 @@ def keys_before(end, listed, chosen, prefix, PAGE: tl.constexpr):
         before = tl.load(listed + 1 + middle) * PAGE < end
         low = tl.where(before, middle + 1, low)
         high = tl.where(before, high, middle)
-    # so many pages begin before it; the last of them may go beyond
+    # the number of pages that begin before it; the last of them may go beyond
     beyond = tl.maximum((tl.load(listed + low, mask=low > 0, other=-1) + 1) * PAGE - end, 0)
     return tl.where(end < prefix, low * PAGE - beyond, chosen)
 

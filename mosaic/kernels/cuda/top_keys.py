@@ -360,7 +360,7 @@ def launch(
 
 
 def warps_for(tile: int) -> int:
-    """Choose the warps of a program that has so many sums in registers: 8 a thread, or more."""
+    """Choose the warps of a program by the number of sums in its registers: 8 a thread, or more."""
     return max(1, min(WARPS, tile // 256))
 
 

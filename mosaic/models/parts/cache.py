@@ -123,7 +123,7 @@ class Whole(CachePolicy):
 
 @dataclass(frozen=True, slots=True)
 class Kept(CachePolicy):
-    """Windows write their keys and values into the state `kv` and attend to those that it has of their sequence."""
+    """Windows write their keys and values into the state `kv` and attend to the keys that it has of their sequence."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return, beside frequencies, the extents that each sequence has, where those of a sequence begin, and the keys that it

@@ -38,7 +38,7 @@ class CommitRule(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit(CommitRule):
-    """Score every row, and commit those that a rule takes by their scores.
+    """Score every row, and commit the rows that a rule takes by their scores.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class Commit(CommitRule):
         )  # fmt: skip
 
     def register(self, end: Ending, token: Buffer, figures: Mapping[str, Buffer]) -> None:
-        """Score the rows, and commit those that the rule takes."""
+        """Score the rows, and commit the ones that the rule takes."""
         g, inputs, shape = end.g, end.inputs, (end.masked,)
         score = end.score(self.score, figures, g.output("score", shape, "float32"))
         if self.perturb:

@@ -37,7 +37,7 @@ DECIDED_DIM: Final = "decided"
 class KeptRows(NamedTuple):
     """Where a cut says which rows are kept.
 
-    `rows` int64 [T] are numbers of the step's tokens: first those that are kept, sequence by sequence, each once, in any order
+    `rows` int64 [T] are numbers of the step's tokens: first the kept ones, sequence by sequence, each once, in any order
     within a sequence; what follows is padding, and a token's number too. Sequence b has those from `bounds`[b], int32 [B + 1],
     to `bounds`[b + 1]; `bounds`[0] is 0. `total` int64 [1] is how many there are.
     """
@@ -70,11 +70,11 @@ class Cut(Part):
 
     @property
     def expects(self) -> int:
-        """How many requests are expected to share a step: where it saves no time with so many, it is not cut. 0: it always is."""
+        """How many requests are expected to share a step: it is not cut if that saves them no time. 0: it always is."""
         return 0
 
     def buckets(self, tokens: int) -> Sequence[int]:
-        """Return the numbers of rows that the second graph is planned for in a step of so many tokens, ascending.
+        """Return the numbers of rows that the second graph is planned for in a step of `tokens` tokens, ascending.
 
         A count beyond the last is an error; the last is all tokens, unless overridden.
         """

@@ -46,7 +46,7 @@ class Windows(Part):
 
     @property
     def covering(self) -> Windows:
-        """Windows whose steps serve requests of these as well: where both wait, they share such a step."""
+        """Windows whose steps also serve requests of this kind: if both wait, they share such a step."""
         return self
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:

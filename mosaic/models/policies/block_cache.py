@@ -48,7 +48,7 @@ class Freezing(Policy):
         return with_parts(phase, tokens=APART)
 
     def tell(self, step: BlockStep, request: Any) -> None:
-        """Say which tokens are computed: those that are not frozen, and of a block before it all, unless their keys stay."""
+        """Say which tokens are computed: tokens that are not frozen, and the whole block before it, unless its keys stay."""
         if step.phase.tokens != APART:
             return
         if step.start != self._begun:

@@ -63,7 +63,7 @@ class PrefixReuse(Options):
     steps
         Steps that an output serves, the one that keeps it among them; None: all steps of a block.
     change
-        Also refresh once queries have changed by so much or more: the Frobenius norm of the difference to those of the last
+        Also refresh once queries have changed by this or more: the Frobenius norm of the difference to those of the last
         refresh, over that of these, of all rows that a step forwards, in the last layer that reuses. A step's change is known
         when it has run, so it is the next one that refreshes. None: changes are not measured.
 
@@ -236,7 +236,7 @@ def check_reuse(request: Any, *, refreshes: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reused(Kept):
-    """Windows write their keys and values as ever, and attend to those before their block once for several steps.
+    """Windows write their keys and values, and attend to the keys before their block once for several steps.
 
     Parameters
     ----------
@@ -358,7 +358,7 @@ class Reusing(Policy):
         self._changed = False
         if options.change is not None:
             self.waits = (
-                "how much queries change is known when a step's outcome is read; leave one out, or reuse for so many "
+                "how much queries change is known when a step's outcome is read; leave one out, or reuse for a number of "
                 "steps."
             )
 

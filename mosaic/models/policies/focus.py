@@ -1,7 +1,7 @@
-"""FOCUS: a cut that keeps the tokens of a block whose importance has risen from layer 0 to layer 1, and those that these need.
+"""FOCUS: a cut that keeps the tokens of a block whose importance has risen from layer 0 to layer 1, and the tokens that they need.
 
 A request says in `StepRequest.values["block"]` how far it is in its block (`BlockProgress`), and its window ends in that block.
-What it has decoded so far is a row of the state `focus_history`. Tokens before the block, and those that are decided, are kept.
+What it has decoded so far is a row of the state `focus_history`. Tokens before the block, and decided tokens, are kept.
 Kept rows attend up to the rightmost position that was processed, by any step or by theirs: the first graph computes `seen` of the
 second. Legend: T
 tokens, B sequences, N H queries.
@@ -97,7 +97,7 @@ class Focus(Cut):
 
     def buckets(self, tokens: int) -> Sequence[int]:
         """Return numbers of rows that grow by about an eighth, from an eighth of the tokens on: the second graph's time goes by its
-        rows. Fewer than `_ALIKE` take as long as so many."""
+        rows. Fewer than `_ALIKE` rows take as long as `_ALIKE`."""
         found = [min(max(-(-tokens // (8 * _TILE)) * _TILE, _ALIKE), tokens)]
         while found[-1] < tokens:
             found.append(min(found[-1] + max(1 << max(found[-1].bit_length() - 4, 0), _TILE), tokens))
@@ -348,7 +348,7 @@ class Evicting(Policy):
         return with_parts(phase, cut=self._cut)
 
     def tell(self, step: BlockStep, request: Any) -> None:
-        """Say how far the request is in the block; of frozen tokens behind those that are computed, keys are not seen."""
+        """Say how far the request is in the block; keys of frozen tokens behind the computed ones are not seen."""
         if self._hides and step.places is not None:
             step.key_len = int(step.places[-1]) + 1
         if step.writes:

@@ -65,15 +65,15 @@ class Eviction(Options):
         The keys of a block that kept rows see: up to the rightmost row that any step of the "block" has kept (equation 16), or up
         to the rightmost that this "step" keeps, and before the eviction up to the rightmost that it computes (the implementation).
     keep
-        How many masked tokens are kept, beside those that these need: in place of `alpha`, `history` and `threshold`, which say
+        How many masked tokens are kept, beside the tokens that they need: in place of `alpha`, `history` and `threshold`, which say
         it where this is 0 (a baseline, table 3).
     rank
-        Which are kept: those whose "importance" has risen most, or as baselines (table 3) those at the "bottom", where it has risen
-        least, or as many at "random": by the request's seed and number, the step and the position.
+        Kept are the tokens whose "importance" has risen most, or as baselines (table 3) the ones at the "bottom", which have
+        risen least, or the same number at "random": by the request's seed and number, the step and the position.
     requests
-        How many requests are expected to share a step. A few rows take as long as one, so where by the plan eviction of so many
-        blocks takes as long as computing them whole, it is left out, with the block cache: blocks are decoded whole, and exactly.
-        0: it is never left out. What is expected says it, not what is there, so that a request's tokens do not depend on others.
+        How many requests are expected to share a step. A few rows take as long as one. If by the plan eviction saves no time for
+        this number, it is left out, with the block cache: blocks are decoded whole, and exactly. 0: it is never left out. The
+        expected number decides, not the number of live requests, so that a request's tokens do not depend on others.
 
     Raises
     ------

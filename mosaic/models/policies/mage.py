@@ -93,7 +93,7 @@ def _pages_of(attention: SparseAttention, until: Callable[[Window], int]) -> tup
 
 
 def _page_sizes(attention: SparseAttention, owned: Sequence[int]) -> dict[str, int]:
-    """The pages of all sequences, and those that a sequence has: the mean, rounded up."""
+    """The pages of all sequences, and the mean number of a sequence, rounded up."""
     pages = max(sum(owned) // attention.page, 1)
     return {"pages": pages, "page_span": -(-pages // len(owned))}
 

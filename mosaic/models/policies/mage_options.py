@@ -1,7 +1,7 @@
 """MAGE's options: which keys of its prefix a block attends to. Presets of published methods of sparse attention over kept keys.
 
 Block diffusion denoises a block over many steps, each of which reads all keys. MAGE (Kwon et al. 2026, arXiv 2602.14209, section
-4) attends in the block's first step, when all of it is masked, to all keys, and captures those that got the most attention, per
+4) attends in the block's first step, when all of it is masked, to all keys, and captures the keys that got the most attention, per
 layer and key-value head. Later steps of the block attend to these and to the block itself.
 """
 
@@ -58,7 +58,7 @@ class SparseAttention(Options):
     exact_last
         Last layers that do.
     selects
-        "first": a block's first step attends to all keys, and captures those that the others attend to. "every": each step
+        "first": a block's first step attends to all keys, and captures the keys that the others attend to. "every": each step
         selects by its own queries first, then attends to that; the exact selection of each step, as an oracle.
     exact_steps
         Share of a block's steps, rounded up, that attend to all keys; the first does in any case. What the last of them
@@ -72,12 +72,12 @@ class SparseAttention(Options):
     per
         A set of keys for each "kv_head", or for each "query_head".
     rows
-        Rows of a block, from a multiple of this on, that have sets of their own; the last of them may be fewer. A set is what
-        those of its rows that vote select, or all that vote where none of its own does. 0: all rows of the block share theirs.
+        Rows of a block, from a multiple of this on, that have sets of their own; the last of them may be fewer. A set is selected
+        by its own voting rows, or by all voting rows if none of its own votes. 0: all rows of the block share theirs.
     statistic
         By what keys are ranked: the "mean", the "max" or the least ("worst") of the softmax over the prefix, or of the bounds, of
-        all voting rows and heads of a set. With "worst" a key has what the row that wants it least gives to it. A row gets from a
-        set at least the sum of these, so the best keys make this bound as large as it can be for the row that is served worst.
+        all voting rows and heads of a set. With "worst" a key's score is the smallest weight that any voting row and head gives
+        it. Every row gets from a set at least the sum of its keys' scores.
     reuse
         When the first exact layers attend to the prefix; in other steps they reuse what they kept of it. None: in every step.
     voters

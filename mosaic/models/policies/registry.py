@@ -63,7 +63,7 @@ def policies_of(config: Any, arch: Architecture, positions: int = 0) -> tuple[Po
 
 
 def options_of(field: str, value: object) -> Any:
-    """Return the options that a field's text stands for, or those that are given.
+    """Return the options that a field's text stands for; options are returned as they are.
 
     Presets that go together are named with a "+" between them. Options may follow, such as "mage:k=1024:every=8".
 
@@ -96,7 +96,7 @@ def options_of(field: str, value: object) -> Any:
 
 
 def attention_policy(value: str | Options) -> SparseAttention | PrefixReuse:
-    """Return the options of attention that a text stands for, or those that are given; as for `options_of`.
+    """Return the options of attention that a text stands for, as `options_of` does.
 
     >>> str(attention_policy("oracle")), str(attention_policy("mage+flashblock:k=256:reuse_steps=4"))
     ('oracle', 'sparse(k=256, reuse=reuse(steps=4))')
@@ -106,7 +106,7 @@ def attention_policy(value: str | Options) -> SparseAttention | PrefixReuse:
 
 
 def token_eviction(value: str | Options) -> Eviction:
-    """Return the options of eviction that a text stands for, or those that are given; as for `options_of`.
+    """Return the options of eviction that a text stands for, as `options_of` does.
 
     >>> token_eviction("focus-public").history, str(token_eviction("focus:keep=4:rank=random"))
     ('block', "eviction(keep=4, rank='random')")

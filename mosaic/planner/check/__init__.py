@@ -27,7 +27,7 @@ Rulings where the rules leave a choice; each takes the safe side:
   the workspace. In a loop, it holds that over the whole loop: its stream is forked where the loop begins and joined
   where it ends, and iterations overlap (module `streams` has the rules). Then what it touches is at home in that very
   loop, with two slots or more and no aliases; or outside the workspace, where it is either not written in the loop or
-  sliced by it, alike in all ops. That does not bind side ops of a loop that runs once, nor those that the edges of the
+  sliced by it, alike in all ops. That does not bind side ops of a loop that runs once, nor side ops that the edges of the
   same iteration both fork and join.
 - Reads and writes of one value on two streams are ordered by edges or the borders of loops, too, and rotating slots
   exempt nothing from that. An edge out of a loop goes on from its last iteration, one into it is waited for in the first.

@@ -178,7 +178,7 @@ class Skeleton:
     windows: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     members: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     own: dict[int, tuple[int, int]] = field(default_factory=dict)
-    # derived: bytes of one element of all slots, and of the alignment of all; pool -> buffers, those that are no aliases
+    # derived: bytes of one element of all slots, and of the alignment of all; pool -> buffers, without aliases
     item_bytes: list[int] = field(default_factory=list)
     slot_units: list[int] = field(default_factory=list)
     located: dict[str, list[int]] = field(default_factory=dict)

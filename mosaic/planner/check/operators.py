@@ -342,7 +342,7 @@ class Known(NamedTuple):
     writes: tuple[str, ...]
     attrs: Mapping[str, Types]
     optional: frozenset[str]
-    defaults: Mapping[str, int]  # of those that are not given
+    defaults: Mapping[str, int]  # of attributes that are not given
     flops: tuple[tuple[str, ...], ...]  # the factors of each term
     whole: tuple[str, ...]
     moved: tuple[tuple[str, tuple[Product, ...]], ...]  # the axes that count; none: all

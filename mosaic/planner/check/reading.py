@@ -168,7 +168,7 @@ _LOOP: Final = _Table("regions", {"extent": INTEGER, "rows": INTEGER, "count": I
 class Records:
     """The rows of a document without their numbers: what a planner keeps for all plans that differ in sizes alone.
 
-    Rows may have fields beyond those that are named here. Whoever hands them over does not change them any more.
+    Rows may have fields that are not named here. Whoever hands them over does not change them any more.
 
     Parameters
     ----------

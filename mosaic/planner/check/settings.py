@@ -99,7 +99,7 @@ def _check_implementations(plan: Columns) -> None:
 
 
 def _check_invariance(plan: Columns) -> set[str]:
-    """Check that a CUDA plan that is said to be batch-invariant has kernels that are alone; return those that it has to name."""
+    """Check that a CUDA plan that is said to be batch-invariant has kernels that are; return the kernels that it has to name."""
     needed = {
         kernel: known.invariant for kernel in {*plan.kernel} if (known := OPERATORS.get(kernel)) and known.invariant
     }
@@ -136,7 +136,7 @@ def _takes(plan: Columns, i: int, way: Way) -> bool:
 
 
 def _check_declared(plan: Columns) -> None:
-    """Check that kernels that are not shipped, and streams, are those that the plan declares."""
+    """Check that the plan declares its streams and its kernels that are not shipped."""
     used = {"kernels": {*plan.kernel} - OPERATORS.keys(), "streams": {*plan.stream} - {MAIN}}
     for what, names in plan.header.get("declared", {}).items():
         if {*names} != used[what]:

@@ -103,7 +103,7 @@ def check_ops(plan: Skeleton) -> None:
 
 
 def _check_operands(plan: Skeleton, i: int) -> None:
-    """Check that an op reads and writes its operands: each side those that the operator does, where it is known."""
+    """Check that an op reads and writes its operands: each side has the operator's operands, if it is known."""
     operands, known = plan.operands[i], OPERATORS.get(plan.kernel[i])
     reads, writes = plan.reads[i], plan.writes[i]
     if known is None or not known.names.issuperset(operands):

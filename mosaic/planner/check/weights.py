@@ -18,7 +18,7 @@ WeightMap: TypeAlias = Mapping[str, tuple[str, int, int]]
 
 
 def weight_map(document: Mapping[str, Any]) -> dict[str, tuple[str, int, int]]:
-    """Say where a plan has its weights: those of the device, and those that it streams from host memory.
+    """Say where a plan has its weights: those of the device, and the streamed ones in host memory.
 
     Examples
     --------

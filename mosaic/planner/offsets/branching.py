@@ -149,7 +149,7 @@ def known_hopeless(m: Any) -> Any:
 
 
 def back(m: Any) -> Any:
-    """Leave the deepest frame, which failed, and those that fail with it; return False if none is left."""
+    """Leave the deepest frame, which failed, and every frame that fails with it; return False if none is left."""
     while True:
         key = m[m[FRAME] + F_KEY]
         m[m[REFUTED] + (key & m[REFUTED_MASK])] = key

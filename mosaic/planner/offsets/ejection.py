@@ -32,7 +32,7 @@ _OUT = -1
 
 
 class Ejection:
-    """A placement of most blocks under a target, and a stack of those that are out; goes on wherever it stopped.
+    """A placement of most blocks under a target, and a stack of the blocks that are out; goes on wherever it stopped.
 
     Deterministic. Small blocks, half of what a program has, come last: they find room between the others.
 

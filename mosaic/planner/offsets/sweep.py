@@ -13,7 +13,7 @@ def first_common(
 ) -> tuple[int, int] | None:
     """Return two boxes `[start, end) x [low, top)` that overlap, the earlier one first, or None.
 
-    The one returned begins first among those that begin upon another. Boxes of no bytes share nothing.
+    The one returned begins first among all boxes that begin upon another. Boxes of no bytes share nothing.
     O(n log n), and a move in a list of the live ones per box.
     """
     boxes = [box for box, (low, top) in enumerate(zip(lows, tops, strict=True)) if low < top]

@@ -109,7 +109,7 @@ def _pieces(problem: Problem) -> tuple[Column, Column, Column]:
 
 
 def _pairs(starts: Column, ends: Column) -> tuple[Column, Column] | None:
-    """Return the pairs of pieces that share time: each with those that start after it and before its end."""
+    """Return the pairs of pieces that share time: each with every piece that starts after it and before its end."""
     at = np.arange(len(starts))
     later = np.searchsorted(starts, ends) - at - 1
     total = int(later.sum())

@@ -40,7 +40,7 @@ def operator(name: str) -> Operator:
 
 
 def find(name: str, given: Mapping[str, Operator]) -> Operator | None:
-    """Return the operator of a name among those that were given, or that Mosaic ships; None if it is neither."""
+    """Return the operator of a name among the given ones and the shipped ones; None if it is neither."""
     if name in given:
         return given[name]
     return operator(name) if name in OPERATORS else None

@@ -9,7 +9,7 @@ logsumexp[T, N] is the logarithm of what the exponentials of a row and head add 
 read of voting rows alone. The query heads are divided evenly and in order among `sets`; sets = kv_heads is the published choice,
 and with as many sets as query heads each head has its own. Where P is 0, or no row votes, nothing is written, nor beyond P.
 
-With `rows` above 0 the rows of a `block` are cut into `tiles` of so many, the last of which may have fewer: one at position p is in
+With `rows` above 0 the rows of a `block` are cut into `tiles` of `rows`, the last of which may have fewer: one at position p is in
 tile t = (p % block) // rows. Each has statistics of its own, of the rows of b in it that vote, or of all that vote where none of it
 does: those of tile t and set s are mass[s * tiles + t].
 

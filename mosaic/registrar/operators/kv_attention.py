@@ -97,7 +97,7 @@ def kv_segments(window: int, keys: int) -> int:
 
 
 KV_SEGMENT_ALIGNED: Final = 128
-"""Segments end at multiples of so many keys: whole tiles."""
+"""Segments end at multiples of this number of keys: whole tiles."""
 
 
 def kv_parts(windows: Sequence[int], keys: Sequence[int]) -> int:

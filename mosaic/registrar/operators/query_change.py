@@ -1,4 +1,4 @@
-"""change[B]: by how much the queries of each sequence differ from those that were kept, relative to these; new ones are kept.
+"""change[B]: by how much the queries of each sequence differ from the kept ones, relative to the kept ones; new ones are kept.
 
 What is kept of a block's attention to its prefix is as good as its queries are still those it was computed with (FlashBlock, LoSA:
 arXiv 2602.05305, 2604.12056). Sequence b has prefix[b] = P keys before its block, and its rows of q are cu_seqlens[b] to

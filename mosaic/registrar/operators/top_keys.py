@@ -101,7 +101,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 BINS: Final = 256
 """Bins of a histogram of sums."""
 LISTED: Final = 4096
-"""Most pages of a prefix and set that are listed as those that may be chosen."""
+"""Most pages of a prefix and set that are listed as candidates."""
 PLACED: Final = 2
 """Numbers that say where the bins of a prefix and set lie."""
 PARTS: Final = 256

@@ -58,7 +58,7 @@ def weight_tile(weight, place, inner, INNER: tl.constexpr, BLOCK_K: tl.constexpr
 
 @triton.jit
 def rows_tile(x, place, there, inner, INNER: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile [rows, inner] of x; `place` is where rows begin, and those that are not `there` are 0."""
+    """A tile [rows, inner] of x; `place` is where rows begin, and rows that are not `there` are 0."""
     if INNER % BLOCK_K == 0:
         tile = tl.load(x + place[:, None] + inner[None, :], mask=there[:, None], other=0.0)
     else:

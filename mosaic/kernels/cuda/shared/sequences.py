@@ -14,7 +14,7 @@ SEQUENCES: Final = 16
 
 @triton.jit
 def find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Where a tile lies, of those that the sequences' rows of this slice are cut into.
+    """Where a tile lies among the tiles that the sequences' rows of this slice are cut into.
 
     Its first row, the end of the sequence's rows, and the sequence; all 0 beyond the last tile.
     """
