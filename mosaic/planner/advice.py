@@ -236,7 +236,13 @@ def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = 
 
 
 def _worthwhile(
-    request: Request, what: str, limited: Callable[[int], Planner], argument: str, least: int, fastest: Sequence[Plan], most: int
+    request: Request,
+    what: str,
+    limited: Callable[[int], Planner],
+    argument: str,
+    least: int,
+    fastest: Sequence[Plan],
+    most: int,
 ) -> Iterator[Option]:
     """The option of the least memory, then that of the most, whose plans are made already, if it is faster."""
     best = inf
