@@ -7,6 +7,7 @@ every runner in `RUNNERS`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -601,6 +602,28 @@ def test_a_model_that_predicts_the_mask_comes_to_an_end(make: Make, way: tuple[s
     (found,) = case.generate([prompt], **options)
     case.runner.architecture = arch
     assert len(found.token_ids) == options["gen_length"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_edits_end_where_the_mask_is_the_surest_token(seed: int) -> None:
+    """What was decided as the mask looks like a mask to the next step, and once took the place of all others for ever."""
+    arch = models.load(CONFIGS["sdar"]).architecture
+    runner = ReferenceRunner(Network(arch, random_tensors(arch, seed)))
+    most = 5 * (
+        2 * 8 + 16
+    )  # each of five blocks of 8: a step without a new token is followed by one with, then 16 edit
+
+    def count(step: decoding.Step) -> None:
+        assert len(runner.packed) <= 1 + most
+
+    options: dict[str, Any] = {"algorithm": "llada2.1", "gen_length": 31, "threshold": 0.9, "edit_threshold": 0.1}
+    (usual,) = decoding.generate(runner, [prompt_of(9)], stop_at_eos=False, **options)
+    runner.architecture = replace(arch, mask_token_id=Counter(usual.token_ids.tolist()).most_common(1)[0][0])
+    mask, prompt = runner.architecture.mask_token_id, prompt_of(9)
+    runner.packed.clear()
+    prompt[prompt == mask] = 8 if mask != 8 else 9
+    (found,) = decoding.generate(runner, [prompt], stop_at_eos=False, on_step=count, **options)
+    assert found.confidence.all()
 
 
 # --- what is asked of the runner --------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def _edit_block(canvas: Canvas, start: int, end: int, *, unwritten: int) -> Step
     """Decode a block, until no mask is left and a step changes nothing, or enough steps have only edited."""
     config, sampling = canvas.config, Sampling.of(canvas.config, scaled=True)
     positions = torch.arange(max(start, canvas.prompt_len), end)
-    first, post_steps = start - unwritten, 0
+    first, post_steps, left, quota = start - unwritten, 0, end - start, _AT_LEAST
     while (filling := bool(canvas.masked[start:end].any())) or post_steps < config.max_post_steps:
         before = canvas.tokens[start:end].clone()
         result = yield canvas.ask(
@@ -60,12 +60,15 @@ def _edit_block(canvas: Canvas, start: int, end: int, *, unwritten: int) -> Step
             positions,
             window=(first, end),
             sampling=sampling,
-            quota=_AT_LEAST,
+            quota=quota,
             threshold=config.threshold or 0.0,
             edit_threshold=config.edit_threshold,
         )
         canvas.take(positions, result)
-        first = start
+        first, left_before, left = start, left, int(canvas.masked[start:end].sum())
+        # what was decided as the mask is a mask to the next step: where such took every place, there are more places
+        decided_as_mask = int((canvas.tokens[start:end] == canvas.architecture.mask_token_id).sum()) - left
+        quota = _AT_LEAST + (decided_as_mask if left == left_before else 0)
         if not filling:
             post_steps += 1
             if torch.equal(before, canvas.tokens[start:end]):
