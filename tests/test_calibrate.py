@@ -6,6 +6,7 @@ What comes out must be the rates that went in. On a CUDA card (marker `gpu`) the
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -463,6 +464,8 @@ def test_the_helpers_models_run_and_their_pages_are_known(config: dict[str, Any]
 @pytest.fixture
 def mosaic(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.chdir(tmp_path)
+    here = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(here))  # of the process that it starts, where nothing is installed
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["mosaic", "calibrate", *arguments])
