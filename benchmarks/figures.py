@@ -16,8 +16,11 @@ Result = Mapping[str, Any]
 
 
 def points_of(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """The points of a model's largest run: times of two runs, perhaps of two cards, are never set beside each other."""
-    return max((result["points"] for result in results), key=len, default=[])
+    """The points of a model's last run, the largest of those: times of two runs, perhaps of two cards, are never set beside each
+    other."""
+    timed = (result for result in results if result["points"])
+    last = max(timed, key=lambda run: (run["environment"].get("recorded", ""), len(run["points"])), default=None)
+    return [] if last is None else last["points"]
 
 
 def _planning(what: str) -> str:
