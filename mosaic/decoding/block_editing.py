@@ -52,7 +52,7 @@ def _edit_block(canvas: Canvas, start: int, end: int, *, unwritten: int) -> Step
     """Decode a block, until no mask is left and a step changes nothing, or enough steps have only edited."""
     config, sampling = canvas.config, Sampling.of(canvas.config, scaled=True)
     positions = torch.arange(max(start, canvas.prompt_len), end)
-    first, post_steps, left, quota = start - unwritten, 0, end - start, _AT_LEAST
+    first, post_steps, seen, quota = start - unwritten, 0, set[bytes](), _AT_LEAST
     while (filling := bool(canvas.masked[start:end].any())) or post_steps < config.max_post_steps:
         before = canvas.tokens[start:end].clone()
         result = yield canvas.ask(
@@ -65,10 +65,12 @@ def _edit_block(canvas: Canvas, start: int, end: int, *, unwritten: int) -> Step
             edit_threshold=config.edit_threshold,
         )
         canvas.take(positions, result)
-        first, left_before, left = start, left, int(canvas.masked[start:end].sum())
-        # what was decided as the mask is a mask to the next step: where such took every place, there are more places
-        decided_as_mask = int((canvas.tokens[start:end] == canvas.architecture.mask_token_id).sum()) - left
-        quota = _AT_LEAST + (decided_as_mask if left == left_before else 0)
+        # what was decided as the mask is a mask to the next step: where such take every place for ever, there are more places
+        first, tokens, masked = start, canvas.tokens[start:end], canvas.masked[start:end]
+        state = tokens.numpy().tobytes() + masked.numpy().tobytes()
+        decided_as_mask = (tokens == canvas.architecture.mask_token_id) & ~masked
+        quota = _AT_LEAST + (int(decided_as_mask.sum()) if state in seen else 0)
+        seen.add(state)
         if not filling:
             post_steps += 1
             if torch.equal(before, canvas.tokens[start:end]):
