@@ -170,10 +170,7 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
 
 def _planned(planner: Planner, request: Request, what: str, arguments: str, solver: str = "auto") -> Iterator[Option]:
     """The option, if its plan fits: placement may need more than the lower bound that it was found by."""
-    yield from _option(planner.plans(request, limit=False, solver=solver), what, arguments)
-
-
-def _option(graphs: Sequence[Plan], what: str, arguments: str) -> Iterator[Option]:
+    graphs = planner.plans(request, limit=False, solver=solver)
     if all(made.fits for made in graphs):
         yield Option(
             what=what, arguments=arguments, device_bytes=max(made.total_bytes for made in graphs),
@@ -187,11 +184,13 @@ def _larger_budget(planner: Planner, request: Request, smallest: int) -> Iterato
     whole = planner.device.memory_bytes
     if smallest > whole:
         return
-    fastest = planner.with_budgets(budget=whole).plans(request, limit=False)
-    yield from _worthwhile(
-        request, "budget", lambda budget: planner.with_budgets(budget=budget), "--budget",
-        smallest, fastest, round_up(max(made.total_bytes for made in fastest), MIB),
-    )  # fmt: skip
+    fastest = round_up(planner.with_budgets(budget=whole).plan(request, limit=False).total_bytes, MIB)
+    ways = [
+        (planner.with_budgets(budget=budget), f"--budget {budget // MIB}MiB")
+        for budget in dict.fromkeys((smallest, fastest))
+        if budget <= whole
+    ]
+    yield from _worthwhile(request, "budget", ways)
 
 
 def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
@@ -199,11 +198,12 @@ def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[
     least = _least_host(planner, request)
     if least is None:
         return
-    fastest = planner.with_budgets(host_budget=ANY_HOST).plans(request, limit=False)
-    yield from _worthwhile(
-        request, "host-budget", lambda host: planner.with_budgets(host_budget=host), f"{also}--host-budget",
-        least, fastest, round_up(max(made.host_bytes for made in fastest), MIB),
-    )  # fmt: skip
+    fastest = planner.with_budgets(host_budget=ANY_HOST).plan(request, limit=False).host_bytes
+    ways = [
+        (planner.with_budgets(host_budget=host), f"{also}--host-budget {host // MIB}MiB")
+        for host in dict.fromkeys((least, round_up(fastest, MIB)))
+    ]
+    yield from _worthwhile(request, "host-budget", ways)
 
 
 def _least_host(planner: Planner, request: Request) -> int | None:
@@ -235,24 +235,14 @@ def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = 
             return
 
 
-def _worthwhile(
-    request: Request,
-    what: str,
-    limited: Callable[[int], Planner],
-    argument: str,
-    least: int,
-    fastest: Sequence[Plan],
-    most: int,
-) -> Iterator[Option]:
-    """The option of the least memory, then that of the most, whose plans are made already, if it is faster."""
+def _worthwhile(request: Request, what: str, ways: Sequence[tuple[Planner, str]]) -> Iterator[Option]:
+    """Options from the least memory to the most, those left out that are no faster than one before."""
     best = inf
-    if least < most:
-        for option in _planned(limited(least), request, what, f"{argument} {least // MIB}MiB"):
-            best = option.predicted_ms
-            yield option
-    for option in _option(fastest, what, f"{argument} {most // MIB}MiB"):
-        if option.predicted_ms * (1 + TOLERANCE) < best:
-            yield option
+    for planner, arguments in ways:
+        for option in _planned(planner, request, what, arguments):
+            if option.predicted_ms * (1 + TOLERANCE) < best:
+                best = option.predicted_ms
+                yield option
 
 
 def _smallest_device(planner: Planner, request: Request) -> Planner | None:
