@@ -209,11 +209,10 @@ def test_a_timer_that_strikes_at_random_leaves_a_model_as_it_was(model: Compiled
     rng, expected = random.Random(1), answer.token_ids.tolist()
     for _ in range(150):
         told = Told(model, way)
-        with handled(signal.SIGALRM):
-            with suppress(Struck):  # also one that strikes while the timer is stopped
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.08))
-                told.run()
-                signal.setitimer(signal.ITIMER_REAL, 0)
+        with handled(signal.SIGALRM), suppress(Struck):  # also one that strikes while the timer is stopped
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.08))
+            told.run()
+            signal.setitimer(signal.ITIMER_REAL, 0)
         told.finish()
         for requests in told.requests:
             for request in requests:

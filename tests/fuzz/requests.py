@@ -207,7 +207,9 @@ def _advice(planner: Planner, request: Request, plan: Plan, where: str, tally: T
         changed, other = _followed(planner, request, option.arguments.split())
         made = changed.plan(other, limit=False)
         taken = made.fits, made.total_bytes, made.document["host_bytes"]
-        said = True, option.device_bytes, option.host_bytes
+        # of one way to stream; the search knows more of them
+        most = option.at_most and made.total_bytes < option.device_bytes
+        said = True, made.total_bytes if most else option.device_bytes, option.host_bytes
         require(taken == said, "advice", f"{where}: '{option.arguments}' says {said}, gives {taken}")
     if advice.smallest_budget_bytes > MIB:
         less = planner.with_budgets(budget=advice.smallest_budget_bytes - MIB).plan(request, limit=False)
