@@ -63,7 +63,7 @@ class TransformerStep:
     positions, cu_seqlens
         int32 [T] and [B + 1].
     inv_freq, sequences
-        Rotary frequencies; where each sequence has its own, the number of each token's sequence, else None.
+        Rotary frequencies by their rule; where each sequence has its own, the number of each token's sequence, else None.
     kv
         The state [R, W], where the cache policy has one.
     fused
@@ -81,7 +81,7 @@ class TransformerStep:
         self.first_graph = phase.graph == "prefix"
         if phase.graph == "suffix":
             self.tokens = g.dim(KEPT_DIM, at_most="tokens")
-        ways = {way.name: way for way in phase.cache.ways() if phase.cut is None or way.cuts}
+        ways = {way.name: way for way in phase.cache.ways() if way.serves(arch) and (phase.cut is None or way.cuts)}
         phase.cache.dims(self)
         self.span = g.dim("span")
         for way in ways.values():
@@ -143,12 +143,14 @@ class TransformerStep:
             phase.tokens.begin(self)
             ids = self.inputs["token_ids"]
         self.positions, self.cu_seqlens = self.inputs["positions"], self.inputs["cu_seqlens"]
-        rotary = self.arch.rotary
         self.sequences: Buffer | None = None
-        if rotary.kind == "dynamic":
-            self.inv_freq, self.sequences = self.inputs["frequencies"], self.inputs["sequences"]
+        if self.arch.rotary.kind == "dynamic":
+            self.inv_freq, self.sequences = {self.arch.rotary: self.inputs["frequencies"]}, self.inputs["sequences"]
         else:
-            self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
+            self.inv_freq = {
+                rotary: g.weight(f"inv_freq{number or ''}", (rotary.dim // 2,), "float32", tensor=rotary.constant)
+                for number, rotary in enumerate(self.arch.rotaries)
+            }
         phase.cache.declare(self)
         if phase.cut is not None and self.suffix is None:
             phase.cut.declare(self)
@@ -158,9 +160,9 @@ class TransformerStep:
             self.state(state)
         self.arrivals: Buffer | None = None
         if self.fused:
-            width = self.arch.kv_heads * self.arch.head_size
-            count = max(tile_count(self.arch.hidden), tile_count(self.arch.heads * self.arch.head_size, width, width))
-            self.arrivals = g.add_op("zeros", name="arrivals", count=count)
+            attentions = {layer.attention for layer in self.arch.stack}
+            counts = [tile_count(own.width, own.kv_width, own.kv_width) for own in attentions]
+            self.arrivals = g.add_op("zeros", name="arrivals", count=max(tile_count(self.arch.hidden), *counts))
         return ids
 
     def layers(self, first: int, end: int) -> dict[str, Buffer]:
@@ -197,6 +199,11 @@ class TransformerStep:
         if self._hidden is None:
             raise GraphError(WITHOUT_HIDDEN)
         return self._hidden
+
+    def sees(self, layer: int) -> Buffer | None:
+        """Return the keys [begin, end) of its sequence that each token sees in a layer, int32 [T, 2]; None: as the block says."""
+        window = self.arch.stack[layer].attention.window
+        return self.inputs[f"sees_{window}"] if window else None
 
     def state(self, state: State) -> Buffer:
         """Return the buffer of a state that a part of the phase has, or that others have rows of."""
@@ -282,12 +289,14 @@ class TransformerStep:
             if self._rest is None:
                 return x
             positions = g.add_op("gather_rows", self.positions, rows, name=f"{prefix}row_positions")
-            sequences = None
+            sequences, sees = None, self.sees(layer)
             if self.sequences is not None:
                 sequences = g.add_op("gather_rows", self.sequences, rows, name=f"{prefix}row_sequences")
+            if sees is not None:
+                sees = g.add_op("gather_rows", sees, rows, name=f"{prefix}row_sees")
         with g.scope(f"layers.{layer}"):
             h = g.add_op("rms_norm", x, self.attention_norm(layer), name="queries_in", eps=self.arch.norm_eps)
-            self.attention_way.add_rows(self, layer, h, Chosen(rows, positions, sequences), self._rest, x)
+            self.attention_way.add_rows(self, layer, h, Chosen(rows, positions, sequences, sees), self._rest, x)
             self.add_feed_forward(layer, self._rest, x)
         return x
 
@@ -308,7 +317,10 @@ class TransformerStep:
         if self.phase.cut is not None and layer == self.phase.cut.layer:
             used = {"o_proj"} if self.suffix is not None else used - {"o_proj"}
         with self.g.scope(f"layers.{layer}"):
-            return self.residency.fetch([matrix for matrix in found if matrix.name in used], streamed=streamed)
+            fetched = self.residency.fetch([matrix for matrix in found if matrix.name in used], streamed=streamed)
+        if self.arch.stack[layer].attention.keys_as_values and "k_proj" in fetched:
+            fetched["v_proj"] = fetched["k_proj"]
+        return fetched
 
     def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
         """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""
@@ -334,15 +346,13 @@ class TransformerStep:
 
     def ffn_matrices(self, layer: int) -> list[Matrix]:
         """Return the matrices of the feed-forward; or of all experts stacked, and of the one that every token passes."""
-        arch, names = self.arch, self.arch.names
+        names, ffn = self.arch.names, self.arch.stack[layer].feed_forward
         own = {part: getattr(names, part) for part in ("gate", "up", "down")}
-        if not arch.experts:
-            return self.projections(layer, own, arch.ffn)
-        if arch.is_dense(layer):
-            return self.projections(layer, _parts(names.dense), arch.dense_ffn)
-        found = self.projections(layer, own, arch.ffn, experts=arch.experts)
-        if arch.shared_ffn:
-            found += self.projections(layer, _parts(names.shared), arch.shared_ffn, prefix="shared_")
+        if not ffn.experts:
+            return self.projections(layer, _parts(names.dense) if names.dense else own, ffn.size)
+        found = self.projections(layer, own, ffn.size, experts=ffn.experts)
+        if ffn.shared:
+            found += self.projections(layer, _parts(names.shared), ffn.shared, prefix="shared_")
         return found
 
     def projections(
@@ -362,7 +372,7 @@ class TransformerStep:
 
     def feed_forward_knob(self, layer: int) -> str:
         """Declare the knob of a layer's feed-forward, which a phase has even where no region uses it."""
-        knob, tile = ("ffn", FFN_TILE) if self.arch.is_dense(layer) else ("experts", EXPERT_TILE)
+        knob, tile = ("experts", EXPERT_TILE) if self.arch.stack[layer].feed_forward.experts else ("ffn", FFN_TILE)
         self.g.knob(knob, over=self.tokens, tile=tile)
         return knob
 
@@ -376,14 +386,14 @@ class TransformerStep:
 
     def add_feed_forward(self, layer: int, matrices: dict[str, Buffer], x: Buffer) -> None:
         """x += feed_forward(rms_norm(x))."""
-        norm = self.ffn_norm(layer)
-        if self.fused and self.arch.is_dense(layer):
+        norm, dense = self.ffn_norm(layer), not self.arch.stack[layer].feed_forward.experts
+        if self.fused and dense:
             gate, up, down = (matrices[f"{part}_proj"] for part in ("gate", "up", "down"))
             y = self.g.add_op("norm_gate_up", x, norm, gate, up, name="act", eps=self.arch.norm_eps)
             add_product(self, y, down, x, "down")
             return
         h = self.g.add_op("rms_norm", x, norm, name="ffn_in", eps=self.arch.norm_eps)
-        if self.arch.is_dense(layer):
+        if dense:
             self.feed(h, matrices, x)
         else:
             self.experts(layer, h, matrices, x)
@@ -398,13 +408,13 @@ class TransformerStep:
 
     def experts(self, layer: int, h: Buffer, matrices: dict[str, Buffer], target: Buffer) -> None:
         """target += shared(h) + sum over a token's top experts of score * expert(h)."""
-        g, arch = self.g, self.arch
-        many, top_k = arch.experts, arch.experts_per_token
+        g, ffn = self.g, self.arch.stack[layer].feed_forward
+        many, top_k = ffn.experts, ffn.experts_per_token
         router, bias = self.router(layer)
-        if arch.shared_ffn:
+        if ffn.shared:
             self.feed(h, matrices, target, "shared_")
         scores, chosen = g.add_op(
-            "moe_route", h, router, bias, name="route", top_k=top_k, normalize=arch.normalize_experts, **self.routing(),
+            "moe_route", h, router, bias, name="route", top_k=top_k, normalize=ffn.normalize, **self.routing(layer),
         )  # fmt: skip
         order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
         dispatched = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
@@ -420,19 +430,19 @@ class TransformerStep:
     def router(self, layer: int) -> tuple[Buffer, Buffer | None]:
         """Return the weight of the router, and what is added to the scores by which experts are chosen, in float32."""
         g, arch = self.g, self.arch
-        tensor = arch.names.router.format(layer=layer)
-        weight = g.weight("router", (arch.experts, arch.hidden), arch.dtype, tensor=tensor)
+        tensor, many = arch.names.router.format(layer=layer), arch.stack[layer].feed_forward.experts
+        weight = g.weight("router", (many, arch.hidden), arch.dtype, tensor=tensor)
         if not arch.names.router_bias:
             return weight, None
         tensor = arch.names.router_bias.format(layer=layer)
-        return weight, g.weight("router_bias", (arch.experts,), "float32", tensor=tensor)
+        return weight, g.weight("router_bias", (many,), "float32", tensor=tensor)
 
-    def routing(self) -> dict[str, Any]:
+    def routing(self, layer: int) -> dict[str, Any]:
         """Return how experts are chosen and weighed, where it is not the operator's default."""
-        arch = self.arch
-        groups = {"groups": arch.router_groups, "top_groups": arch.router_top_groups} if arch.router_groups else {}
-        scoring = {"scoring": arch.router_scoring} if arch.router_scoring != "softmax" else {}
-        return {**scoring, **groups, **({"scale": arch.router_scale} if arch.router_scale != 1.0 else {})}
+        ffn = self.arch.stack[layer].feed_forward
+        groups = {"groups": ffn.groups, "top_groups": ffn.top_groups} if ffn.groups else {}
+        scoring = {"scoring": ffn.scoring} if ffn.scoring != "softmax" else {}
+        return {**scoring, **groups, **({"scale": ffn.scale} if ffn.scale != 1.0 else {})}
 
     # -- head ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mosaic.models.attention.projections import matrices
 
 if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
     from mosaic.models.attention.projections import Chosen
     from mosaic.models.residency import Matrix
     from mosaic.models.step_graph import StepGraph
@@ -36,6 +37,10 @@ class Way:
     by_rows: ClassVar[bool] = False
     cuts: bool = False
 
+    def serves(self, arch: Architecture) -> bool:
+        """Return whether the way can run the layers of a model."""
+        return True
+
     def dims(self, step: StepGraph) -> None:
         """Declare the dims that the way needs beside the policy's; all ways of a policy do, whichever is taken."""
 
@@ -47,7 +52,7 @@ class Way:
 
     def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
         """Return the projections of a layer: q_proj [N H, D], k_proj and v_proj [K H, D], o_proj [D, N H]."""
-        return matrices(step.arch, layer, step.arch.kv_heads)
+        return matrices(step.arch, layer)
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Register a layer's attention; `norm` [D] is the weight of its norm."""

@@ -22,9 +22,9 @@ class Queries(Way):
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
         """Register keys and values first, then the chunks of queries."""
         g = step.g
-        k, v = keys_and_values(step, layer, norm, matrices, step.arch.kv_heads)
+        k, v = keys_and_values(step, layer, norm, matrices, step.arch.stack[layer].attention.kv_heads)
         with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="queries") as rows:
             source, h = step.normed(rows, norm, "queries_in")
-            y = attend(step, project(step, layer, "q", h, matrices["q_proj"]), k, v)
+            y = attend(step, layer, project(step, layer, "q", h, matrices["q_proj"]), k, v)
             g.add_op("linear_add", y, matrices["o_proj"], source, name="o_linear")
             step.hidden.keep(source)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from mosaic.errors import UsageError
 from mosaic.models.attention.heads import Heads
@@ -12,11 +15,14 @@ from mosaic.models.attention.kept import KeptQueries, KeptTogether
 from mosaic.models.attention.queries import Queries
 from mosaic.models.attention.together import Together
 from mosaic.models.inputs import Frequencies, Input
+from mosaic.models.kept_keys import key_row
 from mosaic.models.parts.part import Part
 from mosaic.models.state import State
 from mosaic.registrar.operators.kv_attention import kv_parts
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
     from mosaic.models.inputs import Window
@@ -33,7 +39,7 @@ class KeysAndValues(State):
 
     def columns(self, arch: Architecture) -> int:
         """Return keys and values of all layers."""
-        return arch.layers * 2 * arch.kv_heads * arch.head_size
+        return key_row(arch).columns
 
 
 KV: Final = KeysAndValues(name="kv")
@@ -72,11 +78,20 @@ class CachePolicy(Part):
         return None
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number."""
-        rotary = arch.rotary
+        """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number; of layers
+        with a window, which keys each token sees."""
+        rotary, windows = arch.rotary, {layer.attention.window for layer in arch.stack}
+        sees = [
+            Input(
+                name=f"sees_{window}", dtype="int32", per="token", width=2, joint=True,
+                value=partial(keys_within, window, arch.block, self.kept is None),
+            )
+            for window in sorted(windows - {0})
+        ]  # fmt: skip
         if rotary.kind != "dynamic":
-            return ()
+            return sees
         return (
+            *sees,
             Input(
                 name="frequencies", dtype="float32", per="sequence", width=rotary.dim // 2,
                 value=lambda window: Frequencies(rotary, self.length(window)),
@@ -105,7 +120,9 @@ class CachePolicy(Part):
         raise NotImplementedError
 
     def declare(self, step: StepGraph) -> None:
-        """Register the states and ask for the policy's inputs."""
+        """Register the states and ask for the policy's inputs: in a layer they would be the layer's."""
+        for entry in self.inputs(step.arch):
+            step.inputs[entry.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +206,25 @@ class Kept(CachePolicy):
     def declare(self, step: StepGraph) -> None:
         """Declare the state, and the rows of it that are written and read."""
         step.kv = step.state(KV)
-        for entry in self.inputs(step.arch):
-            step.inputs[entry.name]
+        CachePolicy.declare(self, step)
+
+
+def keys_within(width: int, block: int, own: bool, windows: Sequence[Window]) -> NDArray[np.int32]:
+    """Return the keys [begin, end) that the tokens of windows see at a distance below `width`, int32 [T, 2]; of a model with
+    blocks, none beyond a token's own. The first key is that of position 0, or with `own` that of the window's first token."""
+    position = np.concatenate(
+        [np.arange(window.length) if own else places_of(window) for window in windows], dtype=np.int32
+    )
+    end = position + width
+    if block:
+        end = np.minimum(end, (position // block + 1) * block)
+    return np.stack([np.maximum(position - width + 1, 0), end], axis=1)
+
+
+def places_of(window: Window) -> NDArray[np.int64]:
+    """Return the positions of a window's tokens, which need not stand side by side."""
+    given = window.request.values.get("positions")
+    return np.arange(window.start, window.end) if given is None else given.numpy()
 
 
 WHOLE: Final = Whole()
