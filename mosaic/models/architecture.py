@@ -274,6 +274,11 @@ class Architecture:
         """The rotary rules of the layers, each once."""
         return tuple(dict.fromkeys(layer.attention.rotary for layer in self.stack))
 
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of layers that have one, each once."""
+        return tuple(sorted({layer.attention.window for layer in self.stack} - {0}))
+
     @property
     def rotary(self) -> Rotary:
         """The rotary rule of the first layer: of all layers, where frequencies depend on a sequence's length."""

@@ -151,6 +151,7 @@ class TransformerStep:
                 rotary: g.weight(f"inv_freq{number or ''}", (rotary.dim // 2,), "float32", tensor=rotary.constant)
                 for number, rotary in enumerate(self.arch.rotaries)
             }
+        self._sees = {window: self.inputs[f"sees_{window}"] for window in self.arch.windows}
         phase.cache.declare(self)
         if phase.cut is not None and self.suffix is None:
             phase.cut.declare(self)
@@ -202,8 +203,7 @@ class TransformerStep:
 
     def sees(self, layer: int) -> Buffer | None:
         """Return the keys [begin, end) of its sequence that each token sees in a layer, int32 [T, 2]; None: as the block says."""
-        window = self.arch.stack[layer].attention.window
-        return self.inputs[f"sees_{window}"] if window else None
+        return self._sees.get(self.arch.stack[layer].attention.window)
 
     def state(self, state: State) -> Buffer:
         """Return the buffer of a state that a part of the phase has, or that others have rows of."""

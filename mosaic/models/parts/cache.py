@@ -80,13 +80,13 @@ class CachePolicy(Part):
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number; of layers
         with a window, which keys each token sees."""
-        rotary, windows = arch.rotary, {layer.attention.window for layer in arch.stack}
+        rotary = arch.rotary
         sees = [
             Input(
                 name=f"sees_{window}", dtype="int32", per="token", width=2, joint=True,
                 value=partial(keys_within, window, arch.block, self.kept is None),
             )
-            for window in sorted(windows - {0})
+            for window in arch.windows
         ]  # fmt: skip
         if rotary.kind != "dynamic":
             return sees
@@ -120,9 +120,7 @@ class CachePolicy(Part):
         raise NotImplementedError
 
     def declare(self, step: StepGraph) -> None:
-        """Register the states and ask for the policy's inputs: in a layer they would be the layer's."""
-        for entry in self.inputs(step.arch):
-            step.inputs[entry.name]
+        """Register the states and ask for the policy's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +204,8 @@ class Kept(CachePolicy):
     def declare(self, step: StepGraph) -> None:
         """Declare the state, and the rows of it that are written and read."""
         step.kv = step.state(KV)
-        CachePolicy.declare(self, step)
+        for entry in self.inputs(step.arch):
+            step.inputs[entry.name]
 
 
 def keys_within(width: int, block: int, own: bool, windows: Sequence[Window]) -> NDArray[np.int32]:
