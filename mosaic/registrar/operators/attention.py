@@ -1,7 +1,7 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head: bidirectional, varlen, grouped queries.
 
 A query sees every key of its sequence, or with `block` those of its own block of `block` rows and of the blocks before.
-With `sees[T, 2]` row r sees the keys [sees[r, 0], sees[r, 1]) of its sequence, counted from its first, and no block counts.
+With `sees[T, 2]` row r sees the keys [sees[r, 0], sees[r, 1]) of its sequence, counted from its first, one at least, and no block counts.
 Queries may be sliced by a region of tokens, keys and values never; y may overwrite q. `span` is the number of keys that
 a query sees on average, rounded up: without blocks the sum of squared sequence lengths over the tokens.
 """

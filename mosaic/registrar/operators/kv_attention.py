@@ -3,7 +3,7 @@
 `kv_store` says where the key of a position lies: in an extent of those that its sequence has. Sequence b sees its first
 `seen[b]` keys, its window's own among them: they are stored first. With `block` a query sees those of its own block of
 positions and of the blocks before: at position p the keys j < (p // block + 1) * block. With `sees[T, 2]` row r sees those at
-positions in [sees[r, 0], sees[r, 1]), and no block counts. Queries and their positions may be
+positions in [sees[r, 0], sees[r, 1]), one at least, and no block counts. Queries and their positions may be
 sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one that sees no key, is left as
 it was. For the cost model alone: `span`, the keys that a query sees on average, rounded up, and `keys`, those that all
 sequences see together. `parts` are the rows of partial results, per query head, that there is room for (`kv_parts`): with 1,
