@@ -14,6 +14,8 @@ from typing import Final
 
 from mosaic.errors import UnsupportedModel
 from mosaic.models.rotary import Rotary
+from mosaic.registrar.schemes.plain import PLAIN
+from mosaic.registrar.schemes.scheme import Scheme
 
 __all__ = ["Architecture", "Attention", "FeedForward", "Layer", "TensorNames"]
 
@@ -200,7 +202,9 @@ class Architecture:
     pad_token_id
         The token that fills a batch up; None where the config names none.
     dtype
-        Of hidden states, activations and keys, and of weights that no scheme stores otherwise.
+        Of hidden states, activations and keys, and of weights that are stored as they are.
+    scheme
+        How the matrices of layers are stored.
 
     Raises
     ------
@@ -218,6 +222,7 @@ class Architecture:
     shifted: bool = False
     published: str = ""
     dtype: str = "bfloat16"
+    scheme: Scheme = PLAIN
     max_positions: int = 0
     block: int = 0
     decode_block: int = 0

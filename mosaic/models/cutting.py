@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mosaic.models.parts.cut import Cut
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["Prefix", "Suffix"]
 
@@ -58,7 +59,7 @@ class Prefix:
         self.step, self.cut, self._way = step, cut, way
         self.hidden = _hidden(step)
 
-    def end(self, matrices: dict[str, Buffer]) -> None:
+    def end(self, matrices: dict[str, Bundle]) -> None:
         """Register queries, keys and values of the layer that is cut, and the choice of rows."""
         step, layer = self.step, self.cut.layer
         queries = _queries(step, self.cut)
@@ -136,7 +137,7 @@ class Suffix:
         """Gather the hidden states."""
         self.step.g.add_op("gather_rows", self._hidden, self._resumed.rows, out=self.step.hidden.buffer, name="resume")
 
-    def attention(self, matrices: dict[str, Buffer]) -> None:
+    def attention(self, matrices: dict[str, Bundle]) -> None:
         """Register hidden += attention(q) @ o_proj.T of the layer that is cut."""
         step, carried = self.step, self._queries
         q = step.g.buffer("q", (step.tokens, carried.shape[1]), carried.dtype)

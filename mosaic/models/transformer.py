@@ -18,11 +18,13 @@ from mosaic.models.ending import WITHOUT_HIDDEN, StepEnding
 from mosaic.models.inputs import ROW_BOUNDS, StepInputs
 from mosaic.models.parts.cut import KEPT_DIM
 from mosaic.models.phase import Phase
-from mosaic.models.residency import Hidden, Matrix, Residency
+from mosaic.models.residency import Hidden, Residency
 from mosaic.models.state import State
 from mosaic.registrar.few_rows import tile_count
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Dim
+from mosaic.registrar.schemes.plain import PLAIN
+from mosaic.registrar.schemes.scheme import Bundle, Matrix, product
 
 __all__ = ["TransformerStep", "register_step"]
 
@@ -92,13 +94,13 @@ class TransformerStep:
             self.head_choice = g.choice("head", phase.head.ways, alike=False)
         self.attention_way = ways[g.choice("attention", tuple(ways))]
         # x times the norm's weight, before it is divided by the norm, may exceed what float16 holds
-        few = phase.cached and phase.head.decides and arch.dtype != "float16"
+        few = phase.cached and phase.head.decides and arch.dtype != "float16" and arch.scheme is PLAIN
         self.fused = few and g.choice("products", ("apart", "fused"), alike=False) == "fused"
         places = ("device", "host") if phase.cut is None else ("device",)
         self.on_host = g.choice("hidden", places, escalating=True) == "host"
         self.residency = Residency(g, arch)
         self.partial = self._partial()
-        self._rest: dict[str, Buffer] | None = None
+        self._rest: dict[str, Bundle] | None = None
         for way in ways.values():
             way.knobs(self)
 
@@ -166,14 +168,14 @@ class TransformerStep:
             self.arrivals = g.add_op("zeros", name="arrivals", count=max(tile_count(self.arch.hidden), *counts))
         return ids
 
-    def layers(self, first: int, end: int) -> dict[str, Buffer]:
+    def layers(self, first: int, end: int) -> dict[str, Bundle]:
         """Register layers; return the matrices that were fetched for what follows."""
         matrices = self.fetch_attention(first)
         for layer in range(first, end):
             matrices = self.layer(layer, matrices)
         return matrices
 
-    def end(self, matrices: dict[str, Buffer], table: Buffer) -> None:
+    def end(self, matrices: dict[str, Bundle], table: Buffer) -> None:
         """Register what comes after the last layer."""
         g, arch, phase, stream = self.g, self.arch, self.phase, self.hidden.buffer
         if not phase.reads_hidden:
@@ -186,7 +188,7 @@ class TransformerStep:
                 rows=lambda rows, prefix: self.last_rows(stream, rows, prefix), cu_seqlens=self.cu_seqlens,
                 masked=self.masked if self.suffix is None else self.suffix.decided,
             )  # fmt: skip
-            end.register(matrices.get("head", table), self.head_choice)
+            end.register(matrices["head"].whole if matrices else table, self.head_choice)
 
     @property
     def hidden(self) -> Hidden:
@@ -219,10 +221,8 @@ class TransformerStep:
     def embedding(self) -> Buffer:
         """Return the table of embeddings, which stays in host memory where its rows are gathered from there."""
         arch = self.arch
-        matrix = Matrix(name="embedding", shape=(arch.vocabulary, arch.hidden), tensor=arch.names.embedding)
-        if self.residency.embedding_on_host:
-            return self.residency.on_host(matrix)
-        return self.g.weight(matrix.name, matrix.shape, arch.dtype, tensor=matrix.tensor)
+        declare = self.residency.on_host if self.residency.embedding_on_host else self.residency.on_device
+        return declare("embedding", (arch.vocabulary, arch.hidden), arch.dtype, arch.names.embedding)
 
     def embed(self, ids: Buffer, table: Buffer) -> None:
         """hidden = table[ids]."""
@@ -235,7 +235,7 @@ class TransformerStep:
             g.add_op("embedding", ids, table, out=window, name="embed")
             self.hidden.keep(window)
 
-    def layer(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
+    def layer(self, layer: int, matrices: dict[str, Bundle]) -> dict[str, Bundle]:
         """Register one layer, whose attention matrices are given; the next sublayer's matrices are fetched meanwhile."""
         g, arch, residency = self.g, self.arch, self.residency
         streamed = residency.streams(layer)
@@ -260,14 +260,14 @@ class TransformerStep:
             self.feed_forward(layer, ffn)
         return following
 
-    def keys_alone(self, layer: int, matrices: dict[str, Buffer]) -> None:
+    def keys_alone(self, layer: int, matrices: dict[str, Bundle]) -> None:
         """Register the keys and values that a layer keeps."""
         with self.g.scope(f"layers.{layer}"):
             self.residency.arrive(streamed=self.residency.streams(layer))
             self.attention_way.keep(self, layer, self.attention_norm(layer), matrices)
         self.feed_forward_knob(layer)
 
-    def keys_first(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
+    def keys_first(self, layer: int, matrices: dict[str, Bundle]) -> dict[str, Bundle]:
         """Register the last layer's keys and values of all tokens; `last_rows` registers what follows."""
         residency, streamed = self.residency, self.residency.streams(layer)
         with self.g.scope(f"layers.{layer}"):
@@ -307,7 +307,7 @@ class TransformerStep:
         """Return the projections, as the way of attention wants them."""
         return self.attention_way.matrices(self, layer)
 
-    def fetch_attention(self, layer: int) -> dict[str, Buffer]:
+    def fetch_attention(self, layer: int) -> dict[str, Bundle]:
         """Fetch a layer's projections; of a last layer that ends there, those of keys and values alone, and of one that is cut
         those that the graph uses."""
         found, streamed = self.attention_matrices(layer), self.residency.streams(layer)
@@ -322,7 +322,7 @@ class TransformerStep:
             fetched["v_proj"] = fetched["k_proj"]
         return fetched
 
-    def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
+    def attention(self, layer: int, matrices: dict[str, Bundle]) -> None:
         """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""
         if self.suffix is not None and layer == self.suffix.cut.layer:
             self.suffix.attention(matrices)
@@ -359,13 +359,16 @@ class TransformerStep:
         self, layer: int, tensors: dict[str, str], size: int, *, experts: int = 0, prefix: str = ""
     ) -> list[Matrix]:
         """Return gate, up and down of a feed-forward of this size, or of a stack of them."""
-        hidden, stack = self.arch.hidden, f"{{0:{experts}}}"
+        hidden, stack, scheme = self.arch.hidden, f"{{0:{experts}}}", self.arch.scheme
+        if experts and scheme.grouped_linear is None:
+            scheme = PLAIN
         shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
         return [
             Matrix(
-                name=f"{prefix}{part}_proj",
-                shape=(experts, *shape) if experts else shape,
-                tensor=tensors[part].format(layer=layer, experts=stack),
+                f"{prefix}{part}_proj",
+                (experts, *shape) if experts else shape,
+                tensors[part].format(layer=layer, experts=stack),
+                scheme,
             )
             for part, shape in shapes.items()
         ]
@@ -376,7 +379,7 @@ class TransformerStep:
         self.g.knob(knob, over=self.tokens, tile=tile)
         return knob
 
-    def feed_forward(self, layer: int, matrices: dict[str, Buffer]) -> None:
+    def feed_forward(self, layer: int, matrices: dict[str, Bundle]) -> None:
         """hidden += feed_forward(rms_norm(hidden)), by chunks of tokens."""
         knob = self.feed_forward_knob(layer)
         with self.g.chunk(knob, over=self.tokens, tile=self.g.tiles[knob]) as rows:
@@ -384,12 +387,12 @@ class TransformerStep:
             self.add_feed_forward(layer, matrices, source)
             self.hidden.keep(source)
 
-    def add_feed_forward(self, layer: int, matrices: dict[str, Buffer], x: Buffer) -> None:
+    def add_feed_forward(self, layer: int, matrices: dict[str, Bundle], x: Buffer) -> None:
         """x += feed_forward(rms_norm(x))."""
         norm, dense = self.ffn_norm(layer), not self.arch.stack[layer].feed_forward.experts
         if self.fused and dense:
             gate, up, down = (matrices[f"{part}_proj"] for part in ("gate", "up", "down"))
-            y = self.g.add_op("norm_gate_up", x, norm, gate, up, name="act", eps=self.arch.norm_eps)
+            y = self.g.add_op("norm_gate_up", x, norm, gate.whole, up.whole, name="act", eps=self.arch.norm_eps)
             add_product(self, y, down, x, "down")
             return
         h = self.g.add_op("rms_norm", x, norm, name="ffn_in", eps=self.arch.norm_eps)
@@ -398,15 +401,15 @@ class TransformerStep:
         else:
             self.experts(layer, h, matrices, x)
 
-    def feed(self, h: Buffer, matrices: dict[str, Buffer], target: Buffer, prefix: str = "") -> None:
+    def feed(self, h: Buffer, matrices: dict[str, Bundle], target: Buffer, prefix: str = "") -> None:
         """target += down(silu(gate(h)) * up(h))."""
         g = self.g
-        gate = g.add_op("linear", h, matrices[f"{prefix}gate_proj"], name=f"{prefix}gate")
-        up = g.add_op("linear", h, matrices[f"{prefix}up_proj"], name=f"{prefix}up")
+        gate = product(g, h, matrices[f"{prefix}gate_proj"], name=f"{prefix}gate")
+        up = product(g, h, matrices[f"{prefix}up_proj"], name=f"{prefix}up")
         g.add_op("silu_mul", gate, up, name=f"{prefix}act")
         add_product(self, gate, matrices[f"{prefix}down_proj"], target, f"{prefix}down")
 
-    def experts(self, layer: int, h: Buffer, matrices: dict[str, Buffer], target: Buffer) -> None:
+    def experts(self, layer: int, h: Buffer, matrices: dict[str, Bundle], target: Buffer) -> None:
         """target += shared(h) + sum over a token's top experts of score * expert(h)."""
         g, ffn = self.g, self.arch.stack[layer].feed_forward
         many, top_k = ffn.experts, ffn.experts_per_token
@@ -418,10 +421,10 @@ class TransformerStep:
         )  # fmt: skip
         order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
         dispatched = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
-        gate = g.add_op("grouped_linear", dispatched, matrices["gate_proj"], offsets, name="gate")
-        up = g.add_op("grouped_linear", dispatched, matrices["up_proj"], offsets, name="up")
+        gate = product(g, dispatched, matrices["gate_proj"], offsets=offsets, name="gate")
+        up = product(g, dispatched, matrices["up_proj"], offsets=offsets, name="up")
         g.add_op("silu_mul", gate, up, name="act")
-        down = g.add_op("grouped_linear", gate, matrices["down_proj"], offsets, name="down")
+        down = product(g, gate, matrices["down_proj"], offsets=offsets, name="down")
         g.add_op("moe_combine", down, order, scores, target, name="combine")
 
     def ffn_norm(self, layer: int) -> Buffer:
@@ -451,7 +454,7 @@ class TransformerStep:
         arch = self.arch
         if arch.tied:
             return []
-        return [Matrix(name="head", shape=(arch.vocabulary, arch.hidden), tensor=arch.names.head)]
+        return [Matrix("head", (arch.vocabulary, arch.hidden), arch.names.head, PLAIN)]
 
 
 def _parts(template: str) -> dict[str, str]:

@@ -17,12 +17,13 @@ from mosaic.models.attention.projections import (
     project_out,
     project_rows,
 )
-from mosaic.models.residency import SLOTS, Matrix, stored
+from mosaic.models.residency import SLOTS, stored
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer, Kind
+    from mosaic.registrar.schemes.scheme import Bundle, Matrix
 
 __all__ = ["Heads"]
 
@@ -52,7 +53,7 @@ class Heads(Way):
         """Return the projections, shaped by the dim `kv_heads`."""
         return matrices(step.arch, layer, step.g.dim("kv_heads"))
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Register each group's keys and values, then its queries: by chunks into host memory, or whole on the device."""
         if self._attended is None:
             self._in_place(step, layer, norm, matrices)
@@ -67,7 +68,7 @@ class Heads(Way):
                 stored(g, attend(step, layer, q, k, v, y), attended)
         project_out(step, attended, matrices["o_proj"])
 
-    def _in_place(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def _in_place(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """The queries of a few heads beside their keys and values, under one norm; their results over them."""
         g, arch, head_size = step.g, step.arch, step.arch.stack[layer].attention.head_size
         q, attended = _all_heads(step, "q", "transient"), _all_heads(step, "attended", "transient")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.operator import Dim
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of"]
 
@@ -35,19 +36,19 @@ class _Kept(Way):
         self._stored = stored
 
     def store(
-        self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None = None
+        self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None = None
     ) -> None:
         """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
         _store(step, layer, norm, matrices, queries)
         if self._stored is not None:
             self._stored(step, layer)
 
-    def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Store the window's keys and values."""
         self.store(step, layer, norm, matrices)
 
     def add_rows(
-        self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Buffer], x: Buffer
+        self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Bundle], x: Buffer
     ) -> None:
         """Attend to the state; rows lie by sequence, so that bounds say whose they are."""
         q = project(step, layer, "q", h, matrices["q_proj"], chosen=chosen)
@@ -60,18 +61,18 @@ class KeptTogether(_Kept):
     name: ClassVar[str] = "together"
     cuts = True
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Project, store, attend, add to the residual."""
         whole = step.g.buffer("q", (step.tokens, step.arch.stack[layer].attention.width), step.arch.dtype)
         self.project(step, layer, norm, matrices, whole)
         step.observe(layer, whole)
         self.resume(step, layer, whole, matrices)
 
-    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
+    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer) -> None:
         """Project, and store."""
         self.store(step, layer, norm, matrices, queries)
 
-    def resume(self, step: StepGraph, layer: int, q: Buffer, matrices: dict[str, Buffer]) -> None:
+    def resume(self, step: StepGraph, layer: int, q: Buffer, matrices: dict[str, Bundle]) -> None:
         """Attend, add to the residual."""
         project_out(step, self.attended(step, layer, q), matrices["o_proj"])
 
@@ -85,7 +86,7 @@ class KeptQueries(_Kept):
 
     name: ClassVar[str] = "queries"
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Store all keys and values first, then the chunks."""
         g = step.g
         self.store(step, layer, norm, matrices)
@@ -96,7 +97,7 @@ class KeptQueries(_Kept):
             step.hidden.keep(source)
 
 
-def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None) -> None:
+def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None) -> None:
     g, head_size, place = step.g, step.arch.stack[layer].attention.head_size, key_row(step.arch).places[layer]
     with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="keys") as rows:
         if queries is not None and step.fused:
@@ -113,12 +114,12 @@ def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer
 
 
 def _store_at_once(
-    step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer
+    step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer
 ) -> None:
     """The same in two launches, for this iteration's rows of the hidden state."""
     g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
     x = step.hidden.rows(rows, "keys_in_rows")
-    projections = [matrices[f"{name}_proj"] for name in "qkv"]
+    projections = [matrices[f"{name}_proj"].whole for name in "qkv"]
     found = [
         bias_and_scale(step, layer, name, matrix.shape[0]) for name, matrix in zip("qkv", projections, strict=True)
     ]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mosaic.models.residency import Matrix, fetched
+from mosaic.models.residency import fetched
+from mosaic.registrar.schemes.scheme import Bundle, Matrix, product
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -52,21 +53,21 @@ def matrices(arch: Architecture, layer: int, kv_heads: Dim | None = None) -> lis
         "o": ((arch.hidden, width), names.output),
     }  # fmt: skip
     return [
-        Matrix(name=f"{part}_proj", shape=shape, tensor=tensor.format(layer=layer))
+        Matrix(f"{part}_proj", shape, tensor.format(layer=layer), arch.scheme)
         for part, (shape, tensor) in shapes.items()
         if part != "v" or not own.keys_as_values
     ]
 
 
 def project(
-    step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None,
+    step: StepGraph, layer: int, name: str, h: Buffer, matrix: Bundle, out: Buffer | None = None,
     chosen: Chosen | None = None,
 ) -> Buffer:  # fmt: skip
     """Project the rows h [C, D] to one of q, k and v, normed and rotated as the architecture says: those of the step's tokens,
     or chosen ones."""
     g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
-    bias, scale = bias_and_scale(step, layer, name, matrix.shape[0])
-    y: Buffer = g.add_op("linear", h, matrix, bias, out=out, name=f"{name}_linear")
+    bias, scale = bias_and_scale(step, layer, name, matrix.rows)
+    y = product(g, h, matrix, bias, out=out, name=f"{name}_linear")
     if scale is not None:
         g.add_op("head_norm", y, scale, name=f"{name}_head_norm", eps=arch.norm_eps)
     if name != "v":
@@ -98,7 +99,7 @@ def bias_and_scale(step: StepGraph, layer: int, name: str, width: Dim) -> tuple[
 
 
 def project_rows(
-    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Buffer], outs: dict[str, Buffer], loop: str, name: str
+    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Bundle], outs: dict[str, Buffer], loop: str, name: str
 ) -> None:
     """Project all tokens to those of q, k and v that there are buffers for, by chunks of tokens under one norm."""
     with step.g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name=loop) as rows:
@@ -108,7 +109,7 @@ def project_rows(
 
 
 def keys_and_values(
-    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Buffer], heads: Dim
+    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Bundle], heads: Dim
 ) -> tuple[Buffer, Buffer]:
     """Project all tokens to the keys and values of some heads, by chunks of tokens."""
     width = heads * step.arch.stack[layer].attention.head_size
@@ -137,7 +138,7 @@ def rule(step: StepGraph, layer: int) -> dict[str, Any]:
     return {"span": step.span, **({"block": block} if block else {})}
 
 
-def project_out(step: StepGraph, y: Buffer, matrix: Buffer) -> None:
+def project_out(step: StepGraph, y: Buffer, matrix: Bundle) -> None:
     """hidden += y @ o_proj.T for all heads, by windows where hidden states or results are in host memory."""
     g = step.g
     if not step.on_host:
@@ -151,9 +152,6 @@ def project_out(step: StepGraph, y: Buffer, matrix: Buffer) -> None:
         step.hidden.keep(window)
 
 
-def add_product(step: StepGraph, x: Buffer, matrix: Buffer, y: Buffer, name: str) -> None:
+def add_product(step: StepGraph, x: Buffer, matrix: Bundle, y: Buffer, name: str) -> None:
     """y += x @ matrix.T."""
-    if step.arrivals is None:
-        step.g.add_op("linear_add", x, matrix, y, name=name)
-    else:
-        step.g.add_op("split_linear_add", x, matrix, y, step.arrivals, name=name)
+    product(step.g, x, matrix, onto=y, arrivals=step.arrivals, name=name)

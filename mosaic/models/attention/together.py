@@ -10,6 +10,7 @@ from mosaic.models.attention.projections import attend, project_out, project_row
 if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["Together"]
 
@@ -19,7 +20,7 @@ class Together(Way):
 
     name: ClassVar[str] = "together"
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Project, attend, add to the residual."""
         g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
         widths = {"q": own.width, "k": own.kv_width, "v": own.kv_width}

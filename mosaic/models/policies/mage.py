@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mosaic.models.policies.flashblock import PrefixReuse
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["IndexSets", "PageExtrema", "Selected", "Selecting", "Summarized", "index_sets", "page_extrema"]
 
@@ -321,7 +322,7 @@ class SelectedTogether(KeptTogether):
         if policy.reuse is not None:
             self._joined = JoinedLayers(step, policy.reuse, policy.attention.exact_layers, refreshes=policy.refreshes)
 
-    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
+    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer) -> None:
         """Wait for the selection of the layer before, which reads the keys that lie where these will be stored."""
         if self._selecting:
             step.g.wait(SELECT, updates=step.kv)

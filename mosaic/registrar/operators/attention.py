@@ -1,7 +1,8 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head: bidirectional, varlen, grouped queries.
 
 A query sees every key of its sequence, or with `block` those of its own block of `block` rows and of the blocks before.
-With `sees[T, 2]` row r sees the keys [sees[r, 0], sees[r, 1]) of its sequence, counted from its first, one at least, and no block counts.
+With `sees[T, 2]` row r sees the keys [sees[r, 0], sees[r, 1]) of its sequence, counted from its first: one at least, and
+blocks do not count.
 Queries may be sliced by a region of tokens, keys and values never; y may overwrite q. `span` is the number of keys that
 a query sees on average, rounded up: without blocks the sum of squared sequence lengths over the tokens.
 """
@@ -39,11 +40,11 @@ def heads_of(x: Spec, head_size: int) -> Dim:
     return exact(x.shape[-1]) / head_size
 
 
-def flops(q: Spec, *_: Spec | None, span: Dim, **__: object) -> Dim:
+def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
     return 4 * span * q.elements
 
 
-def query_rows_and_heads(q: Spec, *_: Spec | None, head_size: int, **__: object) -> Dim:
+def query_rows_and_heads(q: Spec, *, head_size: int, **_: object) -> Dim:
     """Return the launch's query rows times heads, which its rate goes by: they fill a GPU."""
     return q.shape[0] * heads_of(q, head_size)
 
