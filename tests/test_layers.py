@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 import mosaic
+from mosaic.errors import UsageError
 from mosaic.models import Model
 from mosaic.models.architecture import Architecture, Attention, FeedForward, Layer
 from mosaic.models.huggingface import NAMES
 from mosaic.models.kept_keys import key_row
-from mosaic.models.parts import KEPT, NO_HEAD, Commit
+from mosaic.models.parts import KEPT, MIXED, NO_HEAD, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.rotary import Rotary
 from mosaic.planner.check import check_plan
@@ -67,7 +68,7 @@ def turned(x_TNH: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
-def plain(arch: Architecture, given: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+def plain(arch: Architecture, given: Mapping[str, Tensor], ids: Tensor, ends: Tensor | None = None) -> Tensor:
     """Logits of one sequence, in float64."""
     w = {name: tensor.double() for name, tensor in given.items()}
     x, place = w[NAMES.embedding][ids], torch.arange(len(ids))
@@ -84,7 +85,9 @@ def plain(arch: Architecture, given: Mapping[str, Tensor], ids: Tensor) -> Tenso
         hidden = torch.zeros(len(ids), len(ids), dtype=torch.bool)
         if own.window:
             hidden |= (place[:, None] - place).abs() >= own.window
-        if arch.block:
+        if ends is not None:
+            hidden |= ends[:, None] <= place
+        elif arch.block:
             hidden |= place[:, None] // arch.block < place // arch.block
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         x = x + torch.einsum("nts,snh->tnh", weights, v).flatten(1) @ w[f"{stem}self_attn.o_proj.weight"].T
@@ -164,3 +167,29 @@ def test_steps_over_kept_keys_of_two_widths_equal_plain_pytorch(config: dict[str
     tokens, scores = (torch.cat(parts) for parts in zip(*found, strict=True))
     assert torch.equal(tokens, expected.argmax(-1))
     torch.testing.assert_close(scores.double(), expected.softmax(-1).amax(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_one_step_mixes_rows_that_see_by_several_rules() -> None:
+    """A causal request, one by blocks, one both ways, and one of a causal prefix and a canvas that sees all."""
+    arch, phase = architecture(block=4), Phase(cache=MIXED, commit=RULE)
+    draw, place = torch.Generator().manual_seed(9), torch.arange(10)
+    rules = [place + 1, (place // 4 + 1) * 4, torch.full((10,), 10), torch.where(place < 6, place + 1, 10)]
+    with mosaic.compile(toy(arch), device="cpu") as model:
+        given, asked = weights_of(model), []
+        for ends in rules:
+            sequence, ids = model.open_sequence(), torch.randint(0, VOCABULARY - 1, (10,), generator=draw)
+            sequence.reserve(10)
+            asked.append(
+                StepRequest(
+                    phase=phase, token_ids=ids, rows=place, current=ids, key_len=10, sequence=sequence, quota=1,
+                    threshold=0.9, values={"ends": ends.to(torch.int32)},
+                )
+            )  # fmt: skip
+        results = model.step(asked)
+        assert not check_plan(results[0].plan.document)
+        with pytest.raises(UsageError, match="for each token of the window, how many keys it sees"):
+            model.step([replace(asked[0], values={})])
+    for request, ends, result in zip(asked, rules, results, strict=True):
+        expected = plain(arch, given, request.token_ids, ends)
+        assert torch.equal(result.token, expected.argmax(-1))
+        torch.testing.assert_close(result.score.double(), expected.softmax(-1).amax(-1), rtol=1e-4, atol=1e-4)

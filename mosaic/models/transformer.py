@@ -153,7 +153,7 @@ class TransformerStep:
                 rotary: g.weight(f"inv_freq{number or ''}", (rotary.dim // 2,), "float32", tensor=rotary.constant)
                 for number, rotary in enumerate(self.arch.rotaries)
             }
-        self._sees = {window: self.inputs[f"sees_{window}"] for window in self.arch.windows}
+        self._sees = {window: self.inputs[f"sees_{window}"] for window in phase.cache.ranges(self.arch)}
         phase.cache.declare(self)
         if phase.cut is not None and self.suffix is None:
             phase.cut.declare(self)

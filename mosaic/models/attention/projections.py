@@ -133,9 +133,8 @@ def attend(step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, out: Bu
 def rule(step: StepGraph, layer: int) -> dict[str, Any]:
     """Return the attributes that say who sees whom where no operand does, and for the cost model how many keys a query sees."""
     window, block = step.arch.stack[layer].attention.window, step.arch.block
-    if window:
-        return {"span": 2 * window - 1}
-    return {"span": step.span, **({"block": block} if block else {})}
+    span = 2 * window - 1 if window else step.span
+    return {"span": span, **({"block": block} if block and step.sees(layer) is None else {})}
 
 
 def project_out(step: StepGraph, y: Buffer, matrix: Bundle) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mosaic.models.inputs import Window
     from mosaic.models.step_graph import StepGraph
 
-__all__ = ["KEPT", "KV", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Seen", "Whole"]
+__all__ = ["KEPT", "KV", "MIXED", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Mixed", "Seen", "Whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class CachePolicy(Part):
                 name=f"sees_{window}", dtype="int32", per="token", width=2, joint=True,
                 value=partial(keys_within, window, arch.block, self.kept is None),
             )
-            for window in arch.windows
+            for window in self.ranges(arch)
         ]  # fmt: skip
         if rotary.kind != "dynamic":
             return sees
@@ -98,6 +98,10 @@ class CachePolicy(Part):
             ),
             Input(name="sequences", dtype="int32", per="token", value=lambda window: window.number),
         )  # fmt: skip
+
+    def ranges(self, arch: Architecture) -> Sequence[int]:
+        """Return the windows (0: none) of layers in which each row sees a range of keys of its own."""
+        return arch.windows
 
     def length(self, window: Window) -> int:
         """Return the length of a window's sequence that its frequencies go by."""
@@ -209,15 +213,22 @@ class Kept(CachePolicy):
 
 
 def keys_within(width: int, block: int, own: bool, windows: Sequence[Window]) -> NDArray[np.int32]:
-    """Return the keys [begin, end) that the tokens of windows see at a distance below `width`, int32 [T, 2]; of a model with
-    blocks, none beyond a token's own. The first key is that of position 0, or with `own` that of the window's first token."""
+    """Return the keys [begin, end) that the tokens of windows see, int32 [T, 2].
+
+    They are at a distance below `width`, if that is not 0, and before the ends that requests give, else in no block after a
+    token's own. The first key is that of position 0, or with `own` that of the window's first token.
+    """
     position = np.concatenate(
         [np.arange(window.length) if own else places_of(window) for window in windows], dtype=np.int32
     )
-    end = position + width
-    if block:
-        end = np.minimum(end, (position // block + 1) * block)
-    return np.stack([np.maximum(position - width + 1, 0), end], axis=1)
+    given = [window.request.values.get("ends") for window in windows]
+    if given[0] is not None:
+        end = np.concatenate(given, dtype=np.int32)
+    else:
+        end = (position // block + 1) * block if block else np.full_like(position, np.iinfo(np.int32).max)
+    if not width:
+        return np.stack([np.zeros_like(position), end], axis=1)
+    return np.stack([np.maximum(position - width + 1, 0), np.minimum(end, position + width)], axis=1)
 
 
 def places_of(window: Window) -> NDArray[np.int64]:
@@ -226,5 +237,28 @@ def places_of(window: Window) -> NDArray[np.int64]:
     return np.arange(window.start, window.end) if given is None else given.numpy()
 
 
+@dataclass(frozen=True, slots=True)
+class Mixed(Kept):
+    """The same where each row sees the keys before an end of its own, so that one step mixes causal rows, rows by blocks, and
+    rows that see both ways.
+
+    `StepRequest.values["ends"]`, int32 [T], says how many first keys of its sequence each token sees: one at least.
+    """
+
+    def ranges(self, arch: Architecture) -> Sequence[int]:
+        """Return the windows, and none for layers without."""
+        return tuple(sorted({layer.attention.window for layer in arch.stack}))
+
+    def check(self, request: Any, arch: Architecture) -> None:
+        """Check that there is an end for each token."""
+        Kept.check(self, request, arch)
+        ends = request.values.get("ends")
+        if ends is None or len(ends) != request.token_ids.numel() or int(ends.min()) < 1:
+            raise UsageError(
+                "the phase needs 'ends': for each token of the window, how many keys it sees; give it in `values`."
+            )
+
+
 WHOLE: Final = Whole()
 KEPT: Final = Kept()
+MIXED: Final = Mixed()
