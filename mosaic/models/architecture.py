@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
 from mosaic.models.rotary import Rotary
@@ -148,6 +148,13 @@ class FeedForward:
             raise UnsupportedModel(
                 f"config.json: {chosen} of {groups} groups do not hold {self.experts_per_token} of {experts} experts."
             )
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """How experts are chosen and weighed, where that is not the default of the operator `moe_route`."""
+        said = {"scoring": self.scoring, "groups": self.groups, "top_groups": self.top_groups, "scale": self.scale}
+        usual = {"scoring": "softmax", "groups": 0, "top_groups": 0, "scale": 1.0}
+        return {name: value for name, value in said.items() if value != usual[name]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from mosaic.errors import UnsupportedModel
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["KeyRow", "attending", "attending_within", "key_row"]
+__all__ = ["KeyRow", "attending", "key_row"]
 
 
 class KeyRow(NamedTuple):
@@ -41,26 +41,18 @@ def key_row(arch: Architecture) -> KeyRow:
     return KeyRow(-(-end // multiple) * multiple, tuple(places))
 
 
-def attending(arch: Architecture, layer: int) -> dict[str, Any]:
-    """Return the attributes of an operator that attends to all kept keys of a layer.
+def attending(arch: Architecture, layer: int, *, ranges: bool = False) -> dict[str, Any]:
+    """Return the attributes of an operator that attends to a layer's kept keys; `ranges`: it is told which a row sees.
 
     Raises
     ------
     UnsupportedModel
-        If the layer sees a window of them.
+        If the layer sees a window of them, and it is not told.
     """
-    attention = arch.stack[layer].attention
-    if attention.window:
+    own = arch.stack[layer].attention
+    if own.window and not ranges:
         raise UnsupportedModel(
-            f"layer {layer} sees a window of {attention.window} keys, and what was asked for goes by all of them: leave it out."
+            f"layer {layer} sees a window of {own.window} keys, and what was asked for goes by all of them: leave it out."
         )
-    return attending_within(arch, layer)
-
-
-def attending_within(arch: Architecture, layer: int) -> dict[str, Any]:
-    """Return the same of an operator that is told which keys a row sees."""
-    attention = arch.stack[layer].attention
-    return {
-        "layer": key_row(arch).places[layer], "kv_heads": attention.kv_heads, "head_size": attention.head_size,
-        "scale": attention.head_size**-0.5,
-    }  # fmt: skip
+    place = key_row(arch).places[layer]
+    return {"layer": place, "kv_heads": own.kv_heads, "head_size": own.head_size, "scale": own.head_size**-0.5}

@@ -8,8 +8,6 @@ the state, W width of a row, D hidden, F feed-forward, V vocabulary, E experts.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.attention.projections import PROJECTION_TILE, Chosen, add_product
@@ -48,30 +46,9 @@ def register_step(g: Graph, arch: Architecture, phase: Phase) -> None:
 
 
 class TransformerStep:
-    """The registration of one step: what its sublayers and the phase's parts share, and the sublayers in order.
+    """The registration of one step: a `StepGraph`, and the sublayers in order.
 
-    Attributes
-    ----------
-    g, arch, phase
-        As given.
-    inputs
-        The inputs that the parts declare, by name.
-    tokens, seqs, span
-        Dims; of the second graph of a phase that is cut, `tokens` are the rows that are kept.
-    residency, hidden
-        Where weights and hidden states live; `on_host` says whether hidden states are in host memory.
-    partial
-        Whether the last layer computes, beyond its keys and values, only the rows that are unembedded, if any.
-    positions, cu_seqlens
-        int32 [T] and [B + 1].
-    inv_freq, sequences
-        Rotary frequencies by their rule; where each sequence has its own, the number of each token's sequence, else None.
-    kv
-        The state [R, W], where the cache policy has one.
-    fused
-        Whether what lies between products is done in them, for steps of few rows: a choice of those over kept keys.
-    arrivals
-        There, the counts by which splits of products know each other, else None.
+    `partial` says whether the last layer computes, beyond its keys and values, only the rows that are unembedded, if any.
     """
 
     kv: Buffer
@@ -303,14 +280,10 @@ class TransformerStep:
     def norm_weight(self, name: str, tensor: str, size: int | None = None) -> Buffer:
         return self.g.weight(name, (size or self.arch.hidden,), self.arch.dtype, tensor=tensor)
 
-    def attention_matrices(self, layer: int) -> list[Matrix]:
-        """Return the projections, as the way of attention wants them."""
-        return self.attention_way.matrices(self, layer)
-
     def fetch_attention(self, layer: int) -> dict[str, Bundle]:
         """Fetch a layer's projections; of a last layer that ends there, those of keys and values alone, and of one that is cut
         those that the graph uses."""
-        found, streamed = self.attention_matrices(layer), self.residency.streams(layer)
+        found, streamed = self.attention_way.matrices(self, layer), self.residency.streams(layer)
         used = {matrix.name for matrix in found}
         if self.partial and not self.phase.head.decides and layer + 1 == self.arch.layers:
             used = {"k_proj", "v_proj"}
@@ -347,31 +320,21 @@ class TransformerStep:
     def ffn_matrices(self, layer: int) -> list[Matrix]:
         """Return the matrices of the feed-forward; or of all experts stacked, and of the one that every token passes."""
         names, ffn = self.arch.names, self.arch.stack[layer].feed_forward
-        own = {part: getattr(names, part) for part in ("gate", "up", "down")}
-        if not ffn.experts:
-            return self.projections(layer, _parts(names.dense) if names.dense else own, ffn.size)
-        found = self.projections(layer, own, ffn.size, experts=ffn.experts)
-        if ffn.shared:
-            found += self.projections(layer, _parts(names.shared), ffn.shared, prefix="shared_")
-        return found
+        found = self.projections(layer, "" if ffn.experts else names.dense, ffn.size, experts=ffn.experts)
+        return found + (self.projections(layer, names.shared, ffn.shared, prefix="shared_") if ffn.shared else [])
 
-    def projections(
-        self, layer: int, tensors: dict[str, str], size: int, *, experts: int = 0, prefix: str = ""
-    ) -> list[Matrix]:
-        """Return gate, up and down of a feed-forward of this size, or of a stack of them."""
-        hidden, stack, scheme = self.arch.hidden, f"{{0:{experts}}}", self.arch.scheme
+    def projections(self, layer: int, template: str, size: int, *, experts: int = 0, prefix: str = "") -> list[Matrix]:
+        """Return gate, up and down of a feed-forward of this size, or of a stack of them; without a `template` of names, by
+        the names that each has."""
+        hidden, names, scheme = self.arch.hidden, self.arch.names, self.arch.scheme
+        lead, stack = ((experts,), f"{{0:{experts}}}") if experts else ((), "")
         if experts and scheme.grouped_linear is None:
             scheme = PLAIN
         shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
-        return [
-            Matrix(
-                f"{prefix}{part}_proj",
-                (experts, *shape) if experts else shape,
-                tensors[part].format(layer=layer, experts=stack),
-                scheme,
-            )
-            for part, shape in shapes.items()
-        ]
+        tensors = {
+            part: (template or getattr(names, part)).format(layer=layer, experts=stack, part=part) for part in shapes
+        }
+        return [Matrix(f"{prefix}{part}_proj", (*lead, *shapes[part]), tensors[part], scheme) for part in shapes]
 
     def feed_forward_knob(self, layer: int) -> str:
         """Declare the knob of a layer's feed-forward, which a phase has even where no region uses it."""
@@ -417,7 +380,7 @@ class TransformerStep:
         if ffn.shared:
             self.feed(h, matrices, target, "shared_")
         scores, chosen = g.add_op(
-            "moe_route", h, router, bias, name="route", top_k=top_k, normalize=ffn.normalize, **self.routing(layer),
+            "moe_route", h, router, bias, name="route", top_k=top_k, normalize=ffn.normalize, **ffn.routing,
         )  # fmt: skip
         order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
         dispatched = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
@@ -432,20 +395,11 @@ class TransformerStep:
 
     def router(self, layer: int) -> tuple[Buffer, Buffer | None]:
         """Return the weight of the router, and what is added to the scores by which experts are chosen, in float32."""
-        g, arch = self.g, self.arch
-        tensor, many = arch.names.router.format(layer=layer), arch.stack[layer].feed_forward.experts
-        weight = g.weight("router", (many, arch.hidden), arch.dtype, tensor=tensor)
-        if not arch.names.router_bias:
-            return weight, None
-        tensor = arch.names.router_bias.format(layer=layer)
-        return weight, g.weight("router_bias", (many,), "float32", tensor=tensor)
-
-    def routing(self, layer: int) -> dict[str, Any]:
-        """Return how experts are chosen and weighed, where it is not the operator's default."""
-        ffn = self.arch.stack[layer].feed_forward
-        groups = {"groups": ffn.groups, "top_groups": ffn.top_groups} if ffn.groups else {}
-        scoring = {"scoring": ffn.scoring} if ffn.scoring != "softmax" else {}
-        return {**scoring, **groups, **({"scale": ffn.scale} if ffn.scale != 1.0 else {})}
+        arch, names, many = self.arch, self.arch.names, self.arch.stack[layer].feed_forward.experts
+        found = self.g.weight("router", (many, arch.hidden), arch.dtype, tensor=names.router.format(layer=layer))
+        if not names.router_bias:
+            return found, None
+        return found, self.g.weight("router_bias", (many,), "float32", tensor=names.router_bias.format(layer=layer))
 
     # -- head ---------------------------------------------------------------------------------------------------
 
@@ -455,8 +409,3 @@ class TransformerStep:
         if arch.tied:
             return []
         return [Matrix("head", (arch.vocabulary, arch.hidden), arch.names.head, PLAIN)]
-
-
-def _parts(template: str) -> dict[str, str]:
-    """Names of gate, up and down, from one with `{part}` in it."""
-    return {part: template.replace("{part}", part) for part in ("gate", "up", "down")}

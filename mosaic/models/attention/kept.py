@@ -16,7 +16,7 @@ from mosaic.models.attention.projections import (
     rule,
 )
 from mosaic.models.inputs import ROW_BOUNDS
-from mosaic.models.kept_keys import attending_within, key_row
+from mosaic.models.kept_keys import attending, key_row
 
 if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
@@ -153,7 +153,7 @@ def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: C
         bounds, positions, sees = step.inputs[ROW_BOUNDS.name], chosen.positions, chosen.sees
     y: Buffer = g.add_op(
         "kv_attention", q, step.kv, *extents_of(step), step.inputs[seen], bounds, positions, sees,
-        name="attention", keys=g.dim("keys"), parts=g.dim("parts"), **attending_within(step.arch, layer), **rule(step, layer),
+        name="attention", keys=g.dim("keys"), parts=g.dim("parts"), **attending(step.arch, layer, ranges=True), **rule(step, layer),
     )  # fmt: skip
     g.add_alias(y, q)
     return y
