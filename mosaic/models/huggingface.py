@@ -62,16 +62,8 @@ def attention(
 ) -> Attention:  # fmt: skip
     """Read the attention that all layers share.
 
-    Parameters
-    ----------
-    config
-        The config.json.
-    theta, positions, turning
-        The family's rotary base, positions and share of a head's dims that turn, where the config does not say.
-    head_size
-        The family's; the hidden size's share where there is none.
-    qkv_bias, head_norms
-        Of the `Attention`.
+    `theta`, `positions`, `turning` (the share of a head's dims that turn) and `head_size` are the family's, where the config
+    does not say; without a `head_size` it is the hidden size's share.
     """
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     if config.get("head_dim") is None and head_size is None:
@@ -89,24 +81,11 @@ def transformer(
     config: Mapping[str, Any], layer: Layer, *, eps: float, positions: int, mask: int, eos: int, pad: int,
     turn: tuple[int, ...] = (), dense: FeedForward | None = None, dense_layers: int = 0, names: TensorNames = NAMES, **more: Any,
 ) -> Architecture:  # fmt: skip
-    """Return the architecture of a stack of layers that are alike.
+    """Return the architecture of a stack of layers that are alike, but for the feed-forward `dense` of the first `dense_layers`.
 
-    Parameters
-    ----------
-    config
-        The config.json.
-    layer
-        What each layer is.
-    eps, positions
-        The family's epsilon and positions, where the config does not say.
-    mask, eos, pad
-        The family's ids of the mask token, of what ends an answer, and of padding, where the config does not say.
-    turn
-        The family's ends of a turn, which end an answer beside one end of the text that the config names.
-    dense, dense_layers
-        The feed-forward of the first `dense_layers` layers.
-    more
-        Of the `Architecture`.
+    `eps`, `positions` and the ids of the mask, of what ends an answer and of padding are the family's, where the config does not
+    say; `turn` are its ends of a turn, which end an answer beside one end of the text that the config names. `more` is the
+    `Architecture`'s.
     """
     layers, vocabulary = positive(config, "num_hidden_layers"), positive(config, "vocab_size")
     if dense_layers > layers:

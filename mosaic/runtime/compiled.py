@@ -368,17 +368,10 @@ class CompiledModel(Face):
             return MappingProxyType(self._engine.weights.show())
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint directory that `compile` reads: model.safetensors and config.json.
-
-        Raises
-        ------
-        UsageError
-            If matrices are stored in a scheme: a checkpoint has them as they were.
-        """
-        scheme = self.architecture.scheme
-        if scheme is not PLAIN:
+        """Write a checkpoint directory that `compile` reads: model.safetensors and config.json; not of a model in a scheme."""
+        if (scheme := self.architecture.scheme) is not PLAIN:
             raise UsageError(
-                f"the scheme '{scheme.name}' stores the model's matrices; save a model that is compiled without."
+                f"'{scheme.name}' stores the model's matrices: save a model that is compiled without the scheme."
             )
         with self._engine.turn():
             config = {**self.model.config, "torch_dtype": self.architecture.dtype}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mosaic.models.safetensors import is_stack, members
-from mosaic.registrar.schemes.scheme import Scheme, part_of
+from mosaic.registrar.schemes.scheme import PART, Scheme, part_of
 
 __all__ = ["encode_weights", "plain_weights"]
 
@@ -32,13 +32,13 @@ def encode_weights(
     write
         Writes a checkpoint's tensor, by its name, into a CPU tensor of its shape.
     """
-    shapes = dict(scheme.sources((tensor, tuple(view.shape)) for tensor, view in views.items()))
-    for source, shape in shapes.items():
+    for source, shape in scheme.sources((tensor, tuple(view.shape)) for tensor, view in views.items()):
         if source in views or scheme.encode is None:
             continue
-        parts = {name: view for tensor, view in views.items() for of, name in (part_of(tensor),) if of == source}
+        stacked = is_stack(source)
+        parts = {part.name: views[f"{source}{PART}{part.name}"] for part in scheme.parts}
         for number, member in enumerate(members(source)):
-            whole = torch.empty(shape[1:] if is_stack(source) else shape, dtype=dtype)
+            whole = torch.empty(shape[1:] if stacked else shape, dtype=dtype)
             write(member, whole)
             for name, found in scheme.encode(whole).items():
-                (parts[name][number] if is_stack(source) else parts[name]).copy_(found)
+                (parts[name][number] if stacked else parts[name]).copy_(found)

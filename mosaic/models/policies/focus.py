@@ -216,7 +216,7 @@ class Focus(Cut):
             where = step.kv, inputs["extents"], inputs["cu_extents"], step.cu_seqlens
             step.g.add_op(
                 "token_importance", q, *where, inputs["block_votes"], inputs["first"], inputs["listed"], name="importance",
-                pool=self.eviction.pool, **attending(arch, layer),
+                **attending(arch, layer), pool=self.eviction.pool,
             )  # fmt: skip
 
     def select(self, step: StepGraph, into: KeptRows) -> None:

@@ -15,9 +15,10 @@ from mosaic.registrar.operator import Dim, Operator
 if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["Bundle", "Matrix", "Part", "Scheme", "part_of", "product"]
+__all__ = ["PART", "Bundle", "Matrix", "Part", "Scheme", "part_of", "product"]
 
-_PART: Final = "|"
+PART: Final = "|"
+"""Between a checkpoint's tensor and the name of a part, in the `tensor` of a weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,19 +91,8 @@ class Scheme:
 
 
 class Matrix(NamedTuple):
-    """A matrix [O, I] of a model, or a stack of them [E, O, I].
-
-    Attributes
-    ----------
-    name
-        Of its buffers.
-    shape
-        Possibly symbolic.
-    tensor
-        Of the checkpoint.
-    scheme
-        How it is stored.
-    """
+    """A matrix [O, I] of a model, or a stack of them [E, O, I]: its buffer's name, its possibly symbolic shape, the checkpoint's
+    tensor, and how it is stored."""
 
     name: str
     shape: tuple[Dim, ...]
@@ -111,28 +101,17 @@ class Matrix(NamedTuple):
 
     def bundle(self, dtype: str, declare: Callable[[str, tuple[Dim, ...], str, str], Buffer]) -> Bundle:
         """Have each part declared, from its name, shape, dtype and tensor; `dtype` is the model's."""
-        found = [
-            declare(
-                f"{self.name}_{part.name}" if part.name else self.name, part.shape(self.shape), part.dtype or dtype,
-                f"{self.tensor}{_PART}{part.name}" if part.name else self.tensor,
-            )
-            for part in self.scheme.parts
-        ]  # fmt: skip
+        found = []
+        for part in self.scheme.parts:
+            name, tensor = self.name, self.tensor
+            if part.name:
+                name, tensor = f"{name}_{part.name}", f"{tensor}{PART}{part.name}"
+            found.append(declare(name, part.shape(self.shape), part.dtype or dtype, tensor))
         return Bundle(self.scheme, self.shape[-2], tuple(found))
 
 
 class Bundle(NamedTuple):
-    """The buffers that a matrix is stored in.
-
-    Attributes
-    ----------
-    scheme
-        How.
-    rows
-        O.
-    parts
-        One for each part of the scheme.
-    """
+    """A matrix of O = `rows` rows as a step has it: the buffers of its scheme's parts."""
 
     scheme: Scheme
     rows: Dim
@@ -151,7 +130,7 @@ def part_of(tensor: str) -> tuple[str, str]:
     >>> part_of("o.weight|scale"), part_of("o.weight")
     (('o.weight', 'scale'), ('o.weight', ''))
     """
-    source, _, name = tensor.partition(_PART)
+    source, _, name = tensor.partition(PART)
     return source, name
 
 
@@ -159,32 +138,29 @@ def product(
     g: Graph, x: Buffer, matrix: Bundle, bias: Buffer | None = None, *, name: str, out: Buffer | None = None,
     onto: Buffer | None = None, offsets: Buffer | None = None, arrivals: Buffer | None = None,
 ) -> Buffer:  # fmt: skip
-    """Register x @ matrix.T.
+    """Register x @ matrix.T, [T, O].
 
     Parameters
     ----------
-    x
-        [T, I].
     bias
         [O], added.
-    out
-        What to write [T, O] to; a new buffer, if not given.
-    onto
-        [T, O], which the product is added to.
+    out, onto
+        [T, O]: where it is written, or what it is added to; a new buffer, if neither is given.
     offsets
         int32 [E + 1], of a stack: the first row of x of each matrix.
     arrivals
         The counts by which splits of a plain product know each other.
     """
-    scheme = matrix.scheme
-    found: Buffer
+    scheme, operands = matrix.scheme, (x, *matrix.parts)
+    operator: str | Operator | None = scheme.linear
     if offsets is not None:
-        assert scheme.grouped_linear is not None
-        found = g.add_op(scheme.grouped_linear, x, *matrix.parts, offsets, name=name)
-    elif onto is None:
-        found = g.add_op(scheme.linear, x, *matrix.parts, bias, out=out, name=name)
-    elif arrivals is None:
-        found = g.add_op(scheme.linear_add, x, *matrix.parts, onto, name=name)
-    else:
-        found = g.add_op("split_linear_add", x, matrix.whole, onto, arrivals, name=name)
+        operator, operands = scheme.grouped_linear, (*operands, offsets)
+    elif onto is not None and arrivals is not None:
+        operator, operands = "split_linear_add", (x, matrix.whole, onto, arrivals)
+    elif onto is not None:
+        operator, operands = scheme.linear_add, (*operands, onto)
+    elif bias is not None:
+        operands = (*operands, bias)
+    assert operator is not None
+    found: Buffer = g.add_op(operator, *operands, out=out, name=name)
     return found
