@@ -326,9 +326,7 @@ class Canvas:
         self.mask_array[taken] = False
         self.confidence_array[taken] = scores
         self.last = Decision(
-            positions=torch.from_numpy(taken),
-            token_ids=torch.from_numpy(tokens),
-            confidence=torch.from_numpy(scores),
+            positions=torch.from_numpy(taken), token_ids=torch.from_numpy(tokens), confidence=torch.from_numpy(scores)
         )
         self.step += 1
 
