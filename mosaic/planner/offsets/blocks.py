@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from .problem import Interval, Problem, group_alignments, groups_of, lower_bound, rectangles
+from .problem import Interval, Problem, group_alignments, groups_of, largest_load, rectangles
 
 __all__ = ["Blocks", "Sections", "Tick", "blocks_of", "on", "paced"]
 
@@ -182,18 +182,25 @@ def blocks_of(problem: Problem) -> Blocks:
         alignments = _needed(problem.alignments, sizes, [])
         return Blocks(
             sizes=sizes, starts=starts, ends=ends, pieces=None, alignments=alignments, pins=None,
-            lower_bound=lower_bound(problem), capacity=problem.capacity, _rows=None, problem=problem,
+            lower_bound=largest_load(starts, ends, sizes), capacity=problem.capacity, _rows=None, problem=problem,
         )  # fmt: skip
     return _general(problem)
 
 
 def _general(problem: Problem) -> Blocks:
-    kept = [block for block in rectangles(problem) if block[1] > 0]
+    everything = rectangles(problem)
+    kept = [block for block in everything if block[1] > 0]
     rows, sizes = [block[0] for block in kept], [block[1] for block in kept]
     pins = [block[2] for block in kept]
     pieces = [tuple(block[3]) for block in kept]
     by_row = group_alignments(problem)
     alignments = _needed([by_row[row] for row in rows], sizes, [pin for pin in pins if pin is not None])
+    load = largest_load(
+        [start for block in pieces for start, _ in block],
+        [end for block in pieces for _, end in block],
+        [size for size, block in zip(sizes, pieces, strict=True) for _ in block],
+    )
+    pinned_end = max((pin + size for _, size, pin, _ in everything if pin is not None), default=0)
     return Blocks(
         sizes=sizes,
         starts=[block[0][0] for block in pieces],
@@ -201,7 +208,7 @@ def _general(problem: Problem) -> Blocks:
         pieces=pieces if any(len(block) > 1 for block in pieces) else None,
         alignments=alignments,
         pins=pins if any(pin is not None for pin in pins) else None,
-        lower_bound=lower_bound(problem),
+        lower_bound=max(load, pinned_end),
         capacity=problem.capacity,
         _rows=rows,
         problem=problem,

@@ -236,9 +236,9 @@ def lower_bound(problem: Problem) -> int:
     4
     """
     if problem.aliases or problem.gaps is not None or problem.pins is not None:
-        groups = list(rectangles(problem))
-        pinned = max((pin + size for _, size, pin, _ in groups if pin is not None), default=0)
-        spans = [(s, e, size) for _, size, _, pieces in groups for s, e in pieces]
+        rectangles = list(_rectangles(problem))
+        pinned = max((pin + size for _, size, pin, _ in rectangles if pin is not None), default=0)
+        spans = [(s, e, size) for _, size, _, pieces in rectangles for s, e in pieces]
         return max(pinned, largest_load([s[0] for s in spans], [s[1] for s in spans], [s[2] for s in spans]))
     return largest_load(problem.starts, problem.ends, problem.sizes)
 
@@ -311,7 +311,7 @@ def groups_of(problem: Problem) -> tuple[list[int], list[int]]:
     return roots, distances
 
 
-def rectangles(
+def _rectangles(
     problem: Problem, pins: Sequence[int | None] | None = None
 ) -> Iterable[tuple[int, int, int | None, list[Interval]]]:
     """Yield (root row, size, pinned offset of the root, occupied intervals) of each alias group, by root row.
@@ -336,6 +336,11 @@ def rectangles(
         yield root, size, next(iter(places), None), pieces
 
 
+def rectangles(problem: Problem) -> list[tuple[int, int, int | None, list[Interval]]]:
+    """Return (root row, size, pin, occupied intervals) of each alias group, by root row."""
+    return list(_rectangles(problem))
+
+
 def group_alignments(problem: Problem) -> list[int]:
     """Return for each row the least common multiple of the alignments in its alias group."""
     roots, _ = groups_of(problem)
@@ -348,7 +353,7 @@ def group_alignments(problem: Problem) -> list[int]:
 def first_clash(problem: Problem, offsets: Sequence[int | None]) -> str | None:
     """Return a sentence about two groups that overlap in time and address, or None; rows at None are left out."""
     try:
-        placed = [block for block in rectangles(problem, offsets) if block[2] is not None]
+        placed = [block for block in _rectangles(problem, offsets) if block[2] is not None]
     except UsageError as error:
         return str(error)
     boxes = [(start, end, low, low + size, row) for row, size, low, p in placed if low is not None for start, end in p]

@@ -8,22 +8,26 @@ compare the peak with the lower bound, and solve again where it is higher.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from operator import index
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mosaic.errors import UsageError
+from mosaic.errors import PlanFormatError, UsageError
 
 from .problem import Interval, Problem, Solution, group_alignments, groups_of, integers, rectangles
 
 __all__ = ["Order"]
 
+Int64s = NDArray[np.int64]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Order:
     """The order graph of a solution over its blocks (buffers, or whole alias groups).
 
@@ -37,8 +41,10 @@ class Order:
         For each block the problem rows in it, with `distances` in bytes from the block's offset.
     alignments : tuple of int
         Bytes, per block.
-    num_buffers : int
-        Rows of the problem.
+    pins : tuple of int or None
+        Per block; a pinned block is nobody's edge: the others go around it, see `fixed`.
+    fixed : tuple of int tuples
+        For each block the pinned blocks it shares time with, by ascending offset; empty if there are none.
 
     Examples
     --------
@@ -53,6 +59,8 @@ class Order:
     rows: tuple[tuple[int, ...], ...]
     distances: tuple[tuple[int, ...], ...]
     alignments: tuple[int, ...]
+    pins: tuple[int | None, ...]
+    fixed: tuple[tuple[int, ...], ...]
     num_buffers: int
 
     @classmethod
@@ -60,93 +68,321 @@ class Order:
         """Read the order off a solution; a few milliseconds for 500 buffers.
 
         Zero-sized buffers take part too, so that they may grow in a replay. O(sum of lifetimes in distinct times).
-
-        Raises
-        ------
-        UsageError
-            A solution of another problem, or a problem with pins, which hold for one vector of sizes.
         """
-        if len(solution.offsets) != len(problem):
-            raise UsageError(f"{len(solution.offsets)} offsets for {len(problem)} buffers")
-        if problem.pins is not None:
-            raise UsageError("an order has no pinned buffers, this problem has pins; solve it again for other sizes.")
         return _order_of(problem, solution.offsets)
 
-    def replay(self, sizes: Sequence[int] | NDArray[np.integer]) -> tuple[Any, int]:
+    def replay(self, sizes: Sequence[int] | Int64s) -> tuple[Any, Any]:
         """Return (offsets, peak) for new sizes, in bytes.
 
         Parameters
         ----------
-        sizes : sequence of int, or array of integers [n]
+        sizes : sequence of int, length n, or array int64 [k, n]
             Bytes per buffer of the problem, at least 0. Members of an alias group keep their distances.
 
         Returns
         -------
-        offsets : list of int, or array int64 [n]
+        offsets : list of int, or array int64 [n], or array int64 [k, n]
             In the form that `sizes` came in.
-        peak : int
+        peak : int, or array int64 [k]
 
         Raises
         ------
         UsageError
-            A wrong number of sizes, a negative or a non-integer size.
+            A wrong number of sizes, a negative or a non-integer size, or sizes at which pinned buffers would overlap.
         """
         if not isinstance(sizes, np.ndarray):
-            return self._replay(integers("size", sizes))
+            return self._replay_one(integers("size", sizes))
         if sizes.dtype.kind not in "iu":
             raise UsageError(f"sizes are {sizes.dtype}; bytes are integers, never floats")
-        offsets, peak = self._replay(sizes.tolist())
-        return np.array(offsets, dtype=np.int64), peak
+        if sizes.ndim == 1:
+            offsets, peak = self._replay_one(sizes.tolist())
+            return np.array(offsets, dtype=np.int64), peak
+        return self._replay_many(np.asarray(sizes, dtype=np.int64))
 
-    def _replay(self, sizes: Sequence[int]) -> tuple[list[int], int]:
-        if len(sizes) != self.num_buffers:
-            raise UsageError(f"{len(sizes)} sizes for an order over {self.num_buffers} buffers")
-        if (smallest := min(sizes, default=0)) < 0:
-            raise UsageError(f"a size is {smallest} bytes; it must be at least 0")
+    def to_json(self) -> dict[str, Any]:
+        """Return the order as plain lists of ints."""
+        plain: dict[str, Any] = {"num_buffers": self.num_buffers, "below": [list(b) for b in self.below]}
+        plain["rows"] = [list(row) for row in self.rows]
+        if any(any(d) for d in self.distances):
+            plain["distances"] = [list(d) for d in self.distances]
+        plain["alignments"] = self.alignments[0] if len(set(self.alignments)) == 1 else list(self.alignments)
+        if self.fixed:
+            plain["pins"], plain["fixed"] = list(self.pins), [list(f) for f in self.fixed]
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> Order:
+        """Read what `to_json` wrote.
+
+        Raises
+        ------
+        PlanFormatError
+            If it is not such a document, or an edge does not lead upwards.
+        """
+        try:
+            rows = _numbers(plain["rows"])
+            below = _numbers(plain["below"])
+            uniform = plain["alignments"]
+            order = cls(
+                below=below,
+                rows=rows,
+                distances=_numbers(plain["distances"]) if "distances" in plain else tuple((0,) * len(r) for r in rows),
+                alignments=(uniform,) * len(rows) if isinstance(uniform, int) else tuple(map(index, uniform)),
+                pins=tuple(None if p is None else index(p) for p in plain.get("pins", [None] * len(rows))),
+                fixed=_numbers(plain.get("fixed", [])),
+                num_buffers=index(plain["num_buffers"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise PlanFormatError(f"not an order of buffers: {error!r}") from error
+        if sorted(r for row in rows for r in row) != list(range(order.num_buffers)):
+            raise PlanFormatError(f"an order over {order.num_buffers} buffers must name each of them once")
+        if {len(below), len(order.alignments), len(order.pins), len(order.fixed) or len(rows)} != {len(rows)} or (
+            list(map(len, order.distances)) != list(map(len, rows))
+        ):
+            raise PlanFormatError(f"an order of {len(rows)} blocks must state as many of everything")
+        if any(not 0 <= low < block for block, lows in enumerate(below) for low in lows):
+            raise PlanFormatError("an order's edges must lead from lower blocks to higher ones")
+        if min(order.alignments, default=1) < 1:
+            raise PlanFormatError(f"an order's alignments must be at least 1; one is {min(order.alignments)}")
+        pinned = {block for block, pin in enumerate(order.pins) if pin is not None}
+        if not pinned.issuperset(other for around in order.fixed for other in around):
+            raise PlanFormatError("an order's blocks can only go around pinned ones")
+        return order
+
+    def _replay_one(self, sizes: Sequence[int]) -> tuple[list[int], int]:
+        self._check_sizes(len(sizes), min(sizes, default=0))
+        blocks = self._block_sizes(sizes)
         tops: list[int] = []
         offsets = [0] * self.num_buffers
-        single = len(self.rows) == self.num_buffers
-        for lows, alignment, rows, distances in zip(
-            self.below, self.alignments, self.rows, self.distances, strict=True
-        ):
+        simple = not self.fixed and self._single
+        for block, (lows, alignment, size) in enumerate(zip(self.below, self.alignments, blocks, strict=True)):
             offset = 0
             for low in lows:
                 if tops[low] > offset:
                     offset = tops[low]
             if alignment != 1:
                 offset += -offset % alignment
-            if single:
-                tops.append(offset + sizes[rows[0]])
-                offsets[rows[0]] = offset
+            if self.fixed:
+                offset = self._around_pins(block, offset, blocks)
+            tops.append(offset + size)
+            if simple:
+                (row,) = self.rows[block]
+                offsets[row] = offset
             else:
-                tops.append(offset + max([d + sizes[row] for row, d in zip(rows, distances, strict=True)]))
-                for row, distance in zip(rows, distances, strict=True):
+                for row, distance in zip(self.rows[block], self.distances[block], strict=True):
                     offsets[row] = offset + distance
         return offsets, max(tops, default=0)
 
+    def _around_pins(self, block: int, offset: int, sizes: list[int]) -> int:
+        if self.pins[block] is not None:
+            for other in self.fixed[block]:
+                self._check_pins(block, other, [sizes[block]], [sizes[other]])
+            return self._pin(block)
+        for other in self.fixed[block]:
+            low = self._pin(other)
+            if sizes[other] and sizes[block] and offset < low + sizes[other] and low < offset + sizes[block]:
+                offset = low + sizes[other]
+                offset += -offset % self.alignments[block]
+        return offset
+
+    def _replay_many(self, sizes: Int64s) -> tuple[Int64s, Int64s]:
+        if sizes.ndim != 2:
+            raise UsageError(f"sizes have {sizes.ndim} axes; expected [n] or [k, n]")
+        self._check_sizes(sizes.shape[1], int(sizes.min(initial=0)))
+        layout = self._layout
+        by_block = self._block_sizes_of_batch(sizes)  # [blocks, k], blocks by level
+        tops = np.zeros((len(self.below) + 1, sizes.shape[0]), dtype=np.int64)
+        offsets = np.zeros_like(tops)
+        for level in layout.levels:
+            a, b = level.first, level.last
+            place = offsets[a:b]
+            if level.below is not None:
+                np.maximum.reduce(tops[level.below], axis=1, out=place)
+            if level.alignment is not None:
+                place += -place % level.alignment[:, None]
+            if self.fixed:
+                self._batch_around_pins(level, place, by_block)
+            tops[a:b] = place + by_block[a:b]
+        placed = offsets[layout.block_of_row]
+        if not self._single:
+            placed += layout.distance_of_row[:, None]
+        peaks: Int64s = tops.max(axis=0, initial=0)
+        return placed.T, peaks
+
+    def _batch_around_pins(self, level: _Level, place: Int64s, sizes: Int64s) -> None:
+        where = self._layout.position
+        for i, block in enumerate(self._layout.blocks[level.first : level.last]):
+            pin = self.pins[block]
+            size = sizes[level.first + i]
+            for other in self.fixed[block]:
+                low = self._pin(other)
+                its = sizes[where[other]]
+                top = low + its
+                if pin is not None:
+                    self._check_pins(block, other, size, its)
+                    continue
+                hit = (its > 0) & (size > 0) & (place[i] < top) & (low < place[i] + size)
+                place[i] = np.where(hit, top + -top % self.alignments[block], place[i])
+            if pin is not None:
+                place[i] = pin
+
+    def _check_pins(self, block: int, other: int, size: Any, other_size: Any) -> None:
+        low, other_low = self._pin(block), self._pin(other)
+        for mine, its in zip(size, other_size, strict=True):
+            if mine and its and low < other_low + its and other_low < low + mine:
+                raise UsageError(
+                    f"buffers {self.rows[block][0]} and {self.rows[other][0]} are pinned at {low} and {other_low}; "
+                    f"with sizes of {mine} and {its} bytes they overlap"
+                )
+
+    def _pin(self, block: int) -> int:
+        pin = self.pins[block]
+        assert pin is not None
+        return pin
+
+    def _check_sizes(self, got: int, smallest: int) -> None:
+        if got != self.num_buffers:
+            raise UsageError(f"{got} sizes for an order over {self.num_buffers} buffers")
+        if smallest < 0:
+            raise UsageError(f"a size is {smallest} bytes; it must be at least 0")
+
+    def _block_sizes(self, sizes: Sequence[int]) -> list[int]:
+        if self._single:
+            return [sizes[row] for (row,) in self.rows]
+        pairs = zip(self.rows, self.distances, strict=True)
+        return [max([d + sizes[r] for r, d in zip(row, away, strict=True)]) for row, away in pairs]
+
+    def _block_sizes_of_batch(self, sizes: Int64s) -> Int64s:
+        layout = self._layout
+        if self._single:
+            return np.ascontiguousarray(sizes.T[layout.rows])
+        if not len(layout.rows):
+            return np.zeros((0, sizes.shape[0]), dtype=np.int64)
+        ends = sizes.T[layout.rows] + layout.distances[:, None]
+        sums: Int64s = np.maximum.reduceat(ends, layout.row_cuts, axis=0)
+        return sums
+
+    @cached_property
+    def _single(self) -> bool:
+        """True if every block is one buffer."""
+        return len(self.rows) == self.num_buffers
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        return _layout_of(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Level:
+    """Blocks `[first, last)` of the layout: all whose longest chain below has the same length."""
+
+    first: int
+    last: int
+    below: Int64s | None  # [blocks of the level, most edges], padded with an entry that is always 0
+    alignment: Int64s | None  # [blocks of the level], None if all are 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    levels: list[_Level]
+    blocks: list[int]
+    position: list[int]
+    rows: Int64s
+    row_cuts: Int64s
+    distances: Int64s
+    block_of_row: Int64s
+    distance_of_row: Int64s
+
+
+def _numbers(lists: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(index, numbers)) for numbers in lists)
+
+
+def _layout_of(order: Order) -> _Layout:
+    n = len(order.below)
+    depth = [0] * n
+    for block, lows in enumerate(order.below):
+        if lows:
+            depth[block] = 1 + max([depth[low] for low in lows])
+    # within a level blocks of few edges come first, so that one of many does not pad all of them
+    widths = [(len(lows) - 1).bit_length() if lows else 0 for lows in order.below]
+    keys = [(depth[block], widths[block]) for block in range(n)]
+    blocks = sorted(range(n), key=keys.__getitem__)
+    position = sorted(range(n), key=blocks.__getitem__)  # a permutation's inverse
+    cuts = [0, *(i for i in range(1, n) if keys[blocks[i]] != keys[blocks[i - 1]]), n] if n else []
+    levels = [_level_of(order, blocks, position, a, b) for a, b in pairwise(cuts)]
+    rows = np.array([row for block in blocks for row in order.rows[block]], dtype=np.int64)
+    distances = np.array([distance for block in blocks for distance in order.distances[block]], dtype=np.int64)
+    counts = np.array([len(order.rows[block]) for block in blocks], dtype=np.int64)
+    block_of_row, distance_of_row = np.empty_like(rows), np.empty_like(rows)
+    block_of_row[rows] = np.repeat(np.arange(n), counts)
+    distance_of_row[rows] = distances
+    return _Layout(
+        levels=levels,
+        blocks=blocks,
+        position=position,
+        rows=rows,
+        row_cuts=np.cumsum(counts) - counts,
+        distances=distances,
+        block_of_row=block_of_row,
+        distance_of_row=distance_of_row,
+    )
+
+
+def _level_of(order: Order, blocks: list[int], position: list[int], first: int, last: int) -> _Level:
+    n = len(blocks)
+    lows = [[position[low] for low in order.below[block]] for block in blocks[first:last]]
+    width = max(map(len, lows))
+    below = np.array([low + [n] * (width - len(low)) for low in lows], dtype=np.int64) if width else None
+    alignments = [order.alignments[block] for block in blocks[first:last]]
+    return _Level(
+        first=first,
+        last=last,
+        below=below,
+        alignment=np.array(alignments, dtype=np.int64) if max(alignments) > 1 else None,
+    )
+
 
 def _order_of(problem: Problem, offsets: Sequence[int]) -> Order:
+    if len(offsets) != len(problem):
+        raise UsageError(f"{len(offsets)} offsets for {len(problem)} buffers")
     roots, distances = groups_of(problem)
-    found = [(row, size, pieces) for row, size, _, pieces in rectangles(problem)]
+    found: list[tuple[int, int, int | None, tuple[Interval, ...]]]
+    if not problem.aliases and problem.gaps is None and problem.pins is None:
+        starts, ends = problem.starts, problem.ends
+        found = [(row, size, None, ((starts[row], ends[row]),)) for row, size in enumerate(problem.sizes)]
+    else:
+        found = [(row, size, pin, tuple(pieces)) for row, size, pin, pieces in rectangles(problem)]
     found.sort(key=lambda block: (offsets[block[0]], offsets[block[0]] + block[1]))
+    pins = tuple(block[2] for block in found)
+    pieces = [block[3] for block in found]
     number = {block[0]: i for i, block in enumerate(found)}
     rows: list[list[int]] = [[] for _ in found]
     for row, root in enumerate(roots):
         rows[number[root]].append(row)
-    alignments = group_alignments(problem)
+    alignments = group_alignments(problem) if not isinstance(problem.alignments, int) or problem.aliases else None
+    uniform = problem.alignments if isinstance(problem.alignments, int) else 1
     return Order(
-        below=_visible_below([block[2] for block in found]),
+        below=_visible_below(pieces, pins),
         rows=tuple(map(tuple, rows)),
         distances=tuple(tuple(distances[row] for row in block) for block in rows),
-        alignments=tuple(alignments[block[0]] for block in found),
+        alignments=tuple(alignments[block[0]] if alignments is not None else uniform for block in found),
+        pins=pins,
+        fixed=_pinned_neighbours(pieces, pins),
         num_buffers=len(problem),
     )
 
 
-def _visible_below(pieces: list[list[Interval]]) -> tuple[tuple[int, ...], ...]:
+def _visible_below(pieces: list[tuple[Interval, ...]], pins: tuple[int | None, ...]) -> tuple[tuple[int, ...], ...]:
     """Return for each block, bottom up, the blocks it would touch if all fell down, without those implied by others."""
     times = sorted({start for block in pieces for start, _ in block})
-    number = {time: bisect_left(times, time) for block in pieces for piece in block for time in piece}
+    number = {time: i for i, time in enumerate(times)}
+    ends = sorted({end for block in pieces for _, end in block})
+    at = 0
+    for end in ends:  # an end counts the starts before it: half-open ranges over starts
+        while at < len(times) and times[at] < end:
+            at += 1
+        number.setdefault(end, at)
     owner = [-1] * len(times)
     below: list[tuple[int, ...]] = []
     for block, spans in enumerate(pieces):
@@ -154,6 +390,9 @@ def _visible_below(pieces: list[list[Interval]]) -> tuple[tuple[int, ...], ...]:
         ranges = [(number[start], number[end]) for start, end in spans]
         for a, b in ranges:
             seen.update(owner[a:b])
+        if pins[block] is not None:
+            below.append(())
+            continue
         for a, b in ranges:
             owner[a:b] = [block] * (b - a)
         seen.discard(-1)
@@ -162,3 +401,17 @@ def _visible_below(pieces: list[list[Interval]]) -> tuple[tuple[int, ...], ...]:
             seen -= implied
         below.append(tuple(sorted(seen)))
     return tuple(below)
+
+
+def _pinned_neighbours(pieces: list[tuple[Interval, ...]], pins: tuple[int | None, ...]) -> tuple[tuple[int, ...], ...]:
+    pinned = [block for block, pin in enumerate(pins) if pin is not None]  # ascending offsets already
+    if not pinned:
+        return ()
+    return tuple(
+        tuple(
+            other
+            for other in pinned
+            if other != block and any(a < d and c < b for a, b in pieces[block] for c, d in pieces[other])
+        )
+        for block in range(len(pieces))
+    )
