@@ -174,7 +174,7 @@ def _encode(text: str, tokenizer: Tokenizer | None, chat: bool, model: Model) ->
 
 
 def _outlook(job: _Job) -> list[str]:
-    """What is to be said of a large model before it is loaded; a small one is done before anybody has read it."""
+    """Warnings about a large model before it is loaded; none for a small one."""
     from mosaic.cli.outlook import LARGE, available_bytes, outlook
     from mosaic.cli.progress import compiling
     from mosaic.planner import Planner, Request

@@ -332,12 +332,7 @@ def _take_turn(task: Search, *, quota: int, best: Incumbent) -> int:
 def capacities_to_ask(held: Sequence[int], bound: int, peak: int, step: int, capacity: int | None) -> list[int]:
     """Return the capacities to ask for: the bound, then the given capacity, else steps between bound and peak.
 
-    Parameters
-    ----------
-    held : sequence of int
-        Capacities in bytes that were asked for so far.
-    step : int
-        Bytes that divide every peak.
+    `held` are the capacities asked for so far, `step` bytes divide every peak.
 
     Examples
     --------
