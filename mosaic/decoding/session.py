@@ -38,8 +38,7 @@ from mosaic.runtime.range_pool import ClosesOnExit
 
 if TYPE_CHECKING:
     from mosaic.models.state import State
-    from mosaic.runtime.launched import Launched
-    from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
+    from mosaic.runtime.steps import Outcome, StepRequest, StepResult, StepRunner
 
 __all__ = ["CREW_TOKENS", "DOUBT", "Session"]
 
@@ -77,7 +76,7 @@ class _Asked(NamedTuple):
     """What live requests asked for, and the step that was launched for it."""
 
     requests: list[StepRequest]
-    launched: Launched
+    launched: Outcome
     cut: bool
 
     def proceed(self) -> None:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.models.step import StepSize
     from mosaic.planner.plan import Plan
-    from mosaic.runtime.launched import Launched
 
-__all__ = ["SETTINGS", "StateRows", "StepRequest", "StepResult", "StepRunner"]
+__all__ = ["SETTINGS", "Outcome", "StateRows", "StepRequest", "StepResult", "StepRunner"]
 
 
 SETTINGS: Final = ("temperature", "top_p", "top_k", "score_temperature", "guidance")
@@ -164,6 +163,19 @@ class StepResult:
         return self
 
 
+class Outcome(Protocol):
+    """A step on its way: a model's are `Launched`."""
+
+    def proceed(self) -> None:
+        """Do what the host has to do before the device can go on, if it is known; do not wait."""
+
+    def settle(self) -> None:
+        """Wait until the host has nothing more to do before the outcome is there."""
+
+    def results(self) -> list[StepResult]:
+        """Wait for the outcome: one result per request, in order."""
+
+
 class StepRunner(Protocol):
     """What runs steps: a compiled model."""
 
@@ -178,7 +190,7 @@ class StepRunner(Protocol):
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step over requests of one phase, packed."""
 
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+    def launch(self, requests: Sequence[StepRequest]) -> Outcome:
         """Begin a step without waiting for its outcome; `step` waits."""
 
     def prepare(self, requests: Sequence[StepRequest]) -> None:
