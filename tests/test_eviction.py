@@ -45,6 +45,7 @@ from mosaic.models.step import StepSize, most_rows
 from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.launched import Launched
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StepRequest, StepResult
 
 BLOCK = ARCH.block
@@ -106,6 +107,9 @@ class Recorder:
 
     def open_rows(self, state: State, /) -> Any:
         return self.model.open_rows(state)
+
+    def sharing(self) -> SharedSizes:
+        return self.model.sharing()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return self.model.exclusive()
@@ -686,6 +690,9 @@ class Chance:
 
     def open_rows(self, state: State, /) -> Any:
         return Rows()
+
+    def sharing(self) -> SharedSizes:
+        return SharedSizes()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
-from mosaic.decoding.sharing import SharedSizes
 from mosaic.decoding.streaming import OnStep, Step, Streamer
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import UsageError
@@ -52,9 +51,6 @@ EXPERTS: Final = 4
 host takes as long for a crew."""
 
 _log = logging.getLogger(__name__)
-_SESSIONS: Final[WeakValueDictionary[int, WeakSet[Session]]] = WeakValueDictionary()
-"""Of each model, by its id: what one of them admits must leave room for the steps of the others. A session holds its model, so no
-other one gets its id while an entry lives."""
 
 
 class _Described(NamedTuple):
@@ -123,7 +119,6 @@ class Session(ClosesOnExit):
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
         self._given = WeakSet[LiveRequest]()  # those that have ended, too
-        self._shared = SharedSizes()  # of those that are live
         self._launched: list[_Asked] = []  # in order: those whose outcomes requests do not have yet
         self.launched_in_vain = 0
         """Steps that were launched ahead, and whose outcome nobody waited for."""
@@ -132,8 +127,7 @@ class Session(ClosesOnExit):
         self._closed = self._giving = False
         self._read: Tokenizer | None = None
         with runner.exclusive():
-            self._sessions = _SESSIONS.setdefault(id(runner), WeakSet())
-            self._sessions.add(self)
+            self._shared = runner.sharing()
 
     @property
     def live(self) -> tuple[LiveRequest, ...]:
@@ -248,10 +242,7 @@ class Session(ClosesOnExit):
         rows: Counter[State] = Counter()
         for described in more:
             rows.update(described.demand)
-        sizes = self._shared.beside([described.largest for described in more])
-        if rows:  # which stand beside the steps of the model's other sessions, too
-            sizes += [size for other in self._sessions if other is not self for size in other._shared.beside([])]
-        return sizes, rows
+        return self._shared.beside([described.largest for described in more]), rows
 
     def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
         """Whether each of the steps fits, with these rows taken."""

@@ -28,6 +28,7 @@ from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import PackedStep, pack_step
 from mosaic.runtime.recent import Recent
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
@@ -227,6 +228,10 @@ class CompiledModel(Face):
         """
         with self._engine.turn():
             return self._engine.table(state).open(owner)
+
+    def sharing(self) -> SharedSizes:
+        """Start to count what the live requests of one session come to share, beside those of the model's other sessions."""
+        return SharedSizes(self._engine.shared)
 
     @property
     def state_rows(self) -> Mapping[str, int]:

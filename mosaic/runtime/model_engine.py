@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.poison import POISON
 from mosaic.runtime.recent import Recent
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.spans import Span, joined, total, without
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.step_plans import Settings, StepPlans
@@ -103,6 +105,8 @@ class ModelEngine(Engine):
         self._last_kept = Recent[Hashable, int](KEPT_SIZES)
         self.unsettled: Callable[[], None] | None = None
         """Of the last step, if its second graph has yet to run, or may have to again: what waits until it has."""
+        self.shared = WeakSet[SharedSizes]()
+        """What the requests of each session come to share: one session admits what leaves room for the steps of all."""
         self.plans = StepPlans(planner, config)
         longest = self.plans.exact(StepSize(windows=(max_tokens or 1,), rows=max_tokens or 1))
         super().__init__(planner, longest, "model", tables=self._tables.values(), capture=capture, debug=debug)

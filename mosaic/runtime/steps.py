@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.models.step import StepSize
     from mosaic.planner.plan import Plan
+    from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["SETTINGS", "Outcome", "StateRows", "StepRequest", "StepResult", "StepRunner"]
 
@@ -198,6 +199,9 @@ class StepRunner(Protocol):
 
     def open_rows(self, state: State, /) -> StateRows:
         """Start an owner's rows of a state."""
+
+    def sharing(self) -> SharedSizes:
+        """Start to count what the live requests of one session come to share, beside the other sessions'."""
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Keep other threads out until the block is left, so that what was checked stays true."""
