@@ -536,7 +536,7 @@ def test_steps_that_keep_more_than_was_guessed_change_nothing(
     for _ in range(3):  # of whole blocks: steps begin with few tokens, and keep more and more
         prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(2 * BLOCK)])
         (expected,) = generate(known, [prompt], config)
-        with caplog.at_level(logging.DEBUG, logger="mosaic.runtime.model_engine"):
+        with caplog.at_level(logging.DEBUG, logger="mosaic.runtime.engine"):
             (found,) = generate(guessing, [prompt], config)
         assert torch.equal(found.token_ids, expected.token_ids)
     assert guessing.of_requests() == known.of_requests()

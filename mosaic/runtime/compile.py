@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mosaic.errors import UsageError
+from mosaic.models.step import StepSize
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug
-from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.opening import config_of, planner_of
 from mosaic.units import Size, parse_tokens
 
@@ -166,7 +167,8 @@ def compile(
         batch_invariant=batch_invariant, progress=progress,
     )  # fmt: skip
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-    engine = ModelEngine(
-        planner, adopted=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug, seed=seed
+    first = StepSize(windows=(longest or 1,), rows=longest or 1)
+    engine = Engine(
+        planner, first, given=state, config=config, capture=capture, threads=threads, debug=debug, seed=seed
     )  # fmt: skip
     return CompiledModel(engine)

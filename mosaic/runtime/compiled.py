@@ -1,6 +1,6 @@
 """A model whose every byte is planned, as an object to call.
 
-The face of a `ModelEngine`, which has the plans, weights, states and executors; each call takes a turn of it.
+The face of an `Engine`, which has the plans, weights, states and executors; each call takes a turn of it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.state import State, rows_by_name
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
+from mosaic.runtime.engine import Engine
 from mosaic.runtime.face import Face
 from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.launched import Launched
-from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import PackedStep, pack_step
 from mosaic.runtime.recent import Recent
-from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
+    from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
@@ -65,11 +65,9 @@ class CompiledModel(Face):
         The model's description.
     """
 
-    _engine: ModelEngine
-
-    def __init__(self, engine: ModelEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.model = engine.model
+        self.model = engine.planner.model
         self._warned = False
         self._kept = Recent[Hashable, tuple[tuple[StepRequest, ...], PackedStep]](
             KEPT_PACKED
@@ -231,7 +229,7 @@ class CompiledModel(Face):
 
     def sharing(self) -> SharedSizes:
         """Start to count what the live requests of one session come to share, beside those of the model's other sessions."""
-        return SharedSizes(self._engine.shared)
+        return self._engine.sharing()
 
     @property
     def state_rows(self) -> Mapping[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -22,19 +22,11 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.planner.planner import Planner, Progress
 
-__all__ = ["Plans", "config_of", "graph_memory", "in_use", "open_workspace", "planner_of", "usable_device"]
+__all__ = ["config_of", "graph_memory", "in_use", "open_workspace", "planner_of", "usable_device"]
 
 OLDEST: Final = (8, 0)
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
 _log = logging.getLogger(__name__)
-
-
-class Plans(Protocol):
-    """Who plans for a device: `Planner`, `ProgramPlanner`."""
-
-    device: Device
-    budget_bytes: int
-    host_budget_bytes: int
 
 
 def config_of(module: nn.Module) -> Mapping[str, Any]:
@@ -111,7 +103,7 @@ def usable_device(device: Device | str | None) -> Device:
     return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
 
 
-def open_workspace(planner: Plans) -> Workspace:
+def open_workspace(planner: Planner) -> Workspace:
     """Return the pages of the device and of the host that the plans are for, within the planner's budgets."""
     device = planner.device
     ledger = DeviceLedger(planner.budget_bytes, device.name)
