@@ -9,6 +9,7 @@ import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -68,7 +69,7 @@ class CompiledModel(Face):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.model = engine.planner.model
-        self._warned = False
+        self._untrained = self.architecture.max_context or inf  # positions beyond them are told of, once
         self._kept = Recent[Hashable, tuple[tuple[StepRequest, ...], PackedStep]](
             KEPT_PACKED
         )  # requests, whose ids are keys
@@ -195,9 +196,9 @@ class CompiledModel(Face):
 
     def _warn_beyond(self, positions: int) -> None:
         """Say once that a step goes beyond the positions that the model was made for."""
-        most = self.architecture.max_context
-        if most and positions > most and not self._warned:
-            self._warned = True
+        most = self._untrained
+        if positions > most:
+            self._untrained = inf
             _log.warning(
                 "%s: a step over %s positions, the model's own context is %s: what it predicts beyond is untrained",
                 self.model.name, f"{positions:,}", f"{most:,}",

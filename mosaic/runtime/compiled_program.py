@@ -30,6 +30,7 @@ from mosaic.units import Size, parse_tokens
 if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.planner.plan import Plan
+    from mosaic.planner.plan_records import PlanRecords
     from mosaic.registrar.graph import Graph
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.held_values import HeldValues
@@ -321,10 +322,10 @@ class _GivenStep(PackedStep):
     inputs: Mapping[str, Tensor]
     shared: bool = False
 
-    def check(self, plan: Plan, held: HeldValues) -> None:
+    def check(self, records: PlanRecords, held: HeldValues) -> None:
         """Make sure that it has what it reads: carries, and inputs in the plan's shapes and dtypes."""
-        super().check(plan, held)
-        known = {b.name: b for b in plan.records.buffers if b.kind == "input"}
+        super().check(records, held)
+        known = {b.name: b for b in records.buffers if b.kind == "input"}
         if not self.shared:
             _require_known(self.inputs, known)
         absent = [name for name in known if name not in self.inputs]

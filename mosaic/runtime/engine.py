@@ -40,6 +40,7 @@ from mosaic.runtime.workspace import HOST
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
+    from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
 
 __all__ = ["Engine", "Ran"]
@@ -256,43 +257,42 @@ class Engine:
         plan = self.plans.plan(step.size, config) if bound is None else bound[0]
         if plan is not self.current and not self.weights.serves(plan):
             self._move(plan)
-        step.check(plan, self.held)
-        self.held.begin(plan)
-        executor = self._bind(plan, key if bound is not None or self._serves_again(plan, step.size) else None)
+        records = plan.records if bound is None else bound[1].records
+        step.check(records, self.held)
+        self.held.begin(records)
+        self._memory.commit(plan)
+        self.current = plan
+        executor = self._bind(plan, step.size, key) if bound is None else bound[1]
+        if bound is not None:
+            self._bound.move_to_end(key)
         if self.planner.program is not None:
-            self._zero_new_rows(plan)
+            self._zero_new_rows(records)
         if self._fresh:
             self._poison_fresh_rows()
         step.write(executor)
         with self._in_force():
             executor.run()
-        self.held.done(plan)
+        self.held.done(records)
         return Ran(executor.outputs, plan)
 
-    def _bind(self, plan: Plan, key: Hashable) -> Executor:
-        """Commit the memory of a plan, the current one from then on, and find or bind its executor.
-
-        It is kept for whoever asks for the key next; None: it serves once.
-        """
-        self._memory.commit(plan)
-        self.current = plan
-
-        def make() -> tuple[Plan, Executor]:
-            return plan, Executor(
-                plan, self.workspace, tensors=self.weights.adopted, weights=self.weights.places, debug=self.debug,
-                streams=self._streams, capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS, graphs=self._graphs,
-            )  # fmt: skip
-
-        return (make() if key is None else self._bound.find(key, make))[1]
+    def _bind(self, plan: Plan, size: SizedStep, key: Hashable) -> Executor:
+        """Bind a plan; its executor is kept for the steps that it serves again."""
+        executor = Executor(
+            plan, self.workspace, tensors=self.weights.adopted, weights=self.weights.places, debug=self.debug,
+            streams=self._streams, capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS, graphs=self._graphs,
+        )  # fmt: skip
+        if self._serves_again(plan, size):
+            self._bound.find(key, lambda: (plan, executor))
+        return executor
 
     def _serves_again(self, plan: Plan, size: SizedStep) -> bool:
         """Whether a plan is for the rounded size; one for the exact numbers serves no other step."""
         asked = size.rounded().dims(self.planner.architecture).items()
         return all(plan.dims.get(name, value) == value for name, value in asked)
 
-    def _zero_new_rows(self, plan: Plan) -> None:
+    def _zero_new_rows(self, records: PlanRecords) -> None:
         """Zero the rows that a program's states have in this plan and had not before. A model's are their owners'."""
-        for pool, size in plan.records.held_states.items():
+        for pool, size in records.held_states.items():
             if new := size - self.held[pool]:
                 self.workspace.view(pool, self.held[pool], (new,), "uint8").zero_()
 

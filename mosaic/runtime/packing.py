@@ -28,7 +28,7 @@ from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.steps import SETTINGS, StepRequest
 
 if TYPE_CHECKING:
-    from mosaic.planner.plan import Plan
+    from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import SizedStep
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.held_values import HeldValues
@@ -70,10 +70,10 @@ class PackedStep:
     def _graphs(self) -> dict[int, Self]:
         return {}
 
-    def check(self, plan: Plan, held: HeldValues) -> None:
+    def check(self, records: PlanRecords, held: HeldValues) -> None:
         """Make sure that what the step reads of the step before is there, before anything changes."""
         if self.size.follows:
-            held.require(self.size.name, plan)
+            held.require(self.size.name, records)
 
     def write(self, executor: Executor) -> None:
         """Write the inputs of the graph that is bound."""
