@@ -22,49 +22,33 @@ from mosaic.registrar.program import Build, Program
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug
 from mosaic.runtime.face import Face
-from mosaic.runtime.opening import usable_device
 from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.step_plans import Settings
 from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
-    from mosaic.devices import Device
     from mosaic.planner.plan import Plan
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.registrar.graph import Graph
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.held_values import HeldValues
 
-__all__ = ["CompiledProgram", "compile_program"]
+__all__ = ["CompiledProgram", "program_of"]
 
 Dims: TypeAlias = Mapping[str, Size]
 NO_DIMS: Final[Dims] = MappingProxyType({})
 NO_INPUTS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
 
-def compile_program(
-    program: Program | Build,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    dims: Dims = NO_DIMS,
-    device: Device | str | None = "cpu",
-    budget: Size | None = None,
-    host_budget: Size | None = None,
-    config: Settings | None = None,
-    capture: bool = True,
-    debug: Debug = None,
-    seed: int = 0,
-) -> CompiledProgram:
-    """Compile a `Program`, or one graph as a program of the step `step`; see `mosaic.compile`."""
-    if not isinstance(program, Program):
-        if not callable(program):
-            raise UsageError(f"a program is a Program or a callable that registers a graph, got {program!r}.")
-        build, program = program, Program(getattr(program, "__name__", "custom"))
-        program.add_phase("step", build)
-    planner = Planner(program, device=usable_device(device), budget=budget, host_budget=host_budget)
-    return CompiledProgram(
-        planner, weights=weights, dims=dims, config=config, capture=capture, debug=debug, seed=seed
-    )  # fmt: skip
+def program_of(source: Program | Build) -> Program:
+    """Return a program, or one graph as a program of the step `step`."""
+    if isinstance(source, Program):
+        return source
+    if not callable(source):
+        raise UsageError(f"a program is a Program or a callable that registers a graph, got {source!r}.")
+    program = Program(getattr(source, "__name__", "custom"))
+    program.add_phase("step", source)
+    return program
 
 
 class CompiledProgram(Face):
@@ -92,12 +76,12 @@ class CompiledProgram(Face):
 
     Examples
     --------
-    >>> import torch
+    >>> import mosaic, torch
     >>> def double(g):
     ...     n = g.dim("tokens")
     ...     x, w = g.input("x", (n, 2), "float32"), g.weight("w", (2, 2), "float32")
     ...     g.add_op("linear", x, w, out=g.output("y", (n, 2), "float32"))
-    >>> with compile_program(double, weights={"w": 2 * torch.eye(2)}) as program:
+    >>> with mosaic.compile(double, weights={"w": 2 * torch.eye(2)}) as program:
     ...     program(x=torch.ones(3, 2))["y"].tolist()
     [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
     """
