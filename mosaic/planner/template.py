@@ -1,7 +1,6 @@
 """A graph compiled to numbers: symbolic sizes become integer coefficient tables.
 
-sympy is used once per template (`polynomials`), and never again: what is left is plain
-data that a JSON file can hold. A `Template` has one `Body` per combination of
+What is left of a graph is plain data that a JSON file can hold. A `Template` has one `Body` per combination of
 choices; a body's ops and buffers refer to rows of its polynomial table.
 """
 

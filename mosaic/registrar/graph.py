@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeGuard
 
-import sympy
-
 from mosaic.errors import GraphError, MissingExtra
 from mosaic.registrar.declarations import Declarations
 from mosaic.registrar.operator import Dim, Operator, Spec, divides
 from mosaic.registrar.operators import operator as shipped
 from mosaic.registrar.parts import ALIGNMENT, MAIN, Barrier, Buffer, Choice, DimInfo, Edge, Kind, Op, Region, Slice
-from mosaic.registrar.sizes import Cut, Seen, asked, results, symbol, view
+from mosaic.registrar.polynomial import Polynomial, symbol
+from mosaic.registrar.sizes import Cut, Seen, asked, results, view
 from mosaic.registrar.source import caller
 from mosaic.registrar.streams import Streams
 
@@ -222,9 +221,7 @@ class Graph(Declarations):
     # -- constraints --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def chunk(
-        self, knob: str, *, over: sympy.Symbol, tile: int = 128, name: str | None = None
-    ) -> Iterator[sympy.Symbol]:
+    def chunk(self, knob: str, *, over: Polynomial, tile: int = 128, name: str | None = None) -> Iterator[Polynomial]:
         """Open a region whose ops see slices of `over`; yields the symbol of the slice's rows.
 
         Regions with the same `knob` share one chunk size, so they run over the same dim and have the same `tile`, the
@@ -348,7 +345,7 @@ class Graph(Declarations):
 def _plain_attributes(attrs: Mapping[str, Any], full: str, source: str) -> None:
     """Plans are JSON: an attribute is a number, a string or a boolean, or a symbolic size."""
     for key, value in attrs.items():
-        if not isinstance(value, bool | int | float | str | sympy.Expr):
+        if not isinstance(value, bool | int | float | str | Polynomial):
             raise GraphError(
                 f"{full} ({source}): attribute {key}={value!r} must be a number, a string, a boolean or a dim"
             )

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-import sympy
-
 from mosaic.registrar.operator import Dim, Operator, Rate, Spec
+from mosaic.registrar.polynomial import Polynomial
 
 __all__ = ["ALIGNMENT", "MAIN", "Barrier", "Buffer", "Choice", "DimInfo", "Edge", "Kind", "Op", "Region", "Slice"]
 
@@ -26,7 +25,7 @@ POOL: Final[Mapping[str, str]] = {"weight": "weights", "host": "host", "external
 class DimInfo:
     """A symbolic dim: its upper bound by another dim, or its fixed value."""
 
-    symbol: sympy.Symbol
+    symbol: Polynomial
     at_most: str | None = None
     value: int | None = None
 
@@ -40,8 +39,8 @@ class Region:
 
     name: str
     knob: str
-    over: sympy.Symbol
-    rows: sympy.Symbol
+    over: Polynomial
+    rows: Polynomial
     parent: Region | None
     start: int
     end: int = -1

@@ -163,7 +163,7 @@ class Program:
         needed = {
             name for name, info in own.dims.items() if info.value is not None
         }  # in one order whatever the choices
-        needed |= {str(symbol) for b in shared for dim in b.shape for symbol in getattr(dim, "free_symbols", ())}
+        needed |= {name for b in shared for dim in b.shape if not isinstance(dim, int) for name in dim.names}
         for bounded in reversed(own.dims.values()):  # a bound is declared before what it bounds
             if str(bounded.symbol) in needed and bounded.at_most is not None:
                 needed.add(bounded.at_most)
