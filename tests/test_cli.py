@@ -115,7 +115,6 @@ def test_plan_sets_steps_that_reuse_beside_the_exact_one(mosaic: Any) -> None:
 FACES: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "--device", "h200", "--ctx", "4k"),
     "generate": ("generate", "--prompt", "hello", "--gen-length", "4"),
-    "quality": ("bench", "quality", "--tasks", "addition", "--per-task", "1"),
 }
 
 
@@ -190,15 +189,6 @@ def test_a_selection_as_large_as_the_prefix_generates_what_exact_attention_does(
 def test_a_rotary_scaling_that_cannot_be_is_refused_alike(face: str, given: str, message: str, mosaic: Any) -> None:
     refused = mosaic(*FACES[face], "--model", "small-sdar", "--rope-scaling", given)
     assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
-
-
-def test_the_quality_bench_asks_with_the_sparse_options_it_is_given(mosaic: Any) -> None:
-    ran = mosaic(
-        *FACES["quality"], "--model", "small-sdar", "--attention", "sparsed", "--k", "8", "--page", "4", "--json"
-    )
-    assert ran.code == 0
-    said = ran.json["settings"]["options"]["attention"]
-    assert (said["k"], said["page"], said["exact_steps"]) == (8, 4, 0.2)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -295,11 +285,6 @@ def test_generation_with_eviction_by_command(mosaic: Any) -> None:
     said = ran.json["config"]
     assert (said["eviction"]["alpha"], said["eviction"]["history"]) == (1.2, "block")
     assert (said["block_cache"], said["block_commit"]) == ("dc+", "cached")
-
-
-def test_the_quality_bench_asks_with_the_eviction_it_is_given(mosaic: Any) -> None:
-    ran = mosaic(*FACES["quality"], "--model", "small-sdar", "--eviction", "focus", "--alpha", "1.8", "--json")
-    assert ran.code == 0 and ran.json["settings"]["options"]["eviction"]["alpha"] == 1.8
 
 
 def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:

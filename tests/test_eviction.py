@@ -22,8 +22,8 @@ from test_session import FAMILIES
 from torch import Tensor
 
 import mosaic
-from mosaic.bench.quality.evaluation import evaluation_set
-from mosaic.bench.quality.vocabulary import vocabulary
+from benchmarks.quality.evaluation import evaluation_set
+from benchmarks.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission, generate, resolve
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.llada import schedule

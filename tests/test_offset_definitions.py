@@ -17,14 +17,12 @@ import pytest
 from offset_instances import perfect
 
 from mosaic.planner.offsets import Blocks, Problem, blocks_of, compiled, kernels, lower_bound
-from mosaic.planner.offsets.best_fit import best_fit, best_fit_in_order
 from mosaic.planner.offsets.blocks import paced
-from mosaic.planner.offsets.first_fit import first_fit, first_fit_in_order
 from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from mosaic.planner.offsets.layout import Layout, layout_of
 from mosaic.planner.offsets.local_search import LocalSearch
 from mosaic.planner.offsets.neighbours import Neighbours
-from mosaic.planner.offsets.online import place_online, program_order
+from mosaic.planner.offsets.online import best_fit, first_fit, place_online, program_order
 from mosaic.planner.offsets.skyline import PREORDERS, preorder, skyline
 from mosaic.planner.offsets.stacked import place_in_order
 
@@ -265,10 +263,9 @@ def test_first_and_best_fit_take_the_lowest_and_the_smallest_hole(best: bool) ->
     for seed in SEEDS:
         blocks = blocks_of(any_problem(seed, most=16))
         draw = random.Random(seed)
-        in_order = best_fit_in_order if best else first_fit_in_order
         order = sorted(range(len(blocks)), key=lambda _: draw.random())
         expected = naive_place(blocks, order, best=best)
-        assert in_order(blocks, order) == expected
+        assert place_in_order(blocks, order, best=best) == expected
         assert place_in_order(blocks, order, best=best, many_pairs=-1) == expected
         by_start = sorted(range(len(blocks)), key=lambda row: (blocks.starts[row], row))
         assert program_order(blocks) == by_start

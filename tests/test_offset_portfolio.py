@@ -19,11 +19,10 @@ from test_offset_definitions import any_problem
 
 from mosaic.errors import MosaicError, UnknownName
 from mosaic.planner.offsets import Blocks, Problem, Solution, blocks_of, compiled, cpsat, ilp, portfolio, solve
-from mosaic.planner.offsets.best_fit import best_fit
 from mosaic.planner.offsets.exact import FAILED, LANES, RUNNING, SOLVED
-from mosaic.planner.offsets.first_fit import first_fit
 from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from mosaic.planner.offsets.incumbent import Incumbent, Outcome, OutOfTime
+from mosaic.planner.offsets.online import best_fit, first_fit
 from mosaic.planner.offsets.periodic import Folded
 
 CHEAP = (

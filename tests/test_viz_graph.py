@@ -122,9 +122,7 @@ def test_without_matplotlib_notebooks_fall_back_to_text(monkeypatch: pytest.Monk
     g = layered(1)
     assert g._repr_png_() is None
     assert repr(g).startswith("Graph 'layered': 5 ops")
-    with pytest.raises(
-        MissingExtra, match=r"drawing a picture of a graph needs matplotlib: pip install 'mosaic-dllm\[viz\]'"
-    ):
+    with pytest.raises(MissingExtra, match=r"drawing a picture needs matplotlib: pip install 'mosaic-dllm\[viz\]'"):
         graph_png(g)
 
 

@@ -54,11 +54,7 @@ class TorchEngine:
         grouped = self.arch.experts > 0 and grouped_products(dtype, self.device)
         self.experts: Experts = "grouped" if grouped else "loop"
         self.transformer = Transformer(
-            self.arch,
-            device=self.device,
-            dtype=dtype,
-            wide_rotary=model.family == "llada",
-            experts=self.experts,
+            self.arch, device=self.device, dtype=dtype, wide_rotary=model.family == "llada", experts=self.experts
         )
         fill(self.transformer.tensors, model, settings.seed)
         self._function = self.transformer if options is None else torch.compile(self.transformer, **options)

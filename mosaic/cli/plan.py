@@ -22,6 +22,7 @@ __all__ = ["plan"]
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="Preset, checkpoint directory or config.json.", autocompletion=model_names)
     ] = None,
@@ -67,36 +68,8 @@ def plan(
 ) -> None:
     """Plan one denoising step: every byte, the chunks, the predicted time. Exit code 3 when it does not fit."""
     if compare is not None:
-        if any(
-            (
-                model,
-                ctx,
-                seq_lens,
-                masked,
-                mask_ratio,
-                device,
-                budget,
-                host_budget,
-                dtype,
-                out,
-                html,
-                png,
-                trace,
-                snapshot,
-                explain,
-                attention,
-                k,
-                page,
-                exact_layers,
-                reuse_steps,
-                reuse_change,
-                eviction,
-                alpha,
-                block_cache,
-                rope_scaling,
-                batch_invariant,
-            )
-        ):
+        given = {option.name for option in context.command.params if context.params.get(option.name) != option.default}
+        if given - {"compare", "as_json"}:
             raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)
         return
@@ -109,16 +82,12 @@ def plan(
     from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
-    params = {
-        "attention": attention, "k": k, "page": page, "exact_layers": exact_layers, "reuse_steps": reuse_steps,
-        "reuse_change": reuse_change, "eviction": eviction, "alpha": alpha,
-    }  # fmt: skip
-    policy = o.policy_options("attention", params)
+    policy = o.policy_options("attention", context.params)
     if policy is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
-    evicting = o.policy_options("eviction", params)
+    evicting = o.policy_options("eviction", context.params)
     if evicting is not None and (masked, mask_ratio) != (None, None):
         raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
     if block_cache is not None and evicting is None:
@@ -129,13 +98,9 @@ def plan(
     with collector_paused():  # to the end, or what planning has made is looked through while it is shown
         with compiling() as progress:
             planner = Planner(
-                described,
-                device=device,
-                budget=budget,
-                host_budget=host_budget,
-                batch_invariant=batch_invariant,
+                described, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant,
                 progress=progress,
-            )
+            )  # fmt: skip
             planner.verify_checkpoint()
             steps = {} if policy is None else requests_of(planner, ctx, policy)
             run = {name: step for name, step in steps.items() if name != "exact"}

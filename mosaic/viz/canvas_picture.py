@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mosaic.errors import UsageError
 from mosaic.units import format_bytes
@@ -20,8 +20,6 @@ from mosaic.viz.palette import COLORS, ink_on
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
-
-    from mosaic.planner.plan import Plan
 
 __all__ = [
     "HIGH",
@@ -334,29 +332,6 @@ _VISIBLE: Final = {
 """C0 controls to their pictures, C1 to the replacement character."""
 
 
-class _Step(Protocol):
-    """What `CanvasTracker.take` reads of `mosaic.decoding.Step`."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def block(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def masked(self) -> int: ...
-    @property
-    def positions(self) -> Any: ...
-    @property
-    def token_ids(self) -> Any: ...
-    @property
-    def confidence(self) -> Any: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def peak_bytes(self) -> int: ...
-
-
 class CanvasTracker:
     """Follows a generation commit by commit and gives a picture of its canvas at any moment.
 
@@ -393,11 +368,6 @@ class CanvasTracker:
         self._fresh: set[int] = set()
         self._known: dict[tuple[int, ...], Sequence[str]] = {}
 
-    @property
-    def length(self) -> int:
-        """Positions to be generated."""
-        return len(self._ids)
-
     def commit(self, positions: Sequence[int], token_ids: Sequence[int], confidences: Sequence[float]) -> None:
         """Write tokens at positions counted from the first generated one; written ones may be replaced.
 
@@ -416,15 +386,15 @@ class CanvasTracker:
             self._ids[position], self._confidences[position] = token, confidence
             self._fresh.add(position)
 
-    def take(self, step: _Step) -> None:
-        """Follow a step of the decoding loop: `model.generate(…, on_step=tracker.take)`.
+    def take(self, step: Any) -> None:
+        """Follow a `mosaic.decoding.Step`: `model.generate(…, on_step=tracker.take)`.
 
         What is beyond the canvas is left out: models that attend by blocks also fill the rest of the last one.
         """
         columns = step.positions.tolist(), step.token_ids.tolist(), step.confidence.tolist()
         for position, token, score in zip(*columns, strict=True):
             at = position - self._first
-            if 0 <= at < self.length:
+            if 0 <= at < len(self._ids):
                 # a negative score is a negative entropy; its exponential is one over the number of likely tokens
                 self.commit([at], [token], [score if score >= 0 else math.exp(score)])
         self._progress = Progress(step=step.step, block=step.block + 1, masked=step.masked)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from mosaic.errors import MissingExtra
-from mosaic.viz.charts import figure_png
+from mosaic.viz.charts import blank_figure, figure_png
 from mosaic.viz.palette import COLORS, PEAK_COLOR
 
 if TYPE_CHECKING:
@@ -89,13 +88,7 @@ class _Row:
 
 
 def graph_png(graph: Graph) -> bytes:
-    """Return the picture of a graph as PNG bytes, as notebooks show it.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
-    """
+    """Return the picture of a graph as PNG bytes, as notebooks show it."""
     return figure_png(graph_figure(graph))
 
 
@@ -104,11 +97,6 @@ def graph_figure(graph: Graph) -> Figure:
 
     A rail starts at what writes the buffer (filled dot) and ends at the last reader (hollow dot); aliases share the
     rail of their root; weights and scratch are left out. Repeated layers are drawn once, marked `x N`.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
     """
     return Picture(graph).draw()
 
@@ -261,13 +249,7 @@ class Picture:
 
     def draw(self) -> Figure:
         """Draw title, frames, rails, rows and edges, from the back to the front."""
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtra("matplotlib", "viz", "drawing a picture of a graph") from error
-        figure = Figure(figsize=(self.width, self.height), facecolor="white")
-        FigureCanvasAgg(figure)
+        figure = blank_figure(self.width, self.height, layout=None)
         axes: Axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_xlim(0, self.width)
         axes.set_ylim(self.height, 0)

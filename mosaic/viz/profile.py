@@ -1,7 +1,7 @@
 """What is alive when: the live bytes of a plan per op, by category.
 
-Pure data, read from a plan document (schema `mosaic.plan/1`) and nothing else.
-Every picture, trace and report of this package is drawn from these functions.
+Pure data, read from a plan document and nothing else. Every picture, trace and report of this package is drawn from these
+functions; a document of another schema than `mosaic.plan/1` raises `PlanFormatError`.
 """
 
 from __future__ import annotations
@@ -242,11 +242,6 @@ def live_profile(doc: Document, pools: Iterable[str] = ("workspace",)) -> LivePr
         A plan document.
     pools
         Which pools count, "state" for all states; `("workspace", "state", "weights")` gives all that is placed on the device.
-
-    Raises
-    ------
-    PlanFormatError
-        If `doc` is not of schema `mosaic.plan/1`.
     """
     check_schema(doc)
     num_ops = len(doc["ops"])

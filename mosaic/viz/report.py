@@ -47,11 +47,6 @@ def html_report(doc: Document) -> str:
     ----------
     doc
         A plan document. At 128K tokens LLaDA-8B's report is about 0.3 MB.
-
-    Raises
-    ------
-    PlanFormatError
-        If `doc` is not of schema `mosaic.plan/1`.
     """
     check_schema(doc)
     profile = live_profile(doc)

@@ -14,6 +14,7 @@ K KV heads, H size.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, 
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.joined_attention import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "launch_invariant", "reference"]
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "layer", "slot"])
@@ -153,14 +154,18 @@ def launch(
     prefix: Tensor, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int, scale: float, block: int = 0,
     kept: Tensor | None = None, kept_sums: Tensor | None = None, owner: Tensor | None = None, fresh: Tensor | None = None,
     fresh_sums: Tensor | None = None, refreshed: Tensor | None = None, scratch: Tensor | None = None,
+    fixed: bool = False,
 ) -> None:  # fmt: skip
-    """Write the attention of the query rows into y [T, N*H], and keep what is fresh; y may be q itself."""
+    """Write the attention of the query rows into y [T, N*H], and keep what is fresh; y may be q itself.
+
+    `fixed` takes tiles that give a row the same bits, however many rows there are.
+    """
     group = check(
         q, kv, extents, cu_extents, seen, cu_seqlens, positions, prefix, kept, kept_sums, owner, fresh, fresh_sums, refreshed, y,
         layer, slot, rows, kv_heads, head_size,
     )  # fmt: skip
     sequences = cu_seqlens.shape[0] - 1
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     # what is not there is not read either
     states = (q, q) if kept is None or kept_sums is None else (kept, kept_sums)
     new = (q, q) if fresh is None or fresh_sums is None else (fresh, fresh_sums)
@@ -202,3 +207,6 @@ def launch(
         num_warps=tile.warps,
         num_stages=1,
     )
+
+
+launch_invariant = partial(launch, fixed=True)

@@ -21,6 +21,7 @@ Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENTS,
 )
 
-__all__ = ["has_ring", "launch", "reference", "tile_of"]
+__all__ = ["has_ring", "launch", "launch_invariant", "reference", "tile_of"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
@@ -54,6 +55,8 @@ WIDEST: Final = 128
 RING: Final = {80: False, 90: True, 100: False}
 """From which architecture on tiles of `RING_ROWS` rows have a kernel of their own."""
 RING_ROWS, RING_KEYS, RING_SIZES = 128, 64, (64, 128)
+FIXED_ROWS: Final = 64
+"""Rows of a tile from which on each warp has whole rows: such tiles of one table give a row the same bits."""
 JOINED_HEADS: Final = 8
 """Heads of a row that a program joins the segments of."""
 JOIN_WARPS: Final = 4
@@ -340,14 +343,16 @@ def launch(
     row_start: int = 0,
     logsumexp: Tensor | None = None,
     scratch: Tensor | None = None,
+    fixed: bool = False,
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself.
 
-    `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.
+    `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores. `fixed` takes tiles that give a
+    row the same bits, however many rows there are.
     """
     group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
     # rows of results, then their maxima, then their sums; a sequence sees no more keys than the state has rows
     splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if room > 1 else 1
@@ -419,11 +424,11 @@ class Cut(NamedTuple):
     heads: int
 
 
-def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int) -> Cut:
+def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int, *, fixed: bool = False) -> Cut:
     """Cut the rows of q into as many tiles as those of the sequences may need, whatever their lengths; `group` of its heads
-    share keys, and there are `heads` such groups."""
+    share keys, and there are `heads` such groups. `fixed` takes none of the small tiles, which add up in another order."""
     rows = q.shape[0]
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
+    tile = tile_of(q, head_size, max(-(-rows // sequences) * group, FIXED_ROWS if fixed else 0))
     part = min(group, tile.rows)
     tokens = tile.rows // part
     return Cut(tile, part, (rows + sequences * (tokens - 1)) // tokens, heads * -(-group // part))
@@ -434,3 +439,6 @@ def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
+
+
+launch_invariant = partial(launch, fixed=True)

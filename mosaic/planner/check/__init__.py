@@ -59,14 +59,7 @@ from mosaic.errors import CheckFailed, PlanFormatError
 from mosaic.planner.check.claims import check_formula, check_trace
 from mosaic.planner.check.columns import Columns, Violation
 from mosaic.planner.check.launches import check_launches
-from mosaic.planner.check.reading import (
-    Numbers,
-    Records,
-    read_columns,
-    read_document,
-    read_skeleton,
-    read_statements,
-)
+from mosaic.planner.check.reading import Numbers, Records, read_columns, read_document, read_skeleton, read_statements
 from mosaic.planner.check.safety import prove_safe, proved_columns
 from mosaic.planner.check.settings import check_settings
 from mosaic.planner.check.unproved import Unproved, unproved_claims, unverified_operators

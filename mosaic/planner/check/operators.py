@@ -135,7 +135,7 @@ _NOTATION: Final = {
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
             *_kept_rows("slot"), ("divides", "head_size*V", "W"), ("divides", "W", "head_size*V"),
         ),
-        inplace="y/q",
+        inplace="y/q", invariant="invariant",
     ),
     "key_mass": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B cu_keys:int32=B+1 votes:uint8=T "
@@ -156,7 +156,7 @@ _NOTATION: Final = {
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q",
         "q extents cu_extents seen cu_seqlens positions y kv=keys,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
-        inplace="y/q",
+        inplace="y/q", invariant="invariant",
     ),
     "kv_store": _Operator(
         "k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
@@ -216,6 +216,7 @@ _NOTATION: Final = {
         rules=(
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
         ),
+        invariant="invariant",
     ),
     "prefix_logsumexp": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B votes:uint8=T cu_seqlens:int32=B+1 "
@@ -223,6 +224,7 @@ _NOTATION: Final = {
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n", "2*span*T*Q", "T Q R X E B N",
         "q extents cu_extents captured votes cu_seqlens logsumexp kv=keys,kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_SUMS, *_kv_row("kv_heads*head_size")),
+        invariant="invariant",
     ),
     "query_change": _Operator(
         "q:a=T,Q kept:a=S,W owner:int64=B prefix:int32=B cu_seqlens:int32=B+1 positions:int32=T refreshed?:int32=B "

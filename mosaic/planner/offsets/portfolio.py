@@ -17,15 +17,14 @@ from types import MappingProxyType
 from mosaic.errors import MosaicError, UnknownName
 
 from . import compiled
-from .best_fit import best_fit
 from .blocks import Blocks, Tick, blocks_of
 from .branching import advance
 from .ejection import squeeze
 from .exact import FAILED, LANES, RUNNING, SOLVED, Layout, Search, layout_of
-from .first_fit import first_fit
 from .greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from .incumbent import Incumbent, OutOfTime
 from .local_search import LocalSearch
+from .online import best_fit, first_fit
 from .periodic import fold
 from .problem import Problem, Solution
 from .skyline import PREORDERS, skyline

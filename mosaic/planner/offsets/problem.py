@@ -223,20 +223,6 @@ class Solution:
         """True if it is proven that nothing fits the capacity."""
         return self.capacity is not None and max(self.lower_bound_bytes, self.proven_bound_bytes) > self.capacity
 
-    def to_json(self) -> dict[str, object]:
-        """Return the answer as plain JSON types, offsets last."""
-        return {
-            "peak_bytes": self.peak_bytes,
-            "lower_bound_bytes": self.lower_bound_bytes,
-            "capacity": self.capacity,
-            "capacity_reached": self.capacity_reached,
-            "infeasible": self.infeasible,
-            "solver": self.solver,
-            "optimal": self.optimal,
-            "seconds": round(self.seconds, 6),
-            "offsets": list(self.offsets),
-        }
-
 
 def lower_bound(problem: Problem) -> int:
     """Return the largest live set in bytes (or the highest pinned end, if larger).
