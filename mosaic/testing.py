@@ -18,6 +18,7 @@ from torch import Tensor
 from mosaic.errors import MosaicError, UsageError
 from mosaic.kernels import kernel_of
 from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec
+from mosaic.registrar.polynomial import symbol
 
 __all__ = ["OperatorMismatch", "verify_operator"]
 
@@ -154,14 +155,14 @@ class _Case:
 
     def _cuts(self, name: str, size: str) -> list[tuple[int, int]] | None:
         """(axis, factor) of the axes of an operand that a loop over a size slices; None if one cannot be sliced."""
-        found, symbol = [], _symbol(size)
+        found = []
         for axis, dim in enumerate(self.symbolic[name].shape):
-            if isinstance(dim, int) or not dim.has(symbol):
+            if isinstance(dim, int) or size not in dim.names:
                 continue
-            factor = sympy.simplify(dim / symbol)
-            if not factor.is_Integer:
+            factor = dim / symbol(size)
+            if not isinstance(factor, int):
                 return None
-            found.append((axis, int(factor)))
+            found.append((axis, factor))
         return found
 
     def verify(self, way: Implementation, launch: _Launch, tolerance: float | None) -> Mapping[str, Tensor]:
@@ -230,33 +231,28 @@ class _Case:
         return room[_GUARD : _GUARD + size].view(dtype).view(_ints(spec.shape))
 
 
-def _symbol(name: str) -> sympy.Symbol:
-    return sympy.Symbol(name, positive=True, integer=True)
-
-
 def _parse(text: str, sizes: Mapping[str, int]) -> Spec:
     """Read a dtype and a shape, such as "float32[tokens, 64]"."""
     dtype, bracket, rest = text.partition("[")
     if not bracket or not rest.endswith("]") or not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise UsageError(f"an operand is a dtype and a shape such as 'float32[tokens, 64]', got {text!r}.")
-    symbols = {name: _symbol(name) for name in sizes}
+    written = {name: sympy.Symbol(name) for name in sizes}
     shape: list[Dim] = []
     for part in filter(None, map(str.strip, rest[:-1].split(","))):
-        dim = sympy.sympify(part, locals=symbols)
-        unknown = dim.free_symbols - set(symbols.values())
+        size = sympy.sympify(part, locals=written)
+        unknown = size.free_symbols - set(written.values())
         if unknown:
             raise UsageError(f"{text!r} needs sizes for {', '.join(sorted(map(str, unknown)))}.")
-        shape.append(int(dim) if dim.is_Integer else dim)
+        shape.append(sympy.lambdify(written.values(), size, "math")(*map(symbol, written)))
     return Spec(tuple(shape), dtype)
 
 
 def _shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    numbers = {_symbol(name): value for name, value in sizes.items()}
-    return tuple(dim if isinstance(dim, int) else int(dim.subs(numbers)) for dim in spec.shape)
+    return _ints(tuple(dim if isinstance(dim, int) else dim.at(sizes) for dim in spec.shape))
 
 
 def _ints(shape: tuple[Dim, ...]) -> tuple[int, ...]:
-    return tuple(map(int, shape))
+    return tuple(size for size in shape if isinstance(size, int))
 
 
 def _random(spec: Spec, generator: torch.Generator) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import sympy
 
 from mosaic.errors import GraphError
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
+from mosaic.registrar.polynomial import symbol
 
 TOKENS, ROWS, SEQS, SPAN, EXTENTS, KEYS = (
-    sympy.Symbol(name, positive=True, integer=True) for name in ("tokens", "kv_rows", "seqs", "span", "extents", "keys")
+    symbol(name) for name in ("tokens", "kv_rows", "seqs", "span", "extents", "keys")
 )
 BOUNDS, COUNTS = Spec((SEQS + 1,), "int32"), Spec((SEQS,), "int32")
 Q, SUMS = Spec((TOKENS, 64), "bfloat16"), Spec((TOKENS, 8), "float32")
@@ -37,12 +37,12 @@ def test_contracts_count_this_layers_work() -> None:
     specs, attrs = ({k: v for k, v in PREFIX.items() if isinstance(v, Spec) == kind} for kind in (True, False))
     rule = contract("prefix_attention")
     assert rule.infer(**PREFIX) == (Q, SUMS)
-    assert sympy.expand(rule.flops(**PREFIX)) == 4 * SPAN * TOKENS * 64
+    assert rule.flops(**PREFIX) == 4 * SPAN * TOKENS * 64
     where = 8 * (SEQS + 1) + 32 * EXTENTS + 4 * SEQS + 4 * TOKENS
     moved = where + TOKENS * (2 * 128 + 32) + KEYS * 2 * 2 * 8 * 2
-    assert sympy.expand(rule.moved({**specs, "y": Q, "logsumexp": SUMS}, attrs) - moved) == 0
+    assert rule.moved({**specs, "y": Q, "logsumexp": SUMS}, attrs) - moved == 0
     rule = contract("joined_attention")
-    assert rule.infer(**JOINED) == (Q,) and sympy.expand(rule.flops(**JOINED)) == 4 * 4 * TOKENS * 64
+    assert rule.infer(**JOINED) == (Q,) and rule.flops(**JOINED) == 4 * 4 * TOKENS * 64
     own, kept = SEQS * 4 * 2 * 2 * 8 * 2, TOKENS * (128 + 4 * 2)
     for states, fresh in ((STATES, FRESH), (STATES, {}), ({}, FRESH)):
         given = {**WINDOW, "prefix": COUNTS, **states, **fresh, "y": Q}
@@ -50,15 +50,15 @@ def test_contracts_count_this_layers_work() -> None:
         moved += kept + 8 * SEQS if states else 0
         moved += TOKENS * (128 + 32) + 4 * SEQS if fresh else 0
         attrs = {name: JOINED[name] for name in ("layer", "slot", "rows", "kv_heads", "head_size", "scale", "block")}
-        assert sympy.expand(rule.moved(given, attrs) - moved) == 0
+        assert rule.moved(given, attrs) - moved == 0
         assert rule.infer(**{k: v for k, v in given.items() if k != "y"}, **attrs) == (Q,)
     for name, given in (("prefix_attention", PREFIX), ("joined_attention", JOINED)):
-        assert contract(name).rate == "attention" and sympy.expand(contract(name).rate_rows(**given)) == 8 * TOKENS
+        assert contract(name).rate == "attention" and contract(name).rate_rows(**given) == 8 * TOKENS
     rule, changed = contract("query_change"), Spec((SEQS,), "float32")
-    assert rule.infer(**CHANGE) == (changed,) and sympy.expand(rule.flops(**CHANGE)) == 5 * TOKENS * 64
+    assert rule.infer(**CHANGE) == (changed,) and rule.flops(**CHANGE) == 5 * TOKENS * 64
     specs = {name: spec for name, spec in CHANGE.items() if name != "rows"} | {"change": changed}
     moved = 2 * TOKENS * 128 + 8 * SEQS + 3 * 4 * SEQS + 4 * (SEQS + 1) + 4 * TOKENS
-    assert sympy.expand(rule.moved(specs, {"rows": 4}) - moved) == 0
+    assert rule.moved(specs, {"rows": 4}) - moved == 0
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import sympy
-
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import StepInputs
     from mosaic.models.residency import Hidden, Residency
     from mosaic.models.state import State
     from mosaic.registrar.graph import Buffer, Graph
     from mosaic.registrar.operator import Dim
+    from mosaic.registrar.polynomial import Polynomial
 
 __all__ = ["Ending", "StepGraph"]
 
@@ -51,9 +50,9 @@ class StepGraph(Protocol):
     g: Graph
     arch: Architecture
     inputs: StepInputs
-    tokens: sympy.Symbol
-    seqs: sympy.Symbol
-    span: sympy.Symbol
+    tokens: Polynomial
+    seqs: Polynomial
+    span: Polynomial
     first_graph: bool
     residency: Residency
     on_host: bool
@@ -103,7 +102,7 @@ class Ending(Protocol):
     g: Graph
     arch: Architecture
     inputs: StepInputs
-    masked: sympy.Symbol
+    masked: Polynomial
     cu_seqlens: Buffer
 
     @property

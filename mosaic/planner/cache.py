@@ -87,7 +87,7 @@ def forget() -> None:
 
 
 def _register(model: Model, backend: str, phase: Phase, choices: Mapping[str, str] | None) -> Any:
-    return model.graph(backend=backend, choices=choices, phase=phase)
+    return model.graph(backend=backend, choices=choices, phase=phase, brief=phase.shipped)
 
 
 def _key(model: Model, backend: str, phase: Phase) -> str:

@@ -1,7 +1,7 @@
 """An operator, declared once: what it means, what carries it out on each backend, and what pictures call its operands.
 
 The one record holds operands, shape rule, FLOPs and bytes moved, and an `Implementation` per kernel that can launch it.
-Nothing here imports torch, nor sympy before a rule needs it: plans whose templates are cached start without both.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import GraphError, UnknownName
 from mosaic.registrar.dtypes import ITEMSIZE
-
-if TYPE_CHECKING:
-    import sympy
+from mosaic.registrar.polynomial import Dim, Polynomial
 
 __all__ = [
     "BACKENDS",
@@ -36,7 +34,6 @@ __all__ = [
     "require",
 ]
 
-Dim: TypeAlias = "int | sympy.Expr"
 Backend: TypeAlias = Literal["cuda", "cpu"]
 Rate: TypeAlias = Literal["memory", "gemm", "few_rows", "attention", "unembed", "sampled_unembed", "link"]
 Role: TypeAlias = Literal["hidden", "attention", "ffn", "logits and head", "statistics"]
@@ -77,25 +74,23 @@ def require(condition: bool, message: str) -> None:
         raise GraphError(message)
 
 
-def exact(size: Dim) -> sympy.Expr:
-    """Take a size as an expression, whose quotients are not rounded.
+def exact(size: Dim) -> Polynomial:
+    """Take a size as a polynomial, whose quotients are not rounded.
 
-    >>> exact(3) / 2
-    3/2
+    >>> exact(3) / 2, exact(4096) / 128
+    (3/2, 32)
     """
-    import sympy
-
-    return sympy.sympify(size)
+    return size if isinstance(size, Polynomial) else Polynomial([((), size)])
 
 
 def divides(size: Dim, width: Dim) -> bool:
     """Tell whether `width` is a multiple of `size` whatever the dims are.
 
-    >>> import sympy
-    >>> divides(128, 4096), divides(128, 128 * sympy.Symbol("r", integer=True)), divides(3, 4)
+    >>> from mosaic.registrar.polynomial import symbol
+    >>> divides(128, 4096), divides(128, 128 * symbol("r")), divides(3, 4)
     (True, True, False)
     """
-    return (exact(width) / size).is_integer is True
+    return exact(exact(width) / size).is_whole
 
 
 Infer: TypeAlias = Callable[..., Sequence[Spec]]
@@ -345,7 +340,7 @@ def _larger(a: Dim, b: Dim) -> Dim:
     """The larger of two sizes; of polynomials of which neither is the larger for all dims, their sum."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
-    difference = exact(a - b).expand()
+    difference = exact(a - b)
     if difference.is_nonnegative:
         return a
-    return b if difference.is_nonpositive else a + b
+    return b if exact(b - a).is_nonnegative else a + b

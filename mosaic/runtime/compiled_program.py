@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import sympy
 from torch import Tensor
 
 from mosaic.errors import UnknownName, UsageError
@@ -254,8 +253,8 @@ class CompiledProgram(Face):
                 got = list(inputs[name].shape)
                 raise UsageError(f"input '{name}' of '{step}': expected {len(shape)} axes, got {got}.")
             for dim, size in zip(shape, inputs[name].shape, strict=True):
-                if isinstance(dim, sympy.Symbol) and self._graph(step).dims[str(dim)].value is None:
-                    yield name, str(dim), size
+                if not isinstance(dim, int) and dim.name and self._graph(step).dims[dim.name].value is None:
+                    yield name, dim.name, size
 
     # --- looking and leaving --------------------------------------------------------------------------------------
 

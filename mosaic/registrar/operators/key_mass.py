@@ -60,14 +60,14 @@ def require_tiles(q: Spec, positions: Spec | None, block: int, rows: int, tiles:
 
 def require_sets(q: Spec, kv_heads: int, head_size: int, sets: int) -> None:
     """Refuse queries without all heads, and sets that have no equal number of heads of one key-value head each."""
-    columns = exact(q.shape[-1])
+    columns = q.shape[-1]
     require(
-        len(q.shape) == 2 and bool(columns.is_Integer) and columns % (kv_heads * head_size) == 0,
+        len(q.shape) == 2 and isinstance(columns, int) and columns % (kv_heads * head_size) == 0,
         f"q must have all heads of {head_size} for {kv_heads} KV heads, it has {columns} columns",
     )
     require(
         sets > 0 and divides(kv_heads, sets) and divides(sets * head_size, columns),
-        f"sets must be a multiple of the {kv_heads} KV heads that divides the {columns / head_size} query heads, not {sets}",
+        f"sets must be a multiple of the {kv_heads} KV heads that divides the {exact(columns) / head_size} query heads, not {sets}",
     )
 
 

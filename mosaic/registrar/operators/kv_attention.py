@@ -26,9 +26,9 @@ def infer(
     *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim, block: int = 0, parts: Dim = 1,
 ) -> tuple[Spec]:  # fmt: skip
     width = kv_heads * head_size
-    columns = exact(q.shape[-1])
+    columns = q.shape[-1]
     require(
-        len(q.shape) == 2 and bool(columns.is_Integer) and columns % width == 0,
+        len(q.shape) == 2 and isinstance(columns, int) and columns % width == 0,
         f"q must have all heads of {head_size} for {kv_heads} KV heads, it has {columns} columns",
     )
     require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
