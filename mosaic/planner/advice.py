@@ -68,10 +68,8 @@ class Misfit:
     ----------
     needed_bytes, available_bytes
         Smallest total over all moves, and the budget.
-    floor
-        What holds the floor: "the fixed part", or the op at whose live set the workspace peaks.
-    largest
-        Names and bytes of the largest buffers there.
+    floor, largest
+        "the fixed part", or the op at whose live set the workspace peaks; names and bytes of the largest buffers there.
     max_ctx_tokens
         Largest context that fits this budget; 0 if none.
     smallest_budget_bytes

@@ -73,18 +73,9 @@ class Order:
         return _order_of(problem, solution.offsets)
 
     def replay(self, sizes: Sequence[int] | NDArray[np.integer]) -> tuple[Any, int]:
-        """Return (offsets, peak) for new sizes, in bytes.
+        """Return (offsets, peak) in bytes for other sizes, a sequence of int or an array of integers [n].
 
-        Parameters
-        ----------
-        sizes : sequence of int, or array of integers [n]
-            Bytes per buffer of the problem, at least 0. Members of an alias group keep their distances.
-
-        Returns
-        -------
-        offsets : list of int, or array int64 [n]
-            In the form that `sizes` came in.
-        peak : int
+        Offsets are a list, or int64 [n] for an array. Members of an alias group keep their distances.
 
         Raises
         ------
