@@ -9,33 +9,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
 
 
-def infer(
-    q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, scale: float, span: Dim, block: int = 0
-) -> tuple[Spec]:
-    require(k.shape == v.shape, f"k and v must have one shape, not {k} and {v}")
-    for name, width in (("q", q.shape[-1]), ("k", k.shape[-1])):
-        require(divides(head_size, width), f"{name} must have heads of {head_size}, it has {width} columns")
-    heads, groups = heads_of(q, head_size), heads_of(k, head_size)
-    require(divides(groups, heads), f"{heads} query heads do not divide into {groups} groups")
+def rules(*, block: int, **_: object) -> None:
     require(block >= 0, f"block must be a number of rows, or 0 for none, not {block}")
-    return (q,)
-
-
-def heads_of(x: Spec, head_size: int) -> Dim:
-    return exact(x.shape[-1]) / head_size
-
-
-def flops(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, span: Dim, **_: object) -> Dim:
-    return 4 * span * q.elements
-
-
-def query_rows_and_heads(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, **_: object) -> Dim:
-    """Return the launch's query rows times heads, which its rate goes by: they fill a GPU."""
-    return q.shape[0] * heads_of(q, head_size)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -65,14 +44,15 @@ def one_sequence(specs: Specs, attrs: Attrs) -> bool:
 
 OPERATOR = Operator(
     name="attention",
-    reads=("q", "k", "v", "cu_seqlens"),
-    writes=("y",),
-    whole=frozenset({"k", "v"}),
+    operands="""
+        q:a[T, G*K*head_size] k@:a[S, K*head_size] v@:a[S, K*head_size] cu_seqlens:i32[B+1] -> y:a[T, G*K*head_size]
+    """,
+    attrs="head_size scale span block=0",
     inplace=(("y", "q"),),
-    infer=infer,
-    flops=flops,
+    rules=rules,
+    flops="4*span*q",
     rate="attention",
-    rate_rows=query_rows_and_heads,
+    rate_rows="T*G*K",
     implementations=(
         Implementation(
             name="cpu", backend="cpu", kernel="mosaic.kernels.attention", scratch=Tiled(tiles), row_origin="q"
