@@ -6,7 +6,7 @@ guarded, operands are whole or sliced as a chunk loop slices them, and share sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mosaic.errors import MosaicError, UsageError
 from mosaic.kernels import kernel_of
+from mosaic.kernels.binding import Kernel, reference_of
 from mosaic.registrar.operands import parse, shapes
 from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec, exact
 from mosaic.registrar.sizes import symbol
@@ -141,7 +142,7 @@ class _Case:
         }
         operator.work(**given, **attrs)
         wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in reads.items()}
-        expected = _by_name(operator, _reference(operator)(**{k: v.clone() for k, v in wide.items()}, **attrs))
+        expected = _by_name(operator, reference_of(operator)(**{k: v.clone() for k, v in wide.items()}, **attrs))
         return cls(
             operator=operator, backend=backend, sizes=rows, attrs=attrs, symbolic=symbolic, specs=specs, reads=reads,
             expected=expected,
@@ -182,7 +183,7 @@ class _Case:
             written, read = launch.inplace
             operands[written] = operands[read]
         size = self.operator.scratch_bytes(self.backend, self.specs, self.attrs)
-        run = getattr(kernel := kernel_of(way), "launch", kernel)
+        run = Kernel(self.operator, way, kernel_of(way)).launch
         for views, start in self._iterations(operands, way, launch):
             more: dict[str, Any] = {} if way.row_origin is None else {"row_start": start}
             if size:
@@ -270,16 +271,6 @@ def _random(spec: Spec, generator: torch.Generator) -> Tensor:
     if not dtype.is_floating_point:
         return torch.zeros(_ints(spec.shape, {}), dtype=dtype)
     return torch.randn(_ints(spec.shape, {}), generator=generator, dtype=torch.float64).to(dtype)
-
-
-def _reference(operator: Operator) -> Callable[..., Any]:
-    if operator.reference is not None:
-        return operator.reference
-    ways = operator.on("cpu")
-    found: Callable[..., Any] | None = getattr(kernel_of(ways[0]), "reference", None) if ways else None
-    if found is None:
-        raise UsageError(f"'{operator.name}' has no reference; give Operator(reference=…).")
-    return found
 
 
 def _by_name(operator: Operator, result: Any) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from test_kernels import F32, Case, check_allocates_nothing, strided
 from test_kv import starts
 from torch import Tensor
 
-from mosaic.errors import GraphError, MosaicError, RuntimeMemoryError, UnknownName
+from mosaic.errors import GraphError, MosaicError, RuntimeMemoryError
 from mosaic.kernels import load
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
@@ -299,11 +299,11 @@ def test_operands_that_do_not_fit_are_refused(changed: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(("changed", "error", "message"), [
-    ({"history": "emma"}, UnknownName, "ema"),
-    ({"threshold": "means"}, UnknownName, "mean"),
-    ({"placeholders": "mask"}, UnknownName, "masked"),
-    ({"rank": "botom"}, UnknownName, "bottom"),
-    ({"after": torch.zeros(1, 2, 64)[..., :32]}, GraphError, "operand 'before' is"),
+    ({"history": "emma"}, GraphError, "history must be one of cumulative, ema, block, not 'emma'"),
+    ({"threshold": "means"}, GraphError, "threshold must be one of deviation, mean"),
+    ({"placeholders": "mask"}, GraphError, "placeholders must be one of masked"),
+    ({"rank": "botom"}, GraphError, "rank must be one of importance, bottom"),
+    ({"after": torch.zeros(1, 2, 64)[..., :32]}, GraphError, "operand 'after' is"),
     ({"listed": torch.zeros(1, 64, dtype=I32)[:, ::2]}, GraphError, "stride 2 inside a row"),
 ])  # fmt: skip
 def test_a_launch_that_does_not_fit_is_refused(changed: dict[str, Any], error: type[MosaicError], message: str) -> None:

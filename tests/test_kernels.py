@@ -123,7 +123,7 @@ def test_scratch_table_names_only_kernels() -> None:
 
 def test_an_implementation_is_loaded_by_name() -> None:
     module = load("attention", "cuda", "cudnn")
-    assert module.__name__ == "mosaic.kernels.cuda.attention_cudnn" and callable(module.launch)
+    assert module.module.__name__ == "mosaic.kernels.cuda.attention_cudnn" and callable(module.launch)
     with pytest.raises(UnknownName, match=r"implementation of attention on cuda 'cudn'. Did you mean 'cudnn'"):
         load("attention", "cuda", "cudn")
     for name, backend in (("linear", "cuda"), ("attention", "cpu")):
@@ -511,7 +511,7 @@ def test_shift_rows(aliased: bool) -> None:
     expected = case.outputs["y"].tolist()
     assert expected == [0, 0, 3, 5, 5, 10, 12]
     if aliased:
-        load("shift_rows").launch(**case.operands, y=rows, scratch=case.scratch())
+        load("shift_rows").module.launch(**case.operands, y=rows, scratch=case.scratch())
         assert rows.tolist() == expected
 
 
@@ -592,7 +592,7 @@ def test_confidence(aliased: bool) -> None:
     case.launch()
     assert_within(case.outputs["y"], expected, bound)
     if aliased:
-        load("confidence").launch(maximum=maximum, logsumexp=logsumexp, y=maximum)
+        load("confidence").module.launch(maximum=maximum, logsumexp=logsumexp, y=maximum)
         assert torch.equal(maximum, case.outputs["y"])
 
 
@@ -870,13 +870,13 @@ def test_a_scratch_buffer_that_is_too_small_is_refused_with_numbers() -> None:
 
 
 def test_wrong_shapes_and_strides_are_refused() -> None:
-    with pytest.raises(GraphError, match=r"linear: operand 'y' is \[3, 4\] .* expected \[3, 5\]"):
+    with pytest.raises(GraphError, match=r"linear: operand 'y' is float32\[3, 4\], expected float32\[3, 5\]"):
         load("linear").launch(x=torch.ones(3, 2), weight=torch.ones(5, 2), y=torch.empty(3, 4))
     table = {"positions": torch.zeros(3, dtype=torch.int32), "inv_freq": torch.ones(2)}
-    with pytest.raises(GraphError, match="rotary: operand 'x' has 9 columns, expected a multiple of the head size 4"):
+    with pytest.raises(GraphError, match=r"rotary: operand 'x' is float32\[3, 9\], expected float32\[3, N\*4\]"):
         load("rotary").launch(x=torch.ones(3, 9), **table, head_size=4)
     case = attention_case((5,), 3, 2, 4, F32)
-    with pytest.raises(GraphError, match="attention: 3 query heads do not divide into 2 groups"):
+    with pytest.raises(GraphError, match=r"attention: operand '.' is float32\[5, 12\], expected float32\[5, G\*2\*4\]"):
         case.launch()
     with pytest.raises(GraphError, match="stride"):
         load("silu_mul").launch(gate=torch.ones(4, 4), up=torch.ones(4, 4).t())

@@ -176,8 +176,8 @@ def test_operands_that_do_not_fit_are_refused(changed: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"pool": 4}, "pool is 4, expected an odd number"),
-    ({"layer": 3}, "layer 3 among them"),
+    ({"pool": 4}, "pool must be odd, not 4"),
+    ({"layer": 3}, "not layer 3"),
     ({"listed": torch.zeros(2, 6, dtype=torch.int32)[:, ::2]}, "stride 2 inside a row"),
     ({"importance": torch.empty(2, 1, 6)[..., :3]}, "must lie side by side"),
     ({"first": torch.zeros(2)}, "operand 'first' is"),

@@ -20,9 +20,8 @@ from torch import Tensor
 from mosaic.kernels.cuda.kv_attention import attend_tile, cut_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-from mosaic.kernels.joined_attention import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "layer", "slot"])
@@ -155,10 +154,7 @@ def launch(
     fresh_sums: Tensor | None = None, refreshed: Tensor | None = None, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H], and keep what is fresh; y may be q itself."""
-    group = check(
-        q, kv, extents, cu_extents, seen, cu_seqlens, positions, prefix, kept, kept_sums, owner, fresh, fresh_sums, refreshed, y,
-        layer, slot, rows, kv_heads, head_size,
-    )  # fmt: skip
+    group = q.shape[1] // (kv_heads * head_size)
     sequences = cu_seqlens.shape[0] - 1
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
     # what is not there is not read either

@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from mosaic.kernels.cuda import kv_attention
-from mosaic.kernels.prefix_attention import reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 
 def launch(*, q: Tensor, y: Tensor, logsumexp: Tensor, scratch: Tensor | None = None, **given: Any) -> None:

@@ -20,10 +20,9 @@ from mosaic.kernels.cuda.key_mass import tile_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, share_of
-from mosaic.kernels.prefix_logsumexp import check, reference
 from mosaic.registrar.operators.prefix_logsumexp import SPLIT_KEYS, SPLITS
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 JOINED: Final = 64
 """Log-sum-exps that a program joins the splits of."""
@@ -145,7 +144,7 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the log-sum-exps of voting rows into logsumexp [T, N]."""
-    group = check(q, kv, extents, cu_extents, captured, votes, cu_seqlens, logsumexp, layer, kv_heads, head_size)
+    group = q.shape[1] // (kv_heads * head_size)
     (rows, heads), sequences = logsumexp.shape, cu_seqlens.shape[0] - 1
     tile = tile_of(q, head_size, -(-rows // sequences) * group)
     part = min(group, tile.rows)

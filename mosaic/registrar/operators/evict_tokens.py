@@ -68,7 +68,7 @@ OPERATOR = Operator(
     name="evict_tokens",
     operands="""
         before@#:f32[B, K, P] after@#:f32[B, K, P] listed@#:i32[B, P] first@:i32[B] progress@:i32[B] status@:u8[T]
-        positions@:i32[T] cu_seqlens@:i32[B+1] decoded@:i32[B] owner@:i64[B] state!@#:f32[E, 2] ranks?@#:f32[B, P]
+        positions@:i32[T] cu_seqlens@:i32[B+1] decoded@:i32[B] owner@:i64[B] state!@:f32[E, 2] ranks?@#:f32[B, P]
         -> rows:i64[T] bounds:i32[B+1] total:i64[1] seen:i32[B]
     """,
     attrs="alpha history threshold placeholders weight=0.0 keep=0 rank='importance'",

@@ -51,7 +51,7 @@ def query_sums(specs: Specs, attrs: Attrs) -> Dim:
 OPERATOR = Operator(
     name="page_bounds",
     operands="""
-        q@:a[T, M*sets*head_size] extrema@#:a[E, J*2*kv_heads*head_size] page_table@:i64[N] cu_pages@:i32[B+1] votes@:u8[T]
+        q@:a[T, M*sets*head_size] extrema@:a[E, J*2*kv_heads*head_size] page_table@:i64[N] cu_pages@:i32[B+1] votes@:u8[T]
         cu_seqlens@:i32[B+1] positions?@:i32[T] -> bound:f32[sets*tiles, columns]
     """,
     attrs="slot kv_heads head_size sets columns page_span statistic='mean' block=0 rows=0 tiles=1",

@@ -31,7 +31,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 OPERATOR = Operator(
     name="page_extrema",
     operands=f"""
-        {KV} page_table@:i64[N] cu_pages@:i32[B+1] first_page@:i32[B] extrema!@#:a[E, J*2*kv_heads*head_size]
+        {KV} page_table@:i64[N] cu_pages@:i32[B+1] first_page@:i32[B] extrema!@:a[E, J*2*kv_heads*head_size]
     """,
     attrs="layer slot page kv_heads head_size tokens",
     rules=rules,
