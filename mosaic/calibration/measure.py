@@ -104,8 +104,8 @@ class Bench:
         specs = {name: Spec(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
         size = int(shipped(operator).scratch_bytes(self.backend, specs, attrs))
         scratch = torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
-        launch = self.load(operator, implementation).launch
-        return lambda: launch(**tensors, **attrs, scratch=scratch)
+        call: Call = self.load(operator, implementation).bind(**tensors, **attrs, scratch=scratch)
+        return call
 
     def random(self, *shape: int) -> Tensor:
         """Return normal bfloat16 data: a card's power, and with it its clock, depends on the bits."""
