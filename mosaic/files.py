@@ -27,8 +27,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bo
     data
         The content; text is written as UTF-8 with `\\n` line ends.
     durable
-        Wait until the disk has the content. Without it a machine that crashes may leave an empty file or half of one:
-        for what can be made again and whose readers notice.
+        Wait until the disk has the content. Without it a crash of the machine may leave an empty file or half of one: for
+        content that can be made again and whose readers notice damage.
 
     Raises
     ------
