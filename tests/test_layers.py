@@ -17,8 +17,9 @@ from mosaic.models.policies.focus import Focus
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.mage import Selected
 from mosaic.models.policies.mage_options import SparseAttention
+from mosaic.planner.body import Body
 from mosaic.planner.layers import copies
-from mosaic.planner.template import Body, compile_body
+from mosaic.planner.template import compile_body
 from mosaic.registrar.validate import validate
 
 TOP = Commit(score="confidence", rule="top")

@@ -74,7 +74,6 @@ def plan(
         _compare(compare, as_json)
         return
     from mosaic.cli.exports import check_targets, export
-    from mosaic.cli.progress import compiling
     from mosaic.cli.request import read_model, read_request, scaled
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
@@ -96,30 +95,28 @@ def plan(
     check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
     with collector_paused():  # to the end, or what planning has made is looked through while it is shown
-        with compiling() as progress:
-            planner = Planner(
-                described, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant,
-                progress=progress,
-            )  # fmt: skip
-            planner.verify_checkpoint()
-            steps = {} if policy is None else requests_of(planner, ctx, policy)
-            run = {name: step for name, step in steps.items() if name != "exact"}
-            if evicting is not None:
-                evicting.check(described.architecture)
-                blocks = run or {"later": block_of(planner, ctx, seq_lens)}
-                cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
-                run = {name: step for name, (_, step) in cut.items()}
-            if run:
-                request = next((step for step in run.values() if not planner.fits(step)), run["later"])
-            else:
-                request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
-            made = planner.plan(request, solver=solver)
-            reason = None if made.fits else misfit(planner, request, made)
-            if reason is None and policy is not None:
-                others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
-            if reason is None and evicting is not None:
-                whole, evicted = cut["later"]
-                graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
+        planner = Planner(
+            described, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant,
+        )  # fmt: skip
+        planner.verify_checkpoint()
+        steps = {} if policy is None else requests_of(planner, ctx, policy)
+        run = {name: step for name, step in steps.items() if name != "exact"}
+        if evicting is not None:
+            evicting.check(described.architecture)
+            blocks = run or {"later": block_of(planner, ctx, seq_lens)}
+            cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
+            run = {name: step for name, (_, step) in cut.items()}
+        if run:
+            request = next((step for step in run.values() if not planner.fits(step)), run["later"])
+        else:
+            request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
+        made = planner.plan(request, solver=solver)
+        reason = None if made.fits else misfit(planner, request, made)
+        if reason is None and policy is not None:
+            others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+        if reason is None and evicting is not None:
+            whole, evicted = cut["later"]
+            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
         if device is None and not as_json:
             note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
         if planner.budget_bytes > planner.device.memory_bytes:

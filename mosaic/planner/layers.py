@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from mosaic.errors import GraphError
+from mosaic.planner.body import BufferRecord, OpRecord, RegionRecord
+from mosaic.registrar.parts import Run
 
 __all__ = ["Tables", "copies", "repeat"]
 
@@ -41,8 +43,8 @@ def copies(earlier: Any, later: Any, more: int) -> Iterator[Any]:
         yield json.loads(form % tuple([number + further * step for number, step in counted]))
 
 
-def repeat(tables: Tables, run: Any, makers: Sequence[Callable[..., Any]]) -> None:
-    """Insert the layers of a run that were left out; `makers` turn plain rows into records."""
+def repeat(tables: Tables, run: Run) -> None:
+    """Insert the layers of a run that were left out."""
     earlier, later = ([table[i:j] for table, i, j in zip(tables, *ends, strict=True)] for ends in pairwise(run.ends))
     _, starts, ends = run.ends
     op, buffer, region, *_ = (_moved(i, run.more * (j - i)) for i, j in zip(starts, ends, strict=True))
@@ -50,7 +52,7 @@ def repeat(tables: Tables, run: Any, makers: Sequence[Callable[..., Any]]) -> No
     for table, at in zip(tables, ends, strict=True):
         del table[at:]
     for layer in copies(earlier, later, run.more):
-        for table, make, rows in zip(tables, makers, layer, strict=True):
+        for table, make, rows in zip(tables, _MAKERS, layer, strict=True):
             table.extend(make(*row) for row in rows)
     tables[0].extend(
         o._replace(
@@ -69,3 +71,10 @@ def repeat(tables: Tables, run: Any, makers: Sequence[Callable[..., Any]]) -> No
 def _moved(start: int, by: int) -> Callable[[Any], Any]:
     """Map the numbers from `start` on, those of the last layer that a run has or of what follows, to where they come to be."""
     return lambda number: number if number is None or number < start else number + by
+
+
+def _row(*fields: Any) -> tuple[Any, ...]:
+    return fields
+
+
+_MAKERS = (OpRecord, BufferRecord, RegionRecord, _row, _row)

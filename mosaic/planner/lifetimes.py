@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mosaic.planner.template import Access, Body
+from mosaic.planner.body import Access, Body
 
 __all__ = ["BarrierRecord", "Lifetimes", "derive"]
 

@@ -6,9 +6,8 @@ requests cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from itertools import count
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -31,10 +30,8 @@ from mosaic.planner.template import collector_paused
 from mosaic.units import Size, parse_bytes
 from mosaic.version import __version__
 
-__all__ = ["Planner", "Progress", "Settings", "plan", "plan_point", "read_budgets"]
+__all__ = ["Planner", "Settings", "plan", "plan_point", "read_budgets"]
 
-Progress: TypeAlias = Callable[[int, str], None]
-"""Told (how many bodies have been compiled, the name of the next) before each."""
 Settings: TypeAlias = Mapping[str, int | str | None]
 """A configuration: rows per chunk by knob (None: off), an option by choice."""
 KEPT_CONFIGS: Final = 4
@@ -58,9 +55,6 @@ class Planner:
         Choices that are not free, such as {"stream": "all"}.
     batch_invariant
         Plan steps in which what a request gets does not depend, to the bit, on the others in its step.
-    progress
-        Called before something is compiled, which takes seconds where the cache is empty: how many bodies the planner has
-        compiled so far, and the name of the next.
 
     Examples
     --------
@@ -78,7 +72,6 @@ class Planner:
         host_budget: Size | None = None,
         pinned: Mapping[str, str] | None = None,
         batch_invariant: bool = False,
-        progress: Progress | None = None,
     ) -> None:
         self.model = model if isinstance(model, Model) else load(model)
         self.device = load_device(device)
@@ -87,7 +80,6 @@ class Planner:
         self._spaces: dict[Phase, Space] = {}
         self._longest: dict[tuple[Any, ...], int] = {}
         self._fitting: dict[Phase, tuple[Config, ...]] = {}
-        self._progress, self._compiled = progress, count()
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
         """Return the same planner with more choices pinned; what it has compiled is shared."""
@@ -109,7 +101,7 @@ class Planner:
         """Return a planner for another device and all of its memory; what this one has compiled and derived is shared."""
         other = Planner(
             self.model, device=device, host_budget=self.host_budget_bytes, pinned=self.pinned,
-            batch_invariant=self.batch_invariant, progress=self._progress,
+            batch_invariant=self.batch_invariant,
         )  # fmt: skip
         if device.backend == self.device.backend:
             other._spaces = {phase: space.on(device) for phase, space in self._spaces.items()}
@@ -118,13 +110,9 @@ class Planner:
     def space(self, phase: Phase = FULL_STEP) -> Space:
         """Return the configurations of one kind of step."""
         if phase not in self._spaces:
-            template = template_of(self.model, backend=self.device.backend, phase=phase, watcher=self._report)
+            template = template_of(self.model, backend=self.device.backend, phase=phase)
             self._spaces[phase] = Space(template, self.device, batch_invariant=self.batch_invariant)
         return self._spaces[phase]
-
-    def _report(self, name: str) -> None:
-        if self._progress is not None:
-            self._progress(next(self._compiled), name)
 
     def at(self, step: Request | StepSize) -> Point:
         """Return the space at a step's dims."""

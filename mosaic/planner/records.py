@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mosaic.planner.body import BufferRecord
 from mosaic.planner.check import Numbers, Records
 from mosaic.planner.lifetimes import BarrierRecord
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
-from mosaic.planner.template import BufferRecord
 
 __all__ = ["Tables", "numbers_of", "records_of"]
 

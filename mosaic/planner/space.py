@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import Device
+from mosaic.planner.body import Body
 from mosaic.planner.check import Records
 from mosaic.planner.cost import OpTimes
 from mosaic.planner.grid import Config, Grid
 from mosaic.planner.lifetimes import Lifetimes, derive
 from mosaic.planner.offsets import Guard, Order, Solution
 from mosaic.planner.peaks import ALIGNMENT, PeakFormula, peak_formula
-from mosaic.planner.template import Body, Template
+from mosaic.planner.template import Template
 from mosaic.units import round_up
 
 if TYPE_CHECKING:

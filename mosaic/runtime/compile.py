@@ -19,7 +19,6 @@ from mosaic.units import Size, parse_tokens
 if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.models import Model
-    from mosaic.planner.planner import Progress
     from mosaic.registrar.program import Build, Program
     from mosaic.runtime.compiled_program import CompiledProgram
 
@@ -41,7 +40,6 @@ def compile(
     batch_invariant: bool = False,
     debug: Debug = None,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> CompiledModel: ...
 
 
@@ -77,7 +75,6 @@ def compile(
     batch_invariant: bool = False,
     debug: Debug = None,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> CompiledModel | CompiledProgram:
     """Plan a model or a program, load its weights into planned memory, and return it ready to be called.
 
@@ -117,8 +114,6 @@ def compile(
         "poison" fills every buffer with NaN before and after its lifetime, and makes it an error to change a weight.
     seed
         For random weights.
-    progress
-        Told what is compiled, which takes seconds the first time; see `Planner`.
 
     Raises
     ------
@@ -163,7 +158,7 @@ def compile(
     longest = None if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
     planner = planner_of(
         source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module),
-        batch_invariant=batch_invariant, progress=progress,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
     engine = ModelEngine(

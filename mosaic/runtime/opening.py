@@ -20,7 +20,7 @@ from mosaic.units import Size
 
 if TYPE_CHECKING:
     from mosaic.devices import Device
-    from mosaic.planner.planner import Planner, Progress
+    from mosaic.planner.planner import Planner
 
 __all__ = ["Plans", "config_of", "graph_memory", "in_use", "open_workspace", "planner_of", "usable_device"]
 
@@ -55,7 +55,6 @@ def planner_of(
     *,
     adopts: bool,
     batch_invariant: bool = False,
-    progress: Progress | None,
 ) -> Planner:
     """Make the planner of a model's description, for a device that this process has.
 
@@ -72,7 +71,7 @@ def planner_of(
         described = described.with_dtype(str(dtype).removeprefix("torch."))
     return Planner(
         described, device=usable_device(device), budget=budget, host_budget=host_budget,
-        pinned={"stream": "none"} if adopts else None, batch_invariant=batch_invariant, progress=progress,
+        pinned={"stream": "none"} if adopts else None, batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
