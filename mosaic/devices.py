@@ -1,7 +1,7 @@
 """What a card is: memory, bandwidth, rates, fixed bytes. Built-in profiles, and a user's own from TOML.
 
-Figures that nobody measured on the card are estimates from data sheets, and
-`estimated` says so wherever they are shown. Nothing here touches a driver.
+Figures that were not measured on the card are estimates from data sheets, and `estimated` says so. Nothing here touches a
+driver.
 """
 
 from __future__ import annotations

@@ -253,16 +253,6 @@ def test_more_than_nine_million_rows_times_sections_are_not_searched(rig: Rig) -
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seconds", "greedy"), [(0.035, False), (0.037, True)])
-def test_a_scan_of_many_blocks_is_begun_where_there_is_time_for_it(
-    rig: Rig, clock: Clock, seconds: float, greedy: bool
-) -> None:
-    """4 ns a pair: 3,001 blocks take 36 ms."""
-    solution = solve(problem_of(count=3_001), timeout_s=seconds)
-    assert ("greedy_by_size" in rig.asked) == greedy
-    assert solution.seconds == 0.0 and rig.squeezed == [None]
-
-
 @pytest.mark.parametrize(("seconds", "searched"), [(0.007, False), (0.009, True)])
 def test_an_exact_search_is_laid_out_where_there_is_time_for_it(
     rig: Rig, clock: Clock, seconds: float, searched: bool

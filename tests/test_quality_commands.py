@@ -22,10 +22,8 @@ def quality(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--k", "5"), "--k, --page and --exact-layers go with --attention"),
-        (("--attention", "mage", "--exact-layers", "99"), "99 exact layers of the model's"),
+        (("--attention", "mage:exact_layers=99"), "99 exact layers of the model's"),
         (("--attention", "mage", "--model", "small"), "this model attends in both directions, so its keys change"),
-        (("--alpha", "2"), "--alpha goes with --eviction, such as --eviction focus"),
         (("--eviction", "focus", "--model", "small"), "eviction: this model attends in both directions"),
         (("--rope-scaling", "yarn"), "cannot read the rotary scaling 'yarn'"),
         (("--model", "sdar-8b"), "give small, small-sdar or a checkpoint directory"),
@@ -38,14 +36,14 @@ def test_exact_match_that_cannot_be_measured_is_refused(more: tuple[str, ...], m
 
 
 def test_exact_match_is_measured_with_the_sparse_options_that_are_given(quality: Any) -> None:
-    ran = quality(*EXACT, "--attention", "sparsed", "--k", "8", "--page", "4", "--json")
+    ran = quality(*EXACT, "--attention", "sparsed:k=8:page=4", "--json")
     assert ran.code == 0
     said = ran.json["settings"]["options"]["attention"]
     assert (said["k"], said["page"], said["exact_steps"]) == (8, 4, 0.2)
 
 
 def test_exact_match_is_measured_with_the_eviction_that_is_given(quality: Any) -> None:
-    ran = quality(*EXACT, "--eviction", "focus", "--alpha", "1.8", "--json")
+    ran = quality(*EXACT, "--eviction", "focus:alpha=1.8", "--json")
     assert ran.code == 0 and ran.json["settings"]["options"]["eviction"]["alpha"] == 1.8
 
 

@@ -216,10 +216,8 @@ def measure_fixed_part(
     free_bytes
         Reads the counter.
     helper
-        Python code that the process runs with the file of the device's profile as its argument: it prints what it holds
-        as one line of JSON and waits for the end of its input.
-    timeout_s
-        When the process is ended.
+        Python code of the process. Its argument is the device's profile file; it prints what it holds as one line of JSON and
+        waits for the end of its input.
 
     Raises
     ------
@@ -252,10 +250,9 @@ def measure_fixed_part(
 
 
 def hold_models(profile: str) -> None:
-    """Load kernels and run small models on the card, say what of this process's memory is pages, and wait for the end
-    of the input.
+    """Load kernels, run small models, print what of the process's memory is pages, and wait for the end of the input.
 
-    What runs in the process that `measure_fixed_part` starts.
+    The process that `measure_fixed_part` starts runs it.
     """
     device = load_device(profile)
     load_kernels(cuda_bench(target_s=0.0))

@@ -74,24 +74,16 @@ class Bench:
 
     Parameters
     ----------
-    title
-        What its maker calls it.
     device, backend
         Where PyTorch puts tensors for it, and whose kernels run on it.
-    memory_bytes
-        Total by its driver.
-    cache_bytes
-        Size of its last cache.
+    memory_bytes, cache_bytes
+        Total by its driver, and the size of its last cache.
     versions
-        Of what was measured with, by name.
-    timer
-        Its clock.
+        Of the packages it is measured with, by name.
     load
-        Gives the module of an operator and, where there are several, an implementation.
+        Gives the module of an operator and, of several, an implementation.
     pinned
-        Gives this many bytes of pinned host memory, uint8.
-    free_bytes
-        Tells what is free on it.
+        Gives a number of bytes of pinned host memory, uint8.
     """
 
     title: str
@@ -184,11 +176,9 @@ class FixedPart:
     Parameters
     ----------
     used_bytes
-        All that it takes, by the device's own counter.
-    pages_bytes
-        Of those, pages of plans.
-    library_bytes
-        Of those, what PyTorch's allocator holds: the workspaces of cuBLAS.
+        All that it takes, by the device's counter.
+    pages_bytes, library_bytes
+        Parts of it: pages of plans, and what PyTorch's allocator holds (workspaces of cuBLAS).
     note
         What could not be loaded, or empty.
     """

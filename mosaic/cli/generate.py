@@ -67,13 +67,7 @@ def generate(
     minimal_topk: o.MinimalTopK = None,
     ahead: o.Ahead = None,
     attention: o.Attention = None,
-    k: o.K = None,
-    page: o.Page = None,
-    exact_layers: o.ExactLayers = None,
-    reuse_steps: o.ReuseSteps = None,
-    reuse_change: o.ReuseChange = None,
     eviction: o.Eviction = None,
-    alpha: o.Alpha = None,
     block_cache: o.BlockCache = None,
     block_commit: o.BlockCommit = None,
     rope_scaling: o.RopeScaling = None,
@@ -174,7 +168,7 @@ def _encode(text: str, tokenizer: Tokenizer | None, chat: bool, model: Model) ->
 
 
 def _outlook(job: _Job) -> list[str]:
-    """What is to be said of a large model before it is loaded; a small one is done before anybody has read it."""
+    """Warnings about a large model before it is loaded; none for a small one."""
     from mosaic.cli.outlook import LARGE, available_bytes, outlook
     from mosaic.planner import Planner, Request
 

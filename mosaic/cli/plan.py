@@ -47,13 +47,7 @@ def plan(
         str, typer.Option(help="Offset solver; see `mosaic pack --solver help`.", autocompletion=solver_names)
     ] = "auto",
     attention: o.Attention = None,
-    k: o.K = None,
-    page: o.Page = None,
-    exact_layers: o.ExactLayers = None,
-    reuse_steps: o.ReuseSteps = None,
-    reuse_change: o.ReuseChange = None,
     eviction: o.Eviction = None,
-    alpha: o.Alpha = None,
     block_cache: o.BlockCache = None,
     rope_scaling: o.RopeScaling = None,
     batch_invariant: o.BatchInvariant = False,
@@ -76,17 +70,18 @@ def plan(
     from mosaic.cli.exports import check_targets, export
     from mosaic.cli.request import read_model, read_request, scaled
     from mosaic.devices import DEFAULT_DEVICE
+    from mosaic.models.policies.registry import options_of
     from mosaic.planner.advice import misfit
     from mosaic.planner.planner import Planner
     from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
-    policy = o.policy_options("attention", context.params)
+    policy = None if attention is None else options_of("attention", attention)
     if policy is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
-    evicting = o.policy_options("eviction", context.params)
+    evicting = None if eviction is None else options_of("eviction", eviction)
     if evicting is not None and (masked, mask_ratio) != (None, None):
         raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
     if block_cache is not None and evicting is None:

@@ -10,9 +10,9 @@ from typing import Final
 from mosaic.decoding import block_diffusion, block_editing, dream, fast_dllm, fast_dllm_v2, llada
 from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
-from mosaic.decoding.sharing import SharedSizes
 from mosaic.models.architecture import Architecture
 from mosaic.models.step import StepSize
+from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes"]
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
-from mosaic.decoding.sharing import SharedSizes
 from mosaic.decoding.streaming import OnStep, Step, Streamer
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import UsageError
@@ -38,8 +37,7 @@ from mosaic.runtime.range_pool import ClosesOnExit
 
 if TYPE_CHECKING:
     from mosaic.models.state import State
-    from mosaic.runtime.launched import Launched
-    from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
+    from mosaic.runtime.steps import Outcome, StepRequest, StepResult, StepRunner
 
 __all__ = ["CREW_TOKENS", "DOUBT", "Session"]
 
@@ -52,9 +50,6 @@ EXPERTS: Final = 4
 """`CREW_TOKENS` grows by this factor if a feed-forward has experts, as each of two steps reads nearly all of them."""
 
 _log = logging.getLogger(__name__)
-_SESSIONS: Final[WeakValueDictionary[int, WeakSet[Session]]] = WeakValueDictionary()
-"""The sessions of each model by the model's id, as one session leaves room for the steps of the others. A session holds its
-model, so no other model gets the id while an entry lives."""
 
 
 class _Described(NamedTuple):
@@ -76,7 +71,7 @@ class _Asked(NamedTuple):
     """What live requests asked for, and the step that was launched for it."""
 
     requests: list[StepRequest]
-    launched: Launched
+    launched: Outcome
     cut: bool
 
     def proceed(self) -> None:
@@ -123,7 +118,6 @@ class Session(ClosesOnExit):
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
         self._given = WeakSet[LiveRequest]()  # live and ended requests
-        self._shared = SharedSizes()  # of live requests
         self._launched: list[_Asked] = []  # in order, until their outcomes are given
         self.launched_in_vain = 0
         """Steps that were launched ahead and whose outcomes no request took."""
@@ -132,8 +126,7 @@ class Session(ClosesOnExit):
         self._closed = self._giving = False
         self._read: Tokenizer | None = None
         with runner.exclusive():
-            self._sessions = _SESSIONS.setdefault(id(runner), WeakSet())
-            self._sessions.add(self)
+            self._shared = runner.sharing()
 
     @property
     def live(self) -> tuple[LiveRequest, ...]:
@@ -248,10 +241,7 @@ class Session(ClosesOnExit):
         rows: Counter[State] = Counter()
         for described in more:
             rows.update(described.demand)
-        sizes = self._shared.beside([described.largest for described in more])
-        if rows:  # they stand beside the steps of the model's other sessions
-            sizes += [size for other in self._sessions if other is not self for size in other._shared.beside([])]
-        return sizes, rows
+        return self._shared.beside([described.largest for described in more]), rows
 
     def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
         """Whether each of the steps fits, with these rows taken."""

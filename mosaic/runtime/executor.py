@@ -89,6 +89,8 @@ class Executor:
 
     Attributes
     ----------
+    records
+        What the plan says, typed.
     captured
         Whether steps are replayed from a graph.
     not_captured
@@ -109,7 +111,7 @@ class Executor:
         graphs: GraphMemory | None = None,
     ) -> None:
         self.document: Mapping[str, Any] = getattr(plan, "document", plan)
-        self._records = records_in(plan)
+        self.records = records_in(plan)
         if self.document.get("schema") != SCHEMA:
             raise PlanFormatError(
                 f"the plan's schema is {self.document.get('schema')!r}, this runtime runs '{SCHEMA}'."
@@ -136,23 +138,23 @@ class Executor:
 
     def _bind(self) -> None:
         """Make all views and calls for the addresses that the pools have now."""
+        self._slabs = [part for part in self.workspace.pages.ranges.values() if hasattr(part, "generation")]
         self._generations = self._moves()
         self.drop_graph()
-        regions = Regions(self._records)
-        self._views = Views(self._records, regions, self.workspace, self._tensors)
+        regions = Regions(self.records)
+        self._views = Views(self.records, regions, self.workspace, self._tensors)
         self._inputs, self._outputs = self._named("input"), self._named("output")
         self._writer = HostInputs(self._inputs)
-        self._uses_host = any(pool.name == HOST and pool.capacity for pool in self._records.pools)
-        poison = Poison(self._records, regions, self._views) if self.debug == "poison" else None
-        self._guard = WeightGuard(self._records, self._views, self.workspace) if self.debug == "poison" else None
+        self._uses_host = any(pool.name == HOST and pool.capacity for pool in self.records.pools)
+        poison = Poison(self.records, regions, self._views) if self.debug == "poison" else None
+        self._guard = WeightGuard(self.records, self._views, self.workspace) if self.debug == "poison" else None
         self.segments: tuple[Segment, ...] = unroll(
-            self._records, self._operators, regions, self._views, self._streams, poison
+            self.records, self._operators, regions, self._views, self._streams, poison
         )
 
-    def _moves(self) -> dict[str, int]:
+    def _moves(self) -> list[int]:
         """How often each pool has moved: slabs do when they grow, ranges of virtual memory never."""
-        ranges = self.workspace.pages.ranges.items()
-        return {name: part.generation for name, part in ranges if hasattr(part, "generation")}
+        return [slabs.generation for slabs in self._slabs]
 
     def _host_changes(self) -> int:
         """How often the pinned memory that the plan copies from and to was added to or given back."""
@@ -160,11 +162,11 @@ class Executor:
 
     def _follow(self) -> None:
         """Bind again where a pool has moved since; views made before are dangling."""
-        if self._moves() != self._generations:
+        if self._slabs and self._moves() != self._generations:
             self._bind()
 
     def _named(self, kind: str) -> Mapping[str, Tensor]:
-        mine = {b.name: self._views.whole(b.id) for b in self._records.buffers if b.kind == kind}
+        mine = {b.name: self._views.whole(b.id) for b in self.records.buffers if b.kind == kind}
         return MappingProxyType(mine)
 
     # --- what callers see -----------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ class Executor:
     def buffer(self, name: str) -> Tensor:
         """View a whole buffer by name; its contents are those of the plan's moment."""
         self._follow()
-        for record in self._records.buffers:
+        for record in self.records.buffers:
             if record.name == name:
                 return self._views.whole(record.id)
         raise UsageError(f"the plan has no buffer '{name}'.")

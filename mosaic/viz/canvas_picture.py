@@ -410,7 +410,7 @@ class CanvasTracker:
         Parameters
         ----------
         steps, blocks
-            How many there will be in all; 0 where nobody knows.
+            How many there will be in all; 0: unknown.
         tokens_per_second, max_lines
             What is shown beside it, and how much of it is shown.
         """
@@ -433,7 +433,7 @@ class CanvasTracker:
         return cells
 
     def _runs(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Where tokens stand without a mask between them: a character may be spread over several."""
+        """Runs of tokens without a mask between them, with their starts: a character may be spread over several tokens."""
         runs: list[tuple[int, tuple[int, ...]]] = []
         start, run = 0, list[int]()
         for position, token in enumerate([*self._ids, None]):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mosaic.viz.charts import blank_figure, figure_png
 from mosaic.viz.palette import COLORS, PEAK_COLOR
@@ -19,14 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mosaic.registrar.graph import (
-        Buffer,
-        Graph,
-        Op,
-        Region,
-    )  # symbolic, slow to import: not for every plan's picture
+    from mosaic.registrar.parts import Buffer, DimInfo, Edge, Op, Region
 
-__all__ = ["Picture", "graph_figure", "graph_png"]
+__all__ = ["Drawn", "Picture", "graph_figure", "graph_png"]
 
 _NUMBERED: Final = re.compile(r"((?:.*?/)?\w+)\.(\d+)(?=/)")  # "layers.3" of "layers.3/ffn/gate"
 _MAIN: Final = "main"
@@ -87,12 +82,30 @@ class _Row:
     kind: str | None  # of the buffer, None for an op
 
 
-def graph_png(graph: Graph) -> bytes:
+class Drawn(Protocol):
+    """What is drawn of a graph."""
+
+    name: str
+    dims: dict[str, DimInfo]
+    tiles: dict[str, int]
+    ops: list[Op]
+    buffers: list[Buffer]
+    regions: list[Region]
+
+    @property
+    def edges(self) -> list[Edge]:
+        """What orders ops of several streams."""
+
+    def root(self, buffer: Buffer) -> Buffer:
+        """Return the buffer whose storage this one occupies."""
+
+
+def graph_png(graph: Drawn) -> bytes:
     """Return the picture of a graph as PNG bytes, as notebooks show it."""
     return figure_png(graph_figure(graph))
 
 
-def graph_figure(graph: Graph) -> Figure:
+def graph_figure(graph: Drawn) -> Figure:
     """Draw ops as boxes in program order, loops as tinted frames, side streams in lanes of their own, buffers as rails.
 
     A rail starts at what writes the buffer (filled dot) and ends at the last reader (hollow dot); aliases share the
@@ -104,7 +117,7 @@ def graph_figure(graph: Graph) -> Figure:
 # -- what is shown -------------------------------------------------------------------------------------------------
 
 
-def _repeats(graph: Graph) -> Iterator[tuple[list[Op], int]]:
+def _repeats(graph: Drawn) -> Iterator[tuple[list[Op], int]]:
     """Runs of ops in order, each with how often it follows itself: layers of equal structure count as one run."""
     layers = [(key, list(ops)) for key, ops in groupby(graph.ops, key=_layer)]
     at = 0
@@ -143,7 +156,7 @@ def _structure(ops: Sequence[Op], key: tuple[str, str]) -> list[tuple[object, ..
 class Picture:
     """Lays a graph out in rows and rails, then draws it."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Drawn) -> None:
         self.graph = graph
         self.streams = [_MAIN, *dict.fromkeys(op.stream for op in graph.ops if op.stream != _MAIN)]
         shown = {b.id for op in graph.ops for b in op.operands.values() if b.kind not in _UNSEEN}
