@@ -73,7 +73,7 @@ class Variant:
     body: Body
     life: Lifetimes
     formula: PeakFormula
-    orders: list[tuple[Order, Guard, str]] = field(default_factory=list)
+    orders: dict[tuple[int, ...], tuple[Order, Guard, str]] = field(default_factory=dict)
     last_solved: tuple[tuple[str, tuple[int, ...]], Solution] | None = None
     records: Records | None = None
     tables: Tables | None = None
