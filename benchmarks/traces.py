@@ -196,7 +196,7 @@ def flat_importance(model: CompiledModel) -> None:
     """
     arch, weights = model.architecture, model.weights()
     names = arch.names
-    if arch.head_norms:
+    if arch.attention.head_norms:
         weights[names.query_norm.format(layer=0)].zero_()
         weights[names.query_norm.format(layer=1)].fill_(_GAIN)
         return

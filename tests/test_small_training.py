@@ -580,7 +580,7 @@ def test_checkpoints_have_the_layout_of_their_family(small: SimpleNamespace, tmp
     small.checkpoint.save(model, tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 11.9 * 2**20
     architecture = load(str(tmp_path)).architecture
-    assert (architecture.hidden, architecture.layers, architecture.kv_heads) == (256, 6, sizes.kv_heads)
+    assert (architecture.hidden, architecture.layers, architecture.attention.kv_heads) == (256, 6, sizes.kv_heads)
     assert (architecture.mask_token_id, architecture.vocabulary) == (MASK, 640)
     assert architecture.max_positions >= 8192
     tensors = small.checkpoint.named_tensors(model)

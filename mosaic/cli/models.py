@@ -25,8 +25,9 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and 
         weights = round_up(point.pool_bytes(point.config({}), "weights"), point.space.device.page_bytes)
         rows.append(
             {
-                "name": name, "family": model.family, "layers": arch.layers, "hidden": arch.hidden, "heads": arch.heads,
-                "kv_heads": arch.kv_heads, "ffn": arch.ffn, "experts": arch.experts, "vocabulary": arch.vocabulary,
+                "name": name, "family": model.family, "layers": arch.layers, "hidden": arch.hidden,
+                "heads": arch.attention.heads, "kv_heads": arch.attention.kv_heads, "ffn": arch.feed_forward.size,
+                "experts": arch.feed_forward.experts, "vocabulary": arch.vocabulary,
                 "dtype": arch.dtype, "weights_bytes": weights,
             }
         )  # fmt: skip

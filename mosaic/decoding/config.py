@@ -291,13 +291,11 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
 
 def own_algorithm(architecture: Architecture) -> str:
     """Name the algorithm that a family was published with."""
+    if architecture.published:
+        return architecture.published
     if not architecture.block:
         return "dream" if architecture.shifted else "llada"
-    if architecture.shifted:
-        return "fast-dllm-v2"
-    if architecture.editing:
-        return "llada2.1"
-    return "llada2" if architecture.router_scoring == "sigmoid" else "sdar"
+    return "fast-dllm-v2" if architecture.shifted else "sdar"
 
 
 def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:

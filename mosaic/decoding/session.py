@@ -380,7 +380,7 @@ class Session(ClosesOnExit):
         if _on_device(asked):
             return list(group)
         tokens = sum(one.token_ids.numel() for one in chain(asked, *(step.requests for step in self._launched)))
-        least = CREW_TOKENS * (EXPERTS if self._runner.architecture.experts else 1)
+        least = CREW_TOKENS * (EXPERTS if self._runner.architecture.feed_forward.experts else 1)
         if len(self._live) < 2 or tokens < 2 * least or not self._runner.asynchronous:
             return None
         half = -(-len(self._live) // 2)

@@ -42,7 +42,7 @@ def bind(
         layer, slot, rows, kv_heads, head_size,
     )  # fmt: skip
     given, given_sums, sums, *found = tiles_of("joined_attention", scratch, {"q": q}, head_size=head_size)
-    converted, tiles = parted(found, 1)
+    converted, tiles = parted(found, masked=True)
     shape = (-1, kv_heads, group, head_size)
     q_KTGH, y_KTGH = (x.view(shape).transpose(0, 1) for x in (q, y))
     places = None

@@ -70,7 +70,7 @@ def bind(
         kv_heads, head_size, tiles,
     )  # fmt: skip
     found = tiles_of("selected_attention", scratch, {"q": q}, head_size=head_size, k=k)
-    (chosen, place, gathered), (converted, scratches) = found[:3], parted(found[3:], 1)
+    (chosen, place, gathered), (converted, scratches) = found[:3], parted(found[3:], masked=True)
     places, steps, listed = chosen.numpy(), np.arange(page), selected.numpy()
     q_STMH, y_STMH = (x.view(x.shape[0], sets, members, head_size).transpose(0, 1) for x in (q, y))
     numbers = numbers_of(k, page)

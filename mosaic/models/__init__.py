@@ -23,6 +23,7 @@ from mosaic.models.values import FLOATS, dtype_of
 if TYPE_CHECKING:
     from mosaic.registrar.graph import Graph
     from mosaic.registrar.program import Program
+    from mosaic.registrar.schemes.scheme import Scheme
 
 __all__ = ["FAMILIES", "PRESETS", "Model", "load"]
 
@@ -64,6 +65,10 @@ class Model:
         if dtype not in FLOATS:
             raise UnknownName("dtype", dtype, FLOATS)
         return replace(self, architecture=replace(self.architecture, dtype=dtype))
+
+    def with_scheme(self, scheme: Scheme) -> Model:
+        """Return the same model with the matrices of its layers stored in a scheme."""
+        return replace(self, architecture=replace(self.architecture, scheme=scheme))
 
     def with_rope_scaling(self, kind: str, factor: float) -> Model:
         """Return the same model with another rotary scaling than its config asks for; its base and trained positions stay.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import StepInputs
     from mosaic.models.residency import Hidden, Residency
+    from mosaic.models.rotary import Rotary
     from mosaic.models.state import State
     from mosaic.registrar.graph import Buffer, Graph
     from mosaic.registrar.operator import Dim
@@ -38,7 +39,7 @@ class StepGraph(Protocol):
     positions, cu_seqlens
         int32 [T] and [B + 1].
     inv_freq, sequences
-        Rotary frequencies; where each sequence has its own, the number of each token's sequence, else None.
+        Rotary frequencies by their rule; where each sequence has its own, the number of each token's sequence, else None.
     kv
         The state [R, W] that keys are kept in, where the cache policy has one.
     fused
@@ -58,7 +59,7 @@ class StepGraph(Protocol):
     on_host: bool
     positions: Buffer
     cu_seqlens: Buffer
-    inv_freq: Buffer
+    inv_freq: dict[Rotary, Buffer]
     sequences: Buffer | None
     kv: Buffer
     fused: bool
@@ -67,6 +68,9 @@ class StepGraph(Protocol):
     @property
     def hidden(self) -> Hidden:
         """The hidden states of all tokens."""
+
+    def sees(self, layer: int, /) -> Buffer | None:
+        """Return the keys [begin, end) of its sequence that each token sees in a layer, int32 [T, 2]; None: as the block says."""
 
     def state(self, state: State, /) -> Buffer:
         """Return the buffer of a state."""

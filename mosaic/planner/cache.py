@@ -9,6 +9,7 @@ from typing import Any
 from mosaic.models import Model
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner.template import Template, compile_template
+from mosaic.registrar.schemes.plain import PLAIN
 
 __all__ = ["forget", "template_of"]
 
@@ -29,5 +30,6 @@ def forget() -> None:
 
 
 def _register(model: Model, backend: str, phase: Phase, choices: Mapping[str, str] | None) -> Any:
-    """A phase with parts of a user's own has all of its layers registered: nothing says that they are of one kind."""
-    return model.graph(backend=backend, choices=choices, phase=phase, brief=phase.shipped)
+    """A phase with parts of a user's own, or a scheme, has all of its layers registered: nothing says that they are of one kind."""
+    brief = phase.shipped and model.architecture.scheme is PLAIN
+    return model.graph(backend=backend, choices=choices, phase=phase, brief=brief)

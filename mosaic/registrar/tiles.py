@@ -137,11 +137,11 @@ def norm_tiles(rows: Dim, heads: Dim, width: Dim, dtype: str) -> Tiles:
     return epsilon, Tile((TILE_ROWS, heads, 1), compute), wide, Tile((width,), compute)
 
 
-def attention_tiles(head_size: int, dtype: str, block: int) -> Tiles:
-    """List the tiles of an online softmax: scores, accumulator, five vectors, and for blocks what masks the keys."""
+def attention_tiles(head_size: int, dtype: str, *, masked: bool) -> Tiles:
+    """List the tiles of an online softmax: scores, accumulator, five vectors, and what masks keys that some rows do not see."""
     vector = Tile((QUERY_ROWS,), dtype)
     own = (Tile((SCORES,), dtype), Tile((QUERY_ROWS, head_size), dtype), *(vector,) * 5)
-    if not block:
+    if not masked:
         return own
     return (*own, Tile((QUERY_ROWS,), "int64"), Tile((WHOLE_KEYS,), "int64"), Tile((SCORES,), "bool"))
 

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from mosaic.errors import UsageError
 from mosaic.models.parts import KV, LOGITS
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.state import State, rows_by_name
 from mosaic.models.step import StepSize, most_rows
+from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.face import Face
@@ -370,7 +372,18 @@ class CompiledModel(Face):
             return MappingProxyType(self._engine.weights.show())
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint directory that `compile` reads: model.safetensors and config.json."""
+        """Write a checkpoint directory that `compile` reads: model.safetensors and config.json.
+
+        Raises
+        ------
+        UsageError
+            If matrices are stored in a scheme: a checkpoint has them as they were.
+        """
+        scheme = self.architecture.scheme
+        if scheme is not PLAIN:
+            raise UsageError(
+                f"the scheme '{scheme.name}' stores the model's matrices; save a model that is compiled without."
+            )
         with self._engine.turn():
             config = {**self.model.config, "torch_dtype": self.architecture.dtype}
             save_checkpoint(path, self._engine.weights.views, config)

@@ -95,7 +95,7 @@ class WeightStore:
         views = weight_views(plan, workspace)
         if model.path is None:
             staging = self._staging(plan) if self._device.type == "cuda" and streamed_bytes(plan) else None
-            fill_randomly(views, seed=self._seed, staging=staging)
+            fill_randomly(views, seed=self._seed, staging=staging, architecture=model.architecture)
             if staging is not None:
                 workspace.trim_all({"workspace": 0})
         else:

@@ -1,13 +1,14 @@
 """attention on CUDA: softmax(q k^T * scale) v per sequence of a packed batch, bidirectional or in blocks, grouped-query.
 
-Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32; head_size, scale, span,
-block) -> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row `row_start + r` of the packed
-batch and sees the keys of its own sequence; with `block`, those of its own block of `block` rows and of the blocks before;
-a row in no sequence is left as it was. Online softmax (Milakov and Gimelshein
-2018, arXiv 1805.02867) in float32 over tiles of query rows times tiles of keys, as in FlashAttention (Dao et al. 2022).
-A tile of query rows may span sequences: each row then masks the keys of the others, so nothing is read on the host and a
-batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S keys, B sequences, N query
-heads, K KV heads, H head size.
+Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32, sees[T, 2] int32? sliced;
+head_size, scale, span, block) -> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row
+`row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own block of `block` rows
+and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]); a row in no sequence is left as it was.
+
+Online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) in float32 over tiles of query rows times tiles of keys, as in
+FlashAttention (Dao et al. 2022). A tile of query rows may span sequences: each row then masks the keys of the others, so nothing
+is read on the host and a batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S keys, B
+sequences, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def attention_kernel(
     k,
     v,
     cu_seqlens,
+    sees,
     y,
     q_stride,
     k_stride,
@@ -51,6 +53,7 @@ def attention_kernel(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     SEEN: tl.constexpr,
+    SEES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -70,6 +73,9 @@ def attention_kernel(
         start = end
     if SEEN:  # rows of a block see no later one
         last = tl.minimum(last, first + ((row_start + row - first) // SEEN + 1) * SEEN)
+    if SEES:
+        last = tl.minimum(last, first + tl.load(sees + row * 2 + 1, mask=row < rows, other=0))
+        first += tl.load(sees + row * 2, mask=row < rows, other=0)
     here = last > first
     high = tl.max(last, 0)
     low = tl.min(tl.where(here, first, high), 0)
@@ -118,6 +124,7 @@ def launch(
     v: Tensor,
     cu_seqlens: Tensor,
     y: Tensor,
+    sees: Tensor | None = None,
     head_size: int,
     scale: float,
     span: int = 0,
@@ -127,13 +134,14 @@ def launch(
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
     rows = q.shape[0]
-    heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size)
+    heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size, sees)
     tile = tile_for(since(TILES, q) if head_size <= WIDEST else NARROW, q)
     attention_kernel[(triton.cdiv(rows, tile.rows), heads)](
         q,
         k,
         v,
         cu_seqlens,
+        cu_seqlens if sees is None else sees,
         y,
         q.stride(0),
         k.stride(0),
@@ -146,6 +154,7 @@ def launch(
         GROUP=heads // kv_heads,
         SIZE=head_size,
         SEEN=block,
+        SEES=sees is not None,
         BLOCK_Q=tile.rows,
         BLOCK_K=tile.columns,
         BLOCK_H=power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),

@@ -1,11 +1,11 @@
 """kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
 Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
-int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, keys, block, parts)
--> y[T, N*H]; y may overwrite q; `span`, `keys` and `parts` are for the planner alone. Row r of q is row `row_start + r` of the
-packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before
-(p // block + 1) * block. Where a key lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key,
-is left as it was.
+int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, sees[T, 2] int32? sliced; layer, kv_heads, head_size, scale,
+span, keys, block, parts) -> y[T, N*H]; y may overwrite q; `span`, `keys` and `parts` are for the planner alone. Row r of q is row
+`row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before
+(p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key lies,
+`mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
 (FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as
@@ -146,11 +146,13 @@ def kv_attention_kernel(
     capacity,
     layer,
     scale_log2,
+    sees,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PART: tl.constexpr,
     SIZE: tl.constexpr,
     SEEN: tl.constexpr,
+    SEES: tl.constexpr,
     SPLIT: tl.constexpr,
     SUMS: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -192,6 +194,10 @@ def kv_attention_kernel(
         position = tl.load(positions + row, mask=here, other=0)
         limit = tl.minimum(limit, (position // SEEN + 1) * SEEN)
     low = tl.min(tl.where(here, limit, keys), 0)
+    if SEES:  # every tile of keys may hide some from a row
+        limit = tl.minimum(limit, tl.load(sees + row * 2 + 1, mask=here, other=0))
+        since = tl.load(sees + row * 2, mask=here, other=0)
+        low = 0
     high = tl.max(limit, 0)
 
     column = tl.arange(0, BLOCK_H)
@@ -219,6 +225,8 @@ def kv_attention_kernel(
             k = kv + keys_at
             v = k + HEADS * count * SIZE
             start = tl.maximum(begin, segment * share)
+            if SEES:
+                start = tl.maximum(start, tl.min(tl.where(here, since, high), 0))
             stop = tl.minimum(tl.minimum(end, (segment + 1) * share), high)
             whole = start + tl.maximum(tl.minimum(stop, low) - start, 0) // BLOCK_K * BLOCK_K
             for at in range(start, whole, BLOCK_K):
@@ -234,6 +242,8 @@ def kv_attention_kernel(
                 k_tile = tl.load(k + offset, mask=there, other=0.0)
                 v_tile = tl.load(v + offset, mask=there, other=0.0)
                 keep = (at + key < stop)[None, :] & (at + key[None, :] < limit[:, None])
+                if SEES:
+                    keep = keep & (at + key[None, :] >= since[:, None])
                 maximum, total, accumulator = attend_tile(
                     queries, k_tile, v_tile, keep, scale_log2, maximum, total, accumulator, MASKED=True
                 )
@@ -332,6 +342,7 @@ def launch(
     cu_seqlens: Tensor,
     positions: Tensor,
     y: Tensor,
+    sees: Tensor | None = None,
     layer: int,
     kv_heads: int,
     head_size: int,
@@ -350,7 +361,7 @@ def launch(
     `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores. `fixed` takes tiles that give a
     row the same bits, however many rows there are.
     """
-    group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
+    group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size, sees)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
@@ -370,7 +381,7 @@ def launch(
     sizes = (y.stride(0), sums.stride(0), rows, row_start, sequences, room, layer, scale / math.log(2))
     operands = (extents, cu_extents, seen, cu_seqlens, positions, y, sums, partials, q.stride(0))
     wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
-    if tile.rows == RING_ROWS and has_ring(kv, head_size):
+    if tile.rows == RING_ROWS and sees is None and has_ring(kv, head_size):
         alone = {"SEQUENCES": 1} if sequences == 1 else {}
         launch_tiles((tiles, heads, splits), q, kv, operands, sizes, {**constants, "BLOCK_K": RING_KEYS, **alone})
     else:
@@ -380,7 +391,9 @@ def launch(
             *operands,
             kv.stride(0),
             *sizes,
+            positions if sees is None else sees,
             **constants,
+            SEES=sees is not None,
             BLOCK_H=wide,
             num_warps=tile.warps,
             num_stages=tile.stages,

@@ -52,7 +52,9 @@ def heads_of_sets(kernel: str, q: Tensor, head_size: int, kv_heads: int, sets: i
     return heads // sets
 
 
-def check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, head_size: int) -> tuple[int, int]:
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, head_size: int, sees: Tensor | None = None
+) -> tuple[int, int]:
     """Check the operands of an attention kernel; return its query heads and its key-value heads."""
     heads, kv_heads = heads_of("attention", "q", q, head_size), heads_of("attention", "k", k, head_size)
     if heads % kv_heads:
@@ -65,5 +67,6 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tens
         v=(v, keys, q.dtype),
         y=(y, queries, q.dtype),
         cu_seqlens=(cu_seqlens, (cu_seqlens.shape[0],), torch.int32),
+        **({} if sees is None else {"sees": (sees, (q.shape[0], 2), torch.int32)}),
     )
     return heads, kv_heads

@@ -21,7 +21,7 @@ class Way(NamedTuple):
 
     name: str
     takes: str = ""  # the launches in words; empty: every launch
-    absent: str = ""  # an attribute that is not there, or 0
+    absent: tuple[str, ...] = ()  # attributes that are not there, or 0, and operands that are not
     multiple: tuple[str, int, int] = ("", 1, 1)  # an attribute, of what it is a multiple, and its limit
     dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # an operand, and what it may be in
     elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has
@@ -88,14 +88,15 @@ _SUMS: Final[tuple[Rule, ...]] = (
 )  # one for each query head
 _NUMBERS: Final = (("numbers", "k", "page"),)
 _CUDNN: Final = Way(
-    "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent="block",
+    "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent=("block", "sees"),
     multiple=("head_size", 8, 128), dtypes=("q", frozenset({"bfloat16", "float16"})), elements=("cu_seqlens", 2),
 )  # fmt: skip
 _NOTATION: Final = {
     "attention": _Operator(
-        "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B y:a=*T,Q", "q k v cu_seqlens", "y", "head_size:n scale:x span?:n block?:n",
-        "4*span*T*Q", "S", rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")),
-        inplace="y/q", shown=(("B", "seqs+1"), ("P", "kv_heads*head_size")), ways=(_CUDNN, Way("triton")), invariant="triton",
+        "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B sees?:int32=*T,2 y:a=*T,Q", "q k v cu_seqlens sees?", "y",
+        "head_size:n scale:x span?:n block?:n", "4*span*T*Q", "S",
+        rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")), inplace="y/q",
+        shown=(("B", "seqs+1"), ("P", "kv_heads*head_size")), ways=(_CUDNN, Way("triton")), invariant="triton",
     ),
     "confidence": _Operator(
         "maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M", shown=(("M", "masked"),)
@@ -151,10 +152,10 @@ _NOTATION: Final = {
         invariant="invariant",
     ),
     "kv_attention": _Operator(
-        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",
-        "q kv extents cu_extents seen cu_seqlens positions", "y",
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T "
+        "sees?:int32=T,2 y:a=T,Q", "q kv extents cu_extents seen cu_seqlens positions sees?", "y",
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q",
-        "q extents cu_extents seen cu_seqlens positions y kv=keys,2*kv_heads*head_size",
+        "q extents cu_extents seen cu_seqlens positions sees y kv=keys,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
         inplace="y/q", invariant="invariant",
     ),

@@ -1,6 +1,8 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head: bidirectional, varlen, grouped queries.
 
 A query sees every key of its sequence, or with `block` those of its own block of `block` rows and of the blocks before.
+With `sees[T, 2]` row r sees the keys [sees[r, 0], sees[r, 1]) of its sequence, counted from its first: one at least, and
+blocks do not count.
 Queries may be sliced by a region of tokens, keys and values never; y may overwrite q. `span` is the number of keys that
 a query sees on average, rounded up: without blocks the sum of squared sequence lengths over the tokens.
 """
@@ -14,26 +16,35 @@ from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, att
 
 
 def infer(
-    q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, scale: float, span: Dim, block: int = 0
-) -> tuple[Spec]:
+    q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, sees: Spec | None = None, *, head_size: int, scale: float, span: Dim,
+    block: int = 0,
+) -> tuple[Spec]:  # fmt: skip
     require(k.shape == v.shape, f"k and v must have one shape, not {k} and {v}")
     for name, width in (("q", q.shape[-1]), ("k", k.shape[-1])):
         require(divides(head_size, width), f"{name} must have heads of {head_size}, it has {width} columns")
     heads, groups = heads_of(q, head_size), heads_of(k, head_size)
     require(divides(groups, heads), f"{heads} query heads do not divide into {groups} groups")
     require(block >= 0, f"block must be a number of rows, or 0 for none, not {block}")
+    require_sees(q, sees, block)
     return (q,)
+
+
+def require_sees(q: Spec, sees: Spec | None, block: int) -> None:
+    """Refuse what does not say which keys each row sees, and a block beside it."""
+    if sees is not None:
+        require(sees == Spec((q.shape[0], 2), "int32"), f"sees must be int32[{q.shape[0]}, 2], not {sees}")
+        require(block == 0, "sees says which keys a row sees, so there is no block")
 
 
 def heads_of(x: Spec, head_size: int) -> Dim:
     return exact(x.shape[-1]) / head_size
 
 
-def flops(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, span: Dim, **_: object) -> Dim:
+def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
     return 4 * span * q.elements
 
 
-def query_rows_and_heads(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_size: int, **_: object) -> Dim:
+def query_rows_and_heads(q: Spec, *, head_size: int, **_: object) -> Dim:
     """Return the launch's query rows times heads, which its rate goes by: they fill a GPU."""
     return q.shape[0] * heads_of(q, head_size)
 
@@ -41,7 +52,7 @@ def query_rows_and_heads(q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, *, head_si
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     """List the tiles; for 16-bit inputs query, key and value are converted."""
     size, compute = attrs["head_size"], compute_dtype(specs["q"].dtype)
-    own = attention_tiles(size, compute, attrs.get("block", 0))
+    own = attention_tiles(size, compute, masked=bool(attrs.get("block")) or "sees" in specs)
     if compute == specs["q"].dtype:
         return own
     return Tile((QUERY_ROWS, size), compute), *(Tile((KEY_ROWS, size), compute),) * 2, *own
@@ -59,13 +70,13 @@ def one_sequence(specs: Specs, attrs: Attrs) -> bool:
     """Tell whether cuDNN's static graphs serve: one sequence that sees all of itself, heads of a multiple of 8 up to 128,
     in 16 bits."""
     heads = attrs["head_size"] % 8 == 0 and attrs["head_size"] <= 128
-    whole = specs["cu_seqlens"].shape == (2,) and attrs.get("block", 0) == 0
+    whole = specs["cu_seqlens"].shape == (2,) and attrs.get("block", 0) == 0 and "sees" not in specs
     return whole and heads and specs["q"].dtype in ("bfloat16", "float16")
 
 
 OPERATOR = Operator(
     name="attention",
-    reads=("q", "k", "v", "cu_seqlens"),
+    reads=("q", "k", "v", "cu_seqlens", "sees?"),
     writes=("y",),
     whole=frozenset({"k", "v"}),
     inplace=(("y", "q"),),

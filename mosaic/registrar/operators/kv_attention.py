@@ -2,7 +2,8 @@
 
 `kv_store` says where the key of a position lies: in an extent of those that its sequence has. Sequence b sees its first
 `seen[b]` keys, its window's own among them: they are stored first. With `block` a query sees those of its own block of
-positions and of the blocks before: at position p the keys j < (p // block + 1) * block. Queries and their positions may be
+positions and of the blocks before: at position p the keys j < (p // block + 1) * block. With `sees[T, 2]` row r sees those at
+positions in [sees[r, 0], sees[r, 1]), one at least, and no block counts. Queries and their positions may be
 sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one that sees no key, is left as
 it was. For the cost model alone: `span`, the keys that a query sees on average, rounded up, and `keys`, those that all
 sequences see together. `parts` are the rows of partial results, per query head, that there is room for (`kv_parts`): with 1,
@@ -17,13 +18,15 @@ from typing import Final
 
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
+from mosaic.registrar.operators.attention import require_sees
 from mosaic.registrar.operators.kv_store import require_extents, require_layer
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
 
 
 def infer(
     q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, seen: Spec, cu_seqlens: Spec, positions: Spec,
-    *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim, block: int = 0, parts: Dim = 1,
+    sees: Spec | None = None, *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim, block: int = 0,
+    parts: Dim = 1,
 ) -> tuple[Spec]:  # fmt: skip
     width = kv_heads * head_size
     columns = q.shape[-1]
@@ -39,6 +42,7 @@ def infer(
     require(positions == Spec(q.shape[:1], "int32"), f"positions must be int32[{q.shape[0]}], not {positions}")
     require(scale > 0, f"scale must be positive, not {scale}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
+    require_sees(q, sees, block)
     return (q,)
 
 
@@ -63,7 +67,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     size, dtype = attrs["head_size"], specs["q"].dtype
     compute = compute_dtype(dtype)
     converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != dtype else ()
-    own = attention_tiles(size, compute, attrs.get("block", 0))
+    own = attention_tiles(size, compute, masked=bool(attrs.get("block")) or "sees" in specs)
     return Tile((QUERY_ROWS, size), compute), *converted, *own
 
 
@@ -126,7 +130,7 @@ def segment_results(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="kv_attention",
-    reads=("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions"),
+    reads=("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions", "sees?"),
     writes=("y",),
     whole=frozenset({"kv", "extents", "cu_extents", "seen", "cu_seqlens"}),
     inplace=(("y", "q"),),
