@@ -113,7 +113,7 @@ def test_a_brief_graph_has_the_body_of_the_whole_one(name: str, phase: Phase) ->
 
 def test_numbers_are_counted_on_wherever_they_stand() -> None:
     first, second = ["layers.1/a.04%", 3, {"x": [7, 2]}, 0.125], ["layers.2/a.04%", 8, {"x": [8, 2]}, 0.125]
-    assert list(copies(first, second, 2)) == [
+    assert copies(first, second, 2) == [
         ["layers.3/a.04%", 13, {"x": [9, 2]}, 0.125],
         ["layers.4/a.04%", 18, {"x": [10, 2]}, 0.125],
     ]
@@ -122,4 +122,4 @@ def test_numbers_are_counted_on_wherever_they_stand() -> None:
 @pytest.mark.parametrize("other", [["layers.2/b"], ["layers.2/a", 1], [2], ["layers.2/a.3"]])
 def test_layers_that_differ_in_more_are_refused(other: list[Any]) -> None:
     with pytest.raises(GraphError, match="differ in more than numbers"):
-        list(copies(["layers.1/a"], other, 1))
+        copies(["layers.1/a"], other, 1)

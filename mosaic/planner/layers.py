@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -22,15 +23,21 @@ Tables = Sequence[list[Any]]
 """Records of ops, buffers, regions, barriers and edges."""
 
 
-def copies(earlier: Any, later: Any, more: int) -> Iterator[Any]:
-    """Yield what follows two neighbours, as plain lists.
+def copies(earlier: Any, later: Any, more: int) -> Sequence[Any]:
+    """Return what follows two neighbours, as plain lists.
 
     Raises
     ------
     GraphError
         If more than numbers differ between them.
     """
-    before, now = (re.split("([0-9]+)", json.dumps(rows).replace("%", "%%")) for rows in (earlier, later))
+    return _copies(json.dumps(earlier), json.dumps(later), more)
+
+
+@lru_cache(maxsize=128)
+def _copies(earlier: str, later: str, more: int) -> Sequence[Any]:
+    """Bodies that differ in their ending alone have the same layers."""
+    before, now = (re.split("([0-9]+)", text.replace("%", "%%")) for text in (earlier, later))
     if before[::2] != now[::2]:
         raise GraphError("two layers of one kind differ in more than numbers: let their `kind` say so")
     counted = []
@@ -39,8 +46,10 @@ def copies(earlier: Any, later: Any, more: int) -> Iterator[Any]:
             counted.append((int(now[at]), int(now[at]) - int(before[at])))
             now[at] = "%d"
     form = "".join(now)
-    for further in range(1, more + 1):
-        yield json.loads(form % tuple([number + further * step for number, step in counted]))
+    return [
+        json.loads(form % tuple([number + further * step for number, step in counted]))
+        for further in range(1, more + 1)
+    ]
 
 
 def repeat(tables: Tables, run: Run) -> None:

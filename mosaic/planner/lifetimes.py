@@ -77,7 +77,7 @@ def _apply_region(body: Body, index: int, homes: list[int | None], starts: list[
     region = body.regions[index]
     inputs, outputs = [], []
     for b, written in body.touched[index]:
-        if _is_inside(body, homes[b], index):
+        if (home := homes[b]) is not None and _is_inside(body, home, index):
             continue
         listed = body.buffers[b].pool not in _UNLISTED
         if written:

@@ -219,6 +219,10 @@ def compile_body(graph: Any) -> Body:
         )  # fmt: skip
 
     def op_record(op: Any) -> OpRecord:
+        for b in (
+            op.operands.values()
+        ):  # so that rows are numbered as ops come, and bodies with the same layers number them alike
+            polynomials.rows_of(b.spec)
         ways = op.operator.on(graph.backend)
         rate = ways[0].rate or op.operator.rate if len(ways) == 1 else op.operator.rate
         updates = [op.operands[name].id for name in op.operator.updates if name in op.operands]
