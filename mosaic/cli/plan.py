@@ -70,18 +70,17 @@ def plan(
     from mosaic.cli.exports import check_targets, export
     from mosaic.cli.request import read_model, read_request, scaled
     from mosaic.devices import DEFAULT_DEVICE
-    from mosaic.models.policies.registry import options_of
     from mosaic.planner.advice import misfit
     from mosaic.planner.planner import Planner
     from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
-    policy = None if attention is None else options_of("attention", attention)
+    policy = _options("attention", attention)
     if policy is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
-    evicting = None if eviction is None else options_of("eviction", eviction)
+    evicting = _options("eviction", eviction)
     if evicting is not None and (masked, mask_ratio) != (None, None):
         raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
     if block_cache is not None and evicting is None:
@@ -135,6 +134,15 @@ def plan(
             report_steps(figures(others), policy, described.architecture.block)
         if evicting is not None:
             report_graphs(graphs, evicting)
+
+
+def _options(kind: str, text: str | None) -> Any:
+    """What is asked for of a policy, if anything is: a plan without imports none."""
+    if text is None:
+        return None
+    from mosaic.models.policies.registry import options_of
+
+    return options_of(kind, text)
 
 
 def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:
