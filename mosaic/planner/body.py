@@ -148,8 +148,8 @@ class Body:
         starts, ends = [], []
         for buffer, seen in zip(self.buffers, self.accesses, strict=True):
             constant = buffer.kind == "host" and (seen[0].read if seen else buffer.tensor is not None)
-            carried = seen if buffer.kind == "carry" else []
-            taken, handed = any(a.read for a in carried[:1]), any(a.write for a in carried)
+            carry = buffer.kind == "carry"
+            taken, handed = carry and any(a.read for a in seen[:1]), carry and any(a.write for a in seen)
             starts.append(0 if buffer.kind in _FROM_START or constant or taken or not seen else seen[0].op)
             ends.append(num_ops if buffer.kind in _TO_END or constant or handed else (seen[-1].op + 1 if seen else 1))
         return starts, ends
