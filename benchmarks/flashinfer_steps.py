@@ -349,7 +349,7 @@ def with_flashinfer(
     apart
         Read other keys, in its own layout: of so many requests, and the most of each. None: those that Mosaic has stored.
     """
-    module = load("kv_attention", device)
+    module = load("kv_attention", device).module
     own = module.launch
     keys = Stored(architecture) if apart is None else Apart(architecture, *apart, device)
     steps = FlashInferSteps(architecture, own, keys, device)

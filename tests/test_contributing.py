@@ -35,7 +35,7 @@ PLAIN = {
 
 # an operator: its record, its kernels, the checker's letters
 added = operator("relu_squared")
-assert verify_operator(added, {"x": "float32[tokens, width]"}, sizes={"tokens": 7, "width": 24}) == ("cpu",)
+assert verify_operator(added, {"T": 7, "F": 24}, loops=("T", "F")) == ("cpu",)
 x = torch.randn(5, 40)
 for backend in sys.argv[2:]:
     y = torch.empty(5, 40)

@@ -481,7 +481,7 @@ def test_options_that_declare_other_dims_knobs_or_choices_are_refused(case: str)
         plan_graph(build, dims={"tokens": 100, "rows": 3, "a": 1, "b": 2}, device="cpu")
 
 
-MIX = Operator(name="mix", reads=("x", "w"), writes=("y",), infer=lambda x, w: (x,))
+MIX = Operator(name="mix", operands="x:a[*T] w:b[*S] -> y:a[*T]")
 DTYPES = ("float64", "float32", "bfloat16", "int8")
 
 

@@ -30,7 +30,7 @@ from mosaic.planner.space import Config, Space
 from mosaic.planner.template import compile_template
 from mosaic.registrar.draw import to_dot, to_mermaid, to_networkx
 from mosaic.registrar.graph import Buffer, Edge, Graph, Slice
-from mosaic.registrar.operator import BACKENDS, Operator, Spec
+from mosaic.registrar.operator import BACKENDS, Operator
 from mosaic.registrar.operators import OPERATORS
 from mosaic.registrar.operators import operator as contract
 from mosaic.registrar.polynomial import Polynomial, symbol
@@ -38,13 +38,11 @@ from mosaic.registrar.program import Program
 from mosaic.registrar.serialize import from_json, to_json
 from mosaic.registrar.validate import validate
 
-COPY = Operator(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
-OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
-TOUCH = Operator(name="touch", reads=("x",), updates=("x",), infer=lambda x: ())
-LOOK = Operator(
-    name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),)
-)
-PAIR = Operator(name="pair", reads=("x", "y?"), writes=("z",), infer=lambda x, y=None: (x,))
+COPY = Operator(name="copy", operands="x:a[*T] -> y:a[*T]")
+OVER = Operator(name="over", operands="x:a[*T] -> y:a[*T]", inplace=(("y", "x"),))
+TOUCH = Operator(name="touch", operands="x!:a[*T]")
+LOOK = Operator(name="look", operands="x@:a[*T] -> y:f32[1]")
+PAIR = Operator(name="pair", operands="x:a[*T] y?:b[*S] -> z:a[*T]")
 WIDE = 64
 
 
@@ -77,7 +75,8 @@ def test_a_mismatch_names_the_op_the_operands_their_shapes_and_the_line() -> Non
         line = here()
         g.add_op("linear", x, w, name="up")
     assert str(caught.value) == (
-        f"layers.3/up ({line}): linear(x float32[tokens, 64], weight float32[32, 48]): weight must be [out, 64]"
+        f"layers.3/up ({line}): linear(x float32[tokens, 64], weight float32[32, 48]): operand 'weight' is float32[32, 48], "
+        "expected float32[32, 64] (a[O, I])"
     )
 
 
@@ -128,11 +127,10 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
     "an operand that is none": (r"'x' must be a buffer of this graph, got 3", lambda g, t, x: g.add_op(COPY, 3)),
     "a required operand left out": (r"'x' must be a buffer of this graph, got None", lambda g, t, x: g.add_op(COPY, None)),
     "a buffer of another graph": (r"'x' must be a buffer of this graph, got foreign", lambda g, t, x: g.add_op(COPY, _other())),
-    "an unknown attribute": (r"rms_norm\(x .*\): .*unexpected keyword argument 'epsilon'", lambda g, t, x: g.add_op(
+    "an unknown attribute": (r"rms_norm\(x .*\): there is no attribute 'epsilon'; there are eps", lambda g, t, x: g.add_op(
         "rms_norm", x, g.weight("w", (WIDE,), "float32"), epsilon=1.0)),
     "an attribute that is no JSON": (r"attribute rows=\[1, 2\] must be a number", lambda g, t, x: g.add_op(
-        Operator(name="any", reads=("x",), writes=("y",), infer=lambda x, **_: (x,), flops=lambda *_, **__: 0,
-                 rate_rows=lambda *_, **__: 1), x, rows=[1, 2])),
+        Operator(name="any", operands="x:a[*T] -> y:a[*T]", attrs="rows"), x, rows=[1, 2])),
     "out= of another shape": (r"writes y float32\[tokens, 64\], but out= is y: float32\[tokens, 8\] \(test_registrar",
         lambda g, t, x: g.add_op(COPY, x, out=g.output("y", (t, 8), "float32"))),
     "out= of another dtype": (r"but out= is y: bfloat16", lambda g, t, x: g.add_op(
@@ -144,7 +142,7 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
     "a write to a weight": (r"touch \(.*: writes the weight w: float32\[4\]", lambda g, t, x: g.add_op(
         TOUCH, g.weight("w", (4,), "float32"))),
     "a result written twice": (r"pair2 \(.*: out= gives y: float32\[tokens, 64\] twice", lambda g, t, x: g.add_op(
-        Operator(name="pair2", reads=("x",), writes=("y", "z"), infer=lambda x: (x, x)), x,
+        Operator(name="pair2", operands="x:a[*T] -> y:a[*T] z:a[*T]"), x,
         out=(y := g.output("y", x.shape, x.dtype), y))),
     "a write to a weight of the host": (r"touch \(.*: writes the weight w: float32\[4\]", lambda g, t, x: g.add_op(
         TOUCH, g.buffer("w", (4,), "float32", kind="host", tensor="model.w"))),
@@ -220,9 +218,15 @@ def test_an_unknown_operator_is_guessed() -> None:
         g.add_op("rmsnorm", x)
 
 
-def test_a_contract_cannot_update_what_it_does_not_read() -> None:
-    with pytest.raises(GraphError, match=r"operator 'bad' updates \['y'\]"):
-        Operator(name="bad", reads=("x",), updates=("y",))
+@pytest.mark.parametrize("operands", ["x", "x:a", "x:a[T] y", "x:a[T], y:a[T]", "X:a[T]"])
+def test_operands_that_are_not_in_the_notation_are_refused(operands: str) -> None:
+    with pytest.raises(GraphError, match=r"operands are written as 'x:a\[T, F\]', not"):
+        Operator(name="bad", operands=operands)
+
+
+def test_a_dtype_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UnknownName, match=r"dtype 'flot32'. Did you mean 'float32'"):
+        Operator(name="bad", operands="x:flot32[T]")
 
 
 def test_optional_operands_may_be_left_out_or_none() -> None:
@@ -244,7 +248,7 @@ def test_results_are_what_the_op_writes_or_updates() -> None:
 
 def test_a_contract_may_read_nothing() -> None:
     g, tokens, _ = start()
-    zeros = Operator(name="zeros", reads=(), writes=("y",), infer=lambda *, rows: (Spec((rows, 2), "float32"),))
+    zeros = Operator(name="zeros", operands="-> y:f32[rows, 2]", attrs="rows")
     with g.chunk("a", over=tokens) as rows:
         y = g.add_op(zeros, rows=rows)
     assert y.shape == (rows, 2)
@@ -380,10 +384,7 @@ def _slices_that_lie_elsewhere(g: Graph, t: Polynomial, x: Buffer) -> None:
 def _slices_of_another_type(g: Graph, t: Polynomial, x: Buffer) -> None:
     """In place row by row, but rows of z have another shape and type than those of y."""
     y, z = g.buffer("y", (t, 2, WIDE), "float32"), g.buffer("z", (t, WIDE), "float64")
-    over = Operator(
-        name="wider", reads=("x",), writes=("y",), inplace=(("y", "x"),),
-        infer=lambda x: (Spec((x.shape[0], WIDE), "float64"),),
-    )  # fmt: skip
+    over = Operator(name="wider", operands=f"x:a[T, *S] -> y:float64[T, {WIDE}]", inplace=(("y", "x"),))
     with g.chunk("a", over=t):
         g.add_op(COPY, g.input("pairs", (t, 2, WIDE), "float32"), out=y, name="first")
         g.add_op(over, y, out=z, name="slice")
@@ -391,7 +392,7 @@ def _slices_of_another_type(g: Graph, t: Polynomial, x: Buffer) -> None:
 
 
 def _both_written_at_once(g: Graph, t: Polynomial, x: Buffer) -> None:
-    two = Operator(name="two", reads=("x",), writes=("y", "z"), infer=lambda x: (x, x))
+    two = Operator(name="two", operands="x:a[*T] -> y:a[*T] z:a[*T]")
     y, z = g.add_op(two, x, name="two")
     g.add_alias(z, y)
     finish(g, z)
@@ -435,7 +436,7 @@ def _in_place_beside_itself(g: Graph, t: Polynomial, x: Buffer) -> None:
 
 def _in_place_over_two_operands(g: Graph, t: Polynomial, x: Buffer) -> None:
     """The contract lets y overwrite x, but x is r as well."""
-    mix = Operator(name="mix", reads=("x", "r"), writes=("y",), inplace=(("y", "x"),), infer=lambda x, r: (x,))
+    mix = Operator(name="mix", operands="x:a[*T] r:b[*S] -> y:a[*T]", inplace=(("y", "x"),))
     y = g.add_op(COPY, x, name="y")
     g.add_alias(g.add_op(mix, y, y, name="z"), y)
 
@@ -445,14 +446,7 @@ def _whole_read_written_by_slices(g: Graph, t: Polynomial, x: Buffer) -> None:
     y = g.add_op(COPY, x, name="y")
     z = g.buffer("z", (t, WIDE), "float32")
     g.add_alias(z, y)
-    whole = Operator(
-        name="mix",
-        reads=("x", "r"),
-        writes=("y",),
-        whole=frozenset({"x"}),
-        inplace=(("y", "x"),),
-        infer=lambda x, r: (r,),
-    )
+    whole = Operator(name="mix", operands="x@:a[*S] r:b[*T] -> y:b[*T]", inplace=(("y", "x"),))
     with g.chunk("a", over=t):
         g.add_op(whole, y, x, out=z)
 
@@ -816,7 +810,7 @@ def test_a_stream_before_any_main_op_needs_no_fork() -> None:
     validate(g)
 
 
-UPDATE = Operator(name="update", reads=("x",), updates=("x",))
+UPDATE = Operator(name="update", operands="x!:a[*T]")
 
 
 @pytest.mark.parametrize("race", ["a read of its result", "an update of what it reads", "another stream"])

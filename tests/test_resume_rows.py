@@ -94,18 +94,18 @@ GIVEN: dict[str, Any] = {
 
 
 def test_shapes_follow_from_operands() -> None:
-    found = operator("resume_rows").infer(**GIVEN, size=SIZE, most=MOST)
+    found = operator("resume_rows").work(**GIVEN, size=SIZE, most=MOST).outputs
     shapes = [spec.shape for spec in found]
     assert shapes == [(SIZE,), (SIZE,), (SEQS + 1,), (MOST,), (MOST,), (SEQS + 1,), (ROWS,), (1,)]
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"chosen": Spec((TOKENS,), "int32")}, "chosen must be a vector of int64"),
-    ({"rows": Spec((ROWS, 2), "int64")}, "rows must be a vector of int64"),
-    ({"positions": Spec((TOKENS,), "int64")}, r"positions must be int32\[T\]"),
-    ({"bounds": Spec((SEQS + 1,), "int64")}, r"bounds must be int32\[B \+ 1\]"),
-    ({"cu_rows": Spec((SEQS,), "int32")}, r"cu_rows must be int32\[b \+ 1\]"),
+    ({"chosen": Spec((TOKENS,), "int32")}, r"operand 'chosen' is .*, expected int64\[t\]"),
+    ({"rows": Spec((ROWS, 2), "int64")}, r"operand 'rows' is .*, expected int64\[M\]"),
+    ({"positions": Spec((TOKENS,), "int64")}, r"operand 'positions' is .*, expected int32\[t\]"),
+    ({"bounds": Spec((SEQS + 1,), "int64")}, r"operand 'bounds' is .*, expected int32\[b \+ 1\]"),
+    ({"cu_rows": Spec((SEQS,), "int32")}, r"operand 'cu_rows' is .*, expected int32\[b \+ 1\]"),
 ])  # fmt: skip
 def test_operands_that_do_not_fit_are_refused(changed: dict[str, Spec], message: str) -> None:
     with pytest.raises(GraphError, match=message):
-        operator("resume_rows").infer(**{**GIVEN, **changed}, size=SIZE, most=MOST)
+        operator("resume_rows").work(**{**GIVEN, **changed}, size=SIZE, most=MOST)

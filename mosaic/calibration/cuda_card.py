@@ -74,11 +74,8 @@ _SETTLING: Final = 20_000
 class CudaTimer:
     """A clock of CUDA events on a stream of its own.
 
-    Parameters
-    ----------
-    target_s
-        How long one measurement may repeat; it repeats three times at least. Before that it runs for `SETTLE` times as
-        long, uncounted: a card at its power limit clocks lower after a fraction of a second, as it does in a step.
+    One measurement repeats for `target_s`, three times at least. Before, it runs for `SETTLE` times as long, uncounted: a card at
+    its power limit clocks lower after a fraction of a second, as in a step.
     """
 
     SETTLE: ClassVar[int] = 3
@@ -137,13 +134,7 @@ class CudaTimer:
 
 
 def cuda_bench(*, target_s: float) -> Bench:
-    """Open the first CUDA card that this process sees, warm.
-
-    Raises
-    ------
-    RuntimeMemoryError
-        If there is none.
-    """
+    """Open the first CUDA card that this process sees, warm; `RuntimeMemoryError` without one."""
     if not torch.cuda.is_available():
         raise RuntimeMemoryError(
             f"calibrating measures a CUDA card, and PyTorch {torch.__version__} sees none: run it on the machine with the "

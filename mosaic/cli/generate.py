@@ -333,16 +333,12 @@ def _text(job: _Job, found: Generation, *, terminal: bool) -> str:
     """The final text. An answer in a chat loses the space that templates put before it."""
     from mosaic.viz.canvas_picture import printable
 
-    ids = _ids(found)
+    ids = found.token_ids.tolist()
     if job.tokenizer is None:
         return " ".join(map(str, ids))
     text = job.tokenizer.decode(ids)
     text = text.strip() if job.chat else text
     return printable(text) if terminal else text
-
-
-def _ids(found: Generation) -> list[int]:
-    return [int(token) for token in found.token_ids]
 
 
 def _write(text: str) -> None:
@@ -359,7 +355,7 @@ def _document(job: _Job, found: Generation, record: Record, loaded: float) -> di
         "device": job.device,
         "chat": job.chat,
         "text": None if job.tokenizer is None else _text(job, found, terminal=False),
-        "token_ids": _ids(found),
+        "token_ids": found.token_ids.tolist(),
         "finish": found.finish,
         "prompt_tokens": len(job.prompt_ids),
         "steps": record.steps,

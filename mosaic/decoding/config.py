@@ -446,7 +446,7 @@ def _check_canvas(config: GenerationConfig, architecture: Architecture) -> None:
     most = max(FINE_STEPS, config.gen_length)
     if config.algorithm == "dream" and config.steps is not None and config.steps > most:
         raise UsageError(
-            f"steps is {config.steps} for {config.gen_length} tokens, so next to none of them decides any; use at most {most}."
+            f"steps is {config.steps} for {config.gen_length} tokens, so nearly every step would decide none; use at most {most}."
         )
     if config.cache and config.cfg_scale:
         raise UsageError(f"cfg_scale {config.cfg_scale} needs whole sequences; leave out cache '{config.cache}'.")

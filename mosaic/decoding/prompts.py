@@ -91,12 +91,7 @@ def is_integer(value: Any) -> bool:
 
 
 def check_prompt(prompt: Tensor, config: GenerationConfig, arch: Architecture, *, which: str = "the prompt") -> None:
-    """Check a prompt, int64 [P], against options that are resolved, and the model.
-
-    Parameters
-    ----------
-    which
-        What errors call it.
+    """Check a prompt, int64 [P], against resolved options and the model; errors call it `which`.
 
     Raises
     ------

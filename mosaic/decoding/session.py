@@ -148,16 +148,7 @@ class Session(ClosesOnExit):
         on_step: OnStep | None = None,
         **options: Any,
     ) -> LiveRequest:
-        """Add a request. Nothing runs before `advance`.
-
-        Parameters
-        ----------
-        prompt
-            Text, token ids [P] or a conversation.
-        config
-            How to generate; `options` are its fields by name, and come before it.
-        request_id, streamer, on_step
-            As for `Submission`.
+        """Add a request, described as in `Submission`; `options` are fields of its config by name. Nothing runs before `advance`.
 
         Raises
         ------

@@ -19,11 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mosaic.errors import GraphError, UnknownName
-from mosaic.kernels.shared.operands import check_shapes
-from mosaic.registrar.operators.evict_tokens import HISTORIES, PLACEHOLDERS, RANKS, THRESHOLDS
-
-__all__ = ["NEARLY", "check", "launch", "reference"]
+__all__ = ["NEARLY", "launch", "reference"]
 
 NEARLY: Final = 1 - 2.0**-20
 """What a product is multiplied by before it is rounded up, so that its own rounding adds nothing."""
@@ -59,10 +55,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write rows, bounds, total and seen, and count the step before in the state; all is read on the host."""
-    check(
-        before, after, listed, first, progress, status, positions, cu_seqlens, decoded, owner, state, rows, bounds, total,
-        seen, ranks, history, threshold, placeholders, rank,
-    )  # fmt: skip
     difference = (after.numpy() - before.numpy()).sum(axis=1)
     kept, ends = list[int](), bounds.numpy()
     ends[0], statuses, places = 0, status.tolist(), positions.tolist()
@@ -138,45 +130,6 @@ def _placed(chosen: set[int], low: int, high: int, statuses: Sequence[int], *, m
         for at in range(low, high)
         if not statuses[at] or at in chosen or (at < rightmost and (masked or statuses[at] == UNPROCESSED))
     ]
-
-
-def check(
-    before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor, positions: Tensor,
-    cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, rows: Tensor, bounds: Tensor, total: Tensor, seen: Tensor,
-    ranks: Tensor | None, history: str, threshold: str, placeholders: str, rank: str,
-) -> None:  # fmt: skip
-    """Check the operands, and the names of readings."""
-    sequences, count = first.shape, status.shape
-    importance = (listed.shape[0], after.shape[1], listed.shape[1])
-    check_shapes(
-        "evict_tokens",
-        before=(before, importance, torch.float32),
-        after=(after, importance, torch.float32),
-        listed=(listed, (*sequences, listed.shape[1]), torch.int32),
-        first=(first, sequences, torch.int32),
-        progress=(progress, sequences, torch.int32),
-        status=(status, count, torch.uint8),
-        positions=(positions, count, torch.int32),
-        cu_seqlens=(cu_seqlens, (listed.shape[0] + 1,), torch.int32),
-        decoded=(decoded, sequences, torch.int32),
-        owner=(owner, sequences, torch.int64),
-        state=(state, (state.shape[0], 2), torch.float32),
-        ranks=(ranks, tuple(listed.shape), torch.float32),
-        rows=(rows, count, torch.int64),
-        bounds=(bounds, cu_seqlens.shape, torch.int32),
-        total=(total, (1,), torch.int64),
-        seen=(seen, sequences, torch.int32),
-    )
-    if not all(given is None or given.is_contiguous() for given in (before, after, listed, ranks)):
-        raise GraphError("evict_tokens: rows of 'before', 'after', 'listed' and 'ranks' must lie side by side.")
-    for what, value, known in (
-        ("history", history, HISTORIES),
-        ("threshold", threshold, THRESHOLDS),
-        ("placeholders", placeholders, PLACEHOLDERS),
-        ("rank", rank, RANKS),
-    ):
-        if value not in known:
-            raise UnknownName(what, value, known)
 
 
 def reference(

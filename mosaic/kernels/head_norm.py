@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.norm import bind_norm, normalise_reference
-from mosaic.kernels.shared.operands import check_shapes, heads_of
 from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["bind", "launch", "reference"]
@@ -18,9 +17,6 @@ __all__ = ["bind", "launch", "reference"]
 
 def bind(*, x: Tensor, weight: Tensor, eps: float, scratch: Tensor | None = None) -> Run:
     """Normalise every head of x [T, N*H] in place."""
-    size = weight.shape[0]
-    width = heads_of("head_norm", "x", x, size) * size
-    check_shapes("head_norm", x=(x, (x.shape[0], width), None), weight=(weight, (size,), x.dtype))
     return bind_norm(x, weight, x, eps, tiles_of("head_norm", scratch, {"x": x, "weight": weight}))
 
 

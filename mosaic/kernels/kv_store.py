@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.extents import Piece, check_extents, check_kv, kept_tokens, pieces, windows
-from mosaic.kernels.shared.operands import check_shapes, heads_of
+from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces, windows
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -34,7 +33,7 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Update kv; the tables are read on the host, and neighbours that stay neighbours are copied at once."""
-    heads = check(k, v, kv, extents, cu_extents, cu_seqlens, positions, layer, head_size)
+    heads = k.shape[1] // head_size
     tokens = k.shape[0]
     k_KTH, v_KTH = (x.view(tokens, heads, head_size).transpose(0, 1) for x in (k, v))
 
@@ -66,24 +65,6 @@ def _placed(positions: list[int], owned: list[Piece]) -> list[tuple[int, int, Pi
                 found.append((at + low - first, at + high - first, part))
         at = end
     return found
-
-
-def check(
-    k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    layer: int, head_size: int,
-) -> int:  # fmt: skip
-    """Check the operands; return the heads of keys."""
-    tokens, width = k.shape
-    check_shapes(
-        "kv_store",
-        k=(k, (tokens, width), None),
-        v=(v, (tokens, width), k.dtype),
-        kv=(kv, (kv.shape[0], kv.shape[-1]), k.dtype),
-        positions=(positions, (tokens,), torch.int32),
-    )
-    check_extents("kv_store", extents, cu_extents, cu_seqlens)
-    check_kv("kv_store", kv, width, layer)
-    return heads_of("kv_store", "k", k, head_size)
 
 
 def reference(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.registrar.operators.read_canvas import OPEN
 
 __all__ = ["bind", "launch", "reference"]
@@ -18,10 +17,6 @@ __all__ = ["bind", "launch", "reference"]
 
 def bind(*, canvas: Tensor, rows: Tensor, y: Tensor, open_id: int, scratch: Tensor | None = None) -> Run:
     """Write the tokens into y [C]."""
-    count = rows.shape
-    check_shapes(
-        "read_canvas", canvas=(canvas, canvas.shape[:1], INDEX[0]), rows=(rows, count, INDEX[0]), y=(y, count, INDEX[0])
-    )
     kept, places, out = canvas.numpy(), rows.numpy(), y.numpy()
 
     def run() -> None:

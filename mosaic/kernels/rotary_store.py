@@ -9,15 +9,13 @@ heads, H head size, W width of keys.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels import head_norm, kv_store, rotary
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import check_shapes, heads_of
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -42,9 +40,6 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Update q and kv."""
-    check(
-        q, k, v, kv, extents, cu_extents, cu_seqlens, positions, inv_freq, q_norm, k_norm, sequences, layer, head_size
-    )
     operands = {"q": q, "k": k, "inv_freq": inv_freq} | ({} if q_norm is None else {"q_norm": q_norm})
     keys, rotation, norms = tiles_of("rotary_store", scratch, operands, head_size=head_size)
     parts: list[Run] = []
@@ -77,24 +72,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    inv_freq: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, sequences: Tensor | None, layer: int, head_size: int,
-) -> tuple[int, int]:  # fmt: skip
-    """Check the operands; return the heads of queries and of keys."""
-    heads = kv_store.check(k, v, kv, extents, cu_extents, cu_seqlens, positions, layer, head_size)
-    q_heads = heads_of("rotary_store", "q", q, head_size)
-    check_shapes(
-        "rotary_store",
-        q=(q, (k.shape[0], q_heads * head_size), k.dtype),
-        inv_freq=(inv_freq, inv_freq.shape[-1:] if sequences is None else inv_freq.shape[:2], torch.float32),
-        sequences=(sequences, (k.shape[0],), torch.int32),
-        q_norm=(q_norm, (head_size,), k.dtype),
-        k_norm=(k_norm, (head_size,), k.dtype),
-    )
-    return q_heads, heads
 
 
 def reference(

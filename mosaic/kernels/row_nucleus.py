@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.sampling import exponentials, fill_exponentials
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["check", "launch", "reference"]
+__all__ = ["launch", "reference"]
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -43,7 +42,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the samples and the figures of the rows of logits [C, V]; the three settings are read on the host."""
-    check(logits, keys, temperature, top_p, top_k, sample, probability, margin, entropy)
     tiles = tiles_of("row_nucleus", scratch, {"logits": logits})
     settings = float(temperature), float(top_p), int(top_k)
     outputs = [output.numpy() for output in (sample, probability, margin, entropy)]
@@ -51,33 +49,6 @@ def launch(
         results = _nucleus(logits[row], keys[row : row + 1], settings, tiles)
         for output, result in zip(outputs, results, strict=True):
             output[row] = result
-
-
-def check(
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    sample: Tensor,
-    probability: Tensor,
-    margin: Tensor,
-    entropy: Tensor,
-) -> None:
-    """Check the operands."""
-    rows, vocabulary = logits.shape
-    check_shapes(
-        "row_nucleus",
-        logits=(logits, (rows, vocabulary), None),
-        keys=(keys, (rows,), INDEX[0]),
-        temperature=(temperature, (1,), torch.float32),
-        top_p=(top_p, (1,), torch.float32),
-        top_k=(top_k, (1,), torch.int32),
-        sample=(sample, (rows,), INDEX[0]),
-        probability=(probability, (rows,), torch.float32),
-        margin=(margin, (rows,), torch.float32),
-        entropy=(entropy, (rows,), torch.float32),
-    )
 
 
 def _nucleus(

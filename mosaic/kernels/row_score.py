@@ -13,13 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shared.sampling import fill_uniforms, uniforms
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["KINDS", "bind", "check", "launch", "reference"]
+__all__ = ["KINDS", "bind", "launch", "reference"]
 
 KINDS: Final = ("confidence", "margin", "entropy", "random", "sequential")
 
@@ -37,7 +35,6 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write the scores [M] of one kind."""
-    check(kind, keys, maximum, second, logsumexp, entropy, sample_logit, score)
     tiles = tiles_of("row_score", scratch, {}, kind=kind)
 
     def run() -> None:
@@ -62,17 +59,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(kind: str, keys: Tensor | None, *figures: Tensor) -> None:
-    """Check the operands; `figures` are the five statistics and the score."""
-    if kind not in KINDS:
-        raise UnknownName("kind of score", kind, KINDS)
-    if kind == "random" and keys is None:
-        raise GraphError("row_score: random scores need operand 'keys': give a key for each row.")
-    rows, names = figures[0].shape[0], ("maximum", "second", "logsumexp", "entropy", "sample_logit", "score")
-    vectors = {name: (figure, (rows,), torch.float32) for name, figure in zip(names, figures, strict=True)}
-    check_shapes("row_score", keys=(keys, (rows,), INDEX[0]), **vectors)
 
 
 def reference(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["launch", "reference"]
@@ -17,13 +16,6 @@ __all__ = ["launch", "reference"]
 
 def launch(*, rows: Tensor, cu_seqlens: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
     """Write the shifted rows into y [M]."""
-    count = rows.shape[0]
-    check_shapes(
-        "shift_rows",
-        rows=(rows, (count,), INDEX[0]),
-        cu_seqlens=(cu_seqlens, (cu_seqlens.shape[0],), torch.int32),
-        y=(y, (count,), INDEX[0]),
-    )
     one, bounds, sequence, first = tiles_of("shift_rows", scratch, {"rows": rows, "cu_seqlens": cu_seqlens})
     one.fill_(1)
     bounds.copy_(cu_seqlens)  # searchsorted converts an int32 table in fresh memory

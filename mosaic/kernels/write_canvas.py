@@ -7,20 +7,17 @@ operand. Legend: R rows of the state, C rows that are written.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
     *, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None = None, scratch: Tensor | None = None
 ) -> Run:
     """Update canvas."""
-    check(token, rows, canvas, taken)
     kept, places, given = canvas.numpy(), rows.numpy(), token.numpy()
     flags = None if taken is None else taken.numpy()
 
@@ -33,18 +30,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None) -> None:
-    """Check the operands."""
-    count = rows.shape
-    check_shapes(
-        "write_canvas",
-        token=(token, count, INDEX[0]),
-        rows=(rows, count, INDEX[0]),
-        canvas=(canvas, canvas.shape[:1], INDEX[0]),
-        taken=(taken, count, torch.uint8),
-    )
 
 
 def reference(*, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None = None) -> Tensor:

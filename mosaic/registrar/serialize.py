@@ -85,14 +85,7 @@ def _op(op: Op) -> dict[str, Any]:
     return {
         "name": op.name,
         "contract": rule.name,
-        "rule": [
-            list(rule.reads),
-            list(rule.writes),
-            list(rule.updates),
-            sorted(rule.whole),
-            [list(p) for p in rule.inplace],
-            rule.rate,
-        ],
+        "rule": [rule.operands, rule.attrs, [list(pair) for pair in rule.inplace], rule.rate],
         "operands": {key: b.id for key, b in op.operands.items()},
         "reads": [b.id for b in op.reads],
         "writes": [b.id for b in op.writes],
@@ -174,11 +167,10 @@ class _Reader:
 
     def _op(self, index: int, plain: Mapping[str, Any]) -> Op:
         buffers = self.graph.buffers
-        reads, writes, updates, whole, inplace, rate = plain["rule"]
+        operands, attrs, inplace, rate = plain["rule"]
         name = plain["contract"]
         rule = self.graph.operators.get(name) or find(name, self.operators) or Operator(
-            name=name, reads=tuple(reads), writes=tuple(writes), updates=tuple(updates), whole=frozenset(whole),
-            inplace=tuple((w, r) for w, r in inplace), rate=rate,
+            name=name, operands=operands, attrs=attrs, inplace=tuple((w, r) for w, r in inplace), rate=rate,
         )  # fmt: skip
         self.graph.operators[name] = rule
         return Op(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 from mosaic.errors import GraphError
-from mosaic.registrar.operator import Dim, Operator, Spec
+from mosaic.registrar.operator import Dim, Operator, Spec, Work
 from mosaic.registrar.polynomial import Polynomial
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "Seen",
     "Specs",
     "View",
-    "Work",
     "asked",
     "results",
     "view",
@@ -44,17 +43,6 @@ Cut: TypeAlias = tuple[str, int, int, int | None, Dim]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What an operator says of one launch."""
-
-    outputs: tuple[Spec, ...]
-    flops: Dim
-    bytes: Dim
-    rate_rows: Dim
-    rate_columns: Dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What one launch reads, as an iteration of the open loops sees it, and its work; none: why it is `refused`."""
 
@@ -71,22 +59,10 @@ def asked(rule: Operator, reads: Seen, loops: Loops, attrs: Attributes) -> Asked
     if any(factor is None for *_, factor, _ in cuts):
         return Asked(specs=specs, cuts=cuts, work=None)
     try:
-        return Asked(specs=specs, cuts=cuts, work=_work(rule, specs, attrs))
-    except (GraphError, TypeError, IndexError) as error:
+        return Asked(specs=specs, cuts=cuts, work=rule.work(**dict(specs), **dict(attrs)))
+    except GraphError as error:
         shown = ", ".join(f"{key} {spec}" for key, spec in specs)
         return Asked(specs=specs, cuts=cuts, work=None, refused=f"{rule.name}({shown}): {error}")
-
-
-def _work(rule: Operator, specs: Specs, attrs: Attributes) -> Work:
-    operands, given = dict(specs), dict(attrs)
-    outputs = tuple(rule.infer(**operands, **given))
-    return Work(
-        outputs=outputs,
-        flops=rule.flops(**operands, **given),
-        bytes=rule.moved({**operands, **dict(zip(rule.writes, outputs, strict=False))}, given),
-        rate_rows=rule.rate_rows(**operands, **given),
-        rate_columns=rule.rate_columns(**operands, **given),
-    )
 
 
 @dataclass(frozen=True, slots=True)

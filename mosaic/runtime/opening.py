@@ -72,13 +72,13 @@ def open_workspace(planner: Planner) -> Workspace:
         pool = PagePool(ledger, page_bytes=device.page_bytes, released="read")
         return Workspace(pool=pool, host=PagePool(host_ledger, page_bytes=device.page_bytes))
     from mosaic.runtime.cuda_driver import CudaDriver
-    from mosaic.runtime.cuda_pool import open_pool
+    from mosaic.runtime.cuda_pool import CudaPool
     from mosaic.runtime.host_pool import HostPool
 
     torch.cuda.init()  # type: ignore[no-untyped-call]
     driver = CudaDriver(torch.cuda.current_device())
     host = HostPool(driver, host_ledger, page_bytes=device.page_bytes)
-    return Workspace(pool=open_pool(driver, ledger, page_bytes=device.page_bytes), host=host)
+    return Workspace(pool=CudaPool(driver, ledger, page_bytes=device.page_bytes), host=host)
 
 
 def graph_memory(

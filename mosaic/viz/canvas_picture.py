@@ -75,12 +75,8 @@ STATES: Final[Mapping[CellState, _Look]] = {
 class Cell:
     """One position of the canvas.
 
-    Parameters
-    ----------
-    text
-        What its token adds to the text; may be empty (part of a character) or hold newlines. Ignored for `mask`.
-    confidence
-        Of the token when it was committed, or None.
+    `text` is what its token adds: it may be empty (part of a character) or hold newlines, and is ignored for `mask`.
+    `confidence` is the token's when it was committed.
     """
 
     state: CellState = "mask"
@@ -136,8 +132,6 @@ class CanvasPicture:
     ----------
     cells
         The positions to be generated, in order.
-    title
-        Such as the model's name.
     progress, memory
         What stands beside the text, or None.
     max_lines
@@ -335,17 +329,14 @@ _VISIBLE: Final = {
 class CanvasTracker:
     """Follows a generation commit by commit and gives a picture of its canvas at any moment.
 
-    Tokens committed since the last canvas are shown by confidence, the others as earlier: so nothing is missed where
-    there are more steps than pictures.
+    Tokens committed since the last canvas are shown by confidence, the others as earlier.
 
     Parameters
     ----------
     length
         Positions to be generated.
     texts
-        What each of a run of token ids adds to the text, one string per id, in order.
-    title
-        Of every canvas.
+        Gives what each of a run of token ids adds to the text, one string per id.
     first
         Position of the canvas's first token in the sequence, the length of the prompt: for `take`.
 
@@ -407,12 +398,7 @@ class CanvasTracker:
     ) -> CanvasPicture:
         """Return the canvas now; what it shows as just committed is earlier for the next one.
 
-        Parameters
-        ----------
-        steps, blocks
-            How many there will be in all; 0: unknown.
-        tokens_per_second, max_lines
-            What is shown beside it, and how much of it is shown.
+        `steps` and `blocks` are how many there will be in all; 0: unknown. `max_lines` as in `CanvasPicture`.
         """
         cells, progress = self._cells(), self._progress
         self._fresh.clear()

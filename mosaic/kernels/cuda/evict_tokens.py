@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.evict_tokens import NEARLY, check, reference
+from mosaic.kernels.evict_tokens import NEARLY
 from mosaic.registrar.operators.evict_tokens import HISTORIES
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults: rows of a tile that are written, sequences that are added up at once.
 ROWS: Final = 64
@@ -200,10 +200,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write rows, bounds, total and seen, and count the step before in the state."""
-    check(
-        before, after, listed, first, progress, status, positions, cu_seqlens, decoded, owner, state, rows, bounds, total,
-        seen, ranks, history, threshold, placeholders, rank,
-    )  # fmt: skip
     sequences, heads, block = after.shape
     tokens = status.shape[0]
     numbers = floats_of("evict_tokens", scratch, tokens + sequences).view(torch.int32)

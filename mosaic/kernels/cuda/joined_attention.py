@@ -21,9 +21,8 @@ from torch import Tensor
 from mosaic.kernels.cuda.kv_attention import attend_tile, cut_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-from mosaic.kernels.joined_attention import check, reference
 
-__all__ = ["launch", "launch_invariant", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "layer", "slot"])
@@ -160,10 +159,7 @@ def launch(
 
     `fixed` takes tiles that give a row the same bits, however many rows there are.
     """
-    group = check(
-        q, kv, extents, cu_extents, seen, cu_seqlens, positions, prefix, kept, kept_sums, owner, fresh, fresh_sums, refreshed, y,
-        layer, slot, rows, kv_heads, head_size,
-    )  # fmt: skip
+    group = q.shape[1] // (kv_heads * head_size)
     sequences = cu_seqlens.shape[0] - 1
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     # what is not there is not read either

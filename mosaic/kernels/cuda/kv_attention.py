@@ -31,7 +31,6 @@ from mosaic.kernels.cuda.kv_attention_hopper import GLUON, launch_tiles
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-from mosaic.kernels.kv_attention import check, reference
 from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENT_ALIGNED,
     KV_SEGMENT_KEYS,
@@ -39,7 +38,7 @@ from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENTS,
 )
 
-__all__ = ["has_ring", "launch", "launch_invariant", "reference", "tile_of"]
+__all__ = ["has_ring", "launch", "launch_invariant", "tile_of"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
@@ -361,7 +360,7 @@ def launch(
     `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores. `fixed` takes tiles that give a
     row the same bits, however many rows there are.
     """
-    group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size, sees)
+    group = q.shape[1] // (kv_heads * head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))

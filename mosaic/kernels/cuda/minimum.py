@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mosaic.kernels.minimum import launch, reference
+from mosaic.kernels.minimum import launch
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]

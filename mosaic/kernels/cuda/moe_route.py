@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import (
@@ -26,10 +25,9 @@ from mosaic.kernels.cuda.shared.launching import (
     triton,
 )
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.moe_route import TINY, reference
-from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.moe_route import TINY
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Tiles of the product, rows, experts and hidden, by item size. One for any rows: another `inner` adds up in another order,
 # so a row's scores would depend on how many others there are. On an H200 (256 experts of 8 groups, hidden 2,048,
@@ -182,15 +180,7 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the scores and the experts of every row, [C, k] each."""
-    (rows, hidden), num_experts, dtype = x.shape, weight.shape[0], x.dtype
-    check_shapes(
-        "moe_route",
-        x=(x, (rows, hidden), None),
-        weight=(weight, (num_experts, hidden), dtype),
-        bias=(bias, (num_experts,), torch.float32),
-        scores=(scores, (rows, top_k), dtype),
-        experts=(experts, (rows, top_k), INDEX[0]),
-    )
+    (rows, hidden), num_experts = x.shape, weight.shape[0]
     described = has_descriptors(x, weight)
     tile, logits = tile_for(TILES, x), floats_of("moe_route", scratch, rows * num_experts)
     parts = triton.cdiv(num_experts, tile.columns)

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.moe_sort import reference
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.registrar.operators.moe_sort import SORT_BLOCK
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults.
 EXPERTS: Final = 32  # experts compared with a block of assignments at once
@@ -96,12 +94,6 @@ def launch(*, experts: Tensor, order: Tensor, offsets: Tensor, num_experts: int,
     """Write the sorted assignment ids and the experts' offsets."""
     rows, top_k = experts.shape
     count = rows * top_k
-    check_shapes(
-        "moe_sort",
-        experts=(experts, (rows, top_k), INDEX[0]),
-        order=(order, (count,), INDEX[0]),
-        offsets=(offsets, (num_experts + 1,), INDEX[0]),
-    )
     blocks, block_e = triton.cdiv(count, SORT_BLOCK), power_of_two(num_experts, EXPERTS)
     counts, stride = floats_of("moe_sort", scratch, blocks * num_experts).view(torch.int32), experts.stride(0)
     tile = {"TOP_K": top_k, "BLOCK": SORT_BLOCK, "BLOCK_E": block_e, "num_warps": 4}

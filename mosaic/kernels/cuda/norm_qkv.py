@@ -22,11 +22,10 @@ from mosaic.kernels.cuda.shared.few_rows import (
     weight_tile,
 )
 from mosaic.kernels.cuda.shared.launching import Tile, tl, triton
-from mosaic.kernels.norm_qkv import check, reference
 from mosaic.registrar.few_rows import COLUMNS, FEW_ROWS, split_count, tile_count
 from mosaic.registrar.operators.norm_qkv import PROGRAMS
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Most rows, columns, inner width, warps, stages. On an H200, bfloat16, 32 rows of SDAR-8B's 6,144
 # columns of 4,096 took 18.5 us in four splits, and 19.1 in two with six stages; cuBLAS's three products and the norm take 32.6, and
@@ -126,7 +125,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write q [T, Q], k and v [T, K]; arrivals are 0 before and after."""
-    check(x, norm, (q_weight, k_weight, v_weight), arrivals, (q_bias, k_bias, v_bias), (q, k, v))
     rows, inner = x.shape
     q_columns, k_columns = q_weight.shape[0], k_weight.shape[0]
     tiles, shape = tile_count(q_columns, k_columns, k_columns), FLOATS if x.element_size() > 2 else HALVES

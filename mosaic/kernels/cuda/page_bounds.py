@@ -20,9 +20,8 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, 
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
-from mosaic.kernels.page_bounds import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults.
 ROWS: Final = 16
@@ -200,22 +199,7 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the bounds of pages into bound [sets * tiles, S]."""
-    members = check(
-        q,
-        extrema,
-        page_table,
-        cu_pages,
-        votes,
-        cu_seqlens,
-        bound,
-        slot,
-        kv_heads,
-        head_size,
-        sets,
-        statistic,
-        positions,
-        tiles,
-    )
+    members = q.shape[1] // (sets * head_size)
     sequences, block_h = cu_seqlens.shape[0] - 1, power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
     pages = PAGES if block_h * q.element_size() <= 256 else DOT_MINIMUM
     columns = min(bound.shape[1], page_table.shape[0])

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
-from mosaic.kernels.page_extrema import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults.
 KEYS: Final = 16
@@ -102,7 +101,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the extrema of pages into their rows of extrema [E, Z*2*K*H]."""
-    check(kv, extents, cu_extents, page_table, cu_pages, first_page, extrema, layer, slot, page, kv_heads, head_size)
     sequences = cu_pages.shape[0] - 1
     programs = min(page_table.shape[0], tokens // page + sequences)
     page_extrema_kernel[(programs, kv_heads)](

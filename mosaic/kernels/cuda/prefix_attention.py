@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from mosaic.kernels.cuda import kv_attention
-from mosaic.kernels.prefix_attention import reference
 
-__all__ = ["launch", "launch_invariant", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 
 def launch(*, q: Tensor, y: Tensor, logsumexp: Tensor, scratch: Tensor | None = None, **given: Any) -> None:

@@ -22,10 +22,9 @@ from mosaic.kernels.cuda.key_mass import tile_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, share_of
-from mosaic.kernels.prefix_logsumexp import check, reference
 from mosaic.registrar.operators.prefix_logsumexp import SPLIT_KEYS, SPLITS
 
-__all__ = ["launch", "launch_invariant", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 JOINED: Final = 64
 """Log-sum-exps that a program joins the splits of."""
@@ -148,7 +147,7 @@ def launch(
     fixed: bool = False,
 ) -> None:
     """Write the log-sum-exps of voting rows into logsumexp [T, N]; `fixed`: with the same tiles, however many rows there are."""
-    group = check(q, kv, extents, cu_extents, captured, votes, cu_seqlens, logsumexp, layer, kv_heads, head_size)
+    group = q.shape[1] // (kv_heads * head_size)
     (rows, heads), sequences = logsumexp.shape, cu_seqlens.shape[0] - 1
     tile = tile_of(q, head_size, sys.maxsize if fixed else -(-rows // sequences) * group)
     part = min(group, tile.rows)

@@ -16,9 +16,8 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-from mosaic.kernels.query_change import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults.
 COLUMNS: Final = 2048
@@ -100,7 +99,6 @@ def launch(
     refreshed: Tensor | None = None, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the changes into change [B], and new queries into their rows of kept [E, M*C]."""
-    check(q, kept, owner, prefix, cu_seqlens, positions, refreshed, change, rows)
     (count, width), sequences = q.shape, cu_seqlens.shape[0] - 1
     sums = floats_of("query_change", scratch, 2 * count)
     row_change_kernel[(count,)](

@@ -11,10 +11,8 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.read_canvas import reference
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 ROWS: Final = 128  # untuned default
 
@@ -31,8 +29,5 @@ def read_canvas_kernel(canvas, rows, y, count, size, open_id, BLOCK: tl.constexp
 def launch(*, canvas: Tensor, rows: Tensor, y: Tensor, open_id: int, scratch: Tensor | None = None) -> None:
     """Write the tokens into y [C]."""
     count = rows.shape
-    check_shapes(
-        "read_canvas", canvas=(canvas, canvas.shape[:1], INDEX[0]), rows=(rows, count, INDEX[0]), y=(y, count, INDEX[0])
-    )
     grid = (triton.cdiv(count[0], ROWS),)
     read_canvas_kernel[grid](canvas, rows, y, count[0], canvas.shape[0], open_id, BLOCK=ROWS, num_warps=4)

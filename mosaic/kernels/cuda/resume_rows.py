@@ -17,9 +17,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.resume_rows import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults: rows asked for and rows kept of a tile, elements that are copied, sequences that are added up at once.
 ROWS: Final = 32
@@ -144,21 +143,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write all outputs."""
-    check(
-        chosen,
-        bounds,
-        positions,
-        rows,
-        cu_rows,
-        kept,
-        kept_positions,
-        cu_seqlens,
-        decided,
-        asked,
-        cu_decided,
-        place,
-        count,
-    )
     sequences = bounds.shape[0] - 1
     counts = floats_of("resume_rows", scratch, bounds.shape[0]).view(torch.int32)
     find_kernel[(sequences + 1,)](

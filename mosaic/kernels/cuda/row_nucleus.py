@@ -20,9 +20,8 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.order import rank
 from mosaic.kernels.cuda.shared.sampling import BLOCK, RUN, STRIDE, group_numbers, random_words
 from mosaic.kernels.cuda.shared.statistics import LAST
-from mosaic.kernels.row_nucleus import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults.
 WARPS: Final = 8
@@ -216,7 +215,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the samples and the figures of the rows of logits [C, V]."""
-    check(logits, keys, temperature, top_p, top_k, sample, probability, margin, entropy)
     rows, vocabulary = logits.shape
     row_nucleus_kernel[(rows,)](
         logits,

@@ -29,10 +29,9 @@ from mosaic.kernels.cuda.kv_attention import NARROW, WIDEST
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, share_of
-from mosaic.kernels.selected_attention import check, reference
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
 
-__all__ = ["launch", "launch_invariant", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 PLACES: Final = 2
 """Programs that a multiprocessor runs at a time."""
@@ -313,10 +312,7 @@ def launch(
 
     If `fixed`, tiles and splits are the same whatever the number of rows and sequences: one program goes through all keys.
     """
-    group = check(
-        q, kv, extents, cu_extents, selected, owner, captured, seen, cu_seqlens, positions, y, layer, slot, sets, k, page,
-        kv_heads, head_size, tiles,
-    )  # fmt: skip
+    group = q.shape[1] // (sets * head_size)
     count, sequences, heads = q.shape[0], cu_seqlens.shape[0] - 1, group * sets
     mean = -(-count // sequences)
     tile = tile_of(q, head_size, sys.maxsize if fixed else (min(mean, rows) if rows else mean) * group)

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.top_keys import check, reference
 from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, fraction_of, numbers_of, parts_of
 
-__all__ = ["launch", "launch_invariant", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 # On one H200, of 8 sets 1,024 keys each: of 256 keys 5.8 us, of 131,072 29; with tiles of 4,096 pages 32 (39 with 16 warps), with
 # tiles of 1,024 pages 40. 64 of 8,192 pages whose bounds lie within a factor of two: 19 us.
@@ -329,7 +328,6 @@ def launch(
     Which sums are the largest does not depend on the order of additions; with `enough`, what they add up to does: then, if
     `fixed`, one program adds them in tiles of one width.
     """
-    check(mass, captured, cu_keys, owner, selected, slot, sets, k, page)
     sequences = owner.shape[0]
     together = power_of_two(page, WIDEST)
     chosen = {"SETS": sets, "PAGES": numbers_of(k, page) - 1, "PAGE": page, "RATIO": ratio > 0}

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.order import rank
-from mosaic.kernels.transfer import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults: rows of a tile and warps, for few rows in all and for many.
 FEW: Final = 4096
@@ -144,7 +143,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write chosen [M] and committed [M]."""
-    check(token, score, current, cu_rows, quota, threshold, edit_threshold, chosen, committed, rule)
     count, seqs = score.shape[0], quota.shape[0]
     block, warps = FEW_TILE if count <= FEW else MANY_TILE
     transfer_kernel[(seqs + 1,)](

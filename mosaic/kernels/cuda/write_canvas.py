@@ -12,9 +12,8 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.write_canvas import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 ROWS: Final = 128  # untuned default
 
@@ -34,7 +33,6 @@ def launch(
     *, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None = None, scratch: Tensor | None = None
 ) -> None:
     """Update canvas."""
-    check(token, rows, canvas, taken)
     count = rows.shape[0]
     write_canvas_kernel[(triton.cdiv(count, ROWS),)](
         token,

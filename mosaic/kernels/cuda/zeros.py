@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mosaic.kernels.zeros import launch, reference
+from mosaic.kernels.zeros import launch
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]

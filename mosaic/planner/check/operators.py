@@ -73,7 +73,7 @@ def _selection(sets: str = "sets") -> tuple[Rule, ...]:
 
 
 def _kept_rows(slot: str) -> tuple[Rule, ...]:
-    """A row of W numbers: for every slot, this one among them, those of so many rows of Q."""
+    """A row of W numbers: `rows` rows of Q for every slot, this one among them."""
     place: tuple[Rule, ...] = (("at most", f"{slot}*rows*Q+1", "W"), ("at most", "0", slot)) if slot else ()
     return ("at most", "1", "rows"), ("divides", "rows*Q", "W"), *place
 
@@ -82,10 +82,7 @@ _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp
 _STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
 _SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
 _SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
-_SUMS: Final[tuple[Rule, ...]] = (
-    ("divides", "head_size*N", "Q"),
-    ("divides", "Q", "head_size*N"),
-)  # one for each query head
+_SUMS: Final[tuple[Rule, ...]] = (("divides", "head_size*N", "Q"), ("divides", "Q", "head_size*N"))  # N query heads
 _NUMBERS: Final = (("numbers", "k", "page"),)
 _CUDNN: Final = Way(
     "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent=("block", "sees"),

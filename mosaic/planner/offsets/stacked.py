@@ -27,11 +27,6 @@ def place_in_order(
     """Place blocks in the given order into the lowest (or, if `best`, the smallest) hole; pinned blocks come first.
 
     With more than `many_pairs` pairs that share time, neighbours are not listed but looked up.
-
-    Returns
-    -------
-    list of int
-        Offsets in bytes.
     """
     if blocks.pins is not None:
         pinned = [row for row, pin in enumerate(blocks.pins) if pin is not None]
