@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from mosaic.planner.body import Body
 
 from mosaic.errors import GraphError
 from mosaic.models import PRESETS, load
@@ -18,6 +17,7 @@ from mosaic.models.policies.focus import Focus
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.mage import Selected
 from mosaic.models.policies.mage_options import SparseAttention
+from mosaic.planner.body import Body
 from mosaic.planner.layers import copies
 from mosaic.planner.template import compile_body
 from mosaic.registrar.validate import validate
