@@ -47,7 +47,7 @@ def split_attention(model: str | Model, device: str | Device) -> Settings:
     """Attention by quarters of the key-value heads."""
     planner = Planner(model, device=device)
     split = next(choice.options[-1] for choice in planner.space().template.choices if choice.name == "attention")
-    return {"attention": split, "heads": max(planner.model.architecture.kv_heads // 4, 1)}
+    return {"attention": split, "heads": max(planner.model.architecture.attention.kv_heads // 4, 1)}
 
 
 # --- the largest context ------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def cut(model: Model, layers: int | None) -> Model:
         name=f"{model.name}, {layers} layers",
         config=config,
         path=None,
-        architecture=replace(model.architecture, layers=layers),
+        architecture=replace(model.architecture, stack=model.architecture.stack[:layers]),
     )
 
 

@@ -102,11 +102,11 @@ class Stored:
 
     def first(self, block: Block) -> int:
         """Where a block's keys begin in what `of` views."""
-        return block.row * 2 * self._arch.layers * self._arch.kv_heads
+        return block.row * 2 * self._arch.layers * self._arch.attention.kv_heads
 
     def of(self, kv: Tensor, layer: int, rows: int) -> tuple[Tensor, Tensor]:
         """One layer's keys and its values, [keys, K, H]."""
-        return keys_of(kv, layer, rows=rows, heads=self._arch.kv_heads, size=self._arch.head_size)
+        return keys_of(kv, layer, rows=rows, heads=self._arch.attention.kv_heads, size=self._arch.attention.head_size)
 
     def pages(self, k: Tensor) -> Tensor:
         """The same as pages of one block each."""
@@ -127,7 +127,7 @@ class Apart:
     def __init__(self, architecture: Architecture, requests: int, keys: int, device: str) -> None:
         self._arch, self._keys, self._slots = architecture, keys, dict[int, int]()
         self._requests = requests
-        shape = requests * keys, architecture.kv_heads, architecture.head_size
+        shape = requests * keys, architecture.attention.kv_heads, architecture.attention.head_size
         dtype = getattr(torch, architecture.dtype)
         self._layers = [
             (torch.randn(shape, dtype=dtype, device=device), torch.randn(shape, dtype=dtype, device=device))
@@ -268,7 +268,10 @@ class _Planned:
         self._blocks = blocks
         arch, size = self._arch, self._arch.block
         begins = torch.arange(len(blocks) + 1, dtype=torch.int32) * size
-        heads, dtype = (arch.heads, arch.kv_heads, arch.head_size), getattr(torch, arch.dtype)
+        heads, dtype = (
+            (arch.attention.heads, arch.attention.kv_heads, arch.attention.head_size),
+            getattr(torch, arch.dtype),
+        )
         common: dict[str, Any] = {"causal": False, "q_data_type": dtype, "kv_data_type": dtype}
         firsts = [self._keys.first(block) for block in blocks]
         if any(first % size for first in firsts):
@@ -293,7 +296,7 @@ class _Planned:
     def run(self, q: Tensor, kv: Tensor, layer: int, rows: int, y: Tensor) -> None:
         """Launch the kernels over one layer."""
         k, v = self._keys.of(kv, layer, rows)
-        q, y = (tensor.view(-1, self._arch.heads, self._arch.head_size) for tensor in (q, y))
+        q, y = (tensor.view(-1, self._arch.attention.heads, self._arch.attention.head_size) for tensor in (q, y))
         if self._alone:
             self._kernels.run(q, k, v, out=y)
         else:
@@ -306,14 +309,17 @@ class _Planned:
         arch, kv = self._arch, self._kv
         assert kv is not None
         q = torch.randn(
-            arch.block * len(self._blocks), arch.heads * arch.head_size, dtype=kv.dtype, device=self._device
+            arch.block * len(self._blocks),
+            arch.attention.heads * arch.attention.head_size,
+            dtype=kv.dtype,
+            device=self._device,
         )
         y = torch.empty_like(q)
         self.run(q, kv, layer, rows, y)
         k, v = self._keys.of(kv, layer, rows)
         found = 0.0
         for block, *both in zip(self._blocks, q.split(arch.block), y.split(arch.block), strict=True):
-            asked, given = (part.view(arch.block, arch.heads, arch.head_size) for part in both)
+            asked, given = (part.view(arch.block, arch.attention.heads, arch.attention.head_size) for part in both)
             seen = slice(self._keys.first(block), self._keys.first(block) + block.keys)
             found = max(found, error_of(asked, k[seen], v[seen], given))
         return found

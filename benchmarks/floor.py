@@ -146,7 +146,10 @@ class Floor:
             Whether the step's own tokens are the keys, of which each sees those of its block and of the blocks before.
         """
         arch, seconds, last = self.arch, 0.0, len(keys) - 1
-        queries, kv = arch.heads * arch.head_size, 2 * arch.kv_heads * arch.head_size
+        queries, kv = (
+            arch.attention.heads * arch.attention.head_size,
+            2 * arch.attention.kv_heads * arch.attention.head_size,
+        )
         kept = tokens if kept is None or cut is None else kept
         for layer, read in enumerate(keys):
             stored = tokens if cut is None or layer <= cut else kept
@@ -156,8 +159,8 @@ class Floor:
             seen = read / requests
             pairs = after * ((seen + arch.block) / 2 if prefill else seen)
             seconds += self._best.attention_s(
-                pairs=pairs, keys=read if after else 0.0, heads=arch.heads, kv_heads=arch.kv_heads,
-                size=arch.head_size, item=self._item,
+                pairs=pairs, keys=read if after else 0.0, heads=arch.attention.heads, kv_heads=arch.attention.kv_heads,
+                size=arch.attention.head_size, item=self._item,
             )  # fmt: skip
             seconds += self._product(after, queries, arch.hidden) + self._feed_forward(layer, after)
         return seconds + self._product(rows, arch.hidden, arch.vocabulary)
@@ -181,15 +184,16 @@ class Floor:
 
     def _feed_forward(self, layer: int, rows: float) -> float:
         arch = self.arch
-        if not arch.experts or layer < arch.dense_layers:
-            width = arch.dense_ffn if arch.experts else arch.ffn
+        ffn = arch.stack[layer].feed_forward
+        if not ffn.experts:
+            width = ffn.size
             return self._product(rows, arch.hidden, 2 * width) + self._product(rows, width, arch.hidden)
-        chosen = arch.experts_per_token
-        hit = arch.experts * (1 - (1 - chosen / arch.experts) ** rows)
-        seconds = self._product(rows, arch.hidden, arch.experts)
-        for inner, outer in ((arch.hidden, 2 * arch.ffn), (arch.ffn, arch.hidden)):
+        chosen = ffn.experts_per_token
+        hit = ffn.experts * (1 - (1 - chosen / ffn.experts) ** rows)
+        seconds = self._product(rows, arch.hidden, ffn.experts)
+        for inner, outer in ((arch.hidden, 2 * ffn.size), (ffn.size, arch.hidden)):
             seconds += self._products(2 * rows * chosen * inner * outer, hit * inner * outer)
-        if arch.shared_ffn:
-            seconds += self._product(rows, arch.hidden, 2 * arch.shared_ffn)
-            seconds += self._product(rows, arch.shared_ffn, arch.hidden)
+        if ffn.shared:
+            seconds += self._product(rows, arch.hidden, 2 * ffn.shared)
+            seconds += self._product(rows, ffn.shared, arch.hidden)
         return seconds

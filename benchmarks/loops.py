@@ -135,7 +135,7 @@ def _attend(
     replace: bool, mask: Tensor | None, grouped: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """Attend over kept keys and the window's own; return them all."""
-    arch, shape = attention.arch, (*x.shape[:-1], -1, attention.arch.head_size)
+    arch, shape = attention.arch, (*x.shape[:-1], -1, attention.arch.attention.head_size)
     q, k, v = (part(x).view(shape) for part in (attention.q, attention.k, attention.v))
     if attention.norms:
         q, k = attention.norms[0](q), attention.norms[1](k)
@@ -148,8 +148,10 @@ def _attend(
     elif past is not None:
         k, v = (torch.cat([kept, new], dim=2) for kept, new in zip(past, (k, v), strict=True))
     keys, values = k, v
-    if arch.kv_heads < arch.heads and not grouped:
-        keys, values = (part.repeat_interleave(arch.heads // arch.kv_heads, dim=1) for part in (k, v))
+    if arch.attention.kv_heads < arch.attention.heads and not grouped:
+        keys, values = (
+            part.repeat_interleave(arch.attention.heads // arch.attention.kv_heads, dim=1) for part in (k, v)
+        )
     y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped)
     projected: Tensor = attention.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
     return projected, (k, v)

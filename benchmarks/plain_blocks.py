@@ -30,7 +30,7 @@ def plain_step_ms(model: Model, *, prefix: int, steps: int, blocks: int, cuda: b
     network = Transformer(arch, device=where)
     fill(network.tensors, model, 3)
     plain, block = PlainModel(network, grouped=True), arch.block
-    sizes = (1, arch.kv_heads, prefix + block, arch.head_size)
+    sizes = (1, arch.attention.kv_heads, prefix + block, arch.attention.head_size)
     cache: Cache = [
         (torch.randn(sizes, dtype=network.dtype, device=where), torch.randn(sizes, dtype=network.dtype, device=where))
         for _ in range(arch.layers)

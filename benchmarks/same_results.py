@@ -40,7 +40,7 @@ def of_torch(model: Model, inputs: Any, device: Device, seed: int, *, reference:
     where = torch.device("cuda" if device.backend == "cuda" else "cpu")
     dtype = getattr(torch, model.architecture.dtype)
     wide = model.family == "llada"
-    grouped = bool(model.architecture.experts) and grouped_products(dtype, where)
+    grouped = bool(model.architecture.feed_forward.experts) and grouped_products(dtype, where)
     network = Transformer(
         model.architecture, device=where, wide_rotary=wide, experts="grouped" if grouped and not reference else "loop"
     )

@@ -27,12 +27,12 @@ import mosaic
 from benchmarks.cases import options, tag_of
 from benchmarks.quality.decodability import DecodabilitySettings
 from benchmarks.quality.estimation import items_of
+from benchmarks.quality.evaluation import gen_length
+from benchmarks.quality.items import LONG_TASKS
 from benchmarks.quality.replay import Records, recording
+from benchmarks.quality.vocabulary import vocabulary
 from benchmarks.record import environment, write
 from benchmarks.sparse import NoPrefill
-from mosaic.bench.quality.evaluation import gen_length
-from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import ALGORITHMS, Algorithm, Canvas, GenerationConfig, resolve
 from mosaic.decoding.algorithms import algorithm_of
 from mosaic.decoding.llada import schedule
@@ -196,7 +196,7 @@ def flat_importance(model: CompiledModel) -> None:
     """
     arch, weights = model.architecture, model.weights()
     names = arch.names
-    if arch.head_norms:
+    if arch.attention.head_norms:
         weights[names.query_norm.format(layer=0)].zero_()
         weights[names.query_norm.format(layer=1)].fill_(_GAIN)
         return

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -19,8 +18,8 @@ from mosaic.errors import MosaicError, UsageError
 from mosaic.kernels import kernel_of
 from mosaic.kernels.binding import Kernel, reference_of
 from mosaic.registrar.operands import parse, shapes
-from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec, exact
-from mosaic.registrar.sizes import symbol
+from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec
+from mosaic.registrar.polynomial import symbol
 
 __all__ = ["OperatorMismatch", "verify_operator"]
 
@@ -132,8 +131,7 @@ class _Case:
         generator = torch.Generator().manual_seed(seed)
         symbolic = _symbolic(operator, sizes, loops, dtypes, attrs, values)
         rows = {name: sizes[name] for name in loops}
-        numbers = {symbol(name): size for name, size in rows.items()}
-        specs = {name: Spec(_ints(spec.shape, numbers), spec.dtype) for name, spec in symbolic.items()}
+        specs = {name: Spec(_ints(spec.shape, rows), spec.dtype) for name, spec in symbolic.items()}
         device = "cuda" if backend == "cuda" else "cpu"
         read = [name.rstrip("?") for name in operator.reads if name.rstrip("?") in specs]
         reads = {name: values.get(name, _random(specs[name], generator)).to(device) for name in read}
@@ -165,12 +163,12 @@ class _Case:
         """(axis, factor) of the axes of an operand that a loop over a size slices; None if one cannot be sliced."""
         found, over = [], symbol(size)
         for axis, dim in enumerate(self.symbolic[name].shape):
-            if isinstance(dim, int) or not dim.has(over):
+            if isinstance(dim, int) or size not in dim.names:
                 continue
-            factor = sympy.simplify(dim / over)
-            if not factor.is_Integer:
+            factor = dim / over
+            if not isinstance(factor, int):
                 return None
-            found.append((axis, int(factor)))
+            found.append((axis, factor))
         return found
 
     def verify(self, way: Implementation, launch: _Launch, tolerance: float | None) -> Mapping[str, Tensor]:
@@ -262,8 +260,8 @@ def _symbolic(
     return {operand.name: spec for operand, spec in zip(there, shapes(there, known), strict=True)}
 
 
-def _ints(shape: Sequence[Dim], numbers: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
-    return tuple(int(exact(dim).subs(numbers)) for dim in shape)
+def _ints(shape: Sequence[Dim], numbers: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(dim if isinstance(dim, int) else dim.at(numbers) for dim in shape)
 
 
 def _random(spec: Spec, generator: torch.Generator) -> Tensor:

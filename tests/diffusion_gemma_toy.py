@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import sympy
 from diffusion_gemma_kernels import KERNELS
 
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.polynomial import Polynomial
 from mosaic.registrar.program import Program
 
 HIDDEN: Final = 2816
@@ -115,7 +115,7 @@ def embedding_table(g: Graph) -> Buffer:
     return g.weight("embedding", (vocabulary, HIDDEN), DTYPE, tensor="model.decoder.embed_tokens.weight")
 
 
-def embed(g: Graph, tokens: sympy.Symbol) -> Buffer:
+def embed(g: Graph, tokens: Polynomial) -> Buffer:
     """Token embeddings times sqrt(D)."""
     x: Buffer = g.add_op("embedding", g.input("token_ids", (tokens,), "int64"), embedding_table(g), name="hidden")
     g.add_op(SCALE, x, name="embedding_scale", factor_value=float(HIDDEN) ** 0.5)
@@ -144,7 +144,7 @@ def weight(g: Graph, name: str, *shape: int) -> Buffer:
     return g.weight(name, shape, DTYPE, tensor=f"model.decoder.{tensor}.weight")
 
 
-def self_conditioning(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -> Buffer:
+def self_conditioning(g: Graph, x: Buffer, soft: Buffer, canvas: Polynomial) -> Buffer:
     """norm(x + mlp(norm(soft))) over x, the last norm without a weight."""
     y = g.buffer("conditioned", (canvas, HIDDEN), DTYPE)
     g.add_alias(y, x)
@@ -155,7 +155,7 @@ def self_conditioning(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -
     return y
 
 
-def stack(g: Graph, x: Buffer, tokens: sympy.Symbol, *, mode: str) -> None:
+def stack(g: Graph, x: Buffer, tokens: Polynomial, *, mode: str) -> None:
     """All layers in one of the two modes; only the layer scalars belong to a mode."""
     positions, lengths = g.input("positions", (tokens,), "int32"), g.input("lengths", (2,), "int32")
     for number, layer in enumerate(LAYERS):
@@ -168,7 +168,7 @@ def stack(g: Graph, x: Buffer, tokens: sympy.Symbol, *, mode: str) -> None:
 
 
 def attention(
-    g: Graph, layer: Layer, x: Buffer, tokens: sympy.Symbol, positions: Buffer, lengths: Buffer, *, mode: str
+    g: Graph, layer: Layer, x: Buffer, tokens: Polynomial, positions: Buffer, lengths: Buffer, *, mode: str
 ) -> None:
     """x += norm(o(attention(q, k, v and what is committed))); the encoder commits k and v afterwards."""
     width, kv_width = layer.heads * layer.head_size, layer.kv_heads * layer.head_size
@@ -232,7 +232,7 @@ def dense(g: Graph, h: Buffer, x: Buffer | None) -> Buffer:
     return found
 
 
-def feed_forward(g: Graph, x: Buffer, tokens: sympy.Symbol, *, mode: str) -> None:
+def feed_forward(g: Graph, x: Buffer, tokens: Polynomial, *, mode: str) -> None:
     """x += norm(norm(dense(norm(x))) + norm(experts(norm(x)))), routed on the raw x."""
     with g.chunk(f"{mode}_ffn", over=tokens):
         h = g.add_op("rms_norm", x, weight(g, "pre_feedforward_layernorm", HIDDEN), name="ffn_in", eps=EPS)
@@ -266,7 +266,7 @@ def experts(g: Graph, x: Buffer) -> Buffer:
     return found
 
 
-def head(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -> None:
+def head(g: Graph, x: Buffer, soft: Buffer, canvas: Polynomial) -> None:
     """All that the sampler and the next step need, in one pass over vocabulary tiles: canvas x V never exists.
 
     Rows of the canvas and tiles of the vocabulary are chunked independently; the accumulators of a row live through the

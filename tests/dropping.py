@@ -145,9 +145,10 @@ class DroppingNetwork(Network):
                    "value", "output", "gate", "up", "down", "query_norm", "key_norm")}  # fmt: skip
             normed = self._norm(x, own["attention_norm"])
             q, k, v = (
-                self._project(normed, own[name]).view(len(x), -1, arch.head_size) for name in ("query", "key", "value")
+                self._project(normed, own[name]).view(len(x), -1, arch.attention.head_size)
+                for name in ("query", "key", "value")
             )
-            if arch.head_norms:
+            if arch.attention.head_norms:
                 q, k = self._norm(q, own["query_norm"]), self._norm(k, own["key_norm"])
             q, k = self._rotate(q, positions[rows]), self._rotate(k, positions[rows])
             for row, place in enumerate(positions[rows].tolist()):

@@ -96,8 +96,8 @@ class Published(Generated):
                 rows, end = [places.index(place) for place in kept], kept[-1] + 1
                 places, x, q = kept, x[rows], q[rows]
             keys, values = (torch.stack([self.keys[layer, place][part] for place in range(end)]) for part in (0, 1))
-            group = arch.heads // arch.kv_heads
-            weights = torch.einsum("tnh,snh->nts", q, keys.repeat_interleave(group, 1)) * arch.head_size**-0.5
+            group = arch.attention.heads // arch.attention.kv_heads
+            weights = torch.einsum("tnh,snh->nts", q, keys.repeat_interleave(group, 1)) * arch.attention.head_size**-0.5
             y = torch.einsum("nts,snh->tnh", weights.softmax(-1), values.repeat_interleave(group, 1)).flatten(1)
             x = self.fed_on(x, y, layer)
         return dict(zip(places, self.logits(x), strict=True))
@@ -105,8 +105,8 @@ class Published(Generated):
     def among_masks(self, places: list[int], q: Tensor, k: Tensor) -> dict[int, float]:
         """What masked tokens get from each other: the largest of three scores side by side, its softmax, summed up."""
         open_ = [row for row, place in enumerate(places) if self.masked[place]]
-        keys = k[open_].repeat_interleave(self.arch.heads // self.arch.kv_heads, 1)
-        found = torch.einsum("anh,bnh->nab", q[open_], keys) * self.arch.head_size**-0.5
+        keys = k[open_].repeat_interleave(self.arch.attention.heads // self.arch.attention.kv_heads, 1)
+        found = torch.einsum("anh,bnh->nab", q[open_], keys) * self.arch.attention.head_size**-0.5
         beyond = torch.full((*found.shape[:2], 1), -math.inf, dtype=found.dtype)
         left, right = torch.cat([beyond, found[..., :-1]], -1), torch.cat([found[..., 1:], beyond], -1)
         total = found.maximum(left).maximum(right).softmax(-1).sum((0, 1))

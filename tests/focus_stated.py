@@ -145,10 +145,10 @@ class Generated:
 
     def projected(self, h: Tensor, name: str, layer: int) -> Tensor:
         y = h @ self.weight(name, layer).T
-        if self.arch.qkv_bias:
+        if self.arch.attention.qkv_bias:
             stem = getattr(self.arch.names, name).format(layer=layer).removesuffix("weight")
             y = y + self.tensors[f"{stem}bias"]
-        return y.view(len(h), -1, self.arch.head_size)
+        return y.view(len(h), -1, self.arch.attention.head_size)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.arch.norm_eps).rsqrt() * weight
@@ -178,8 +178,8 @@ class Generated:
                 rows = [places.index(place) for place in chosen]
                 kept, x, q = chosen, x[rows], q[rows]
             k, v = (torch.stack([self.keys[layer, place][part] for place in range(end)]) for part in (0, 1))
-            group = arch.heads // arch.kv_heads
-            scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(group, 1)) * arch.head_size**-0.5
+            group = arch.attention.heads // arch.attention.kv_heads
+            scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(group, 1)) * arch.attention.head_size**-0.5
             if arch.block:
                 blocks = torch.arange(end) // arch.block
                 scores = scores.masked_fill(blocks > torch.tensor(kept)[:, None] // arch.block, -math.inf)
@@ -193,7 +193,7 @@ class Generated:
     def queries_keys_values(self, x: Tensor, layer: int, places: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         h = self.norm(x, self.weight("attention_norm", layer))
         q, k, v = (self.projected(h, name, layer) for name in ("query", "key", "value"))
-        if self.arch.head_norms:
+        if self.arch.attention.head_norms:
             q, k = self.norm(q, self.weight("query_norm", layer)), self.norm(k, self.weight("key_norm", layer))
         return self.turned(q, places), self.turned(k, places), v
 
@@ -214,9 +214,9 @@ class Generated:
     def sparse(self, layer: int, places: list[int], scores: Tensor, *, first: bool) -> Tensor:
         """MAGE (Kwon et al. 2026), equation 3: the block's first step attends to all keys, and selects for each key-value head and
         tile of rows, by all rows where a tile has none; the others attend to these keys of the prefix, and to the block."""
-        group, rows = self.arch.heads // self.arch.kv_heads, self.rows or self.width
+        group, rows = self.arch.attention.heads // self.arch.attention.kv_heads, self.rows or self.width
         tiles = torch.tensor(places) % self.width // rows
-        for head, tile in product(range(self.arch.kv_heads), range(-(-self.width // rows))):
+        for head, tile in product(range(self.arch.attention.kv_heads), range(-(-self.width // rows))):
             own, mine = slice(head * group, (head + 1) * group), tiles == tile
             if first:
                 voting = scores[own][:, mine] if mine.any() else scores[own]
@@ -244,12 +244,16 @@ class Generated:
     def importance(self, layer: int, queries: dict[int, Tensor]) -> Tensor:
         """Equations 2 and 15."""
         assert self.eviction is not None
-        group, reach, listed = self.arch.heads // self.arch.kv_heads, self.eviction.pool // 2, self.listed()
+        group, reach, listed = (
+            self.arch.attention.heads // self.arch.attention.kv_heads,
+            self.eviction.pool // 2,
+            self.listed(),
+        )
         found = torch.zeros(len(listed), dtype=torch.float64)
         for place in queries.keys() & set(listed):
-            for head in range(self.arch.heads):
+            for head in range(self.arch.attention.heads):
                 keys = torch.stack([self.keys[layer, other][0][head // group] for other in listed])
-                scores = (keys @ queries[place][head] * self.arch.head_size**-0.5).tolist()
+                scores = (keys @ queries[place][head] * self.arch.attention.head_size**-0.5).tolist()
                 pooled = [max(scores[max(at - reach, 0) : at + reach + 1]) for at in range(len(scores))]
                 found += torch.tensor(pooled, dtype=torch.float64).softmax(0)
         return found
@@ -303,21 +307,22 @@ class Experts(Generated):
     def fed(self, layer: int, h: Tensor) -> Tensor:
         arch, names = self.arch, self.arch.names
         parts = ("gate", "up", "down")
-        if layer < arch.dense_layers:
+        if not arch.stack[layer].feed_forward.experts:
             return self.gated(h, *(self.tensors[names.dense.format(layer=layer, part=part)] for part in parts))
         y = self.gated(h, *(self.tensors[names.shared.format(layer=layer, part=part)] for part in parts))
-        stack = f"{{0:{arch.experts}}}"
+        ffn = arch.feed_forward
+        stack = f"{{0:{ffn.experts}}}"
         of_experts = [self.tensors[getattr(names, part).format(layer=layer, experts=stack)] for part in parts]
         scores = (h @ self.weight("router", layer).T).sigmoid().tolist()
-        bias, width = self.weight("router_bias", layer).tolist(), arch.experts // arch.router_groups
+        bias, width = self.weight("router_bias", layer).tolist(), ffn.experts // ffn.groups
         for row, score in enumerate(scores):
             rank = [mine + more for mine, more in zip(score, bias, strict=True)]
-            groups = [rank[first : first + width] for first in range(0, arch.experts, width)]
+            groups = [rank[first : first + width] for first in range(0, ffn.experts, width)]
             order = sorted(range(len(groups)), key=lambda group: -sum(sorted(groups[group])[-2:]))
-            allowed = [expert for expert in range(arch.experts) if expert // width in order[: arch.router_top_groups]]
-            chosen = sorted(allowed, key=lambda expert: -rank[expert])[: arch.experts_per_token]
+            allowed = [expert for expert in range(ffn.experts) if expert // width in order[: ffn.top_groups]]
+            chosen = sorted(allowed, key=lambda expert: -rank[expert])[: ffn.experts_per_token]
             for expert in chosen:
-                share = arch.router_scale * score[expert] / sum(score[one] for one in chosen)
+                share = ffn.scale * score[expert] / sum(score[one] for one in chosen)
                 y[row] += share * self.gated(h[row], *(matrices[expert] for matrices in of_experts))
         return y
 

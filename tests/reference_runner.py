@@ -23,6 +23,7 @@ from mosaic.models.parts import ENTERED, Commit
 from mosaic.models.parts.windows import OPEN
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 
 KV = list[tuple[Tensor, Tensor]]
@@ -35,22 +36,22 @@ def random_tensors(arch: Architecture, seed: int) -> dict[str, Tensor]:
     Attention is far from uniform, and masks, which are most of what there is, say little by themselves.
     """
     generator, names = torch.Generator().manual_seed(seed), arch.names
-    wide, narrow = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+    wide, narrow, fed = arch.attention.width, arch.attention.kv_width, arch.feed_forward.size
     found = {names.embedding: (arch.vocabulary, arch.hidden), names.final_norm: (arch.hidden,)}
     if not arch.tied:
         found[names.head] = (arch.vocabulary, arch.hidden)
     for layer in range(arch.layers):
         sizes: dict[str, tuple[int, ...]] = {
             names.attention_norm: (arch.hidden,), names.ffn_norm: (arch.hidden,), names.output: (arch.hidden, wide),
-            names.gate: (arch.ffn, arch.hidden), names.up: (arch.ffn, arch.hidden), names.down: (arch.hidden, arch.ffn),
+            names.gate: (fed, arch.hidden), names.up: (fed, arch.hidden), names.down: (arch.hidden, fed),
         }  # fmt: skip
         for name, size in ((names.query, wide), (names.key, narrow), (names.value, narrow)):
             stem = name.removesuffix(".weight")
             sizes[stem + ".weight"] = (size, arch.hidden)
-            if arch.qkv_bias:
+            if arch.attention.qkv_bias:
                 sizes[stem + ".bias"] = (size,)
-        if arch.head_norms:
-            sizes |= {names.query_norm: (arch.head_size,), names.key_norm: (arch.head_size,)}
+        if arch.attention.head_norms:
+            sizes |= {names.query_norm: (arch.attention.head_size,), names.key_norm: (arch.attention.head_size,)}
         found |= {name.format(layer=layer): shape for name, shape in sizes.items()}
     tensors = {}
     for name, shape in found.items():
@@ -76,27 +77,27 @@ class Network:
     def _project(self, x: Tensor, name: str) -> Tensor:
         stem = name.removesuffix(".weight")
         y = x @ self.tensors[stem + ".weight"].T
-        return y + self.tensors[stem + ".bias"] if self.arch.qkv_bias else y
+        return y + self.tensors[stem + ".bias"] if self.arch.attention.qkv_bias else y
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        size = self.arch.head_size
-        angle = positions[:, None] * self.arch.rope_theta ** -(torch.arange(0, size, 2) / size)
+        size = self.arch.attention.head_size
+        angle = positions[:, None] * self.arch.rotary.theta ** -(torch.arange(0, size, 2) / size)
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         arch = self.arch
-        keys, values = (x.view(-1, arch.kv_heads, arch.head_size) for x in (k, v))
-        group = arch.heads // arch.kv_heads
-        scores = torch.einsum("tnh,snh->nts", q, keys.repeat_interleave(group, 1)) / math.sqrt(arch.head_size)
+        keys, values = (x.view(-1, arch.attention.kv_heads, arch.attention.head_size) for x in (k, v))
+        group = arch.attention.heads // arch.attention.kv_heads
+        scores = torch.einsum("tnh,snh->nts", q, keys.repeat_interleave(group, 1)) / math.sqrt(arch.attention.head_size)
         if arch.block:
             hidden = torch.arange(len(keys))[None] // arch.block > positions[:, None] // arch.block
             scores = scores.masked_fill(hidden, float("-inf"))
         return torch.einsum("nts,snh->tnh", scores.softmax(-1), values.repeat_interleave(group, 1)).flatten(1)
 
     def new_kv(self, rows: int) -> KV:
-        width = self.arch.kv_heads * self.arch.head_size
+        width = self.arch.attention.kv_heads * self.arch.attention.head_size
         return [
             (torch.full((rows, width), torch.nan), torch.full((rows, width), torch.nan))
             for _ in range(self.arch.layers)
@@ -112,8 +113,8 @@ class Network:
                    "value", "output", "gate", "up", "down", "query_norm", "key_norm")}  # fmt: skip
             normed = self._norm(x, own["attention_norm"])
             q, k, v = (self._project(normed, own[name]) for name in ("query", "key", "value"))
-            q, k = q.view(len(tokens), -1, arch.head_size), k.view(len(tokens), -1, arch.head_size)
-            if arch.head_norms:
+            q, k = q.view(len(tokens), -1, arch.attention.head_size), k.view(len(tokens), -1, arch.attention.head_size)
+            if arch.attention.head_norms:
                 q, k = self._norm(q, own["query_norm"]), self._norm(k, own["key_norm"])
             q, k = self._rotate(q, positions), self._rotate(k, positions)
             kv[layer][0][start : start + len(tokens)] = k.flatten(1)
@@ -203,6 +204,9 @@ class ReferenceRunner:
         self.sequences: list[PlainSequence] = []
         self.packed: list[list[StepRequest]] = []
         self.checked: list[StepSize] = []
+
+    def sharing(self) -> SharedSizes:
+        return SharedSizes()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return nullcontext()

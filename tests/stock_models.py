@@ -40,11 +40,12 @@ def stock_model(model: CompiledModel, folder: Path, **changes: Any) -> nn.Module
     model.save(folder)
     given = load_file(folder / "model.safetensors")
     kind, build = _FAMILIES[family]
-    if family == "llada" and arch.qkv_bias:
+    if family == "llada" and arch.attention.qkv_bias:
         kind = "Qwen2"  # Llama with biases on q, k and v
     config = {
-        "hidden_size": arch.hidden, "num_hidden_layers": arch.layers, "num_attention_heads": arch.heads,
-        "num_key_value_heads": arch.kv_heads, "head_dim": arch.head_size, "intermediate_size": arch.ffn,
+        "hidden_size": arch.hidden, "num_hidden_layers": arch.layers, "num_attention_heads": arch.attention.heads,
+        "num_key_value_heads": arch.attention.kv_heads, "head_dim": arch.attention.head_size,
+        "intermediate_size": arch.feed_forward.size,
         "vocab_size": arch.vocabulary, "rms_norm_eps": arch.norm_eps, "tie_word_embeddings": False,
         "max_position_embeddings": arch.max_positions, "attn_implementation": "eager",
     }  # fmt: skip
@@ -82,12 +83,16 @@ def renamed(given: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, 
     return found
 
 
+def _dense_layers(arch: Architecture) -> int:
+    return sum(not layer.feed_forward.experts for layer in arch.stack)
+
+
 def _stack_experts(arch: Architecture, state: dict[str, Tensor]) -> None:
     """Experts as one tensor for gate and up, and one for down, as stock classes have them."""
-    for layer in range(arch.dense_layers, arch.layers):
+    for layer in range(_dense_layers(arch), arch.layers):
         stem = f"model.layers.{layer}.mlp.experts."
         gate, up, down = (
-            torch.stack([state.pop(f"{stem}{e}.{part}_proj.weight") for e in range(arch.experts)])
+            torch.stack([state.pop(f"{stem}{e}.{part}_proj.weight") for e in range(arch.feed_forward.experts)])
             for part in ("gate", "up", "down")
         )
         state |= {f"{stem}gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}down_proj": down}
@@ -109,28 +114,30 @@ def _qwen(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
 def _llada_moe(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
     state = dict(given)
     _stack_experts(arch, state)
+    ffn = arch.feed_forward
     return {
-        "moe_intermediate_size": arch.ffn, "num_experts": arch.experts, "num_experts_per_tok": arch.experts_per_token,
+        "moe_intermediate_size": ffn.size, "num_experts": ffn.experts, "num_experts_per_tok": ffn.experts_per_token,
         "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "experts_implementation": "eager",
     }, state  # fmt: skip
 
 
 def _llada2(arch: Architecture, given: Mapping[str, Tensor]) -> _Built:
     state = renamed(given, _LLADA2)
-    widths = [arch.heads * arch.head_size, *[arch.kv_heads * arch.head_size] * 2]
+    widths = [arch.attention.width, *[arch.attention.kv_width] * 2]
     for layer in range(arch.layers):
         stem = f"model.layers.{layer}."
-        for end in ("weight", "bias") if arch.qkv_bias else ("weight",):
+        for end in ("weight", "bias") if arch.attention.qkv_bias else ("weight",):
             fused = state.pop(f"{stem}attention.query_key_value.{end}")
             for kind, part in zip("qkv", fused.split(widths), strict=True):
                 state[f"{stem}self_attn.{kind}_proj.{end}"] = part
     _stack_experts(arch, state)
+    ffn = arch.feed_forward
     return {
-        "intermediate_size": arch.dense_ffn, "moe_intermediate_size": arch.ffn, "n_routed_experts": arch.experts,
-        "num_experts_per_tok": arch.experts_per_token, "n_shared_experts": arch.shared_ffn // arch.ffn,
-        "first_k_dense_replace": arch.dense_layers, "n_group": arch.router_groups or 1,
-        "topk_group": arch.router_top_groups or 1, "routed_scaling_factor": arch.router_scale,
-        "norm_topk_prob": arch.experts_per_token > 1, "use_qk_norm": arch.head_norms, "attention_bias": arch.qkv_bias,
+        "intermediate_size": arch.stack[0].feed_forward.size, "moe_intermediate_size": ffn.size,
+        "n_routed_experts": ffn.experts, "num_experts_per_tok": ffn.experts_per_token, "n_shared_experts": ffn.shared // ffn.size,
+        "first_k_dense_replace": _dense_layers(arch), "n_group": ffn.groups or 1, "topk_group": ffn.top_groups or 1,
+        "routed_scaling_factor": ffn.scale, "norm_topk_prob": ffn.experts_per_token > 1,
+        "use_qk_norm": arch.attention.head_norms, "attention_bias": arch.attention.qkv_bias,
         "experts_implementation": "eager",
     }, state  # fmt: skip
 

@@ -324,8 +324,9 @@ def test_a_floor_has_the_flops_that_a_plan_has_but_for_rows_that_nobody_needs(fa
     card = replace(load_device("h200"), bandwidth=1e30, gemm_rates={1: 1e9}, few_rows_rates={}, unembed_rates={})
     kernels = ("linear", "linear_add", "grouped_linear", "unembed_stats", "unembed_sample", "attention", "moe_route")
     flops = sum(op.flops for op in plan.records.ops if op.kernel in kernels)
-    width = arch.heads * arch.head_size
-    ffn = arch.experts_per_token * 3 * arch.ffn + arch.experts + 3 * arch.shared_ffn if arch.experts else 3 * arch.ffn
+    width = arch.attention.heads * arch.attention.head_size
+    fed = arch.feed_forward
+    ffn = fed.experts_per_token * 3 * fed.size + fed.experts + 3 * fed.shared if fed.experts else 3 * fed.size
     of_row = 2 * arch.hidden * (2 * width + ffn) + 4 * 300 * width
     assert 1e9 * Floor(arch, card).whole(300, 100) == pytest.approx(flops - 200 * of_row, rel=1e-6)
 

@@ -95,7 +95,7 @@ def test_a_loop_counts_what_it_does() -> None:
 
 def test_shared_keys_need_not_be_repeated() -> None:
     network, _ = network_of("sdar")
-    assert network.arch.kv_heads < network.arch.heads
+    assert network.arch.attention.kv_heads < network.arch.attention.heads
     ids, block = torch.arange(3 * network.arch.block)[None], network.arch.block
     with torch.no_grad():
         repeated, grouped = (

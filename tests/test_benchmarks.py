@@ -483,7 +483,7 @@ def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
     assert rows[0][7] == rows[-1][7] != rows[2][7]
     # a layer's keys and values of a prefix; half of them are ranked once, in the two layers that are sparse
     arch = tiny.architecture
-    layer = 2 * 4 * arch.kv_heads * arch.head_size * 64 * 2
+    layer = 2 * 4 * arch.attention.kv_heads * arch.attention.head_size * 64 * 2
     weights = 2 * 4 * (arch.parameters - arch.vocabulary * arch.hidden)
     reads = replace(load_device("h200"), bandwidth=1e9, gemm_rates={1: 1e30})
     exact, mage = (
@@ -494,8 +494,12 @@ def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
     assert mage == pytest.approx(weights + 2 * layer + 2 * (layer + layer / 2 + layer * 16 / 64))
     # with nothing to read, FLOPs: the last layer's queries and what follows them are of the rows that are masked, all and half
     computes = replace(load_device("h200"), bandwidth=1e30, gemm_rates={1: 1e12}, few_rows_rates={}, unembed_rates={})
-    width, kv, hidden = arch.heads * arch.head_size, 2 * arch.kv_heads * arch.head_size, arch.hidden
-    of_token, stored = 2 * hidden * (2 * width + 3 * arch.ffn) + 4 * 64 * width, 2 * hidden * kv
+    width, kv, hidden = (
+        arch.attention.heads * arch.attention.head_size,
+        2 * arch.attention.kv_heads * arch.attention.head_size,
+        arch.hidden,
+    )
+    of_token, stored = 2 * hidden * (2 * width + 3 * arch.feed_forward.size) + 4 * 64 * width, 2 * hidden * kv
     flops = 2 * (2 * 64 * (of_token + stored) + 64 * stored) + (64 + 32) * (of_token + 2 * hidden * arch.vocabulary)
     assert 1e12 * sparse.floor_s(tiny, sparse.EXACT, computes, **asked) == pytest.approx(flops)
     # what is kept of a prefix is read of no key; one step of two refreshes
@@ -510,7 +514,7 @@ def test_blocks_of_sparse_attention_are_timed_beside_exact_ones() -> None:
 def test_blocks_of_every_family_take_the_steps_that_are_asked_for(name: str, steps: int) -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
     described = block.with_block(name, sparse.BLOCK, 3)
-    more = {"pad_token_id": 0, **experts} if described.architecture.experts else {}
+    more = {"pad_token_id": 0, **experts} if described.architecture.feed_forward.experts else {}
     tiny = load({**described.config, **SMALL, **more})
     asked, decided = {"prefix": 64, "requests": 1, "steps": steps}, []
     with mosaic.compile(tiny, device="cpu", seed=1) as model:
@@ -526,9 +530,14 @@ def test_blocks_of_every_family_take_the_steps_that_are_asked_for(name: str, ste
     # an expert that no token chooses is not read; in the last layer the rows that are masked choose
     rows = [sparse.BLOCK - step * sparse.BLOCK // steps for step in range(steps)]
     unchosen = 0.75**sparse.BLOCK + sum(0.75**masked for masked in rows) / steps
-    unread = arch.experts * (3 * arch.hidden * arch.ffn * unchosen - 2 * arch.hidden)  # and the routers, which are
+    unread = arch.feed_forward.experts * (
+        3 * arch.hidden * arch.feed_forward.size * unchosen - 2 * arch.hidden
+    )  # and the routers, which are
     assert floor == pytest.approx(
-        arch.parameters - arch.vocabulary * arch.hidden - unread + 3 * 2 * arch.kv_heads * arch.head_size * 64
+        arch.parameters
+        - arch.vocabulary * arch.hidden
+        - unread
+        + 3 * 2 * arch.attention.kv_heads * arch.attention.head_size * 64
     )
 
 
@@ -820,8 +829,8 @@ def test_the_floor_of_a_step_counts_products_keys_and_experts_once() -> None:
     rates = {"gemm_rates": {9: {1: 1e9, 8: 1e12}, 99: {1: 1e11}}, "attention_rates": {"triton": {1: 1e11}}}
     card = replace(load_device("h200"), **rates, few_rows_rates={}, unembed_rates={})
     sizes: dict[str, Any] = {"requests": 2, "tokens": 40.0, "kept": 10.0, "rows": 5.0, "keys": [100.0] * 3}
-    widths = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-    of_layer = arch.hidden * (2 * widths[0] + 2 * widths[1] + 3 * arch.ffn)
+    widths = arch.attention.heads * arch.attention.head_size, arch.attention.kv_heads * arch.attention.head_size
+    of_layer = arch.hidden * (2 * widths[0] + 2 * widths[1] + 3 * arch.feed_forward.size)
     weights = 4 * (arch.layers * of_layer + arch.hidden * arch.vocabulary)
     read = Floor(arch, replace(card, bandwidth=1.0)).of(**sizes, cut=1)
     assert read == pytest.approx(weights + arch.layers * 4 * 2 * widths[1] * 100)
@@ -844,8 +853,13 @@ def test_the_floor_of_a_step_counts_products_keys_and_experts_once() -> None:
     experts = load("llada2-mini").architecture
     floor, sizes = Floor(experts, replace(card, bandwidth=1.0)), {**sizes, "keys": [100.0] * experts.layers}
     most, one = (floor.of(**{**sizes, "tokens": tokens}) for tokens in (1e6, 1.0))
-    layers, of_expert = experts.layers - 1 - experts.dense_layers, 2 * 3 * experts.hidden * experts.ffn
-    assert most - one == pytest.approx(layers * of_expert * (experts.experts - experts.experts_per_token))
+    layers, of_expert = (
+        sum(layer.feed_forward.experts > 0 for layer in experts.stack) - 1,
+        2 * 3 * experts.hidden * experts.feed_forward.size,
+    )
+    assert most - one == pytest.approx(
+        layers * of_expert * (experts.feed_forward.experts - experts.feed_forward.experts_per_token)
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
-import sympy
 import torch
 from test_kernels import Case, check_allocates_nothing
 
 from mosaic.errors import GraphError
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
+from mosaic.registrar.polynomial import symbol
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -79,7 +79,7 @@ def test_in_triton(seed: int) -> None:
         assert run(case, DEVICE)["canvas"].tolist() == after
 
 
-ROWS, COUNT = (sympy.Symbol(name, positive=True, integer=True) for name in ("rows", "count"))
+ROWS, COUNT = (symbol(name) for name in ("rows", "count"))
 READ = {"canvas": Spec((ROWS,), "int64"), "rows": Spec((COUNT,), "int64")}
 WRITTEN = {"token": READ["rows"], **READ, "taken": Spec((COUNT,), "uint8")}
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import sympy
 import torch
 from test_kernels import F32, Case, check_allocates_nothing, strided
 from test_kv import starts
@@ -21,6 +20,7 @@ from mosaic.errors import GraphError, MosaicError, RuntimeMemoryError
 from mosaic.kernels import load
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
+from mosaic.registrar.polynomial import symbol
 
 if importlib.util.find_spec("triton") is not None:
     from test_triton_kernels import INTERPRETED, run
@@ -245,7 +245,7 @@ def whole_number(alpha: float, summed: int, steps: int) -> Case:
     return Case("evict_tokens", operands, outputs, attrs)
 
 
-TOKENS, SEQS, ROWS = (sympy.Symbol(name, positive=True, integer=True) for name in "tbr")
+TOKENS, SEQS, ROWS = (symbol(name) for name in "tbr")
 PER_SEQUENCE = Spec((SEQS,), "int32")
 GIVEN: dict[str, Any] = {
     "before": Spec((SEQS, 2, 8), "float32"), "after": Spec((SEQS, 2, 8), "float32"), "listed": Spec((SEQS, 8), "int32"),

@@ -88,7 +88,7 @@ class FocusNetwork(DroppingNetwork):
         k = (
             keys.double()[places]
             .view(len(listed), -1, q.shape[2])
-            .repeat_interleave(self.arch.heads // self.arch.kv_heads, 1)
+            .repeat_interleave(self.arch.attention.heads // self.arch.attention.kv_heads, 1)
         )
         scores = torch.einsum("anh,bnh->nab", queries, k) * q.shape[2] ** -0.5
         pooled = torch.max_pool1d(scores, self.eviction.pool, 1, self.eviction.pool // 2)

@@ -37,6 +37,7 @@ from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import CheckpointError, DoesNotFit, UsageError
 from mosaic.models import load
 from mosaic.models.shipped import shipped
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StepResult
 from mosaic.viz.canvas_picture import STATES, CanvasPicture, CanvasTracker, Cell, Memory, Progress, bar, printable
 
@@ -616,6 +617,9 @@ def test_shipped_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 class AnswersBytes(FakeModel):
     """Runs the steps of the real decoding loop: the most confident rows are the first ones of the window."""
+
+    def sharing(self) -> SharedSizes:
+        return SharedSizes()
 
     def exclusive(self) -> Any:
         return nullcontext()

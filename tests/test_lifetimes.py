@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-import sympy
 
 from mosaic.planner.check import check_plan
 from mosaic.planner.lifetimes import Lifetimes, derive
@@ -15,6 +14,7 @@ from mosaic.planner.space import Config
 from mosaic.planner.template import compile_body
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Operator
+from mosaic.registrar.polynomial import Polynomial
 from mosaic.registrar.validate import validate
 from tests.small_programs import drawn
 
@@ -35,7 +35,7 @@ class Small:
     def input(self, name: str) -> Buffer:
         return self.g.input(name, (self.tokens, 4), "float32")
 
-    def buffer(self, name: str, rows: sympy.Symbol | None = None, *, rotate: int = 1) -> Buffer:
+    def buffer(self, name: str, rows: Polynomial | None = None, *, rotate: int = 1) -> Buffer:
         return self.g.buffer(name, (rows if rows is not None else self.tokens, 4), "float32", rotate=rotate)
 
     def output(self, name: str) -> Buffer:

@@ -11,7 +11,6 @@ from math import ceil
 from typing import Any
 
 import pytest
-import sympy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from mosaic.planner.search import TOLERANCE, brute_force, search
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Operator
+from mosaic.registrar.polynomial import Polynomial
 from mosaic.units import GIB, MIB, round_up
 
 S, M = 131072, 65536
@@ -412,10 +412,10 @@ def test_the_largest_context_is_solved_once_for_requests_that_differ_in_theirs(m
 
 # -- graphs of one's own ----------------------------------------------------------------------------------------------
 
-Declare = Callable[[Graph, sympy.Symbol], object]
+Declare = Callable[[Graph, Polynomial], object]
 
 
-def _knobs(g: Graph, over: sympy.Symbol, *names: str) -> None:
+def _knobs(g: Graph, over: Polynomial, *names: str) -> None:
     for name in names:
         g.knob(name, over=over)
 

@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
-import sympy
 import torch
 from test_kernels import Case, check_allocates_nothing
 
 from mosaic.errors import GraphError
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
+from mosaic.registrar.polynomial import symbol
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -86,7 +86,7 @@ def test_in_triton(seed: int) -> None:
     assert {name: found[name].tolist() for name in expected} == expected
 
 
-ROWS, SIZE, SEQS, TOKENS, MOST = (sympy.Symbol(name, positive=True, integer=True) for name in "mcbtd")
+ROWS, SIZE, SEQS, TOKENS, MOST = (symbol(name) for name in "mcbtd")
 GIVEN: dict[str, Any] = {
     "chosen": Spec((TOKENS,), "int64"), "bounds": Spec((SEQS + 1,), "int32"), "positions": Spec((TOKENS,), "int32"),
     "rows": Spec((ROWS,), "int64"), "cu_rows": Spec((SEQS + 1,), "int32"),

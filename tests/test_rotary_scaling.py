@@ -142,7 +142,7 @@ def test_the_same_scaling_in_either_form_is_the_same_model(form: str) -> None:
         "both": {"rope_scaling": new, "rope_parameters": {**new, "rope_theta": 500.0}},
     }
     arch = load(CONFIGS["dream"] | {"rope_theta": 500.0} | forms[form]).architecture
-    assert arch.rotary == Rotary(theta=500.0, dim=16, kind="linear", factor=3.0) and arch.rotary_scale == 1.0
+    assert arch.rotary == Rotary(theta=500.0, dim=16, kind="linear", factor=3.0) and arch.attention.rotary_scale == 1.0
     own = load(CONFIGS["dream"] | {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}).architecture
     assert own.rotary == Rotary(theta=77.0, dim=16)  # rope_parameters come before rope_theta, as in transformers
 

@@ -50,7 +50,7 @@ def llada_reference(model: CompiledModel) -> nn.Module:
     from stock_models import LLADA_NAMES, renamed
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ffn = model.model.architecture.ffn
+    ffn = model.model.architecture.feed_forward.size
     config = LlamaConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=ffn,
         vocab_size=257, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
@@ -64,7 +64,7 @@ def llada_reference(model: CompiledModel) -> nn.Module:
 def dream_reference(model: CompiledModel) -> nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    ffn = model.model.architecture.ffn
+    ffn = model.model.architecture.feed_forward.size
     config = Qwen2Config(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=ffn,
         vocab_size=301, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
@@ -78,7 +78,7 @@ def dream_reference(model: CompiledModel) -> nn.Module:
 def moe_reference(model: CompiledModel) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    ffn = model.model.architecture.ffn
+    ffn = model.model.architecture.feed_forward.size
     config = Qwen3MoeConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=ffn,
         num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, decoder_sparse_step=1, head_dim=16, vocab_size=211,

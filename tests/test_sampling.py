@@ -39,6 +39,7 @@ from mosaic.kernels.shared import sampling
 from mosaic.registrar import tiles
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
+from mosaic.registrar.polynomial import symbol
 
 KERNELS = ("row_sample", "unembed_sample")
 NOISE_ERROR = 1.2e-5  # of g, in float32 and with a GPU's fast logarithm
@@ -355,7 +356,7 @@ def test_contracts_of_samples() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scratch_is_one_formula_in_the_rows(kernel: str) -> None:
     case = row_case((300, 1500), BF16, 1.0) if kernel == "row_sample" else unembed_case((300, 64, 1500), BF16, 1.0)
-    rows = sympy.Symbol("rows", positive=True, integer=True)
+    rows = symbol("rows")
     shapes: dict[str, tuple[Any, ...]] = {name: tuple(t.shape) for name, t in case.operands.items()}
     first = "logits" if kernel == "row_sample" else "x"
     symbolic = shapes | {first: (rows, *shapes[first][1:]), "keys": (rows,)}

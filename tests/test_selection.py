@@ -51,6 +51,7 @@ from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
 from mosaic.registrar.operators import row_score, transfer
+from mosaic.registrar.polynomial import symbol
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.workspace import Workspace
 
@@ -620,7 +621,7 @@ def test_numpy_takes_little_for_itself() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 def test_scratch_is_one_formula_in_the_rows(dtype: torch.dtype) -> None:
-    rows, few = sympy.Symbol("rows", positive=True, integer=True), sympy.Symbol("seqs", positive=True, integer=True)
+    rows, few = symbol("rows"), symbol("seqs")
     for case in cases(37, dtype=dtype):
         everything = case.operands | case.outputs
         shapes: dict[str, tuple[Any, ...]] = {name: tuple(t.shape) for name, t in everything.items()}
@@ -665,7 +666,7 @@ def test_wrong_operands_are_refused(backend: str) -> None:
         load("row_score", backend).launch(**case.operands, **case.outputs, kind="margins")
 
 
-ROWS = sympy.Symbol("rows", positive=True, integer=True)
+ROWS = symbol("rows")
 VECTOR, INDEX, SCALAR = Spec((ROWS,), "float32"), Spec((ROWS,), "int64"), Spec((1,), "float32")
 PER_SEQUENCE = Spec((3,), "float32")
 

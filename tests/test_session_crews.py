@@ -118,7 +118,7 @@ def test_experts_are_read_once_more_for_many_tokens_only(model: CompiledModel, m
         for _ in range(9):
             session.submit(torch.arange(8) % 5, GenerationConfig(ahead=False, gen_length=12))
         session.advance()
-    assert [len(step) for step in beside.asked] == ([9] if model.architecture.experts else [5, 4])
+    assert [len(step) for step in beside.asked] == ([9] if model.architecture.feed_forward.experts else [5, 4])
 
 
 def test_crews_are_alike(model: CompiledModel) -> None:

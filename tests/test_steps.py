@@ -345,7 +345,9 @@ def test_frequencies_are_those_of_each_sequences_own_end() -> None:
         StepRequest(phase=FULL_STEP, token_ids=torch.arange(n), rows=torch.tensor([0]), current=torch.tensor([0]))
         for n in (5, 16)
     ]
-    found = pack_step(requests, replace(LLADA, rotary=rotary)).inputs["frequencies"]
+    (layer, *_), own = LLADA.stack, replace(LLADA.attention, rotary=rotary)
+    changed = replace(LLADA, stack=replace(layer, attention=own).times(LLADA.layers))
+    found = pack_step(requests, changed).inputs["frequencies"]
     assert isinstance(found, Tensor) and found.dtype == torch.float32
     bases = [100.0, 100.0 * (2.0 * 16 / 8 - 1) ** 2]  # dim / (dim - 2) = 2
     assert found.tolist() == [pytest.approx([1.0, base**-0.5]) for base in bases]

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import sympy
 import torch
 from test_kernels import (
     BF16,
@@ -30,6 +29,7 @@ from mosaic.errors import GraphError
 from mosaic.kernels import load
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
+from mosaic.registrar.polynomial import symbol
 
 if importlib.util.find_spec("triton") is not None:
     from test_triton_kernels import INTERPRETED, run
@@ -144,7 +144,7 @@ def test_in_triton(dtype: torch.dtype) -> None:
         assert_stated(case, run(case, DEVICE)["importance"], slack=2)
 
 
-TOKENS, SEQS, ROWS, EXTENTS = (sympy.Symbol(name, positive=True, integer=True) for name in ("t", "b", "r", "x"))
+TOKENS, SEQS, ROWS, EXTENTS = (symbol(name) for name in ("t", "b", "r", "x"))
 GIVEN: dict[str, Any] = {
     "q": Spec((TOKENS, 32), "bfloat16"), "kv": Spec((ROWS, 3 * 2 * 16), "bfloat16"), "extents": Spec((EXTENTS, 4), "int64"),
     "cu_extents": Spec((SEQS + 1,), "int32"), "cu_seqlens": Spec((SEQS + 1,), "int32"), "votes": Spec((TOKENS,), "uint8"),

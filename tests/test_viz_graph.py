@@ -92,7 +92,7 @@ def test_every_op_has_a_row_and_every_row_its_height(name: str) -> None:
     assert len(drawn) + sum(row.kind is not None for row in picture.rows) == len(picture.rows)
     assert picture.y == sorted(picture.y)
     if name in PRESETS:
-        kinds = 2 if load(name).architecture.dense_layers else 1  # of layers; each is drawn once
+        kinds = len(set(load(name).architecture.stack))  # of layers; each is drawn once
         assert len(picture.rows) < 20 + 20 * kinds
 
 
@@ -122,9 +122,7 @@ def test_without_matplotlib_notebooks_fall_back_to_text(monkeypatch: pytest.Monk
     g = layered(1)
     assert g._repr_png_() is None
     assert repr(g).startswith("Graph 'layered': 5 ops")
-    with pytest.raises(
-        MissingExtra, match=r"drawing a picture of a graph needs matplotlib: pip install 'mosaic-dllm\[viz\]'"
-    ):
+    with pytest.raises(MissingExtra, match=r"drawing a picture needs matplotlib: pip install 'mosaic-dllm\[viz\]'"):
         graph_png(g)
 
 

@@ -54,7 +54,9 @@ def using(backend: str | None) -> Iterator[None]:
 
 def _operands(arch: Architecture, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One q (also k and v), [1, N, S, H] with heads side by side in memory, as a projection leaves them."""
-    return torch.randn(1, tokens, arch.heads, arch.head_size, device=device, dtype=dtype).transpose(1, 2)
+    return torch.randn(1, tokens, arch.attention.heads, arch.attention.head_size, device=device, dtype=dtype).transpose(
+        1, 2
+    )
 
 
 def default_backend(arch: Architecture, tokens: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -68,7 +70,7 @@ def measure_backends(arch: Architecture, tokens: int, dtype: torch.dtype, device
     """Time the fused backends at this shape: FLOP/s by name, of those that take it."""
     tokens = min(tokens, _MOST_TOKENS)
     q = _operands(arch, tokens, dtype, device)
-    flops = 4 * tokens * tokens * arch.heads * arch.head_size
+    flops = 4 * tokens * tokens * arch.attention.heads * arch.attention.head_size
     rates = {}
     for name in _FUSED:
         try:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.quality.evaluation import evaluation_set, gen_length, seen_in_training
+from benchmarks.quality.items import LONG_TASKS
 from benchmarks.quality.replay import Decided, Records, recording
-from mosaic.bench.quality.evaluation import evaluation_set, gen_length, seen_in_training
-from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.vocabulary import vocabulary
+from benchmarks.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UsageError
 from mosaic.registrar.operators.top_keys import keys_of
@@ -90,14 +90,14 @@ class Plain:
     def __init__(self, weights: Mapping[str, Tensor], architecture: Architecture) -> None:
         self._w = {name: tensor.float() for name, tensor in weights.items()}
         self.architecture = architecture
-        half = architecture.head_size // 2
+        half = architecture.attention.head_size // 2
         self._frequency = architecture.rotary.theta ** (-torch.arange(half, dtype=torch.float32) / half)
         self.keys: list[Tensor] = [torch.empty(0) for _ in range(architecture.layers)]  # [P, K, H] each
         self.values: list[Tensor] = list(self.keys)
 
     def prefill(self, tokens: Tensor) -> None:
         """Forget what there was, and keep keys and values of whole blocks, int64 [P]."""
-        kv = self.architecture.kv_heads, self.architecture.head_size
+        kv = self.architecture.attention.kv_heads, self.architecture.attention.head_size
         self.keys = [torch.empty(0, *kv) for _ in self.keys]
         self.values = [torch.empty(0, *kv) for _ in self.values]
         for start in range(0, tokens.numel(), self.architecture.block):
@@ -117,7 +117,9 @@ class Plain:
             at = f"model.layers.{layer}."
             y_TD = self._norm(x_TD, at + "input_layernorm")
             q, k, v = (
-                F.linear(y_TD, w[f"{at}self_attn.{name}_proj.weight"]).view(tokens.numel(), -1, arch.head_size)
+                F.linear(y_TD, w[f"{at}self_attn.{name}_proj.weight"]).view(
+                    tokens.numel(), -1, arch.attention.head_size
+                )
                 for name in "qkv"
             )
             q = _turned(self._norm(q, at + "self_attn.q_norm"), angle)
@@ -126,7 +128,7 @@ class Plain:
             keys, values = torch.cat([self.keys[layer], k]), torch.cat([self.values[layer], v])
             if keep:
                 self.keys[layer], self.values[layer] = keys, values
-            group = arch.heads // arch.kv_heads
+            group = arch.attention.heads // arch.attention.kv_heads
             seen, shown = (part.transpose(0, 1).repeat_interleave(group, 0) for part in (keys, values))
             attended = F.scaled_dot_product_attention(q.transpose(0, 1), seen, shown)
             x_TD = x_TD + F.linear(attended.transpose(0, 1).flatten(1), w[at + "self_attn.o_proj.weight"])

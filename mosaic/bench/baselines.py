@@ -84,11 +84,11 @@ class Attention(nn.Module):
     def __init__(self, arch: Architecture, layer: int, weights: Weights) -> None:
         super().__init__()
         self.arch = arch
-        names, width, kv_width = arch.names, arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+        names, width, kv_width = arch.names, arch.attention.width, arch.attention.kv_width
 
         def projection(name: str, columns: int) -> Linear:
             name = name.format(layer=layer)
-            bias = weights.make(name.replace(".weight", ".bias"), columns) if arch.qkv_bias else None
+            bias = weights.make(name.replace(".weight", ".bias"), columns) if arch.attention.qkv_bias else None
             return Linear(weights.make(name, columns, arch.hidden), bias)
 
         self.q, self.k, self.v = (
@@ -96,21 +96,21 @@ class Attention(nn.Module):
             for name, columns in ((names.query, width), (names.key, kv_width), (names.value, kv_width))
         )
         self.o = Linear(weights.make(names.output.format(layer=layer), arch.hidden, width))
-        norms = (names.query_norm, names.key_norm) if arch.head_norms else ()
+        norms = (names.query_norm, names.key_norm) if arch.attention.head_norms else ()
         self.norms = nn.ModuleList(
-            RMSNorm(weights.make(name.format(layer=layer), arch.head_size), arch.norm_eps) for name in norms
+            RMSNorm(weights.make(name.format(layer=layer), arch.attention.head_size), arch.norm_eps) for name in norms
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Attend: x [1, S, D] to [1, S, D]; cos, sin [S, R] of the R dims that turn; mask [S, S], true where seen."""
-        arch, shape = self.arch, (*x.shape[:-1], -1, self.arch.head_size)
+        arch, shape = self.arch, (*x.shape[:-1], -1, self.arch.attention.head_size)
         q, k, v = self.q(x).view(shape), self.k(x).view(shape), self.v(x).view(shape)
         if self.norms:
             q, k = self.norms[0](q), self.norms[1](k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         q, k = self.rotated(q, cos, sin), self.rotated(k, cos, sin)
-        if arch.kv_heads < arch.heads:
-            k, v = (part.repeat_interleave(arch.heads // arch.kv_heads, dim=1) for part in (k, v))
+        if arch.attention.kv_heads < arch.attention.heads:
+            k, v = (part.repeat_interleave(arch.attention.heads // arch.attention.kv_heads, dim=1) for part in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         projected: Tensor = self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
         return projected
@@ -147,21 +147,22 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, arch: Architecture, layer: int, weights: Weights, how: Experts) -> None:
         super().__init__()
-        self.arch, self.how = arch, how
-        many, names = arch.experts, arch.names
+        self.ffn, self.how = arch.stack[layer].feed_forward, how
+        ffn, names = self.ffn, arch.names
+        many = ffn.experts
         self.router = Linear(weights.make(names.router.format(layer=layer), many, arch.hidden))
         self.bias: nn.Parameter | None = None
         if names.router_bias:
             bias = weights.make(names.router_bias.format(layer=layer), many, dtype=torch.float32)
             self.bias = nn.Parameter(bias, requires_grad=False)
-        self.shared = _feed_forward(arch, names.shared, layer, arch.shared_ffn, weights) if arch.shared_ffn else None
+        self.shared = _feed_forward(arch, names.shared, layer, ffn.shared, weights) if ffn.shared else None
         stack = f"{{0:{many}}}"
         self.gate, self.up, self.down = (
             nn.Parameter(weights.make(name.format(layer=layer, experts=stack), many, *shape), requires_grad=False)
             for name, shape in (
-                (names.gate, (arch.ffn, arch.hidden)),
-                (names.up, (arch.ffn, arch.hidden)),
-                (names.down, (arch.hidden, arch.ffn)),
+                (names.gate, (ffn.size, arch.hidden)),
+                (names.up, (ffn.size, arch.hidden)),
+                (names.down, (arch.hidden, ffn.size)),
             )
         )
 
@@ -177,29 +178,29 @@ class MixtureOfExperts(nn.Module):
 
     def routed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each row's experts."""
-        arch = self.arch
-        if arch.router_scoring == "sigmoid":
+        ffn = self.ffn
+        if ffn.scoring == "sigmoid":
             scores = F.linear(rows.float(), self.router.weight.float()).sigmoid()
         else:
             scores = self.router(rows).softmax(-1, dtype=torch.float32)
         choice = scores if self.bias is None else scores + self.bias
-        if arch.router_groups:
-            grouped = choice.view(len(rows), arch.router_groups, -1)
+        if ffn.groups:
+            grouped = choice.view(len(rows), ffn.groups, -1)
             total = grouped.topk(2, dim=-1).values.sum(-1)
-            kept = torch.zeros_like(total).scatter(1, total.topk(arch.router_top_groups, dim=-1).indices, 1)
+            kept = torch.zeros_like(total).scatter(1, total.topk(ffn.top_groups, dim=-1).indices, 1)
             choice = grouped.masked_fill(kept.unsqueeze(-1) == 0, float("-inf")).flatten(1)
-        weights, chosen = choice.topk(arch.experts_per_token, dim=-1)
+        weights, chosen = choice.topk(ffn.experts_per_token, dim=-1)
         if choice is not scores:
             weights = scores.gather(-1, chosen)
-        if arch.normalize_experts:
+        if ffn.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights * arch.router_scale if arch.router_scale != 1.0 else weights, chosen
+        return weights * ffn.scale if ffn.scale != 1.0 else weights, chosen
 
     def looped(self, rows: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """Run one expert after the other."""
         result = torch.zeros_like(rows)
-        hits = F.one_hot(chosen, self.arch.experts).permute(2, 1, 0)
-        for expert in range(self.arch.experts):
+        hits = F.one_hot(chosen, self.ffn.experts).permute(2, 1, 0)
+        for expert in range(self.ffn.experts):
             slot, token = torch.where(hits[expert])
             x = rows[token]
             y = F.linear(F.silu(F.linear(x, self.gate[expert])) * F.linear(x, self.up[expert]), self.down[expert])
@@ -211,7 +212,7 @@ class MixtureOfExperts(nn.Module):
         top_k = chosen.shape[-1]
         flat = chosen.reshape(-1)
         order = flat.argsort()
-        bounds = torch.histc(flat.float(), self.arch.experts, 0, self.arch.experts - 1).cumsum(0, dtype=torch.int32)
+        bounds = torch.histc(flat.float(), self.ffn.experts, 0, self.ffn.experts - 1).cumsum(0, dtype=torch.int32)
         x = rows[order // top_k]
         gate, up = (torch._grouped_mm(x, weight.transpose(-2, -1), offs=bounds) for weight in (self.gate, self.up))
         y = torch._grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=bounds)
@@ -233,13 +234,14 @@ class Layer(nn.Module):
         )
         self.attention = Attention(arch, layer, weights)
         self.ffn: nn.Module
-        if not arch.is_dense(layer):
+        ffn = arch.stack[layer].feed_forward
+        if ffn.experts:
             self.ffn = MixtureOfExperts(arch, layer, weights, experts)
-        elif arch.experts:
-            self.ffn = _feed_forward(arch, names.dense, layer, arch.dense_ffn, weights)
+        elif names.dense:
+            self.ffn = _feed_forward(arch, names.dense, layer, ffn.size, weights)
         else:
             gate, up, down = (name.format(layer=layer) for name in (names.gate, names.up, names.down))
-            self.ffn = FeedForward((gate, up, down), arch.hidden, arch.ffn, weights)
+            self.ffn = FeedForward((gate, up, down), arch.hidden, ffn.size, weights)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Run one block."""
@@ -299,7 +301,7 @@ class Transformer(nn.Module):
     def angles(self, tokens: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [S, R] of the R dims of a head that turn, in float32 and scaled as the model asks; those of
         positions from `first` on."""
-        device, scale = self.embedding.device, self.arch.rotary_scale
+        device, scale = self.embedding.device, self.arch.attention.rotary_scale
         inv_freq = inverse_frequencies(self.arch.rotary, tokens).to(device)
         angles = torch.outer(torch.arange(first, tokens, device=device, dtype=torch.float32), inv_freq)
         angles = torch.cat((angles, angles), dim=-1)

@@ -51,14 +51,10 @@ class TorchEngine:
         self.cuda = load_device(settings.device).backend == "cuda"
         self.device = torch.device("cuda" if self.cuda else "cpu")
         dtype = getattr(torch, self.arch.dtype)
-        grouped = self.arch.experts > 0 and grouped_products(dtype, self.device)
+        grouped = self.arch.feed_forward.experts > 0 and grouped_products(dtype, self.device)
         self.experts: Experts = "grouped" if grouped else "loop"
         self.transformer = Transformer(
-            self.arch,
-            device=self.device,
-            dtype=dtype,
-            wide_rotary=model.family == "llada",
-            experts=self.experts,
+            self.arch, device=self.device, dtype=dtype, wide_rotary=model.family == "llada", experts=self.experts
         )
         fill(self.transformer.tensors, model, settings.seed)
         self._function = self.transformer if options is None else torch.compile(self.transformer, **options)
@@ -78,7 +74,7 @@ class TorchEngine:
             "torch_compile": None if self.options is None else dict(self.options),
             "arithmetic": "logits of all rows, argmax and softmax confidence in the model's dtype",
         }
-        return {**described, "experts": self.experts} if self.arch.experts else described
+        return {**described, "experts": self.experts} if self.arch.feed_forward.experts else described
 
     def start(self, inputs: Inputs) -> None:
         """Take the inputs, and restart the meters."""

@@ -15,18 +15,7 @@ from typing import Any
 
 import typer
 
-from mosaic.cli import (
-    bench,
-    calibrate,
-    check,
-    devices,
-    generate,
-    models,
-    pack,
-    plan,
-    quality,
-    show,
-)
+from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, show
 from mosaic.cli.output import degrade_output, note, noted_warnings
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
@@ -63,13 +52,9 @@ for command in (
     models.models,
     devices.devices,
     calibrate.calibrate,
+    bench.bench,
 ):
     app.command()(command)
-
-measure = typer.Typer(invoke_without_command=True)
-measure.callback()(bench.bench)
-measure.command()(quality.quality)
-app.add_typer(measure, name="bench")
 
 
 @cache

@@ -22,7 +22,6 @@ __all__ = ["bench"]
 
 
 def bench(
-    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="Preset (random weights) or checkpoint directory.", autocompletion=model_names)
     ] = None,
@@ -44,8 +43,6 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
 ) -> None:
     """Measure steps side by side: latency, and memory by four counters. Exit code 1 when an engine failed."""
-    if context.invoked_subcommand is not None:
-        return
     from mosaic.bench import Settings, run
     from mosaic.cli.exports import check_targets, report
     from mosaic.units import parse_lengths

@@ -22,6 +22,7 @@ __all__ = ["plan"]
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="Preset, checkpoint directory or config.json.", autocompletion=model_names)
     ] = None,
@@ -46,13 +47,7 @@ def plan(
         str, typer.Option(help="Offset solver; see `mosaic pack --solver help`.", autocompletion=solver_names)
     ] = "auto",
     attention: o.Attention = None,
-    k: o.K = None,
-    page: o.Page = None,
-    exact_layers: o.ExactLayers = None,
-    reuse_steps: o.ReuseSteps = None,
-    reuse_change: o.ReuseChange = None,
     eviction: o.Eviction = None,
-    alpha: o.Alpha = None,
     block_cache: o.BlockCache = None,
     rope_scaling: o.RopeScaling = None,
     batch_invariant: o.BatchInvariant = False,
@@ -67,36 +62,8 @@ def plan(
 ) -> None:
     """Plan one denoising step: every byte, the chunks, the predicted time. Exit code 3 when it does not fit."""
     if compare is not None:
-        if any(
-            (
-                model,
-                ctx,
-                seq_lens,
-                masked,
-                mask_ratio,
-                device,
-                budget,
-                host_budget,
-                dtype,
-                out,
-                html,
-                png,
-                trace,
-                snapshot,
-                explain,
-                attention,
-                k,
-                page,
-                exact_layers,
-                reuse_steps,
-                reuse_change,
-                eviction,
-                alpha,
-                block_cache,
-                rope_scaling,
-                batch_invariant,
-            )
-        ):
+        given = {option.name for option in context.command.params if context.params.get(option.name) != option.default}
+        if given - {"compare", "as_json"}:
             raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)
         return
@@ -104,21 +71,18 @@ def plan(
     from mosaic.cli.progress import compiling
     from mosaic.cli.request import read_model, read_request, scaled
     from mosaic.devices import DEFAULT_DEVICE
+    from mosaic.models.policies.registry import options_of
     from mosaic.planner.advice import misfit
     from mosaic.planner.planner import Planner
     from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
-    params = {
-        "attention": attention, "k": k, "page": page, "exact_layers": exact_layers, "reuse_steps": reuse_steps,
-        "reuse_change": reuse_change, "eviction": eviction, "alpha": alpha,
-    }  # fmt: skip
-    policy = o.policy_options("attention", params)
+    policy = None if attention is None else options_of("attention", attention)
     if policy is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
-    evicting = o.policy_options("eviction", params)
+    evicting = None if eviction is None else options_of("eviction", eviction)
     if evicting is not None and (masked, mask_ratio) != (None, None):
         raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
     if block_cache is not None and evicting is None:
@@ -129,13 +93,9 @@ def plan(
     with collector_paused():  # to the end, or what planning has made is looked through while it is shown
         with compiling() as progress:
             planner = Planner(
-                described,
-                device=device,
-                budget=budget,
-                host_budget=host_budget,
-                batch_invariant=batch_invariant,
+                described, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant,
                 progress=progress,
-            )
+            )  # fmt: skip
             planner.verify_checkpoint()
             steps = {} if policy is None else requests_of(planner, ctx, policy)
             run = {name: step for name, step in steps.items() if name != "exact"}

@@ -1,8 +1,9 @@
 """attention: softmax(q k^T * scale) v per sequence of a packed batch, bidirectional or in blocks, grouped-query.
 
 Row r of q is row `row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own
-block of `block` rows and of the blocks before. Tiles of query rows times tiles of key rows under an online softmax in float32
-(float64 for float64). Legend: T query rows, S keys, B sequences, N query heads, K KV heads, H size.
+block of `block` rows and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]). Tiles of query rows times
+tiles of key rows under an online softmax in float32 (float64 for float64). Legend: T query rows, S keys, B sequences, N query
+heads, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def bind(
     v: Tensor,
     cu_seqlens: Tensor,
     y: Tensor,
+    sees: Tensor | None = None,
     head_size: int,
     scale: float,
     span: int = 0,
@@ -38,7 +40,8 @@ def bind(
     """Write the attention of the query rows into y [T, N*H]; `cu_seqlens` is read on the host; y may be q itself."""
     rows = q.shape[0]
     heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
-    converted, tiles = parted(tiles_of("attention", scratch, {"q": q}, head_size=head_size, block=block), block)
+    asked, masked = {"q": q} if sees is None else {"q": q, "sees": sees}, bool(block) or sees is not None
+    converted, tiles = parted(tiles_of("attention", scratch, asked, head_size=head_size, block=block), masked=masked)
     group = heads // kv_heads
 
     def run() -> None:
@@ -49,11 +52,15 @@ def bind(
                 continue
             position = row_start + start - first
             seen = keys_seen(range(position, position + end - start), last - first, block)
+            since: list[int] = []
+            if sees is not None:
+                since, ends = sees[start:end].T.tolist()
+                seen = [min(end, last - first) for end in ends]
             q_TKGH, y_TKGH = (x[start:end].view(end - start, kv_heads, group, head_size) for x in (q, y))
             k_KSH, v_KSH = (x[first:last].view(last - first, kv_heads, head_size).transpose(0, 1) for x in (k, v))
             for member in range(group):
                 queries, results = (x[:, :, member].transpose(0, 1) for x in (q_TKGH, y_TKGH))
-                _heads(queries, k_KSH, v_KSH, results, scale, seen, converted, tiles)
+                _heads(queries, k_KSH, v_KSH, results, scale, seen, since, converted, tiles)
 
     return run
 
@@ -63,10 +70,10 @@ launch = launcher(bind)
 
 def _heads(
     q_KTH: Tensor, k_KSH: Tensor, v_KSH: Tensor, y_KTH: Tensor, scale: float, seen: Sequence[int],
-    converted: Sequence[Tensor], tiles: list[Tensor],
+    since: Sequence[int], converted: Sequence[Tensor], tiles: list[Tensor],
 ) -> None:  # fmt: skip
     """Attend one query head of every KV head in one sequence, a tile of query rows at a time, small ones of several heads
-    together; `seen` counts the keys that each row sees.
+    together; `seen` counts the keys that each row sees, those before `since` too.
 
     y may be q: a tile of y is written after the last read of the same tile of q, and no other tile of q is touched.
     """
@@ -80,7 +87,9 @@ def _heads(
             if converted:
                 q = beginning(converted[0], q.shape).copy_(q)
             parts = _key_tiles(k_KSH[mine], v_KSH[mine], max(limits), keys, converted)
-            y_KTH[mine, start : start + rows].copy_(online_softmax(q, parts, scale, tiles, limits))
+            y_KTH[mine, start : start + rows].copy_(
+                online_softmax(q, parts, scale, tiles, limits, since=since[start : start + rows])
+            )
 
 
 def _key_tiles(
@@ -100,6 +109,7 @@ def reference(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
+    sees: Tensor | None = None,
     head_size: int,
     scale: float,
     span: int = 0,
@@ -120,7 +130,12 @@ def reference(
             for x in (k, v)
         )
         position = row_start + start - first
-        seen = visible(torch.arange(position, position + end - start), last - first, block)
+        seen = visible(
+            torch.arange(position, position + end - start),
+            last - first,
+            block,
+            None if sees is None else sees[start:end],
+        )
         scores = (q_NCH @ k_NSH.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
         weights = torch.softmax(scores, dim=2)
         y[start:end] = (weights @ v_NSH).transpose(0, 1).reshape(end - start, -1)

@@ -32,7 +32,7 @@ def bind(
     """Write the attention of the query rows into y [T, N*H], and keep what is fresh; lengths and positions are read on the host."""
     group = q.shape[1] // (kv_heads * head_size)
     given, given_sums, sums, *found = tiles_of("joined_attention", scratch, {"q": q}, head_size=head_size)
-    converted, tiles = parted(found, 1)
+    converted, tiles = parted(found, masked=True)
     shape = (-1, kv_heads, group, head_size)
     q_KTGH, y_KTGH = (x.view(shape).transpose(0, 1) for x in (q, y))
     places = None

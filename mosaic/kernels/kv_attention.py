@@ -1,10 +1,10 @@
 """kv_attention: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
 Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
-position p, those before (p // block + 1) * block. Where a key lies, `mosaic.registrar.operators.kv_store` says. A row in no
-sequence, or that sees no key, is left as it was. The queries of all heads that share keys are packed into one tile; online
-softmax in float32 (float64 for float64). Legend: T query rows, R rows, L layers, S keys, B sequences, X extents, N query
-heads, K KV heads, H size.
+position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
+lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was. The queries of
+all heads that share keys are packed into one tile; online softmax in float32 (float64 for float64). Legend: T query rows, R
+rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def bind(
     cu_seqlens: Tensor,
     positions: Tensor,
     y: Tensor,
+    sees: Tensor | None = None,
     layer: int,
     kv_heads: int,
     head_size: int,
@@ -58,10 +59,13 @@ def bind(
     group = q.shape[1] // (kv_heads * head_size)
     rows, sums = q.shape[0], None
     if logsumexp is None:
-        converted, tiles = parted(tiles_of("kv_attention", scratch, {"q": q}, head_size=head_size, block=block), block)
+        asked, masked = {"q": q} if sees is None else {"q": q, "sees": sees}, bool(block) or sees is not None
+        converted, tiles = parted(
+            tiles_of("kv_attention", scratch, asked, head_size=head_size, block=block), masked=masked
+        )
     else:
         sums, *found = tiles_of("prefix_attention", scratch, {"q": q}, head_size=head_size)
-        converted, tiles = parted(found, 1)
+        converted, tiles = parted(found, masked=True)
     q_KTGH, y_KTGH = (x.view(rows, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
     sums_KTG = None if logsumexp is None else logsumexp.view(rows, kv_heads, group).transpose(0, 1)
 
@@ -71,9 +75,13 @@ def bind(
         for sequence, start, end in windows(cu_seqlens, row_start, rows):
             if counts[sequence]:
                 limits = keys_seen(positions[start:end].tolist(), counts[sequence], block)
+                since: list[int] = []
+                if sees is not None:
+                    since, ends = sees[start:end].T.tolist()
+                    limits = [min(end, counts[sequence]) for end in ends]
                 mine = None if sums_KTG is None else sums_KTG[:, start:end]
                 store = _storing(y_KTGH[:, start:end], mine, sums)
-                attend_heads(q_KTGH[:, start:end], kept[sequence], scale, limits, converted, tiles, store, sums)
+                attend_heads(q_KTGH[:, start:end], kept[sequence], scale, limits, converted, tiles, store, sums, since)
 
     return run
 
@@ -102,7 +110,7 @@ def _kept(kv: Tensor, extents: Tensor, cu_extents: Tensor, layer: int, heads: in
 
 def attend_heads(
     q_KTGH: Tensor, kept: Parts, scale: float, seen: Sequence[int], converted: Sequence[Tensor], tiles: list[Tensor],
-    finish: Finish, sums: Tensor | None = None,
+    finish: Finish, sums: Tensor | None = None, since: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Attend in one sequence, a tile of rows of (token, head of the group) at a time, small ones of several KV heads together.
 
@@ -115,8 +123,8 @@ def attend_heads(
         Query rows of every KV head and head of its group.
     kept
         The keys, in order of position from 0 on; every row sees a key of the first tile.
-    seen
-        How many of them each row sees.
+    seen, since
+        How many of them each row sees, and from which on, where not from the first.
     converted, tiles
         As `parted` gives them.
     """
@@ -138,7 +146,12 @@ def attend_heads(
                 packed = beginning(query, part.shape).copy_(part).flatten(1, 2) if apart else part.squeeze(2)
                 parts = _key_tiles(places, mine, max(limits), wide)
                 log_sums = None if sums is None else sums[: packed.shape[0] * packed.shape[1]]
-                finish(tile, online_softmax(packed, parts, scale, tiles, limits, log_sums).view(part.shape))
+                finish(
+                    tile,
+                    online_softmax(packed, parts, scale, tiles, limits, log_sums, since[start : start + tokens]).view(
+                        part.shape
+                    ),
+                )
 
 
 def _places(kept: Parts, keys: int) -> Iterator[tuple[int, Tensor]]:
@@ -161,7 +174,7 @@ def _key_tiles(places: Parts, heads: slice, count: int, wide: Sequence[Tensor]) 
 def reference(
     *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
     layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0, keys: int = 0, block: int = 0, parts: int = 1,
-    row_start: int = 0,
+    row_start: int = 0, sees: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention in plain PyTorch, with whole score matrices; rows that see no key are NaN."""
     y = torch.full_like(q, float("nan"))
@@ -173,7 +186,7 @@ def reference(
             continue
         k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, :count]
         q_KGTH = q[start:end].view(end - start, kv_heads, group, head_size).permute(1, 2, 0, 3)
-        hidden = ~visible(positions[start:end], count, block)
+        hidden = ~visible(positions[start:end], count, block, None if sees is None else sees[start:end])
         scores = (q_KGTH @ k_KSH[:, None].transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
         y[start:end] = (torch.softmax(scores, dim=3) @ v_KSH[:, None]).permute(2, 0, 1, 3).flatten(1)
     return y

@@ -61,7 +61,7 @@ def bind(
     """Write the attention of the query rows into y [T, N*H]; lengths, extents, positions and selections are read on the host."""
     members = q.shape[1] // (sets * head_size)
     found = tiles_of("selected_attention", scratch, {"q": q}, head_size=head_size, k=k)
-    (chosen, place, gathered), (converted, scratches) = found[:3], parted(found[3:], 1)
+    (chosen, place, gathered), (converted, scratches) = found[:3], parted(found[3:], masked=True)
     places, steps, listed = chosen.numpy(), np.arange(page), selected.numpy()
     q_STMH, y_STMH = (x.view(x.shape[0], sets, members, head_size).transpose(0, 1) for x in (q, y))
     numbers = numbers_of(k, page)

@@ -7,14 +7,17 @@ turns an `Architecture` into a graph.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Final
+from functools import cached_property
+from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
 from mosaic.models.rotary import Rotary
+from mosaic.registrar.schemes.plain import PLAIN
+from mosaic.registrar.schemes.scheme import Scheme
 
-__all__ = ["Architecture", "TensorNames"]
+__all__ = ["Architecture", "Attention", "FeedForward", "Layer", "TensorNames"]
 
 MOST_LAYERS: Final = 4096
 MOST_PARAMETERS: Final = 1 << 48
@@ -52,18 +55,140 @@ class TensorNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """Sizes of one checkpoint.
+class Attention:
+    """The attention of a layer.
 
     Parameters
     ----------
-    hidden, layers, heads, kv_heads, head_size, ffn, vocabulary
-        The transformer's sizes; `ffn` is one expert's where `experts` > 0.
-    norm_eps
-        RMSNorm's epsilon.
+    heads, kv_heads, head_size
+        Query heads, key-value heads, and the size of each.
     rotary, rotary_scale
         How fast the dims of an attention head turn (the first dims, where not all do), and what cosines and sines are
         multiplied by.
+    window
+        Of the keys that its rows see, a query at position p sees those at positions j with |p - j| < window; 0: all.
+    qkv_bias, head_norms
+        Biases on q, k, v; per-head RMSNorm of q and k.
+    keys_as_values
+        The values are the keys before they are normed and turned: there is no projection of values.
+
+    Raises
+    ------
+    UnsupportedModel
+        If the sizes do not fit each other.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    rotary: Rotary
+    rotary_scale: float = 1.0
+    window: int = 0
+    qkv_bias: bool = False
+    head_norms: bool = False
+    keys_as_values: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise UnsupportedModel(
+                f"config.json: {self.heads} heads do not divide into {self.kv_heads} key-value heads."
+            )
+        if self.rotary.dim % 2 or not 0 < self.rotary.dim <= self.head_size:
+            raise UnsupportedModel(f"config.json: {self.rotary.dim} of the {self.head_size} dims of a head turn.")
+
+    @property
+    def width(self) -> int:
+        """Columns of all queries."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of all keys."""
+        return self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForward:
+    """The feed-forward of a layer: a dense one, or a mixture of experts.
+
+    Parameters
+    ----------
+    size
+        Columns between its matrices; of one expert, where there are experts.
+    experts, experts_per_token, normalize
+        Mixture of experts, and whether the weights of a token's experts are divided by their sum; 0 experts: dense.
+    shared
+        Size of the feed-forward that every token passes beside its experts; 0: none.
+    scoring, groups, top_groups, scale
+        How experts are chosen and weighed: attributes of the operator `moe_route`.
+
+    Raises
+    ------
+    UnsupportedModel
+        If there are not as many experts as are chosen.
+    """
+
+    size: int
+    experts: int = 0
+    experts_per_token: int = 0
+    normalize: bool = False
+    shared: int = 0
+    scoring: str = "softmax"
+    groups: int = 0
+    top_groups: int = 0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        groups, chosen, experts = self.groups, self.top_groups, self.experts
+        if experts and not 0 < self.experts_per_token <= experts:
+            raise UnsupportedModel(f"config.json: {self.experts_per_token} experts per token of {experts}.")
+        if groups and (experts % groups or experts < 2 * groups):
+            raise UnsupportedModel(f"config.json: {experts} experts do not divide into {groups} groups of two or more.")
+        if groups and (not 0 < chosen <= groups or chosen * (experts // groups) < self.experts_per_token):
+            raise UnsupportedModel(
+                f"config.json: {chosen} of {groups} groups do not hold {self.experts_per_token} of {experts} experts."
+            )
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """How experts are chosen and weighed, where that is not the default of the operator `moe_route`."""
+        said = {"scoring": self.scoring, "groups": self.groups, "top_groups": self.top_groups, "scale": self.scale}
+        usual = {"scoring": "softmax", "groups": 0, "top_groups": 0, "scale": 1.0}
+        return {name: value for name, value in said.items() if value != usual[name]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What one layer of a stack is; layers that are alike are equal."""
+
+    attention: Attention
+    feed_forward: FeedForward
+
+    def times(self, count: int) -> tuple[Layer, ...]:
+        """Return a stack of as many of it.
+
+        Raises
+        ------
+        UnsupportedModel
+            If they are more than a model's.
+        """
+        if count > MOST_LAYERS:
+            raise UnsupportedModel(f"config.json: {count} layers are no model's; check its sizes.")
+        return (self,) * count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One checkpoint's sizes: an embedding, a stack of layers, an ending.
+
+    Parameters
+    ----------
+    hidden, vocabulary
+        Columns of the hidden states, rows of the embedding.
+    stack
+        The layers, from the first to the last.
+    norm_eps
+        RMSNorm's epsilon.
     max_positions
         Positions that the model is made for.
     block
@@ -71,20 +196,12 @@ class Architecture:
         everything.
     decode_block
         Bidirectional models: tokens that are decoded together where a request does not say; 0: the whole answer.
-    experts, experts_per_token, normalize_experts
-        Mixture of experts; 0 experts means a dense feed-forward.
-    dense_layers, dense_ffn
-        The number of first layers that have a dense feed-forward instead of experts, and its size.
-    shared_ffn
-        Size of the feed-forward that every token passes beside its experts; 0: none.
-    router_scoring, router_groups, router_top_groups, router_scale
-        How experts are chosen and weighed: attributes of the operator `moe_route`.
-    qkv_bias, head_norms, tied
-        Biases on q, k, v; per-head RMSNorm of q and k; head tied to the embedding.
+    tied
+        The head is the embedding.
     shifted
         Row i-1 predicts position i (Dream); the shift is done on row indices.
-    editing
-        Trained to replace tokens that it has decided (LLaDA2.1).
+    published
+        The decoding algorithm that it was published with, where that does not follow from `block` and `shifted`.
     mask_token_id
         The [MASK] token.
     eos_token_ids
@@ -92,102 +209,108 @@ class Architecture:
     pad_token_id
         The token that fills a batch up; None where the config names none.
     dtype
-        The checkpoint's dtype.
+        Of hidden states, activations and keys, and of weights that are stored as they are.
+    scheme
+        How the matrices of layers are stored.
+
+    Raises
+    ------
+    UnsupportedModel
+        If sizes are no model's, or layers differ where they cannot.
     """
 
     hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    ffn: int
     vocabulary: int
-    rotary: Rotary
+    stack: tuple[Layer, ...]
     norm_eps: float
     mask_token_id: int
     names: TensorNames
-    experts: int = 0
-    experts_per_token: int = 0
-    normalize_experts: bool = False
-    qkv_bias: bool = False
-    head_norms: bool = False
     tied: bool = False
     shifted: bool = False
-    editing: bool = False
+    published: str = ""
     dtype: str = "bfloat16"
+    scheme: Scheme = PLAIN
     max_positions: int = 0
     block: int = 0
     decode_block: int = 0
-    rotary_scale: float = 1.0
-    dense_layers: int = 0
-    dense_ffn: int = 0
-    shared_ffn: int = 0
-    router_scoring: str = "softmax"
-    router_groups: int = 0
-    router_top_groups: int = 0
-    router_scale: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_sizes()
-        if self.heads % self.kv_heads:
-            raise UnsupportedModel(
-                f"config.json: {self.heads} heads do not divide into {self.kv_heads} key-value heads."
-            )
-        if self.experts and not 0 < self.experts_per_token <= self.experts:
-            raise UnsupportedModel(f"config.json: {self.experts_per_token} experts per token of {self.experts}.")
-        if self.router_groups:
-            self._check_groups()
-        if self.rotary.dim % 2 or not 0 < self.rotary.dim <= self.head_size:
-            raise UnsupportedModel(f"config.json: {self.rotary.dim} of the {self.head_size} dims of a head turn.")
-
-    def _check_sizes(self) -> None:
         if not 0 <= self.mask_token_id < self.vocabulary:
             raise UnsupportedModel(
                 f"config.json: 'mask_token_id' is {self.mask_token_id}, outside the vocabulary of {self.vocabulary} tokens; "
                 "give the id of the model's mask token."
             )
-        if self.layers > MOST_LAYERS or self.parameters > MOST_PARAMETERS:
+        if self.parameters > MOST_PARAMETERS:
             raise UnsupportedModel(
                 f"config.json: {self.layers} layers with {self.parameters} parameters are no model's; check its sizes."
             )
-        if self.dense_layers > self.layers:
-            raise UnsupportedModel(f"config.json: {self.dense_layers} dense layers of {self.layers}.")
+        if self.rotary.kind == "dynamic" and len(self.rotaries) > 1:
+            raise UnsupportedModel("config.json: frequencies that depend on a length are those of all layers.")
 
-    def _check_groups(self) -> None:
-        groups, chosen, experts = self.router_groups, self.router_top_groups, self.experts
-        if experts % groups or experts < 2 * groups:
-            raise UnsupportedModel(f"config.json: {experts} experts do not divide into {groups} groups of two or more.")
-        if not 0 < chosen <= groups or chosen * (experts // groups) < self.experts_per_token:
-            raise UnsupportedModel(
-                f"config.json: {chosen} of {groups} groups do not hold {self.experts_per_token} of {experts} experts."
-            )
+    def __hash__(self) -> int:
+        """Found once: every step asks what inputs its phase has in a model."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple([getattr(self, entry.name) for entry in fields(self)]))
 
     @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self.stack)
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The attention of every layer.
+
+        Raises
+        ------
+        UnsupportedModel
+            If layers differ in it: who asks has no way for that.
+        """
+        first, *others = dict.fromkeys(layer.attention for layer in self.stack)
+        if others:
+            raise UnsupportedModel("the attention of the model's layers differs, and this needs layers that are alike.")
+        return first
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """The feed-forward of the last layer: first ones may be dense where it has experts."""
+        return self.stack[-1].feed_forward
+
+    @cached_property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The rotary rules of the layers, each once."""
+        return tuple(dict.fromkeys(layer.attention.rotary for layer in self.stack))
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of layers that have one, each once."""
+        return tuple(sorted({layer.attention.window for layer in self.stack} - {0}))
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary rule of the first layer: of all layers, where frequencies depend on a sequence's length."""
+        return self.rotaries[0]
+
+    @cached_property
     def parameters(self) -> int:
         """Elements of the large matrices: those of layers, embedding and head."""
-        heads = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
-        routed = 3 * self.hidden * (self.ffn * max(self.experts, 1) + self.shared_ffn)
-        dense = min(self.dense_layers, self.layers)
-        layers = self.layers * heads + (self.layers - dense) * routed + dense * 3 * self.hidden * self.dense_ffn
-        return layers + self.vocabulary * self.hidden * (1 if self.tied else 2)
+        total = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        for layer in self.stack:
+            ffn, attention = layer.feed_forward, layer.attention
+            total += 2 * self.hidden * (attention.width + attention.kv_width)
+            total += 3 * self.hidden * (ffn.size * max(ffn.experts, 1) + ffn.shared)
+        return total
 
     @property
     def max_context(self) -> int:
         """Positions that the model is made for, or that its rotary scaling reaches; 0 where nothing is known."""
         stretched = self.rotary.factor * (self.rotary.original or self.max_positions)
         return max(self.max_positions, int(stretched)) if self.max_positions else 0
-
-    @property
-    def rope_theta(self) -> float:
-        """The rotary base."""
-        return self.rotary.theta
-
-    @property
-    def rotary_size(self) -> int:
-        """Dims of a head that turn."""
-        return self.rotary.dim
 
     @property
     def copies(self) -> dict[str, str]:
@@ -202,7 +325,3 @@ class Architecture:
             for name in names
             if name not in known and not any(fnmatchcase(name, pattern) for pattern in self.names.harmless)
         ]
-
-    def is_dense(self, layer: int) -> bool:
-        """Return whether a layer's feed-forward is a dense one."""
-        return not self.experts or layer < self.dense_layers

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mosaic.models.parts.cut import Cut
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["Prefix", "Suffix"]
 
@@ -37,8 +38,9 @@ def _hidden(step: StepGraph) -> Buffer:
     return step.g.carry("cut_hidden", (step.g.dim("tokens"), step.arch.hidden), step.arch.dtype)
 
 
-def _queries(step: StepGraph) -> Buffer:
-    return step.g.carry("cut_queries", (step.g.dim("tokens"), step.arch.heads * step.arch.head_size), step.arch.dtype)
+def _queries(step: StepGraph, cut: Cut) -> Buffer:
+    width = step.arch.stack[cut.layer].attention.width
+    return step.g.carry("cut_queries", (step.g.dim("tokens"), width), step.arch.dtype)
 
 
 def _rows(step: StepGraph) -> Buffer:
@@ -57,10 +59,10 @@ class Prefix:
         self.step, self.cut, self._way = step, cut, way
         self.hidden = _hidden(step)
 
-    def end(self, matrices: dict[str, Buffer]) -> None:
+    def end(self, matrices: dict[str, Bundle]) -> None:
         """Register queries, keys and values of the layer that is cut, and the choice of rows."""
         step, layer = self.step, self.cut.layer
-        queries = _queries(step)
+        queries = _queries(step, self.cut)
         into = KeptRows(_rows(step), _bounds(step), step.g.output(COUNT, (1,), "int64"))
         with step.g.scope(f"layers.{layer}"):
             step.residency.arrive(streamed=step.residency.streams(layer))
@@ -86,7 +88,7 @@ class Suffix:
     def __init__(self, step: StepGraph, cut: Cut, way: Way) -> None:
         _check(step, cut)
         self.step, self.cut, self._way = step, cut, way
-        self._hidden, self._queries = _hidden(step), _queries(step)
+        self._hidden, self._queries = _hidden(step), _queries(step, cut)
         self.decided = step.g.dim(DECIDED_DIM, at_most=KEPT_DIM)
 
     @cached_property
@@ -135,7 +137,7 @@ class Suffix:
         """Gather the hidden states."""
         self.step.g.add_op("gather_rows", self._hidden, self._resumed.rows, out=self.step.hidden.buffer, name="resume")
 
-    def attention(self, matrices: dict[str, Buffer]) -> None:
+    def attention(self, matrices: dict[str, Bundle]) -> None:
         """Register hidden += attention(q) @ o_proj.T of the layer that is cut."""
         step, carried = self.step, self._queries
         q = step.g.buffer("q", (step.tokens, carried.shape[1]), carried.dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mosaic.models.architecture import Architecture
-from mosaic.models.huggingface import HUGGINGFACE, huggingface_names, sizes, special_tokens
+from mosaic.models.architecture import Architecture, FeedForward, Layer
+from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
 from mosaic.models.values import positive
 
 __all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
@@ -17,23 +17,11 @@ MODEL_TYPES: Final = ("dream",)
 
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "dream-7b": {
-        "architectures": ["DreamModel"],
-        "model_type": "Dream",
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131072,
-        "mask_token_id": 151666,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-}
+    "dream-7b": preset(
+        "DreamModel", "Dream", hidden=3584, layers=28, heads=28, kv_heads=4, vocabulary=152064, theta=1000000.0,
+        positions=131072, intermediate_size=18944, mask_token_id=151666,
+    )
+}  # fmt: skip
 
 
 KEYS: Final = HUGGINGFACE.extended(
@@ -43,17 +31,18 @@ KEYS: Final = HUGGINGFACE.extended(
 )
 
 
+def layer_of(config: Mapping[str, Any]) -> Layer:
+    """Read what each layer is."""
+    found = attention(config, theta=1000000.0, positions=32768, qkv_bias=True)
+    return Layer(attention=found, feed_forward=FeedForward(size=positive(config, "intermediate_size")))
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a Dream or Dream-Coder config.json.
 
-    >>> architecture(PRESETS["dream-7b"]).kv_heads
+    >>> architecture(PRESETS["dream-7b"]).attention.kv_heads
     4
     """
-    return Architecture(
-        **sizes(config, theta=1000000.0, eps=1e-6, positions=32768),
-        **special_tokens(config, mask=151666, eos=151643, pad=151643, turn=(151645,)),
-        ffn=positive(config, "intermediate_size"),
-        qkv_bias=True,
-        shifted=True,
-        names=huggingface_names(),
-    )
+    return transformer(
+        config, layer_of(config), eps=1e-6, positions=32768, mask=151666, eos=151643, pad=151643, turn=(151645,), shifted=True
+    )  # fmt: skip

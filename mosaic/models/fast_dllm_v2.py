@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from mosaic.models import dream
 from mosaic.models.architecture import Architecture
-from mosaic.models.huggingface import special_tokens
+from mosaic.models.huggingface import preset, transformer
 from mosaic.models.values import positive
 
 __all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
@@ -22,23 +21,10 @@ _END_OF_TURN: Final = 151645
 
 def _preset(hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, *, tied: bool) -> dict[str, Any]:
     """The config.json of a released size; of the 7B, vocabulary and rotary base are those of Qwen2.5-7B."""
-    return {
-        "architectures": ["Fast_dLLM_QwenForCausalLM"],
-        "model_type": "Fast_dLLM_Qwen",
-        "hidden_size": hidden,
-        "num_hidden_layers": 28,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocabulary,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "bd_size": 32,
-        "eos_token_id": _END_OF_TURN,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-    }
+    return preset(
+        "Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", hidden=hidden, layers=28, heads=heads, kv_heads=kv_heads,
+        vocabulary=vocabulary, theta=1000000.0, tied=tied, intermediate_size=ffn, bd_size=32, eos_token_id=_END_OF_TURN,
+    )  # fmt: skip
 
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -56,5 +42,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     >>> architecture(PRESETS["fast-dllm-v2-7b"]).block
     32
     """
-    tokens = special_tokens(config, mask=151665, eos=_END_OF_TURN, pad=151643)
-    return replace(dream.architecture(config), **tokens, block=positive(config, "bd_size", "block_size", default=32))
+    return transformer(
+        config, dream.layer_of(config), eps=1e-6, positions=32768, mask=151665, eos=_END_OF_TURN, pad=151643, shifted=True,
+        block=positive(config, "bd_size", "block_size", default=32),
+    )  # fmt: skip

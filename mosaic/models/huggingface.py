@@ -3,64 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
-from mosaic.models.architecture import TensorNames
+from mosaic.errors import UnsupportedModel
+from mosaic.models.architecture import Architecture, Attention, FeedForward, Layer, TensorNames
 from mosaic.models.keys import COMMON
 from mosaic.models.rotary import read_rotary
 from mosaic.models.values import flag, number, positive, share, token_id, token_ids
 
-__all__ = ["HUGGINGFACE", "huggingface_names", "sizes", "special_tokens"]
+__all__ = ["HUGGINGFACE", "NAMES", "attention", "preset", "transformer"]
 
 HUGGINGFACE: Final = COMMON.extended(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps "
     "max_position_embeddings rope_theta rope_scaling rope_parameters original_max_position_embeddings tie_word_embeddings "
     "mask_token_id eos_token_id pad_token_id"
 )
-"""The keys that `sizes` and `special_tokens` read, and the keys that all families share."""
+"""The keys that `attention` and `transformer` read, and the keys that all families share."""
 
 
-def huggingface_names(feed_forward: str = "mlp.") -> TensorNames:
-    """Return the names in the manner of Qwen2; `feed_forward` is where gate, up and down projections live in a layer."""
-    layer = "model.layers.{layer}."
-    return TensorNames(
-        embedding="model.embed_tokens.weight",
-        final_norm="model.norm.weight",
-        head="lm_head.weight",
-        attention_norm=layer + "input_layernorm.weight",
-        ffn_norm=layer + "post_attention_layernorm.weight",
-        query=layer + "self_attn.q_proj.weight",
-        key=layer + "self_attn.k_proj.weight",
-        value=layer + "self_attn.v_proj.weight",
-        output=layer + "self_attn.o_proj.weight",
-        gate=layer + feed_forward + "gate_proj.weight",
-        up=layer + feed_forward + "up_proj.weight",
-        down=layer + feed_forward + "down_proj.weight",
-        query_norm=layer + "self_attn.q_norm.weight",
-        key_norm=layer + "self_attn.k_norm.weight",
-        router=layer + "mlp.gate.weight",
-    )
+_LAYER: Final = "model.layers.{layer}."
+NAMES: Final = TensorNames(
+    embedding="model.embed_tokens.weight",
+    final_norm="model.norm.weight",
+    head="lm_head.weight",
+    attention_norm=_LAYER + "input_layernorm.weight",
+    ffn_norm=_LAYER + "post_attention_layernorm.weight",
+    query=_LAYER + "self_attn.q_proj.weight",
+    key=_LAYER + "self_attn.k_proj.weight",
+    value=_LAYER + "self_attn.v_proj.weight",
+    output=_LAYER + "self_attn.o_proj.weight",
+    gate=_LAYER + "mlp.gate_proj.weight",
+    up=_LAYER + "mlp.up_proj.weight",
+    down=_LAYER + "mlp.down_proj.weight",
+    query_norm=_LAYER + "self_attn.q_norm.weight",
+    key_norm=_LAYER + "self_attn.k_norm.weight",
+    router=_LAYER + "mlp.gate.weight",
+)
+"""The names in the manner of Qwen2."""
 
 
-def sizes(
-    config: Mapping[str, Any],
-    *,
-    theta: float,
-    eps: float,
-    positions: int,
-    head_size: int | None = None,
-    turning: float = 1.0,
-) -> dict[str, Any]:
-    """Read an architecture's sizes, all but those of the feed-forward.
+def preset(
+    architecture: str, model_type: str, *, hidden: int, layers: int, heads: int, kv_heads: int, vocabulary: int, theta: float,
+    eps: float = 1e-6, positions: int = 32768, tied: bool = False, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the config.json of a released model; `more` are keys of its own."""
+    return {
+        "architectures": [architecture], "model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary, "rope_theta": theta,
+        "rms_norm_eps": eps, "max_position_embeddings": positions, "tie_word_embeddings": tied, "torch_dtype": "bfloat16",
+        **more,
+    }  # fmt: skip
+
+
+def attention(
+    config: Mapping[str, Any], *, theta: float, positions: int, head_size: int | None = None, turning: float = 1.0,
+    qkv_bias: bool = False, head_norms: bool = False,
+) -> Attention:  # fmt: skip
+    """Read the attention that all layers share.
 
     Parameters
     ----------
     config
         The config.json.
-    theta, eps, positions, turning
-        The family's rotary base, epsilon, positions and share of a head's dims that turn, where the config does not say.
+    theta, positions, turning
+        The family's rotary base, positions and share of a head's dims that turn, where the config does not say.
     head_size
         The family's; the hidden size's share where there is none.
+    qkv_bias, head_norms
+        Of the `Attention`.
     """
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     if config.get("head_dim") is None and head_size is None:
@@ -68,31 +79,49 @@ def sizes(
     head_size = positive(config, "head_dim", default=head_size)
     longest = positive(config, "max_position_embeddings", default=positions)
     rotary, scale = read_rotary(config, head_size, longest, theta=theta, share=turning)
-    return {
-        "hidden": hidden,
-        "layers": positive(config, "num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": positive(config, "num_key_value_heads", default=heads),
-        "head_size": head_size,
-        "vocabulary": positive(config, "vocab_size"),
-        "rotary": rotary,
-        "rotary_scale": scale,
-        "norm_eps": number(config, "rms_norm_eps", eps, above=0, most=1),
-        "tied": flag(config, "tie_word_embeddings", default=False),
-        "max_positions": longest,
-    }
+    return Attention(
+        heads=heads, kv_heads=positive(config, "num_key_value_heads", default=heads), head_size=head_size, rotary=rotary,
+        rotary_scale=scale, qkv_bias=qkv_bias, head_norms=head_norms,
+    )  # fmt: skip
 
 
-def special_tokens(
-    config: Mapping[str, Any], *, mask: int, eos: int, pad: int, turn: tuple[int, ...] = ()
-) -> dict[str, Any]:
-    """Read the ids of the mask, of what ends an answer, and of padding; the family's own where the config does not say.
+def transformer(
+    config: Mapping[str, Any], layer: Layer, *, eps: float, positions: int, mask: int, eos: int, pad: int,
+    turn: tuple[int, ...] = (), dense: FeedForward | None = None, dense_layers: int = 0, names: TensorNames = NAMES, **more: Any,
+) -> Architecture:  # fmt: skip
+    """Return the architecture of a stack of layers that are alike.
 
-    `turn` are the family's ends of a turn, which end an answer beside one end of the text that the config names.
+    Parameters
+    ----------
+    config
+        The config.json.
+    layer
+        What each layer is.
+    eps, positions
+        The family's epsilon and positions, where the config does not say.
+    mask, eos, pad
+        The family's ids of the mask token, of what ends an answer, and of padding, where the config does not say.
+    turn
+        The family's ends of a turn, which end an answer beside one end of the text that the config names.
+    dense, dense_layers
+        The feed-forward of the first `dense_layers` layers.
+    more
+        Of the `Architecture`.
     """
-    vocabulary = positive(config, "vocab_size")
-    return {
-        "mask_token_id": token_id(config, "mask_token_id", mask, vocabulary),
-        "eos_token_ids": token_ids(config, "eos_token_id", (eos,), vocabulary, *turn),
-        "pad_token_id": token_id(config, "pad_token_id", pad, vocabulary),
-    }
+    layers, vocabulary = positive(config, "num_hidden_layers"), positive(config, "vocab_size")
+    if dense_layers > layers:
+        raise UnsupportedModel(f"config.json: {dense_layers} dense layers of {layers}.")
+    first = () if dense is None else replace(layer, feed_forward=dense).times(dense_layers)
+    return Architecture(
+        hidden=positive(config, "hidden_size"),
+        vocabulary=vocabulary,
+        stack=(*first, *layer.times(layers - dense_layers)),
+        norm_eps=number(config, "rms_norm_eps", eps, above=0, most=1),
+        tied=flag(config, "tie_word_embeddings", default=False),
+        max_positions=positive(config, "max_position_embeddings", default=positions),
+        mask_token_id=token_id(config, "mask_token_id", mask, vocabulary),
+        eos_token_ids=token_ids(config, "eos_token_id", (eos,), vocabulary, *turn),
+        pad_token_id=token_id(config, "pad_token_id", pad, vocabulary),
+        names=names,
+        **more,
+    )

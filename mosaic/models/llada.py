@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
-from mosaic.models.architecture import Architecture, TensorNames
+from mosaic.models.architecture import Architecture, Attention, FeedForward, Layer, TensorNames
 from mosaic.models.keys import COMMON, Fixed
 from mosaic.models.rotary import read_rotary
 from mosaic.models.values import count, flag, number, positive, share, token_id, token_ids
@@ -86,7 +86,7 @@ KEYS: Final = COMMON.extended(
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a LLaDA config.json.
 
-    >>> architecture(PRESETS["llada-8b"]).head_size
+    >>> architecture(PRESETS["llada-8b"]).attention.head_size
     128
     """
     hidden, heads = positive(config, "d_model"), positive(config, "n_heads")
@@ -97,16 +97,19 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     vocabulary = positive(config, "vocab_size", default=rows)
     if vocabulary > rows or not rows:
         raise UnsupportedModel(f"config.json: 'embedding_size' is {rows} for a 'vocab_size' of {vocabulary}.")
+    layer = Layer(
+        attention=Attention(
+            heads=heads, kv_heads=_kv_heads(config, heads), head_size=head_size, rotary=rotary, rotary_scale=scale,
+            qkv_bias=flag(config, "include_qkv_bias", default=False),
+        ),
+        feed_forward=FeedForward(
+            size=positive(config, "mlp_hidden_size", default=hidden * positive(config, "mlp_ratio", default=4))
+        ),
+    )  # fmt: skip
     return Architecture(
         hidden=hidden,
-        layers=positive(config, "n_layers"),
-        heads=heads,
-        kv_heads=_kv_heads(config, heads),
-        head_size=head_size,
-        ffn=positive(config, "mlp_hidden_size", default=hidden * positive(config, "mlp_ratio", default=4)),
+        stack=layer.times(positive(config, "n_layers")),
         vocabulary=rows,
-        rotary=rotary,
-        rotary_scale=scale,
         norm_eps=number(config, "rms_norm_eps", 1e-5, above=0, most=1),
         mask_token_id=token_id(config, "mask_token_id", 126336, rows),
         eos_token_ids=token_ids(config, "eos_token_id", (126081,), rows, 126348),
@@ -114,7 +117,6 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         tied=_tied(config),
         max_positions=positions,
         decode_block=count(config, "block_length"),
-        qkv_bias=flag(config, "include_qkv_bias", default=False),
         names=NAMES,
     )
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
-from mosaic.models.architecture import Architecture, TensorNames
-from mosaic.models.huggingface import HUGGINGFACE, sizes, special_tokens
+from mosaic.models.architecture import Architecture, FeedForward, Layer, TensorNames
+from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
 from mosaic.models.keys import Fixed
 from mosaic.models.values import count, flag, number, positive
 
@@ -27,38 +27,14 @@ _VERSION: Final = re.compile(r"llada[-_]?2[._]?(\d)(?!\d)", re.IGNORECASE)
 _NAMES_OF_A_PATH: Final = 3  # a checkpoint's directory, or a revision of a cached one: name/snapshots/hash
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "llada2-mini": {
-        "architectures": ["LLaDA2MoeModelLM"],
-        "model_type": "llada2_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 5120,
-        "moe_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "score_function": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "moe_router_enable_expert_bias": True,
-        "partial_rotary_factor": 0.5,
-        "use_qk_norm": True,
-        "use_qkv_bias": False,
-        "vocab_size": 157184,
-        "rope_theta": 600000.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "pad_token_id": 156892,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-}
+    "llada2-mini": preset(
+        "LLaDA2MoeModelLM", "llada2_moe", hidden=2048, layers=20, heads=16, kv_heads=4, vocabulary=157184, theta=600000.0,
+        head_dim=128, intermediate_size=5120, moe_intermediate_size=512, num_experts=256, num_experts_per_tok=8,
+        num_shared_experts=1, first_k_dense_replace=1, n_group=8, topk_group=4, score_function="sigmoid", norm_topk_prob=True,
+        routed_scaling_factor=2.5, moe_router_enable_expert_bias=True, partial_rotary_factor=0.5, use_qk_norm=True,
+        use_qkv_bias=False, pad_token_id=156892,
+    )
+}  # fmt: skip
 
 
 def _names(query_rows: int, kv_rows: int) -> TensorNames:
@@ -111,38 +87,38 @@ KEYS: Final = HUGGINGFACE.extended(
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read the config.json of a LLaDA2; the mask id is 156895 and the block 32 where the config does not say.
 
-    >>> architecture(PRESETS["llada2-mini"]).rotary_size
+    >>> architecture(PRESETS["llada2-mini"]).rotary.dim
     64
     """
-    found = sizes(config, theta=600000.0, eps=1e-6, positions=32768, turning=0.5)
-    head_size, groups = found["head_size"], count(config, "n_group")
-    if positive(config, "rotary_dim", default=found["rotary"].dim) != found["rotary"].dim:
+    found = attention(
+        config, theta=600000.0, positions=32768, turning=0.5, head_norms=flag(config, "use_qk_norm", default=True),
+        qkv_bias=flag(config, "use_qkv_bias", default=False),
+    )  # fmt: skip
+    if positive(config, "rotary_dim", default=found.rotary.dim) != found.rotary.dim:
         raise UnsupportedModel(
-            f"config.json: 'rotary_dim' is {config['rotary_dim']}, but 'partial_rotary_factor' of {head_size} dims are "
-            f"{found['rotary'].dim}; keep one of them."
+            f"config.json: 'rotary_dim' is {config['rotary_dim']}, but 'partial_rotary_factor' of {found.head_size} dims are "
+            f"{found.rotary.dim}; keep one of them."
         )
-    chosen = positive(config, "num_experts_per_tok")
-    return Architecture(
-        **found,
-        **special_tokens(config, mask=156895, eos=156892, pad=156892),
-        ffn=positive(config, "moe_intermediate_size"),
-        dense_layers=count(config, "first_k_dense_replace"),
-        dense_ffn=positive(config, "intermediate_size"),
-        shared_ffn=_shared(config),
-        block=positive(config, "block_size", default=32),
+    chosen, groups = positive(config, "num_experts_per_tok"), count(config, "n_group")
+    feed_forward = FeedForward(
+        size=positive(config, "moe_intermediate_size"),
+        shared=_shared(config),
         experts=positive(config, "num_experts"),
         experts_per_token=chosen,
         # the model's own router leaves the weight of a single expert as it is
-        normalize_experts=chosen > 1,
-        router_scoring="sigmoid",
-        router_groups=groups if groups > 1 else 0,
-        router_top_groups=count(config, "topk_group") if groups > 1 else 0,
-        router_scale=number(config, "routed_scaling_factor", 1.0, above=0, most=1e6),
-        head_norms=flag(config, "use_qk_norm", default=True),
-        qkv_bias=flag(config, "use_qkv_bias", default=False),
-        editing=str(config.get("model_type")).lower() == EDITING,
-        names=_names(found["heads"] * head_size, found["kv_heads"] * head_size),
+        normalize=chosen > 1,
+        scoring="sigmoid",
+        groups=groups if groups > 1 else 0,
+        top_groups=count(config, "topk_group") if groups > 1 else 0,
+        scale=number(config, "routed_scaling_factor", 1.0, above=0, most=1e6),
     )
+    return transformer(
+        config, Layer(attention=found, feed_forward=feed_forward), eps=1e-6, positions=32768, mask=156895, eos=156892,
+        pad=156892, dense=FeedForward(size=positive(config, "intermediate_size")),
+        dense_layers=count(config, "first_k_dense_replace"), block=positive(config, "block_size", default=32),
+        published="llada2.1" if str(config.get("model_type")).lower() == EDITING else "llada2",
+        names=_names(found.width, found.kv_width),
+    )  # fmt: skip
 
 
 def edits(config: Mapping[str, Any], path: Path | None) -> bool:

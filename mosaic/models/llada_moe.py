@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
-from mosaic.models.architecture import Architecture
-from mosaic.models.huggingface import HUGGINGFACE, huggingface_names, sizes, special_tokens
+from mosaic.models.architecture import Architecture, FeedForward, Layer
+from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
+from mosaic.models.huggingface import NAMES as HUGGINGFACE_NAMES
 from mosaic.models.keys import Fixed
 from mosaic.models.values import flag, positive
 
@@ -17,25 +19,18 @@ LABEL: Final = "LLaDA-MoE"
 MODEL_TYPES: Final = ("lladamoe", "llada_moe")
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "llada-moe": {
-        "architectures": ["LLaDAMoEModelLM"],
-        "model_type": "lladamoe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "expert_intermediate_size": 1024,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "vocab_size": 157184,
-        "rope_theta": 50000.0,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-        "qk_layernorm": True,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-}
+    "llada-moe": preset(
+        "LLaDAMoEModelLM", "lladamoe", hidden=2048, layers=16, heads=16, kv_heads=16, vocabulary=157184, theta=50000.0,
+        eps=1e-5, positions=8192, expert_intermediate_size=1024, num_experts=64, num_experts_per_tok=8, qk_layernorm=True,
+    )
+}  # fmt: skip
+_EXPERT: Final = "model.layers.{layer}.mlp.experts.{experts}."
+NAMES: Final = replace(
+    HUGGINGFACE_NAMES,
+    gate=_EXPERT + "gate_proj.weight",
+    up=_EXPERT + "up_proj.weight",
+    down=_EXPERT + "down_proj.weight",
+)
 
 
 _ROUTER: Final = "a token's experts are the best of all by softmax, weighed by it as it is"
@@ -63,18 +58,18 @@ KEYS: Final = HUGGINGFACE.extended(
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a LLaDA-MoE config.json; the mask id is 156895 where the config does not say.
 
-    >>> architecture(PRESETS["llada-moe"]).experts
+    >>> architecture(PRESETS["llada-moe"]).feed_forward.experts
     64
     """
-    return Architecture(
-        **sizes(config, theta=50000.0, eps=1e-5, positions=8192),
-        **special_tokens(config, mask=156895, eos=156892, pad=156892),
-        ffn=positive(config, "expert_intermediate_size", "moe_intermediate_size"),
-        experts=positive(config, "num_experts"),
-        experts_per_token=positive(config, "num_experts_per_tok"),
+    layer = Layer(
+        attention=attention(
+            config, theta=50000.0, positions=8192, qkv_bias=flag(config, "qkv_bias", default=False),
+            head_norms=flag(config, "qk_layernorm", default=True),
+        ),
         # the reference never renormalises the chosen experts' weights
-        normalize_experts=False,
-        head_norms=flag(config, "qk_layernorm", default=True),
-        qkv_bias=flag(config, "qkv_bias", default=False),
-        names=huggingface_names("mlp.experts.{experts}."),
-    )
+        feed_forward=FeedForward(
+            size=positive(config, "expert_intermediate_size", "moe_intermediate_size"),
+            experts=positive(config, "num_experts"), experts_per_token=positive(config, "num_experts_per_tok"),
+        ),
+    )  # fmt: skip
+    return transformer(config, layer, eps=1e-5, positions=8192, mask=156895, eos=156892, pad=156892, names=NAMES)

@@ -8,7 +8,6 @@ in one of two slots: the next one is fetched and the last one stored meanwhile (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
@@ -16,8 +15,9 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.registrar.graph import Buffer, Graph
     from mosaic.registrar.operator import Dim
+    from mosaic.registrar.schemes.scheme import Bundle, Matrix
 
-__all__ = ["SLOTS", "Hidden", "Matrix", "Residency", "fetched", "stored"]
+__all__ = ["SLOTS", "Hidden", "Residency", "fetched", "stored"]
 
 WEIGHTS: Final = "weights"
 FETCH: Final = "fetch"
@@ -31,15 +31,6 @@ SHARES: Final[Mapping[str, float]] = {
 option but `none` keeps the embedding in host memory too, and `all` the head."""
 UNTIED: Final = frozenset({"embedding", "all"})
 """Options that do not exist where the embedding is the head: it stays on the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
-    """A weight that may be streamed: its name, shape and checkpoint tensor."""
-
-    name: str
-    shape: Sequence[Dim]
-    tensor: str
 
 
 class Residency:
@@ -65,24 +56,26 @@ class Residency:
         """Return whether the matrices of a layer are fetched."""
         return layer >= self._streamed_from
 
-    def fetch(self, matrices: Sequence[Matrix], *, streamed: bool) -> dict[str, Buffer]:
-        """Give the matrices; where streamed, issue their copies now and let `arrive` wait for them."""
-        g = self._g
+    def fetch(self, matrices: Sequence[Matrix], *, streamed: bool) -> dict[str, Bundle]:
+        """Give the matrices; where streamed, issue the copies of their parts now and let `arrive` wait for them."""
         if not streamed:
-            return {m.name: g.weight(m.name, m.shape, self._arch.dtype, tensor=m.tensor) for m in matrices}
-        with g.stream(WEIGHTS):
-            return {m.name: self._fetch(m) for m in matrices}
+            return {m.name: m.bundle(self._arch.dtype, self.on_device) for m in matrices}
+        with self._g.stream(WEIGHTS):
+            return {m.name: m.bundle(self._arch.dtype, self._fetch) for m in matrices}
 
-    def _fetch(self, matrix: Matrix) -> Buffer:
-        g = self._g
-        source = self.on_host(matrix)
-        slot = g.buffer(matrix.name, matrix.shape, self._arch.dtype)
-        g.add_op("copy", source, out=slot, name=f"{matrix.name}_fetch")
+    def on_device(self, name: str, shape: Sequence[Dim], dtype: str, tensor: str) -> Buffer:
+        """Give a weight as a buffer on the device."""
+        return self._g.weight(name, shape, dtype, tensor=tensor)
+
+    def _fetch(self, name: str, shape: Sequence[Dim], dtype: str, tensor: str) -> Buffer:
+        source = self.on_host(name, shape, dtype, tensor)
+        slot = self._g.buffer(name, shape, dtype)
+        self._g.add_op("copy", source, out=slot, name=f"{name}_fetch")
         return slot
 
-    def on_host(self, matrix: Matrix) -> Buffer:
-        """Give the matrix as a buffer in host memory."""
-        return self._g.buffer(f"{matrix.name}@host", matrix.shape, self._arch.dtype, kind="host", tensor=matrix.tensor)
+    def on_host(self, name: str, shape: Sequence[Dim], dtype: str, tensor: str) -> Buffer:
+        """Give a weight as a buffer in host memory."""
+        return self._g.buffer(f"{name}@host", shape, dtype, kind="host", tensor=tensor)
 
     def arrive(self, *, streamed: bool) -> None:
         """Let the next op wait for what was fetched."""

@@ -172,7 +172,7 @@ class Layout:
         """
         taken: dict[str, int] = {}
         used: set[str] = set()
-        for tensor, shape in weights:
+        for tensor, shape in architecture.scheme.sources(weights):
             if tensor.startswith("="):
                 continue
             for name in members(tensor):

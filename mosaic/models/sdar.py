@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mosaic.models.architecture import Architecture
-from mosaic.models.huggingface import HUGGINGFACE, huggingface_names, sizes, special_tokens
+from mosaic.models.architecture import Architecture, FeedForward, Layer
+from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
 from mosaic.models.keys import Fixed
 from mosaic.models.values import positive
 
@@ -21,25 +21,10 @@ _END_OF_TEXT, _END_OF_TURN = 151643, 151645
 
 def _preset(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
     """The config.json of a released size; all are untied, unlike the Qwen3 models of 1.7B and 4B that they come from."""
-    return {
-        "architectures": ["SDARForCausalLM"],
-        "model_type": "sdar",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": ffn,
-        "vocab_size": 151936,
-        "rope_theta": 1000000,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "block_size": 4,
-        "mask_token_id": 151669,
-        "eos_token_id": _END_OF_TEXT,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
+    return preset(
+        "SDARForCausalLM", "sdar", hidden=hidden, layers=layers, heads=heads, kv_heads=8, vocabulary=151936, theta=1000000,
+        head_dim=128, intermediate_size=ffn, block_size=4, mask_token_id=151669, eos_token_id=_END_OF_TEXT,
+    )  # fmt: skip
 
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -62,11 +47,11 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     >>> architecture(PRESETS["sdar-8b"]).block
     4
     """
-    return Architecture(
-        **sizes(config, theta=1000000.0, eps=1e-6, positions=32768, head_size=128),
-        **special_tokens(config, mask=151669, eos=_END_OF_TEXT, pad=_END_OF_TEXT, turn=(_END_OF_TURN,)),
-        ffn=positive(config, "intermediate_size"),
-        block=positive(config, "block_size", default=4),
-        head_norms=True,
-        names=huggingface_names(),
+    layer = Layer(
+        attention=attention(config, theta=1000000.0, positions=32768, head_size=128, head_norms=True),
+        feed_forward=FeedForward(size=positive(config, "intermediate_size")),
     )
+    return transformer(
+        config, layer, eps=1e-6, positions=32768, mask=151669, eos=_END_OF_TEXT, pad=_END_OF_TEXT, turn=(_END_OF_TURN,),
+        block=positive(config, "block_size", default=4),
+    )  # fmt: skip

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import sympy
-
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import StepInputs
     from mosaic.models.residency import Hidden, Residency
+    from mosaic.models.rotary import Rotary
     from mosaic.models.state import State
     from mosaic.registrar.graph import Buffer, Graph
     from mosaic.registrar.operator import Dim
+    from mosaic.registrar.polynomial import Polynomial
 
 __all__ = ["Ending", "StepGraph"]
 
@@ -39,7 +39,7 @@ class StepGraph(Protocol):
     positions, cu_seqlens
         int32 [T] and [B + 1].
     inv_freq, sequences
-        Rotary frequencies; where each sequence has its own, the number of each token's sequence, else None.
+        Rotary frequencies by their rule; where each sequence has its own, the number of each token's sequence, else None.
     kv
         The state [R, W] that keys are kept in, where the cache policy has one.
     fused
@@ -51,15 +51,15 @@ class StepGraph(Protocol):
     g: Graph
     arch: Architecture
     inputs: StepInputs
-    tokens: sympy.Symbol
-    seqs: sympy.Symbol
-    span: sympy.Symbol
+    tokens: Polynomial
+    seqs: Polynomial
+    span: Polynomial
     first_graph: bool
     residency: Residency
     on_host: bool
     positions: Buffer
     cu_seqlens: Buffer
-    inv_freq: Buffer
+    inv_freq: dict[Rotary, Buffer]
     sequences: Buffer | None
     kv: Buffer
     fused: bool
@@ -68,6 +68,9 @@ class StepGraph(Protocol):
     @property
     def hidden(self) -> Hidden:
         """The hidden states of all tokens."""
+
+    def sees(self, layer: int, /) -> Buffer | None:
+        """Return the keys [begin, end) of its sequence that each token sees in a layer, int32 [T, 2]; None: as the block says."""
 
     def state(self, state: State, /) -> Buffer:
         """Return the buffer of a state."""
@@ -103,7 +106,7 @@ class Ending(Protocol):
     g: Graph
     arch: Architecture
     inputs: StepInputs
-    masked: sympy.Symbol
+    masked: Polynomial
     cu_seqlens: Buffer
 
     @property

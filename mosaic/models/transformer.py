@@ -8,7 +8,7 @@ the state, W width of a row, D hidden, F feed-forward, V vocabulary, E experts.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
 
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
@@ -18,11 +18,13 @@ from mosaic.models.ending import WITHOUT_HIDDEN, StepEnding
 from mosaic.models.inputs import ROW_BOUNDS, StepInputs
 from mosaic.models.parts.cut import KEPT_DIM
 from mosaic.models.phase import Phase
-from mosaic.models.residency import Hidden, Matrix, Residency
+from mosaic.models.residency import Hidden, Residency
 from mosaic.models.state import State
 from mosaic.registrar.few_rows import tile_count
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Dim
+from mosaic.registrar.schemes.plain import PLAIN
+from mosaic.registrar.schemes.scheme import Bundle, Matrix, product
 
 __all__ = ["TransformerStep", "register_step"]
 
@@ -46,30 +48,9 @@ def register_step(g: Graph, arch: Architecture, phase: Phase) -> None:
 
 
 class TransformerStep:
-    """The registration of one step: what its sublayers and the phase's parts share, and the sublayers in order.
+    """The registration of one step: a `StepGraph`, and the sublayers in order.
 
-    Attributes
-    ----------
-    g, arch, phase
-        As given.
-    inputs
-        The inputs that the parts declare, by name.
-    tokens, seqs, span
-        Dims; of the second graph of a phase that is cut, `tokens` are the rows that are kept.
-    residency, hidden
-        Where weights and hidden states live; `on_host` says whether hidden states are in host memory.
-    partial
-        Whether the last layer computes, beyond its keys and values, only the rows that are unembedded, if any.
-    positions, cu_seqlens
-        int32 [T] and [B + 1].
-    inv_freq, sequences
-        Rotary frequencies; where each sequence has its own, the number of each token's sequence, else None.
-    kv
-        The state [R, W], where the cache policy has one.
-    fused
-        Whether what lies between products is done in them, for steps of few rows: a choice of those over kept keys.
-    arrivals
-        There, the counts by which splits of products know each other, else None.
+    `partial` says whether the last layer computes, beyond its keys and values, only the rows that are unembedded, if any.
     """
 
     kv: Buffer
@@ -81,7 +62,7 @@ class TransformerStep:
         self.first_graph = phase.graph == "prefix"
         if phase.graph == "suffix":
             self.tokens = g.dim(KEPT_DIM, at_most="tokens")
-        ways = {way.name: way for way in phase.cache.ways() if phase.cut is None or way.cuts}
+        ways = {way.name: way for way in phase.cache.ways() if way.serves(arch) and (phase.cut is None or way.cuts)}
         phase.cache.dims(self)
         self.span = g.dim("span")
         for way in ways.values():
@@ -92,13 +73,13 @@ class TransformerStep:
             self.head_choice = g.choice("head", phase.head.ways, alike=False)
         self.attention_way = ways[g.choice("attention", tuple(ways))]
         # x times the norm's weight, before it is divided by the norm, may exceed what float16 holds
-        few = phase.cached and phase.head.decides and arch.dtype != "float16"
+        few = phase.cached and phase.head.decides and arch.dtype != "float16" and arch.scheme is PLAIN
         self.fused = few and g.choice("products", ("apart", "fused"), alike=False) == "fused"
         places = ("device", "host") if phase.cut is None else ("device",)
         self.on_host = g.choice("hidden", places, escalating=True) == "host"
         self.residency = Residency(g, arch)
         self.partial = self._partial()
-        self._rest: dict[str, Buffer] | None = None
+        self._rest: dict[str, Bundle] | None = None
         for way in ways.values():
             way.knobs(self)
 
@@ -143,12 +124,15 @@ class TransformerStep:
             phase.tokens.begin(self)
             ids = self.inputs["token_ids"]
         self.positions, self.cu_seqlens = self.inputs["positions"], self.inputs["cu_seqlens"]
-        rotary = self.arch.rotary
         self.sequences: Buffer | None = None
-        if rotary.kind == "dynamic":
-            self.inv_freq, self.sequences = self.inputs["frequencies"], self.inputs["sequences"]
+        if self.arch.rotary.kind == "dynamic":
+            self.inv_freq, self.sequences = {self.arch.rotary: self.inputs["frequencies"]}, self.inputs["sequences"]
         else:
-            self.inv_freq = g.weight("inv_freq", (rotary.dim // 2,), "float32", tensor=rotary.constant)
+            self.inv_freq = {
+                rotary: g.weight(f"inv_freq{number or ''}", (rotary.dim // 2,), "float32", tensor=rotary.constant)
+                for number, rotary in enumerate(self.arch.rotaries)
+            }
+        self._sees = {window: self.inputs[f"sees_{window}"] for window in phase.cache.ranges(self.arch)}
         phase.cache.declare(self)
         if phase.cut is not None and self.suffix is None:
             phase.cut.declare(self)
@@ -158,19 +142,26 @@ class TransformerStep:
             self.state(state)
         self.arrivals: Buffer | None = None
         if self.fused:
-            width = self.arch.kv_heads * self.arch.head_size
-            count = max(tile_count(self.arch.hidden), tile_count(self.arch.heads * self.arch.head_size, width, width))
-            self.arrivals = g.add_op("zeros", name="arrivals", count=count)
+            attentions = {layer.attention for layer in self.arch.stack}
+            counts = [tile_count(own.width, own.kv_width, own.kv_width) for own in attentions]
+            self.arrivals = g.add_op("zeros", name="arrivals", count=max(tile_count(self.arch.hidden), *counts))
         return ids
 
-    def layers(self, first: int, end: int) -> dict[str, Buffer]:
+    def layers(self, first: int, end: int) -> dict[str, Bundle]:
         """Register layers; return the matrices that were fetched for what follows."""
         matrices = self.fetch_attention(first)
-        for layer in range(first, end):
-            matrices = self.layer(layer, matrices)
-        return matrices
+        for layer in self.g.layers(range(first, end), self.kind):
+            matrices = self.layer(layer, matrices or self.fetch_attention(layer))
+        return matrices or ({} if end == self.arch.layers else self.fetch_attention(end))
 
-    def end(self, matrices: dict[str, Buffer], table: Buffer) -> None:
+    def kind(self, layer: int) -> Hashable:
+        """Return what says how a layer is registered, but for its number."""
+        arch, cut, streams = self.arch, self.phase.cut, self.residency.streams
+        observed, before_end = cut is not None and layer <= cut.layer, min(arch.layers - layer, 3)
+        own = self.attention_way.kind(self, layer)
+        return before_end, observed, streams(layer), streams(layer + 1), arch.stack[layer], own
+
+    def end(self, matrices: dict[str, Bundle], table: Buffer) -> None:
         """Register what comes after the last layer."""
         g, arch, phase, stream = self.g, self.arch, self.phase, self.hidden.buffer
         if not phase.reads_hidden:
@@ -183,7 +174,7 @@ class TransformerStep:
                 rows=lambda rows, prefix: self.last_rows(stream, rows, prefix), cu_seqlens=self.cu_seqlens,
                 masked=self.masked if self.suffix is None else self.suffix.decided,
             )  # fmt: skip
-            end.register(matrices.get("head", table), self.head_choice)
+            end.register(matrices["head"].whole if matrices else table, self.head_choice)
 
     @property
     def hidden(self) -> Hidden:
@@ -197,6 +188,10 @@ class TransformerStep:
         if self._hidden is None:
             raise GraphError(WITHOUT_HIDDEN)
         return self._hidden
+
+    def sees(self, layer: int) -> Buffer | None:
+        """Return the keys [begin, end) of its sequence that each token sees in a layer, int32 [T, 2]; None: as the block says."""
+        return self._sees.get(self.arch.stack[layer].attention.window)
 
     def state(self, state: State) -> Buffer:
         """Return the buffer of a state that a part of the phase has, or that others have rows of."""
@@ -212,10 +207,8 @@ class TransformerStep:
     def embedding(self) -> Buffer:
         """Return the table of embeddings, which stays in host memory where its rows are gathered from there."""
         arch = self.arch
-        matrix = Matrix(name="embedding", shape=(arch.vocabulary, arch.hidden), tensor=arch.names.embedding)
-        if self.residency.embedding_on_host:
-            return self.residency.on_host(matrix)
-        return self.g.weight(matrix.name, matrix.shape, arch.dtype, tensor=matrix.tensor)
+        declare = self.residency.on_host if self.residency.embedding_on_host else self.residency.on_device
+        return declare("embedding", (arch.vocabulary, arch.hidden), arch.dtype, arch.names.embedding)
 
     def embed(self, ids: Buffer, table: Buffer) -> None:
         """hidden = table[ids]."""
@@ -228,7 +221,7 @@ class TransformerStep:
             g.add_op("embedding", ids, table, out=window, name="embed")
             self.hidden.keep(window)
 
-    def layer(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
+    def layer(self, layer: int, matrices: dict[str, Bundle]) -> dict[str, Bundle]:
         """Register one layer, whose attention matrices are given; the next sublayer's matrices are fetched meanwhile."""
         g, arch, residency = self.g, self.arch, self.residency
         streamed = residency.streams(layer)
@@ -248,19 +241,19 @@ class TransformerStep:
         elif last:
             following = residency.fetch(self.head_matrices(), streamed=residency.streams_head)
         else:
-            following = self.fetch_attention(layer + 1)
+            following = self.fetch_attention(layer + 1) if residency.streams(layer + 1) else {}
         with g.scope(f"layers.{layer}"):
             self.feed_forward(layer, ffn)
         return following
 
-    def keys_alone(self, layer: int, matrices: dict[str, Buffer]) -> None:
+    def keys_alone(self, layer: int, matrices: dict[str, Bundle]) -> None:
         """Register the keys and values that a layer keeps."""
         with self.g.scope(f"layers.{layer}"):
             self.residency.arrive(streamed=self.residency.streams(layer))
             self.attention_way.keep(self, layer, self.attention_norm(layer), matrices)
         self.feed_forward_knob(layer)
 
-    def keys_first(self, layer: int, matrices: dict[str, Buffer]) -> dict[str, Buffer]:
+    def keys_first(self, layer: int, matrices: dict[str, Bundle]) -> dict[str, Bundle]:
         """Register the last layer's keys and values of all tokens; `last_rows` registers what follows."""
         residency, streamed = self.residency, self.residency.streams(layer)
         with self.g.scope(f"layers.{layer}"):
@@ -282,35 +275,36 @@ class TransformerStep:
             if self._rest is None:
                 return x
             positions = g.add_op("gather_rows", self.positions, rows, name=f"{prefix}row_positions")
-            sequences = None
+            sequences, sees = None, self.sees(layer)
             if self.sequences is not None:
                 sequences = g.add_op("gather_rows", self.sequences, rows, name=f"{prefix}row_sequences")
+            if sees is not None:
+                sees = g.add_op("gather_rows", sees, rows, name=f"{prefix}row_sees")
         with g.scope(f"layers.{layer}"):
             h = g.add_op("rms_norm", x, self.attention_norm(layer), name="queries_in", eps=self.arch.norm_eps)
-            self.attention_way.add_rows(self, layer, h, Chosen(rows, positions, sequences), self._rest, x)
+            self.attention_way.add_rows(self, layer, h, Chosen(rows, positions, sequences, sees), self._rest, x)
             self.add_feed_forward(layer, self._rest, x)
         return x
 
     def norm_weight(self, name: str, tensor: str, size: int | None = None) -> Buffer:
         return self.g.weight(name, (size or self.arch.hidden,), self.arch.dtype, tensor=tensor)
 
-    def attention_matrices(self, layer: int) -> list[Matrix]:
-        """Return the projections, as the way of attention wants them."""
-        return self.attention_way.matrices(self, layer)
-
-    def fetch_attention(self, layer: int) -> dict[str, Buffer]:
+    def fetch_attention(self, layer: int) -> dict[str, Bundle]:
         """Fetch a layer's projections; of a last layer that ends there, those of keys and values alone, and of one that is cut
         those that the graph uses."""
-        found, streamed = self.attention_matrices(layer), self.residency.streams(layer)
+        found, streamed = self.attention_way.matrices(self, layer), self.residency.streams(layer)
         used = {matrix.name for matrix in found}
         if self.partial and not self.phase.head.decides and layer + 1 == self.arch.layers:
             used = {"k_proj", "v_proj"}
         if self.phase.cut is not None and layer == self.phase.cut.layer:
             used = {"o_proj"} if self.suffix is not None else used - {"o_proj"}
         with self.g.scope(f"layers.{layer}"):
-            return self.residency.fetch([matrix for matrix in found if matrix.name in used], streamed=streamed)
+            fetched = self.residency.fetch([matrix for matrix in found if matrix.name in used], streamed=streamed)
+        if self.arch.stack[layer].attention.keys_as_values and "k_proj" in fetched:
+            fetched["v_proj"] = fetched["k_proj"]
+        return fetched
 
-    def attention(self, layer: int, matrices: dict[str, Buffer]) -> None:
+    def attention(self, layer: int, matrices: dict[str, Bundle]) -> None:
         """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""
         if self.suffix is not None and layer == self.suffix.cut.layer:
             self.suffix.attention(matrices)
@@ -334,39 +328,30 @@ class TransformerStep:
 
     def ffn_matrices(self, layer: int) -> list[Matrix]:
         """Return the matrices of the feed-forward; or of all experts stacked, and of the one that every token passes."""
-        arch, names = self.arch, self.arch.names
-        own = {part: getattr(names, part) for part in ("gate", "up", "down")}
-        if not arch.experts:
-            return self.projections(layer, own, arch.ffn)
-        if arch.is_dense(layer):
-            return self.projections(layer, _parts(names.dense), arch.dense_ffn)
-        found = self.projections(layer, own, arch.ffn, experts=arch.experts)
-        if arch.shared_ffn:
-            found += self.projections(layer, _parts(names.shared), arch.shared_ffn, prefix="shared_")
-        return found
+        names, ffn = self.arch.names, self.arch.stack[layer].feed_forward
+        found = self.projections(layer, "" if ffn.experts else names.dense, ffn.size, experts=ffn.experts)
+        return found + (self.projections(layer, names.shared, ffn.shared, prefix="shared_") if ffn.shared else [])
 
-    def projections(
-        self, layer: int, tensors: dict[str, str], size: int, *, experts: int = 0, prefix: str = ""
-    ) -> list[Matrix]:
-        """Return gate, up and down of a feed-forward of this size, or of a stack of them."""
-        hidden, stack = self.arch.hidden, f"{{0:{experts}}}"
+    def projections(self, layer: int, template: str, size: int, *, experts: int = 0, prefix: str = "") -> list[Matrix]:
+        """Return gate, up and down of a feed-forward of this size, or of a stack of them; without a `template` of names, by
+        the names that each has."""
+        hidden, names, scheme = self.arch.hidden, self.arch.names, self.arch.scheme
+        lead, stack = ((experts,), f"{{0:{experts}}}") if experts else ((), "")
+        if experts and scheme.grouped_linear is None:
+            scheme = PLAIN
         shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
-        return [
-            Matrix(
-                name=f"{prefix}{part}_proj",
-                shape=(experts, *shape) if experts else shape,
-                tensor=tensors[part].format(layer=layer, experts=stack),
-            )
-            for part, shape in shapes.items()
-        ]
+        tensors = {
+            part: (template or getattr(names, part)).format(layer=layer, experts=stack, part=part) for part in shapes
+        }
+        return [Matrix(f"{prefix}{part}_proj", (*lead, *shapes[part]), tensors[part], scheme) for part in shapes]
 
     def feed_forward_knob(self, layer: int) -> str:
         """Declare the knob of a layer's feed-forward, which a phase has even where no region uses it."""
-        knob, tile = ("ffn", FFN_TILE) if self.arch.is_dense(layer) else ("experts", EXPERT_TILE)
+        knob, tile = ("experts", EXPERT_TILE) if self.arch.stack[layer].feed_forward.experts else ("ffn", FFN_TILE)
         self.g.knob(knob, over=self.tokens, tile=tile)
         return knob
 
-    def feed_forward(self, layer: int, matrices: dict[str, Buffer]) -> None:
+    def feed_forward(self, layer: int, matrices: dict[str, Bundle]) -> None:
         """hidden += feed_forward(rms_norm(hidden)), by chunks of tokens."""
         knob = self.feed_forward_knob(layer)
         with self.g.chunk(knob, over=self.tokens, tile=self.g.tiles[knob]) as rows:
@@ -374,44 +359,44 @@ class TransformerStep:
             self.add_feed_forward(layer, matrices, source)
             self.hidden.keep(source)
 
-    def add_feed_forward(self, layer: int, matrices: dict[str, Buffer], x: Buffer) -> None:
+    def add_feed_forward(self, layer: int, matrices: dict[str, Bundle], x: Buffer) -> None:
         """x += feed_forward(rms_norm(x))."""
-        norm = self.ffn_norm(layer)
-        if self.fused and self.arch.is_dense(layer):
+        norm, dense = self.ffn_norm(layer), not self.arch.stack[layer].feed_forward.experts
+        if self.fused and dense:
             gate, up, down = (matrices[f"{part}_proj"] for part in ("gate", "up", "down"))
-            y = self.g.add_op("norm_gate_up", x, norm, gate, up, name="act", eps=self.arch.norm_eps)
+            y = self.g.add_op("norm_gate_up", x, norm, gate.whole, up.whole, name="act", eps=self.arch.norm_eps)
             add_product(self, y, down, x, "down")
             return
         h = self.g.add_op("rms_norm", x, norm, name="ffn_in", eps=self.arch.norm_eps)
-        if self.arch.is_dense(layer):
+        if dense:
             self.feed(h, matrices, x)
         else:
             self.experts(layer, h, matrices, x)
 
-    def feed(self, h: Buffer, matrices: dict[str, Buffer], target: Buffer, prefix: str = "") -> None:
+    def feed(self, h: Buffer, matrices: dict[str, Bundle], target: Buffer, prefix: str = "") -> None:
         """target += down(silu(gate(h)) * up(h))."""
         g = self.g
-        gate = g.add_op("linear", h, matrices[f"{prefix}gate_proj"], name=f"{prefix}gate")
-        up = g.add_op("linear", h, matrices[f"{prefix}up_proj"], name=f"{prefix}up")
+        gate = product(g, h, matrices[f"{prefix}gate_proj"], name=f"{prefix}gate")
+        up = product(g, h, matrices[f"{prefix}up_proj"], name=f"{prefix}up")
         g.add_op("silu_mul", gate, up, name=f"{prefix}act")
         add_product(self, gate, matrices[f"{prefix}down_proj"], target, f"{prefix}down")
 
-    def experts(self, layer: int, h: Buffer, matrices: dict[str, Buffer], target: Buffer) -> None:
+    def experts(self, layer: int, h: Buffer, matrices: dict[str, Bundle], target: Buffer) -> None:
         """target += shared(h) + sum over a token's top experts of score * expert(h)."""
-        g, arch = self.g, self.arch
-        many, top_k = arch.experts, arch.experts_per_token
+        g, ffn = self.g, self.arch.stack[layer].feed_forward
+        many, top_k = ffn.experts, ffn.experts_per_token
         router, bias = self.router(layer)
-        if arch.shared_ffn:
+        if ffn.shared:
             self.feed(h, matrices, target, "shared_")
         scores, chosen = g.add_op(
-            "moe_route", h, router, bias, name="route", top_k=top_k, normalize=arch.normalize_experts, **self.routing(),
+            "moe_route", h, router, bias, name="route", top_k=top_k, normalize=ffn.normalize, **ffn.routing,
         )  # fmt: skip
         order, offsets = g.add_op("moe_sort", chosen, name="sort", num_experts=many)
         dispatched = g.add_op("moe_gather", h, order, name="dispatch", top_k=top_k)
-        gate = g.add_op("grouped_linear", dispatched, matrices["gate_proj"], offsets, name="gate")
-        up = g.add_op("grouped_linear", dispatched, matrices["up_proj"], offsets, name="up")
+        gate = product(g, dispatched, matrices["gate_proj"], offsets=offsets, name="gate")
+        up = product(g, dispatched, matrices["up_proj"], offsets=offsets, name="up")
         g.add_op("silu_mul", gate, up, name="act")
-        down = g.add_op("grouped_linear", gate, matrices["down_proj"], offsets, name="down")
+        down = product(g, gate, matrices["down_proj"], offsets=offsets, name="down")
         g.add_op("moe_combine", down, order, scores, target, name="combine")
 
     def ffn_norm(self, layer: int) -> Buffer:
@@ -419,20 +404,11 @@ class TransformerStep:
 
     def router(self, layer: int) -> tuple[Buffer, Buffer | None]:
         """Return the weight of the router, and what is added to the scores by which experts are chosen, in float32."""
-        g, arch = self.g, self.arch
-        tensor = arch.names.router.format(layer=layer)
-        weight = g.weight("router", (arch.experts, arch.hidden), arch.dtype, tensor=tensor)
-        if not arch.names.router_bias:
-            return weight, None
-        tensor = arch.names.router_bias.format(layer=layer)
-        return weight, g.weight("router_bias", (arch.experts,), "float32", tensor=tensor)
-
-    def routing(self) -> dict[str, Any]:
-        """Return how experts are chosen and weighed, where it is not the operator's default."""
-        arch = self.arch
-        groups = {"groups": arch.router_groups, "top_groups": arch.router_top_groups} if arch.router_groups else {}
-        scoring = {"scoring": arch.router_scoring} if arch.router_scoring != "softmax" else {}
-        return {**scoring, **groups, **({"scale": arch.router_scale} if arch.router_scale != 1.0 else {})}
+        arch, names, many = self.arch, self.arch.names, self.arch.stack[layer].feed_forward.experts
+        found = self.g.weight("router", (many, arch.hidden), arch.dtype, tensor=names.router.format(layer=layer))
+        if not names.router_bias:
+            return found, None
+        return found, self.g.weight("router_bias", (many,), "float32", tensor=names.router_bias.format(layer=layer))
 
     # -- head ---------------------------------------------------------------------------------------------------
 
@@ -441,9 +417,4 @@ class TransformerStep:
         arch = self.arch
         if arch.tied:
             return []
-        return [Matrix(name="head", shape=(arch.vocabulary, arch.hidden), tensor=arch.names.head)]
-
-
-def _parts(template: str) -> dict[str, str]:
-    """Names of gate, up and down, from one with `{part}` in it."""
-    return {part: template.replace("{part}", part) for part in ("gate", "up", "down")}
+        return [Matrix("head", (arch.vocabulary, arch.hidden), arch.names.head, PLAIN)]

@@ -34,6 +34,7 @@ from mosaic.planner.template import (
     compile_choices,
     compile_template,
 )
+from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.version import __version__
 
 __all__ = ["Watcher", "cache_directory", "forget", "template_of"]
@@ -59,10 +60,11 @@ def template_of(
 ) -> Template:
     """Return the template of a model's phase: from memory, from disk, or compiled now; its bodies likewise, one by one.
 
-    A phase with parts of a user's own is not kept on disk: nothing says that their code is still the same.
+    A phase with parts of a user's own, and a scheme of a user's, is not kept on disk: nothing says that their code is still the
+    same.
     """
     key = _key(model, backend, phase)
-    keep = _through_disk if phase.shipped else _in_memory
+    keep = _through_disk if phase.shipped and model.architecture.scheme is PLAIN else _in_memory
     register = partial(_register, model, backend, phase)
     if (key, phase) not in _loaded:
         shell = keep(f"template-{key}", lambda: compile_template(register), _encode, _decode)
@@ -87,7 +89,7 @@ def forget() -> None:
 
 
 def _register(model: Model, backend: str, phase: Phase, choices: Mapping[str, str] | None) -> Any:
-    return model.graph(backend=backend, choices=choices, phase=phase)
+    return model.graph(backend=backend, choices=choices, phase=phase, brief=phase.shipped)
 
 
 def _key(model: Model, backend: str, phase: Phase) -> str:

@@ -1,7 +1,6 @@
 """A graph compiled to numbers: symbolic sizes become integer coefficient tables.
 
-sympy is used once per template (`polynomials`), and never again: what is left is plain
-data that a JSON file can hold. A `Template` has one `Body` per combination of
+What is left of a graph is plain data that a JSON file can hold. A `Template` has one `Body` per combination of
 choices; a body's ops and buffers refer to rows of its polynomial table.
 """
 
@@ -10,17 +9,18 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mosaic.errors import GraphError
+from mosaic.planner.layers import copies, repeat
 from mosaic.planner.polynomials import Polynomials, factor_columns
 from mosaic.registrar.operator import Operator
 from mosaic.registrar.operators import find
@@ -450,13 +450,13 @@ def _listed(records: Sequence[Any]) -> str:
 
 
 def compile_body(graph: Any) -> Body:
-    """Turn one registered graph into coefficient tables and records."""
+    """Turn one registered graph into coefficient tables and records: a brief one into those of all its layers."""
     polynomials = Polynomials([*graph.dims, *(f"{knob}_rows" for knob in graph.tiles)])
     region_index = {region.name: i for i, region in enumerate(graph.regions)}
     at = region_index.get
 
     def buffer_record(b: Any) -> BufferRecord:
-        root, offset = graph.aliases.get(b.id, (None, 0))
+        root, offset = graph.aliases.get(b.id, (None, 0)) if b.pool == "workspace" else (None, 0)
         shape, size = polynomials.rows_of(b.spec)
         return BufferRecord(
             b.name, b.kind, b.pool, b.dtype, shape, size,
@@ -479,20 +479,43 @@ def compile_body(graph: Any) -> Body:
             polynomials.row(op.rate_columns), [way.name for way in ways],
         )  # fmt: skip
 
-    ops = tuple(map(op_record, graph.ops))
-    buffers = tuple(map(buffer_record, graph.buffers))
-    regions = tuple(
-        RegionRecord(r.name, r.knob, r.over.name, at(r.parent.name) if r.parent else None, r.start, r.end)
-        for r in graph.regions
+    tables: tuple[list[Any], ...] = (
+        [*map(op_record, graph.ops)],
+        [*map(buffer_record, graph.buffers)],
+        [
+            RegionRecord(r.name, r.knob, r.over.name, at(r.parent.name) if r.parent else None, r.start, r.end)
+            for r in graph.regions
+        ],
+        [(b.name, [x.id for x in b.buffers], b.start, b.end) for b in graph.barriers],
+        [(e.kind, e.source, e.target) for e in graph.edges],
     )
+    for run in reversed(graph.runs):
+        repeat(tables, run, (OpRecord, BufferRecord, RegionRecord, _row, _row))
+    ops, buffers, regions, barriers, edges = map(tuple, tables)
+    buffers += tuple(_shared(graph, {b.name for b in buffers}, buffer_record))
     exponents, coefficients, denominators = polynomials.tables()
     return Body(
         variables=polynomials.variables, exponents=exponents, coefficients=coefficients, denominators=denominators,
-        ops=ops, buffers=buffers, regions=regions,
-        barriers=tuple((b.name, [x.id for x in b.buffers], b.start, b.end) for b in graph.barriers),
-        edges=tuple((e.kind, e.source, e.target) for e in graph.edges), factors=factor_columns(exponents),
+        ops=ops, buffers=buffers, regions=regions, barriers=barriers, edges=edges, factors=factor_columns(exponents),
         operators={name: found for name, found in graph.operators.items() if found is not find(name, {})},
     )  # fmt: skip
+
+
+def _row(*fields: Any) -> tuple[Any, ...]:
+    return fields
+
+
+def _shared(graph: Any, names: Set[str], record: Callable[[Any], BufferRecord]) -> Iterator[BufferRecord]:
+    """Yield what the other graphs of a brief one's program share with it beside the buffers of these names."""
+    for other in graph.others:
+        found = [record(b) for b in other.buffers if b.is_shared]
+        for run in other.runs:
+            earlier, later = (
+                [record(b) for b in other.buffers[i:j] if b.is_shared] for (_, i, *_), (_, j, *_) in pairwise(run.ends)
+            )
+            found += [BufferRecord(*row) for layer in copies(earlier, later, run.more) for row in layer]
+        yield from (b for b in found if b.name not in names)
+        names |= {b.name for b in found}
 
 
 def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,20 +18,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from mosaic.errors import GraphError
 from mosaic.registrar.dtypes import ITEMSIZE
-
-if TYPE_CHECKING:
-    import sympy
+from mosaic.registrar.polynomial import Dim, Polynomial
 
 __all__ = [
     "DTYPES", "Attrs", "Dim", "Operand", "Sizes", "Spec", "Specs", "bind", "count", "divides", "exact", "parse", "require",
     "shapes",
 ]  # fmt: skip
-
-Dim: TypeAlias = "int | sympy.Expr"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +92,20 @@ def require(condition: bool, message: str) -> None:
         raise GraphError(message)
 
 
-def exact(size: Dim) -> sympy.Expr:
-    """Take a size as an expression, whose quotients are not rounded.
+def exact(size: Dim) -> Polynomial:
+    """Take a size as a polynomial, whose quotients are not rounded.
 
-    >>> exact(3) / 2
-    3/2
+    >>> exact(3) / 2, exact(4096) / 128
+    (3/2, 32)
     """
-    import sympy
-
-    return sympy.sympify(size)
+    return size if isinstance(size, Polynomial) else Polynomial([((), size)])
 
 
 def divides(size: Dim, width: Dim) -> bool:
     """Tell whether `width` is a multiple of `size` whatever the dims are.
 
-    >>> import sympy
-    >>> divides(128, 4096), divides(128, 128 * sympy.Symbol("r", integer=True)), divides(3, 4)
+    >>> from mosaic.registrar.polynomial import symbol
+    >>> divides(128, 4096), divides(128, 128 * symbol("r")), divides(3, 4)
     (True, True, False)
     """
     return _quotient(width, size) is not None
@@ -229,7 +223,7 @@ def _settled(operand: Operand, axis: Axis, size: Dim, specs: Specs, sizes: Sizes
         else:
             unknown = str(factor)
     if unknown is None:
-        if not _equal(known + axis.added, size):
+        if known + axis.added != size:
             _refuse(operand, specs[operand.name], sizes)
         return True
     found = size - axis.added
@@ -240,18 +234,12 @@ def _settled(operand: Operand, axis: Axis, size: Dim, specs: Specs, sizes: Sizes
     return True
 
 
-def _equal(a: Dim, b: Dim) -> bool:
-    return bool(a == b) or (not (isinstance(a, int) and isinstance(b, int)) and exact(a - b).expand() == 0)
-
-
 def _quotient(size: Dim, by: Dim) -> Dim | None:
     """How often `by` goes into `size`, if that is a whole number whatever the dims are."""
     if isinstance(size, int) and isinstance(by, int):
         return size // by if by and size % by == 0 else None
     quotient = exact(size) / by
-    if quotient.is_integer is not True:
-        return None
-    return int(quotient) if quotient.is_Integer else quotient
+    return quotient if isinstance(quotient, int) or quotient.is_whole else None
 
 
 def _refuse(operand: Operand, spec: Spec, sizes: Sizes) -> None:

@@ -1,7 +1,7 @@
 """An operator, declared once: what it means, what carries it out on each backend, and what pictures call its operands.
 
 The one record holds operands, shape rule, FLOPs and bytes moved, and an `Implementation` per kernel that can launch it.
-Nothing here imports torch, nor sympy before a rule needs it: plans whose templates are cached start without both.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def _larger(a: Dim, b: Dim) -> Dim:
     """The larger of two sizes; of polynomials of which neither is the larger for all dims, their sum."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
-    difference = exact(a - b).expand()
+    difference = exact(a - b)
     if difference.is_nonnegative:
         return a
-    return b if difference.is_nonpositive else a + b
+    return b if exact(b - a).is_nonnegative else a + b

@@ -2,7 +2,7 @@
 
 An operator's file lists its tiles from the specs of its operands; `Tiled` adds up their bytes for the plan, and the kernel
 carves by the same list, so the two cannot disagree. Dims that vary with the batch, and widths that a region over heads
-slices, may be sympy expressions: they meet only `+`, `*`, constants and a whole division by the head size; other sizes of
+slices, may be polynomials: they meet only `+`, `*`, constants and a whole division by the head size; other sizes of
 the model (D, V, H, E, k) are plain integers.
 """
 
@@ -137,11 +137,11 @@ def norm_tiles(rows: Dim, heads: Dim, width: Dim, dtype: str) -> Tiles:
     return epsilon, Tile((TILE_ROWS, heads, 1), compute), wide, Tile((width,), compute)
 
 
-def attention_tiles(head_size: int, dtype: str, block: int) -> Tiles:
-    """List the tiles of an online softmax: scores, accumulator, five vectors, and for blocks what masks the keys."""
+def attention_tiles(head_size: int, dtype: str, *, masked: bool) -> Tiles:
+    """List the tiles of an online softmax: scores, accumulator, five vectors, and what masks keys that some rows do not see."""
     vector = Tile((QUERY_ROWS,), dtype)
     own = (Tile((SCORES,), dtype), Tile((QUERY_ROWS, head_size), dtype), *(vector,) * 5)
-    if not block:
+    if not masked:
         return own
     return (*own, Tile((QUERY_ROWS,), "int64"), Tile((WHOLE_KEYS,), "int64"), Tile((SCORES,), "bool"))
 

@@ -24,8 +24,9 @@ from mosaic.models.safetensors import is_stack, members, missing, refuse_unused,
 from mosaic.planner.check import WeightMap, weight_map
 from mosaic.planner.plan_records import AnyPlan, PlanBuffer, records_in
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
+from mosaic.runtime.encoding import encode_weights, plain_weights
 from mosaic.runtime.frequencies import inverse_frequencies
-from mosaic.runtime.workspace import HOST, Workspace
+from mosaic.runtime.workspace import HOST, Workspace, torch_dtype
 from mosaic.units import format_bytes
 
 __all__ = [
@@ -176,7 +177,7 @@ def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint, architectu
         for copy, original in architecture.copies.items():
             if copy in checkpoint and not checkpoint.equal(copy, original):
                 raise _differs(str(checkpoint.path), copy, original)
-    for tensor, view in views.items():
+    for tensor, view in plain_weights(views).items():
         if tensor.startswith("="):
             _fill_constant(tensor, view)
         elif not is_stack(tensor):
@@ -184,6 +185,8 @@ def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint, architectu
         else:
             for part, name in zip(_parts(tensor, view), members(tensor), strict=True):
                 checkpoint.copy_into(name, part)
+    if architecture is not None:
+        encode_weights(views, architecture.scheme, torch_dtype(architecture.dtype), checkpoint.copy_into)
 
 
 def _differs(where: str, copy: str, original: str) -> CheckpointError:
@@ -193,7 +196,13 @@ def _differs(where: str, copy: str, original: str) -> CheckpointError:
     )
 
 
-def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor | None = None) -> None:
+def fill_randomly(
+    views: Mapping[str, Tensor],
+    *,
+    seed: int = 0,
+    staging: Tensor | None = None,
+    architecture: Architecture | None = None,
+) -> None:
     """Fill the views with random weights: normal with deviation 0.02, around 1 for norms (vectors that are no bias).
 
     Every tensor has a generator of its own, seeded by its name, and is drawn in pieces of `PIECE_BYTES`, so that its
@@ -209,6 +218,8 @@ def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor
         uint8 [at least PIECE_BYTES] on the device: what views of host memory get is drawn there, with the values that
         it would have on the device. Without it, views of host memory are drawn by the CPU. May lie in the views of the
         device, which are filled last.
+    architecture
+        Of the model whose weights these are; None: none of them is stored in parts.
 
     Raises
     ------
@@ -221,15 +232,23 @@ def fill_randomly(views: Mapping[str, Tensor], *, seed: int = 0, staging: Tensor
             f"{format_bytes(staging.numel())} were given: commit more of the range that it lies in."
         )
     # what goes through the staging first (False sorts before True): the staging may lie where the others go
-    order = sorted(views.items(), key=lambda item: staging is None or item[1].device == staging.device)
+    order = sorted(plain_weights(views).items(), key=lambda item: staging is None or item[1].device == staging.device)
     for tensor, view in order:
         if tensor.startswith("="):
             _fill_constant(tensor, view)
             continue
         for part, name in zip(_parts(tensor, view), members(tensor), strict=True):
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            mean = 1.0 if part.dim() == 1 and not tensor_rows(name)[0].endswith("bias") else 0.0
-            draw(part.view(-1), mean, int.from_bytes(digest[:8], "little", signed=True), staging)
+            _draw_named(name, part, seed, staging)
+    if architecture is not None:
+        dtype = torch_dtype(architecture.dtype)
+        encode_weights(views, architecture.scheme, dtype, lambda name, out: _draw_named(name, out, seed, None))
+
+
+def _draw_named(name: str, out: Tensor, seed: int, staging: Tensor | None) -> None:
+    """Draw a checkpoint's tensor, by its name."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    mean = 1.0 if out.dim() == 1 and not tensor_rows(name)[0].endswith("bias") else 0.0
+    draw(out.view(-1), mean, int.from_bytes(digest[:8], "little", signed=True), staging)
 
 
 def draw(out: Tensor, mean: float, seed: int, staging: Tensor | None) -> None:

@@ -1,11 +1,13 @@
 """attention on CUDA: softmax(q k^T * scale) v per sequence of a packed batch, bidirectional or in blocks, grouped-query.
 
 Row r of q is row `row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own
-block of `block` rows and of the blocks before; a row in no sequence is left as it was. Online softmax (Milakov and Gimelshein
-2018, arXiv 1805.02867) in float32 over tiles of query rows times tiles of keys, as in FlashAttention (Dao et al. 2022). A
-tile of query rows may span sequences: each row then masks the keys of the others, so nothing is read on the host and a batch
-of many short sequences needs no more tiles than one long one. Legend: T query rows, S keys, B sequences, N query heads, K KV
-heads, H head size.
+block of `block` rows and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]); a row in no sequence is left
+as it was.
+
+Online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) in float32 over tiles of query rows times tiles of keys, as in
+FlashAttention (Dao et al. 2022). A tile of query rows may span sequences: each row then masks the keys of the others, so
+nothing is read on the host and a batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S
+keys, B sequences, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def attention_kernel(
     k,
     v,
     cu_seqlens,
+    sees,
     y,
     q_stride,
     k_stride,
@@ -47,6 +50,7 @@ def attention_kernel(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     SEEN: tl.constexpr,
+    SEES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -66,6 +70,9 @@ def attention_kernel(
         start = end
     if SEEN:  # rows of a block see no later one
         last = tl.minimum(last, first + ((row_start + row - first) // SEEN + 1) * SEEN)
+    if SEES:
+        last = tl.minimum(last, first + tl.load(sees + row * 2 + 1, mask=row < rows, other=0))
+        first += tl.load(sees + row * 2, mask=row < rows, other=0)
     here = last > first
     high = tl.max(last, 0)
     low = tl.min(tl.where(here, first, high), 0)
@@ -114,6 +121,7 @@ def launch(
     v: Tensor,
     cu_seqlens: Tensor,
     y: Tensor,
+    sees: Tensor | None = None,
     head_size: int,
     scale: float,
     span: int = 0,
@@ -130,6 +138,7 @@ def launch(
         k,
         v,
         cu_seqlens,
+        cu_seqlens if sees is None else sees,
         y,
         q.stride(0),
         k.stride(0),
@@ -142,6 +151,7 @@ def launch(
         GROUP=heads // kv_heads,
         SIZE=head_size,
         SEEN=block,
+        SEES=sees is not None,
         BLOCK_Q=tile.rows,
         BLOCK_K=tile.columns,
         BLOCK_H=power_of_two(head_size, 1 << 16, least=DOT_MINIMUM),

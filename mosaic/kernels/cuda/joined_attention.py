@@ -8,6 +8,7 @@ rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from mosaic.kernels.cuda.kv_attention import attend_tile, cut_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 
-__all__ = ["launch"]
+__all__ = ["launch", "launch_invariant"]
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "layer", "slot"])
@@ -146,11 +147,15 @@ def launch(
     prefix: Tensor, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int, scale: float, block: int = 0,
     kept: Tensor | None = None, kept_sums: Tensor | None = None, owner: Tensor | None = None, fresh: Tensor | None = None,
     fresh_sums: Tensor | None = None, refreshed: Tensor | None = None, scratch: Tensor | None = None,
+    fixed: bool = False,
 ) -> None:  # fmt: skip
-    """Write the attention of the query rows into y [T, N*H], and keep what is fresh; y may be q itself."""
+    """Write the attention of the query rows into y [T, N*H], and keep what is fresh; y may be q itself.
+
+    `fixed` takes tiles that give a row the same bits, however many rows there are.
+    """
     group = q.shape[1] // (kv_heads * head_size)
     sequences = cu_seqlens.shape[0] - 1
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     # what is not there is not read either
     states = (q, q) if kept is None or kept_sums is None else (kept, kept_sums)
     new = (q, q) if fresh is None or fresh_sums is None else (fresh, fresh_sums)
@@ -192,3 +197,6 @@ def launch(
         num_warps=tile.warps,
         num_stages=1,
     )
+
+
+launch_invariant = partial(launch, fixed=True)

@@ -1,8 +1,8 @@
 """kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
 Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
-position p, those before (p // block + 1) * block. Where a key lies, `mosaic.registrar.operators.kv_store` says. A row in no
-sequence, or that sees no key, is left as it was.
+position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
+lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
 (FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as `kv_segments`
@@ -18,6 +18,7 @@ N query heads, K KV heads, H head size.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENTS,
 )
 
-__all__ = ["has_ring", "launch", "tile_of"]
+__all__ = ["has_ring", "launch", "launch_invariant", "tile_of"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
@@ -50,6 +51,8 @@ WIDEST: Final = 128
 RING: Final = {80: False, 90: True, 100: False}
 """From which architecture on tiles of `RING_ROWS` rows have a kernel of their own."""
 RING_ROWS, RING_KEYS, RING_SIZES = 128, 64, (64, 128)
+FIXED_ROWS: Final = 64
+"""Rows of a tile from which on each warp has whole rows: such tiles of one table give a row the same bits."""
 JOINED_HEADS: Final = 8
 """Heads of a row that a program joins the segments of."""
 JOIN_WARPS: Final = 4
@@ -139,11 +142,13 @@ def kv_attention_kernel(
     capacity,
     layer,
     scale_log2,
+    sees,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PART: tl.constexpr,
     SIZE: tl.constexpr,
     SEEN: tl.constexpr,
+    SEES: tl.constexpr,
     SPLIT: tl.constexpr,
     SUMS: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -185,6 +190,10 @@ def kv_attention_kernel(
         position = tl.load(positions + row, mask=here, other=0)
         limit = tl.minimum(limit, (position // SEEN + 1) * SEEN)
     low = tl.min(tl.where(here, limit, keys), 0)
+    if SEES:  # every tile of keys may hide some from a row
+        limit = tl.minimum(limit, tl.load(sees + row * 2 + 1, mask=here, other=0))
+        since = tl.load(sees + row * 2, mask=here, other=0)
+        low = 0
     high = tl.max(limit, 0)
 
     column = tl.arange(0, BLOCK_H)
@@ -212,6 +221,8 @@ def kv_attention_kernel(
             k = kv + keys_at
             v = k + HEADS * count * SIZE
             start = tl.maximum(begin, segment * share)
+            if SEES:
+                start = tl.maximum(start, tl.min(tl.where(here, since, high), 0))
             stop = tl.minimum(tl.minimum(end, (segment + 1) * share), high)
             whole = start + tl.maximum(tl.minimum(stop, low) - start, 0) // BLOCK_K * BLOCK_K
             for at in range(start, whole, BLOCK_K):
@@ -227,6 +238,8 @@ def kv_attention_kernel(
                 k_tile = tl.load(k + offset, mask=there, other=0.0)
                 v_tile = tl.load(v + offset, mask=there, other=0.0)
                 keep = (at + key < stop)[None, :] & (at + key[None, :] < limit[:, None])
+                if SEES:
+                    keep = keep & (at + key[None, :] >= since[:, None])
                 maximum, total, accumulator = attend_tile(
                     queries, k_tile, v_tile, keep, scale_log2, maximum, total, accumulator, MASKED=True
                 )
@@ -244,14 +257,14 @@ def kv_attention_kernel(
             )
         segment += 1
     if not own:
-        sees = all_total > 0
-        result = all_accumulator / tl.where(sees, all_total, 1.0)[:, None]
+        some = all_total > 0
+        result = all_accumulator / tl.where(some, all_total, 1.0)[:, None]
         # y may be q: this program alone reads these rows of these heads, and has read them
         place = row.to(tl.int64)[:, None] * y_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
-        tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & sees[:, None])
+        tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & some[:, None])
         if SUMS:
             line = row.to(tl.int64) * sums_stride + kv_head * GROUP + member
-            tl.store(logsumexp + line, log_sum(all_maximum, all_total), mask=here & sees)
+            tl.store(logsumexp + line, log_sum(all_maximum, all_total), mask=here & some)
 
 
 @triton.jit
@@ -325,6 +338,7 @@ def launch(
     cu_seqlens: Tensor,
     positions: Tensor,
     y: Tensor,
+    sees: Tensor | None = None,
     layer: int,
     kv_heads: int,
     head_size: int,
@@ -336,14 +350,16 @@ def launch(
     row_start: int = 0,
     logsumexp: Tensor | None = None,
     scratch: Tensor | None = None,
+    fixed: bool = False,
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself.
 
-    `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.
+    `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores. `fixed` takes tiles that give a
+    row the same bits, however many rows there are.
     """
     group = q.shape[1] // (kv_heads * head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
     # rows of results, then their maxima, then their sums; a sequence sees no more keys than the state has rows
     splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if room > 1 else 1
@@ -361,7 +377,7 @@ def launch(
     sizes = (y.stride(0), sums.stride(0), rows, row_start, sequences, room, layer, scale / math.log(2))
     operands = (extents, cu_extents, seen, cu_seqlens, positions, y, sums, partials, q.stride(0))
     wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
-    if tile.rows == RING_ROWS and has_ring(kv, head_size):
+    if tile.rows == RING_ROWS and sees is None and has_ring(kv, head_size):
         alone = {"SEQUENCES": 1} if sequences == 1 else {}
         launch_tiles((tiles, heads, splits), q, kv, operands, sizes, {**constants, "BLOCK_K": RING_KEYS, **alone})
     else:
@@ -371,7 +387,9 @@ def launch(
             *operands,
             kv.stride(0),
             *sizes,
+            positions if sees is None else sees,
             **constants,
+            SEES=sees is not None,
             BLOCK_H=wide,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -415,11 +433,11 @@ class Cut(NamedTuple):
     heads: int
 
 
-def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int) -> Cut:
+def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int, *, fixed: bool = False) -> Cut:
     """Cut the rows of q into as many tiles as those of the sequences may need, whatever their lengths; `group` of its heads
-    share keys, and there are `heads` such groups."""
+    share keys, and there are `heads` such groups. `fixed` takes none of the small tiles, which add up in another order."""
     rows = q.shape[0]
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
+    tile = tile_of(q, head_size, max(-(-rows // sequences) * group, FIXED_ROWS if fixed else 0))
     part = min(group, tile.rows)
     tokens = tile.rows // part
     return Cut(tile, part, (rows + sequences * (tokens - 1)) // tokens, heads * -(-group // part))
@@ -430,3 +448,6 @@ def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
+
+
+launch_invariant = partial(launch, fixed=True)

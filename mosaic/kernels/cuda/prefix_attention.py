@@ -6,15 +6,19 @@ too. Legend: T query rows, R rows, L layers, B sequences, X extents, N query hea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from mosaic.kernels.cuda import kv_attention
 
-__all__ = ["launch"]
+__all__ = ["launch", "launch_invariant"]
 
 
 def launch(*, q: Tensor, y: Tensor, logsumexp: Tensor, scratch: Tensor | None = None, **given: Any) -> None:
     """Write the attention of the query rows into y [T, N*H], and the log-sum-exps of their scores into logsumexp [T, N]."""
     kv_attention.launch(q=q, y=y, logsumexp=logsumexp, scratch=scratch, **given)
+
+
+launch_invariant = partial(launch, fixed=True)

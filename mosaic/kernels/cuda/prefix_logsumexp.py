@@ -9,6 +9,8 @@ sequences, X extents, N query heads, K KV heads, H size.
 from __future__ import annotations
 
 import math
+import sys
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -19,7 +21,7 @@ from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, share_of
 from mosaic.registrar.operators.prefix_logsumexp import SPLIT_KEYS, SPLITS
 
-__all__ = ["launch"]
+__all__ = ["launch", "launch_invariant"]
 
 JOINED: Final = 64
 """Log-sum-exps that a program joins the splits of."""
@@ -139,11 +141,12 @@ def launch(
     span: int = 0,
     keys: int = 0,
     scratch: Tensor | None = None,
+    fixed: bool = False,
 ) -> None:
-    """Write the log-sum-exps of voting rows into logsumexp [T, N]."""
+    """Write the log-sum-exps of voting rows into logsumexp [T, N]; `fixed`: with the same tiles, however many rows there are."""
     group = q.shape[1] // (kv_heads * head_size)
     (rows, heads), sequences = logsumexp.shape, cu_seqlens.shape[0] - 1
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
+    tile = tile_of(q, head_size, sys.maxsize if fixed else -(-rows // sequences) * group)
     part = min(group, tile.rows)
     tokens = tile.rows // part
     tiles, parts = (rows + sequences * (tokens - 1)) // tokens, kv_heads * -(-group // part)
@@ -180,3 +183,6 @@ def launch(
     join_sums_kernel[(triton.cdiv(count, JOINED),)](
         sums, logsumexp, logsumexp.stride(0), count, HEADS=heads, SPLITS=SPLITS, BLOCK=JOINED, num_warps=JOIN_WARPS
     )
+
+
+launch_invariant = partial(launch, fixed=True)

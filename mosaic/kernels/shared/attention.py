@@ -24,6 +24,7 @@ def online_softmax(
     tiles: list[Tensor],
     seen: Sequence[int],
     sums: Tensor | None = None,
+    since: Sequence[int] = (),
 ) -> Tensor:
     """Return softmax(q k^T * scale) v for a tile of query rows of some heads, [A, C, H] in scratch.
 
@@ -44,6 +45,8 @@ def online_softmax(
         How many keys the rows of a head see, each entry for as many neighbours; further keys are in no tile.
     sums
         [A*C], written: the log-sum-exp of each row's scores; None: not asked for.
+    since
+        The first key that the rows of a head see, likewise: rows may see none of a tile; empty: they see all before.
     """
     (heads, rows, size), (scores, accumulator, *vectors) = q_ACH.shape, tiles[:7]
     count, least, most = heads * rows, min(seen), max(seen)
@@ -58,12 +61,17 @@ def online_softmax(
         torch.baddbmm(products, q_ACH, k.transpose(1, 2), beta=0, alpha=scale, out=products)
         if (hidden := max(least - start, 0)) < keys:
             _hide(s[:, hidden:], start + hidden, *tiles[7:10])
+        if since:
+            _write_limits(since, rows // len(since), heads, tiles[7])
+            _hide(s, start, *tiles[7:10], before=True)
+            _write_limits(seen, rows // len(seen), heads, tiles[7])
         if keys == most and sums is None:
             torch.softmax(s, 1, out=s)
             return torch.bmm(products, v, out=result)
         if start == 0:
             maximum, new_maximum, total, tile_total, correction = (vector[:count] for vector in vectors)
             torch.amax(s, dim=1, out=maximum)
+            maximum.clamp_(min=torch.finfo(s.dtype).min)  # of a row that sees none of these
             s.sub_(maximum.unsqueeze(1)).exp_()
             torch.sum(s, dim=1, out=total)
             torch.bmm(products, v, out=result)
@@ -84,18 +92,19 @@ def online_softmax(
     return result
 
 
-def _hide(s: Tensor, start: int, limits: Tensor, places: Tensor, mask: Tensor) -> None:
-    """Put -inf where a row does not see a key; `limits` counts the keys that each row sees."""
+def _hide(s: Tensor, start: int, limits: Tensor, places: Tensor, mask: Tensor, *, before: bool = False) -> None:
+    """Put -inf at keys from a row's limit on, or before it."""
     rows, count = s.shape
     place, hidden = places[:count], beginning(mask, (rows, count))
     torch.arange(start, start + count, out=place)
-    torch.ge(place.unsqueeze(0), limits[:rows].unsqueeze(1), out=hidden)
+    compare = torch.lt if before else torch.ge
+    compare(place.unsqueeze(0), limits[:rows].unsqueeze(1), out=hidden)
     s.masked_fill_(hidden, float("-inf"))
 
 
-def parted(tiles: list[Tensor], block: int) -> tuple[list[Tensor], list[Tensor]]:
+def parted(tiles: list[Tensor], *, masked: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Part a kernel's tiles into those of its converted operands and those of `online_softmax`."""
-    own = 10 if block else 7
+    own = 10 if masked else 7
     return tiles[:-own], tiles[-own:]
 
 
@@ -136,7 +145,9 @@ def _write_limits(seen: Iterable[int], group: int, heads: int, out: Tensor) -> N
         out[head * start : (head + 1) * start].copy_(out[:start])
 
 
-def visible(positions: Tensor, keys: int, block: int) -> Tensor:
+def visible(positions: Tensor, keys: int, block: int, sees: Tensor | None = None) -> Tensor:
     """Return bool [queries, keys], which keys the queries see; for the references."""
+    if sees is not None:
+        return (torch.arange(keys) >= sees[:, :1]) & (torch.arange(keys) < sees[:, 1:])
     seen = torch.tensor(keys_seen(positions.tolist(), keys, block), dtype=torch.int64)
     return torch.arange(keys) < seen[:, None]

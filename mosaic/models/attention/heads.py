@@ -17,11 +17,13 @@ from mosaic.models.attention.projections import (
     project_out,
     project_rows,
 )
-from mosaic.models.residency import SLOTS, Matrix, stored
+from mosaic.models.residency import SLOTS, stored
 
 if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer, Kind
+    from mosaic.registrar.schemes.scheme import Bundle, Matrix
 
 __all__ = ["Heads"]
 
@@ -31,9 +33,13 @@ class Heads(Way):
 
     name: ClassVar[str] = "heads"
 
+    def serves(self, arch: Architecture) -> bool:
+        """Only layers that have as many heads, of one size."""
+        return len({(own.heads, own.kv_heads, own.head_size) for own in (layer.attention for layer in arch.stack)}) == 1
+
     def dims(self, step: StepGraph) -> None:
         """Declare the number of key-value heads, which is fixed."""
-        step.g.dim("kv_heads", value=step.arch.kv_heads)
+        step.g.dim("kv_heads", value=step.arch.stack[0].attention.kv_heads)
 
     def knobs(self, step: StepGraph) -> None:
         """Declare the knob: key-value heads at a time."""
@@ -47,7 +53,7 @@ class Heads(Way):
         """Return the projections, shaped by the dim `kv_heads`."""
         return matrices(step.arch, layer, step.g.dim("kv_heads"))
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Register each group's keys and values, then its queries: by chunks into host memory, or whole on the device."""
         if self._attended is None:
             self._in_place(step, layer, norm, matrices)
@@ -59,23 +65,23 @@ class Heads(Way):
                 _, h = step.normed(rows, norm, "queries_in")
                 q = project(step, layer, "q", h, matrices["q_proj"])
                 y = g.buffer("attended_chunk", q.shape, q.dtype, rotate=SLOTS)
-                stored(g, attend(step, q, k, v, y), attended)
+                stored(g, attend(step, layer, q, k, v, y), attended)
         project_out(step, attended, matrices["o_proj"])
 
-    def _in_place(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def _in_place(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """The queries of a few heads beside their keys and values, under one norm; their results over them."""
-        g, arch = step.g, step.arch
+        g, arch, head_size = step.g, step.arch, step.arch.stack[layer].attention.head_size
         q, attended = _all_heads(step, "q", "transient"), _all_heads(step, "attended", "transient")
         g.add_alias(attended, q)
         with g.chunk("heads", over=g.dim("kv_heads"), tile=1) as group:
-            k, v = (g.buffer(name, (step.tokens, group * arch.head_size), arch.dtype) for name in ("k", "v"))
+            k, v = (g.buffer(name, (step.tokens, group * head_size), arch.dtype) for name in ("k", "v"))
             project_rows(step, layer, norm, matrices, {"q": q, "k": k, "v": v}, "proj", "attention_in")
-            attend(step, q, k, v, attended)
+            attend(step, layer, q, k, v, attended)
         project_out(step, attended, matrices["o_proj"])
 
 
 def _all_heads(step: StepGraph, name: str, kind: Kind) -> Buffer:
     """The queries of all heads, or their results: of one layer, or in host memory of one layer after the other."""
-    arch = step.arch
-    width = step.g.dim("kv_heads") * (arch.heads // arch.kv_heads) * arch.head_size
-    return step.g.buffer(name, (step.tokens, width), arch.dtype, kind=kind)
+    own = step.arch.stack[0].attention
+    width = step.g.dim("kv_heads") * (own.heads // own.kv_heads) * own.head_size
+    return step.g.buffer(name, (step.tokens, width), step.arch.dtype, kind=kind)

@@ -13,13 +13,16 @@ from mosaic.models.attention.projections import (
     bias_and_scale,
     project,
     project_out,
+    rule,
 )
 from mosaic.models.inputs import ROW_BOUNDS
+from mosaic.models.kept_keys import attending, key_row
 
 if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.operator import Dim
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of"]
 
@@ -33,19 +36,19 @@ class _Kept(Way):
         self._stored = stored
 
     def store(
-        self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None = None
+        self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None = None
     ) -> None:
         """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
         _store(step, layer, norm, matrices, queries)
         if self._stored is not None:
             self._stored(step, layer)
 
-    def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Store the window's keys and values."""
         self.store(step, layer, norm, matrices)
 
     def add_rows(
-        self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Buffer], x: Buffer
+        self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Bundle], x: Buffer
     ) -> None:
         """Attend to the state; rows lie by sequence, so that bounds say whose they are."""
         q = project(step, layer, "q", h, matrices["q_proj"], chosen=chosen)
@@ -58,19 +61,18 @@ class KeptTogether(_Kept):
     name: ClassVar[str] = "together"
     cuts = True
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Project, store, attend, add to the residual."""
-        arch = step.arch
-        whole = step.g.buffer("q", (step.tokens, arch.heads * arch.head_size), arch.dtype)
+        whole = step.g.buffer("q", (step.tokens, step.arch.stack[layer].attention.width), step.arch.dtype)
         self.project(step, layer, norm, matrices, whole)
         step.observe(layer, whole)
         self.resume(step, layer, whole, matrices)
 
-    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
+    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer) -> None:
         """Project, and store."""
         self.store(step, layer, norm, matrices, queries)
 
-    def resume(self, step: StepGraph, layer: int, q: Buffer, matrices: dict[str, Buffer]) -> None:
+    def resume(self, step: StepGraph, layer: int, q: Buffer, matrices: dict[str, Bundle]) -> None:
         """Attend, add to the residual."""
         project_out(step, self.attended(step, layer, q), matrices["o_proj"])
 
@@ -84,7 +86,7 @@ class KeptQueries(_Kept):
 
     name: ClassVar[str] = "queries"
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Store all keys and values first, then the chunks."""
         g = step.g
         self.store(step, layer, norm, matrices)
@@ -95,8 +97,8 @@ class KeptQueries(_Kept):
             step.hidden.keep(source)
 
 
-def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer | None) -> None:
-    g = step.g
+def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None) -> None:
+    g, head_size, place = step.g, step.arch.stack[layer].attention.head_size, key_row(step.arch).places[layer]
     with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="keys") as rows:
         if queries is not None and step.fused:
             _store_at_once(step, layer, rows, norm, matrices, queries)
@@ -106,18 +108,18 @@ def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer
             project(step, layer, "q", h, matrices["q_proj"], queries)
         k, v = (project(step, layer, name, h, matrices[f"{name}_proj"]) for name in ("k", "v"))
         g.add_op(
-            "kv_store", k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, name="store", layer=layer,
-            head_size=step.arch.head_size,
+            "kv_store", k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, name="store",
+            layer=place, head_size=head_size,
         )  # fmt: skip
 
 
 def _store_at_once(
-    step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer
+    step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer
 ) -> None:
     """The same in two launches, for this iteration's rows of the hidden state."""
-    g, arch = step.g, step.arch
+    g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
     x = step.hidden.rows(rows, "keys_in_rows")
-    projections = [matrices[f"{name}_proj"] for name in "qkv"]
+    projections = [matrices[f"{name}_proj"].whole for name in "qkv"]
     found = [
         bias_and_scale(step, layer, name, matrix.shape[0]) for name, matrix in zip("qkv", projections, strict=True)
     ]
@@ -135,8 +137,9 @@ def _store_at_once(
         eps=arch.norm_eps,
     )
     g.add_op(
-        "rotary_store", queries, k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, step.inv_freq, *scales[:2],
-        step.sequences, name="store", layer=layer, head_size=arch.head_size, eps=arch.norm_eps, factor=arch.rotary_scale,
+        "rotary_store", queries, k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, step.inv_freq[own.rotary],
+        *scales[:2], step.sequences, name="store", layer=key_row(arch).places[layer], head_size=own.head_size, eps=arch.norm_eps,
+        factor=own.rotary_scale,
     )  # fmt: skip
 
 
@@ -145,14 +148,12 @@ def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: C
 
     `seen` is the input that says how many keys each sequence sees: rows of one that sees none are left as they are.
     """
-    g, arch = step.g, step.arch
-    bounds, positions = step.cu_seqlens, step.positions
+    g, bounds, positions, sees = step.g, step.cu_seqlens, step.positions, step.sees(layer)
     if chosen is not None:
-        bounds, positions = step.inputs[ROW_BOUNDS.name], chosen.positions
+        bounds, positions, sees = step.inputs[ROW_BOUNDS.name], chosen.positions, chosen.sees
     y: Buffer = g.add_op(
-        "kv_attention", q, step.kv, *extents_of(step), step.inputs[seen], bounds, positions,
-        name="attention", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
-        block=arch.block, span=step.span, keys=g.dim("keys"), parts=g.dim("parts"),
+        "kv_attention", q, step.kv, *extents_of(step), step.inputs[seen], bounds, positions, sees,
+        name="attention", keys=g.dim("keys"), parts=g.dim("parts"), **attending(step.arch, layer, ranges=True), **rule(step, layer),
     )  # fmt: skip
     g.add_alias(y, q)
     return y

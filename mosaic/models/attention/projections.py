@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mosaic.models.residency import Matrix, fetched
+from mosaic.models.residency import fetched
+from mosaic.registrar.schemes.scheme import Bundle, Matrix, product
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -26,6 +27,7 @@ __all__ = [
     "project",
     "project_out",
     "project_rows",
+    "rule",
 ]
 
 PROJECTION_TILE: Final = 128
@@ -33,65 +35,71 @@ PROJECTION_TILE: Final = 128
 
 class Chosen(NamedTuple):
     """Rows of the step's tokens: their numbers int64 [C], positions int32 [C], and where rotary frequencies are a sequence's
-    own, their sequences int32 [C]."""
+    own, their sequences int32 [C]; where the last layer has a window, the keys that they see, int32 [C, 2]."""
 
     rows: Buffer
     positions: Buffer
     sequences: Buffer | None
+    sees: Buffer | None
 
 
-def matrices(arch: Architecture, layer: int, kv_heads: Dim) -> list[Matrix]:
-    """Return the four projections of a layer; shaped by the dim `kv_heads` where a region runs over it."""
-    names, kv = arch.names, kv_heads * arch.head_size
-    width = kv * (arch.heads // arch.kv_heads)
+def matrices(arch: Architecture, layer: int, kv_heads: Dim | None = None) -> list[Matrix]:
+    """Return the projections of a layer; shaped by the dim `kv_heads` where a region runs over it."""
+    names, own = arch.names, arch.stack[layer].attention
+    kv = (own.kv_heads if kv_heads is None else kv_heads) * own.head_size
+    width = kv * (own.heads // own.kv_heads)
+    shapes = {
+        "q": ((width, arch.hidden), names.query), "k": ((kv, arch.hidden), names.key), "v": ((kv, arch.hidden), names.value),
+        "o": ((arch.hidden, width), names.output),
+    }  # fmt: skip
     return [
-        Matrix(name="q_proj", shape=(width, arch.hidden), tensor=names.query.format(layer=layer)),
-        Matrix(name="k_proj", shape=(kv, arch.hidden), tensor=names.key.format(layer=layer)),
-        Matrix(name="v_proj", shape=(kv, arch.hidden), tensor=names.value.format(layer=layer)),
-        Matrix(name="o_proj", shape=(arch.hidden, width), tensor=names.output.format(layer=layer)),
+        Matrix(f"{part}_proj", shape, tensor.format(layer=layer), arch.scheme)
+        for part, (shape, tensor) in shapes.items()
+        if part != "v" or not own.keys_as_values
     ]
 
 
 def project(
-    step: StepGraph, layer: int, name: str, h: Buffer, matrix: Buffer, out: Buffer | None = None,
+    step: StepGraph, layer: int, name: str, h: Buffer, matrix: Bundle, out: Buffer | None = None,
     chosen: Chosen | None = None,
 ) -> Buffer:  # fmt: skip
     """Project the rows h [C, D] to one of q, k and v, normed and rotated as the architecture says: those of the step's tokens,
     or chosen ones."""
-    g, arch = step.g, step.arch
-    bias, scale = bias_and_scale(step, layer, name, matrix.shape[0])
-    y: Buffer = g.add_op("linear", h, matrix, bias, out=out, name=f"{name}_linear")
+    g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
+    bias, scale = bias_and_scale(step, layer, name, matrix.rows)
+    y = product(g, h, matrix, bias, out=out, name=f"{name}_linear")
     if scale is not None:
         g.add_op("head_norm", y, scale, name=f"{name}_head_norm", eps=arch.norm_eps)
     if name != "v":
-        factor: dict[str, Any] = {"factor": arch.rotary_scale} if arch.rotary_scale != 1.0 else {}
+        factor: dict[str, Any] = {"factor": own.rotary_scale} if own.rotary_scale != 1.0 else {}
         g.add_op(
-            "rotary", y, step.positions if chosen is None else chosen.positions, step.inv_freq,
+            "rotary", y, step.positions if chosen is None else chosen.positions, step.inv_freq[own.rotary],
             step.sequences if chosen is None else chosen.sequences, name=f"{name}_rotary",
-            head_size=arch.head_size, **factor,
+            head_size=own.head_size, **factor,
         )  # fmt: skip
     return y
 
 
 def bias_and_scale(step: StepGraph, layer: int, name: str, width: Dim) -> tuple[Buffer | None, Buffer | None]:
     """Return the bias [width] of a projection, and the weight that its heads are normed by, where there are any."""
-    arch = step.arch
+    arch, own = step.arch, step.arch.stack[layer].attention
+    bias_name = "k" if name == "v" and own.keys_as_values else name
     tensor, head_norm = {
         "q": (arch.names.query, arch.names.query_norm),
         "k": (arch.names.key, arch.names.key_norm),
         "v": (arch.names.value, ""),
-    }[name]
+    }[bias_name]
     bias = scale = None
-    if arch.qkv_bias:
+    if own.qkv_bias:
         tensor = tensor.format(layer=layer).replace(".weight", ".bias")
-        bias = step.g.weight(f"{name}_bias", (width,), arch.dtype, tensor=tensor)
-    if name != "v" and arch.head_norms:
-        scale = step.norm_weight(f"{name}_norm", head_norm.format(layer=layer), arch.head_size)
+        bias = step.g.weight(f"{bias_name}_bias", (width,), arch.dtype, tensor=tensor)
+    if name != "v" and own.head_norms:
+        scale = step.norm_weight(f"{name}_norm", head_norm.format(layer=layer), own.head_size)
     return bias, scale
 
 
 def project_rows(
-    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Buffer], outs: dict[str, Buffer], loop: str, name: str
+    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Bundle], outs: dict[str, Buffer], loop: str, name: str
 ) -> None:
     """Project all tokens to those of q, k and v that there are buffers for, by chunks of tokens under one norm."""
     with step.g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name=loop) as rows:
@@ -101,29 +109,35 @@ def project_rows(
 
 
 def keys_and_values(
-    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Buffer], heads: Dim
+    step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Bundle], heads: Dim
 ) -> tuple[Buffer, Buffer]:
     """Project all tokens to the keys and values of some heads, by chunks of tokens."""
-    arch = step.arch
-    k, v = (step.g.buffer(name, (step.tokens, heads * arch.head_size), arch.dtype) for name in ("k", "v"))
+    width = heads * step.arch.stack[layer].attention.head_size
+    k, v = (step.g.buffer(name, (step.tokens, width), step.arch.dtype) for name in ("k", "v"))
     project_rows(step, layer, norm, weights, {"k": k, "v": v}, "keys", "keys_in")
     return k, v
 
 
-def attend(step: StepGraph, q: Buffer, k: Buffer, v: Buffer, out: Buffer | None = None) -> Buffer:
+def attend(step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, out: Buffer | None = None) -> Buffer:
     """softmax(q k^T) v, into `out` or over the queries' storage."""
-    g, arch = step.g, step.arch
-    blocks: dict[str, Any] = {"block": arch.block} if arch.block else {}
+    g, own = step.g, step.arch.stack[layer].attention
     y: Buffer = g.add_op(
-        "attention", q, k, v, step.cu_seqlens, out=out, head_size=arch.head_size, scale=arch.head_size**-0.5,
-        span=step.span, **blocks,
+        "attention", q, k, v, step.cu_seqlens, step.sees(layer), out=out, head_size=own.head_size,
+        scale=own.head_size**-0.5, **rule(step, layer),
     )  # fmt: skip
     if out is None:
         g.add_alias(y, q)
     return y
 
 
-def project_out(step: StepGraph, y: Buffer, matrix: Buffer) -> None:
+def rule(step: StepGraph, layer: int) -> dict[str, Any]:
+    """Return the attributes that say who sees whom where no operand does, and for the cost model how many keys a query sees."""
+    window, block = step.arch.stack[layer].attention.window, step.arch.block
+    span = 2 * window - 1 if window else step.span
+    return {"span": span, **({"block": block} if block and step.sees(layer) is None else {})}
+
+
+def project_out(step: StepGraph, y: Buffer, matrix: Bundle) -> None:
     """hidden += y @ o_proj.T for all heads, by windows where hidden states or results are in host memory."""
     g = step.g
     if not step.on_host:
@@ -137,9 +151,6 @@ def project_out(step: StepGraph, y: Buffer, matrix: Buffer) -> None:
         step.hidden.keep(window)
 
 
-def add_product(step: StepGraph, x: Buffer, matrix: Buffer, y: Buffer, name: str) -> None:
+def add_product(step: StepGraph, x: Buffer, matrix: Bundle, y: Buffer, name: str) -> None:
     """y += x @ matrix.T."""
-    if step.arrivals is None:
-        step.g.add_op("linear_add", x, matrix, y, name=name)
-    else:
-        step.g.add_op("split_linear_add", x, matrix, y, step.arrivals, name=name)
+    product(step.g, x, matrix, onto=y, arrivals=step.arrivals, name=name)

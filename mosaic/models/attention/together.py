@@ -10,6 +10,7 @@ from mosaic.models.attention.projections import attend, project_out, project_row
 if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["Together"]
 
@@ -19,10 +20,10 @@ class Together(Way):
 
     name: ClassVar[str] = "together"
 
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer]) -> None:
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Project, attend, add to the residual."""
-        g, arch = step.g, step.arch
-        heads = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
-        whole = {name: g.buffer(name, (step.tokens, n * arch.head_size), arch.dtype) for name, n in heads.items()}
+        g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
+        widths = {"q": own.width, "k": own.kv_width, "v": own.kv_width}
+        whole = {name: g.buffer(name, (step.tokens, width), arch.dtype) for name, width in widths.items()}
         project_rows(step, layer, norm, matrices, whole, "proj", "attention_in")
-        project_out(step, attend(step, whole["q"], whole["k"], whole["v"]), matrices["o_proj"])
+        project_out(step, attend(step, layer, whole["q"], whole["k"], whole["v"]), matrices["o_proj"])

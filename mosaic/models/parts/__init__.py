@@ -1,6 +1,6 @@
 """The parts that phases are made of, one kind a file; a part of your own is a subclass beside these."""
 
-from mosaic.models.parts.cache import KEPT, KV, WHOLE, CachePolicy
+from mosaic.models.parts.cache import KEPT, KV, MIXED, WHOLE, CachePolicy
 from mosaic.models.parts.commit import Commit, CommitRule, Rule, Score
 from mosaic.models.parts.cut import Cut, KeptRows
 from mosaic.models.parts.guidance import GUIDED, Guidance
@@ -17,6 +17,7 @@ __all__ = [
     "KEPT",
     "KV",
     "LOGITS",
+    "MIXED",
     "NO_HEAD",
     "NUCLEUS",
     "SAMPLE",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from mosaic.errors import UsageError
 from mosaic.models.attention.heads import Heads
@@ -12,17 +15,20 @@ from mosaic.models.attention.kept import KeptQueries, KeptTogether
 from mosaic.models.attention.queries import Queries
 from mosaic.models.attention.together import Together
 from mosaic.models.inputs import Frequencies, Input
+from mosaic.models.kept_keys import key_row
 from mosaic.models.parts.part import Part
 from mosaic.models.state import State
 from mosaic.registrar.operators.kv_attention import kv_parts
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
     from mosaic.models.inputs import Window
     from mosaic.models.step_graph import StepGraph
 
-__all__ = ["KEPT", "KV", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Seen", "Whole"]
+__all__ = ["KEPT", "KV", "MIXED", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Mixed", "Seen", "Whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,7 @@ class KeysAndValues(State):
 
     def columns(self, arch: Architecture) -> int:
         """Return keys and values of all layers."""
-        return arch.layers * 2 * arch.kv_heads * arch.head_size
+        return key_row(arch).columns
 
 
 KV: Final = KeysAndValues(name="kv")
@@ -72,17 +78,30 @@ class CachePolicy(Part):
         return None
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number."""
+        """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number; of layers
+        with a window, which keys each token sees."""
         rotary = arch.rotary
+        sees = [
+            Input(
+                name=f"sees_{window}", dtype="int32", per="token", width=2, joint=True,
+                value=partial(keys_within, window, arch.block, self.kept is None),
+            )
+            for window in self.ranges(arch)
+        ]  # fmt: skip
         if rotary.kind != "dynamic":
-            return ()
+            return sees
         return (
+            *sees,
             Input(
                 name="frequencies", dtype="float32", per="sequence", width=rotary.dim // 2,
                 value=lambda window: Frequencies(rotary, self.length(window)),
             ),
             Input(name="sequences", dtype="int32", per="token", value=lambda window: window.number),
         )  # fmt: skip
+
+    def ranges(self, arch: Architecture) -> Sequence[int]:
+        """Return the windows (0: none) of layers in which each row sees a range of keys of its own."""
+        return arch.windows
 
     def length(self, window: Window) -> int:
         """Return the length of a window's sequence that its frequencies go by."""
@@ -193,5 +212,53 @@ class Kept(CachePolicy):
             step.inputs[entry.name]
 
 
+def keys_within(width: int, block: int, own: bool, windows: Sequence[Window]) -> NDArray[np.int32]:
+    """Return the keys [begin, end) that the tokens of windows see, int32 [T, 2].
+
+    They are at a distance below `width`, if that is not 0, and before the ends that requests give, else in no block after a
+    token's own. The first key is that of position 0, or with `own` that of the window's first token.
+    """
+    position = np.concatenate(
+        [np.arange(window.length) if own else places_of(window) for window in windows], dtype=np.int32
+    )
+    given = [window.request.values.get("ends") for window in windows]
+    if given[0] is not None:
+        end = np.concatenate(given, dtype=np.int32)
+    else:
+        end = (position // block + 1) * block if block else np.full_like(position, np.iinfo(np.int32).max)
+    if not width:
+        return np.stack([np.zeros_like(position), end], axis=1)
+    return np.stack([np.maximum(position - width + 1, 0), np.minimum(end, position + width)], axis=1)
+
+
+def places_of(window: Window) -> NDArray[np.int64]:
+    """Return the positions of a window's tokens, which need not stand side by side."""
+    given = window.request.values.get("positions")
+    return np.arange(window.start, window.end) if given is None else given.numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed(Kept):
+    """The same where each row sees the keys before an end of its own, so that one step mixes causal rows, rows by blocks, and
+    rows that see both ways.
+
+    `StepRequest.values["ends"]`, int32 [T], says how many first keys of its sequence each token sees: one at least.
+    """
+
+    def ranges(self, arch: Architecture) -> Sequence[int]:
+        """Return the windows, and none for layers without."""
+        return tuple(sorted({layer.attention.window for layer in arch.stack}))
+
+    def check(self, request: Any, arch: Architecture) -> None:
+        """Check that there is an end for each token."""
+        Kept.check(self, request, arch)
+        ends = request.values.get("ends")
+        if ends is None or len(ends) != request.token_ids.numel() or int(ends.min()) < 1:
+            raise UsageError(
+                "the phase needs 'ends': for each token of the window, how many keys it sees; give it in `values`."
+            )
+
+
 WHOLE: Final = Whole()
 KEPT: Final = Kept()
+MIXED: Final = Mixed()

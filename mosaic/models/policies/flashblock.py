@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from mosaic.errors import UsageError
 from mosaic.models.attention.kept import KeptTogether, extents_of
 from mosaic.models.inputs import Input
+from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cache import KV, Kept
 from mosaic.models.policies.policy import BlockStep, Options, Policy, is_integer, is_number, with_parts
 from mosaic.models.state import State
@@ -151,7 +152,7 @@ class PrefixOutputs(State):
 
     def columns(self, arch: Architecture) -> int:
         """Return the numbers of all layers that keep."""
-        return (self.layers or arch.layers) * arch.block * arch.heads * arch.head_size
+        return (self.layers or arch.layers) * arch.block * arch.attention.heads * arch.attention.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ class PrefixSums(PrefixOutputs):
 
     def columns(self, arch: Architecture) -> int:
         """Return the numbers of all layers that keep."""
-        return (self.layers or arch.layers) * arch.block * arch.heads
+        return (self.layers or arch.layers) * arch.block * arch.attention.heads
 
 
 def kept_outputs(layers: int) -> PrefixOutputs:
@@ -309,7 +310,7 @@ class JoinedLayers:
                 "query_change", q, g[kept_queries().name], inputs["queries_row"], where, step.cu_seqlens, step.positions, *new,
                 out=self._change, name="change", rows=arch.block,
             )  # fmt: skip
-        sizes = {"layer": layer, "kv_heads": arch.kv_heads, "head_size": arch.head_size, "scale": arch.head_size**-0.5}
+        sizes = attending(arch, layer)
         fresh: tuple[Buffer, ...] = ()
         if self._refreshes:
             fresh = g.add_op(

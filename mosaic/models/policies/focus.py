@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
+from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cut import COUNT, KEPT, PLACE, Cut, KeptRows
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.policy import BlockStep, Policy, with_parts
@@ -215,8 +216,7 @@ class Focus(Cut):
             where = step.kv, inputs["extents"], inputs["cu_extents"], step.cu_seqlens
             step.g.add_op(
                 "token_importance", q, *where, inputs["block_votes"], inputs["first"], inputs["listed"], name="importance",
-                layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
-                pool=self.eviction.pool,
+                pool=self.eviction.pool, **attending(arch, layer),
             )  # fmt: skip
 
     def select(self, step: StepGraph, into: KeptRows) -> None:

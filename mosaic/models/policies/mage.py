@@ -7,13 +7,14 @@ step ("candidates"; 0: it does not), whether it attends to all keys ("exactly"),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.errors import UsageError
 from mosaic.models.attention.kept import KeptQueries, KeptTogether, attend, extents_of
 from mosaic.models.inputs import Input
+from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cache import KV, Kept
 from mosaic.models.policies.flashblock import CHANGE, JoinedLayers, Reusing, check_reuse, reuse_inputs, reuse_states
 from mosaic.models.policies.mage_options import Per, SparseAttention, sets_of
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mosaic.models.policies.flashblock import PrefixReuse
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["IndexSets", "PageExtrema", "Selected", "Selecting", "Summarized", "index_sets", "page_extrema"]
 
@@ -68,7 +70,7 @@ class PageExtrema(State):
 
     def columns(self, arch: Architecture) -> int:
         """Return two keys of every sparse layer."""
-        return (arch.layers - self.exact) * 2 * arch.kv_heads * arch.head_size
+        return (arch.layers - self.exact) * 2 * arch.attention.kv_heads * arch.attention.head_size
 
 
 def page_extrema(attention: SparseAttention) -> PageExtrema:
@@ -141,10 +143,11 @@ class Summarized(Kept):
     def _stored(self, step: StepGraph, layer: int) -> None:
         g, arch, inputs, chosen = step.g, step.arch, step.inputs, self.attention
         if layer in chosen.sparse_layers(arch):
+            heads = arch.attention
             g.add_op(
                 "page_extrema", step.kv, inputs["extents"], inputs["cu_extents"], inputs["page_table"], inputs["cu_pages"],
                 inputs["first_page"], g[page_extrema(chosen).name], name="extrema", layer=layer,
-                slot=layer - chosen.exact_layers, page=chosen.page, kv_heads=arch.kv_heads, head_size=arch.head_size,
+                slot=layer - chosen.exact_layers, page=chosen.page, kv_heads=heads.kv_heads, head_size=heads.head_size,
                 tokens=step.tokens,
             )  # fmt: skip
 
@@ -319,7 +322,12 @@ class SelectedTogether(KeptTogether):
         if policy.reuse is not None:
             self._joined = JoinedLayers(step, policy.reuse, policy.attention.exact_layers, refreshes=policy.refreshes)
 
-    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Buffer], queries: Buffer) -> None:
+    def kind(self, step: StepGraph, layer: int) -> Hashable:
+        """Return whether the layer is sparse or, of the first exact ones, whether it is the last."""
+        chosen = self._policy.attention
+        return layer in chosen.sparse_layers(step.arch), layer < chosen.exact_layers, layer + 1 == chosen.exact_layers
+
+    def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer) -> None:
         """Wait for the selection of the layer before, which reads the keys that lie where these will be stored."""
         if self._selecting:
             step.g.wait(SELECT, updates=step.kv)
@@ -356,7 +364,7 @@ class SelectedTogether(KeptTogether):
 def _attend_with_sums(step: StepGraph, layer: int, q: Buffer) -> tuple[Buffer, Buffer]:
     """Attention to all keys of the sequences that select, over the queries' storage, and the log-sum-exps over their prefixes."""
     g, arch, inputs, prefix = step.g, step.arch, step.inputs, step.inputs["candidates"]
-    sizes = {"layer": layer, "kv_heads": arch.kv_heads, "head_size": arch.head_size, "scale": arch.head_size**-0.5}
+    sizes = attending(arch, layer)
     fresh, sums = g.add_op(
         "prefix_attention", q, step.kv, *extents_of(step), prefix, step.cu_seqlens, step.positions, name="prefix_attention",
         block=arch.block, span=step.span, keys=g.dim("keys"), parts=g.dim("parts"), **sizes,
@@ -378,14 +386,12 @@ def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer, sums: Buff
     if sums is None:
         sums = g.add_op(
             "prefix_logsumexp", q, step.kv, *extents_of(step), inputs["candidates"], inputs["votes"], step.cu_seqlens,
-            name="logsumexp", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5,
-            span=step.span, keys=g.dim("keys"),
+            name="logsumexp", span=step.span, keys=g.dim("keys"), **attending(arch, layer),
         )  # fmt: skip
     mass = g.add_op(
         "key_mass", q, step.kv, *extents_of(step), inputs["candidates"], inputs["cu_keys"], inputs["votes"], step.cu_seqlens,
-        sums, step.positions if chosen.rows else None, name="mass", layer=layer, kv_heads=arch.kv_heads, head_size=arch.head_size,
-        scale=arch.head_size**-0.5, sets=sets_of(chosen.per, arch), columns=g.dim("keys"), span=step.span,
-        statistic=chosen.statistic, **_tiled(step, policy),
+        sums, step.positions if chosen.rows else None, name="mass", sets=sets_of(chosen.per, arch), columns=g.dim("keys"),
+        span=step.span, statistic=chosen.statistic, **_tiled(step, policy), **attending(arch, layer),
     )  # fmt: skip
     g.add_op(
         "top_keys", mass, inputs["candidates"], inputs["cu_keys"], inputs["owner"], g[index_sets(chosen).name],
@@ -399,9 +405,9 @@ def _select_pages(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> N
     place = _place(step, policy, layer)
     bound = g.add_op(
         "page_bounds", q, g[page_extrema(chosen).name], inputs["page_table"], inputs["cu_pages"], inputs["votes"],
-        step.cu_seqlens, step.positions if chosen.rows else None, name="bounds", slot=place["slot"], kv_heads=arch.kv_heads,
-        head_size=arch.head_size, sets=sets_of(chosen.per, arch), columns=g.dim("pages"), page_span=g.dim("page_span"),
-        statistic=chosen.statistic, **_tiled(step, policy),
+        step.cu_seqlens, step.positions if chosen.rows else None, name="bounds", slot=place["slot"],
+        kv_heads=arch.attention.kv_heads, head_size=arch.attention.head_size, sets=sets_of(chosen.per, arch),
+        columns=g.dim("pages"), page_span=g.dim("page_span"), statistic=chosen.statistic, **_tiled(step, policy),
     )  # fmt: skip
     g.add_op(
         "top_keys", bound, inputs["candidates"], inputs["cu_pages"], inputs["owner"], g[index_sets(chosen).name],
@@ -414,8 +420,8 @@ def _attend_selected(step: StepGraph, policy: Selected, layer: int, q: Buffer, s
     g, arch, inputs = step.g, step.arch, step.inputs
     y: Buffer = g.add_op(
         "selected_attention", q, step.kv, *extents_of(step), g[index_sets(policy.attention).name], inputs["owner"],
-        inputs["captured"], inputs[seen], step.cu_seqlens, step.positions, name="sparse_attention", layer=layer,
-        kv_heads=arch.kv_heads, head_size=arch.head_size, scale=arch.head_size**-0.5, attended=g.dim("attended"),
+        inputs["captured"], inputs[seen], step.cu_seqlens, step.positions, name="sparse_attention",
+        attended=g.dim("attended"), **attending(arch, layer),
         **_place(step, policy, layer) | _tiled(step, policy) | {"sets": sets_of(policy.attention.per, arch), "block": arch.block},
     )  # fmt: skip
     g.add_alias(y, q)

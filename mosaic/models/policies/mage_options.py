@@ -282,4 +282,4 @@ its two exact layers at both ends, the first and the last."""
 
 def sets_of(per: Per, arch: Architecture) -> int:
     """Return how many sets of keys a layer has."""
-    return arch.kv_heads if per == "kv_head" else arch.heads
+    return arch.attention.kv_heads if per == "kv_head" else arch.attention.heads

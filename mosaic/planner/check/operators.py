@@ -21,7 +21,7 @@ class Way(NamedTuple):
 
     name: str
     takes: str = ""  # the launches in words; empty: every launch
-    absent: str = ""  # an attribute that is not there, or 0
+    absent: tuple[str, ...] = ()  # attributes that are not there, or 0, and operands that are not
     multiple: tuple[str, int, int] = ("", 1, 1)  # an attribute, of what it is a multiple, and its limit
     dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # an operand, and what it may be in
     elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has
@@ -73,7 +73,7 @@ def _selection(sets: str = "sets") -> tuple[Rule, ...]:
 
 
 def _kept_rows(slot: str) -> tuple[Rule, ...]:
-    """A row of W numbers: for every slot, this one among them, those of so many rows of Q."""
+    """A row of W numbers: `rows` rows of Q for every slot, this one among them."""
     place: tuple[Rule, ...] = (("at most", f"{slot}*rows*Q+1", "W"), ("at most", "0", slot)) if slot else ()
     return ("at most", "1", "rows"), ("divides", "rows*Q", "W"), *place
 
@@ -82,20 +82,18 @@ _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp
 _STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
 _SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
 _SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
-_SUMS: Final[tuple[Rule, ...]] = (
-    ("divides", "head_size*N", "Q"),
-    ("divides", "Q", "head_size*N"),
-)  # one for each query head
+_SUMS: Final[tuple[Rule, ...]] = (("divides", "head_size*N", "Q"), ("divides", "Q", "head_size*N"))  # N query heads
 _NUMBERS: Final = (("numbers", "k", "page"),)
 _CUDNN: Final = Way(
-    "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent="block",
+    "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent=("block", "sees"),
     multiple=("head_size", 8, 128), dtypes=("q", frozenset({"bfloat16", "float16"})), elements=("cu_seqlens", 2),
 )  # fmt: skip
 _NOTATION: Final = {
     "attention": _Operator(
-        "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B y:a=*T,Q", "q k v cu_seqlens", "y", "head_size:n scale:x span?:n block?:n",
-        "4*span*T*Q", "S", rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")),
-        inplace="y/q", shown=(("B", "seqs+1"), ("P", "kv_heads*head_size")), ways=(_CUDNN, Way("triton")), invariant="triton",
+        "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B sees?:int32=*T,2 y:a=*T,Q", "q k v cu_seqlens sees?", "y",
+        "head_size:n scale:x span?:n block?:n", "4*span*T*Q", "S",
+        rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")), inplace="y/q",
+        shown=(("B", "seqs+1"), ("P", "kv_heads*head_size")), ways=(_CUDNN, Way("triton")), invariant="triton",
     ),
     "confidence": _Operator(
         "maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M", shown=(("M", "masked"),)
@@ -135,7 +133,7 @@ _NOTATION: Final = {
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
             *_kept_rows("slot"), ("divides", "head_size*V", "W"), ("divides", "W", "head_size*V"),
         ),
-        inplace="y/q",
+        inplace="y/q", invariant="invariant",
     ),
     "key_mass": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B cu_keys:int32=B+1 votes:uint8=T "
@@ -151,12 +149,12 @@ _NOTATION: Final = {
         invariant="invariant",
     ),
     "kv_attention": _Operator(
-        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",
-        "q kv extents cu_extents seen cu_seqlens positions", "y",
+        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T "
+        "sees?:int32=T,2 y:a=T,Q", "q kv extents cu_extents seen cu_seqlens positions sees?", "y",
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q",
-        "q extents cu_extents seen cu_seqlens positions y kv=keys,2*kv_heads*head_size",
+        "q extents cu_extents seen cu_seqlens positions sees y kv=keys,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
-        inplace="y/q",
+        inplace="y/q", invariant="invariant",
     ),
     "kv_store": _Operator(
         "k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
@@ -216,6 +214,7 @@ _NOTATION: Final = {
         rules=(
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
         ),
+        invariant="invariant",
     ),
     "prefix_logsumexp": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B votes:uint8=T cu_seqlens:int32=B+1 "
@@ -223,6 +222,7 @@ _NOTATION: Final = {
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n", "2*span*T*Q", "T Q R X E B N",
         "q extents cu_extents captured votes cu_seqlens logsumexp kv=keys,kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_SUMS, *_kv_row("kv_heads*head_size")),
+        invariant="invariant",
     ),
     "query_change": _Operator(
         "q:a=T,Q kept:a=S,W owner:int64=B prefix:int32=B cu_seqlens:int32=B+1 positions:int32=T refreshed?:int32=B "

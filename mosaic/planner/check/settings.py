@@ -125,7 +125,8 @@ def _takes(plan: Columns, i: int, way: Way) -> bool:
     operands, (name, unit, limit) = plan.operands[i], way.multiple
     (typed, dtypes), (counted, elements) = way.dtypes, way.elements
     value = plan.attrs[i].get(name)
-    if type(value) is not int or plan.attrs[i].get(way.absent) or typed not in operands or counted not in operands:
+    there = any(plan.attrs[i].get(one) or one in operands for one in way.absent)
+    if type(value) is not int or there or typed not in operands or counted not in operands:
         return False
     return (
         0 < value <= limit

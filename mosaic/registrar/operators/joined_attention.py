@@ -63,7 +63,14 @@ OPERATOR = Operator(
     rate_rows="T*G*kv_heads",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.joined_attention", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.joined_attention"),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.joined_attention"),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.joined_attention:launch_invariant",
+            invariant=True,
+            on_request=True,
+        ),
     ),
     roles={"q": "attention", "y": "attention", "kept": "attention", "fresh": "attention", "kept_sums": "statistics"},
 )  # fmt: skip

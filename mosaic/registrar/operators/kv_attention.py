@@ -2,7 +2,8 @@
 
 `kv_store` says where the key of a position lies: in an extent of those that its sequence has. Sequence b sees its first
 `seen[b]` keys, its window's own among them: they are stored first. With `block` a query sees those of its own block of
-positions and of the blocks before: at position p the keys j < (p // block + 1) * block. Queries and their positions may be
+positions and of the blocks before: at position p the keys j < (p // block + 1) * block. With `sees[T, 2]` row r sees those at
+positions in [sees[r, 0], sees[r, 1]), one at least, and no block counts. Queries and their positions may be
 sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one that sees no key, is left as
 it was. For the cost model alone: `span`, the keys that a query sees on average, rounded up, and `keys`, those that all
 sequences see together. `parts` are the rows of partial results, per query head, that there is room for (`kv_parts`): with 1,
@@ -15,7 +16,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, exact, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
+from mosaic.registrar.operators.attention import require_sees
 from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
 
@@ -25,11 +27,12 @@ SEEN: Final = {"kv": "2*keys*kv_heads*head_size"}
 """Every key that is seen counts once, and only this layer's part of its row."""
 
 
-def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, **_: object) -> None:
+def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, sees: Spec | None, **_: object) -> None:
     require(isinstance(G, int), "q must have all heads, whichever loops slice it")
     require_layer("kv", L, layer)
     require(scale > 0, f"scale must be positive, not {scale}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
+    require_sees(sees, block)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -37,7 +40,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     size, dtype = attrs["head_size"], specs["q"].dtype
     compute = compute_dtype(dtype)
     converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != dtype else ()
-    own = attention_tiles(size, compute, attrs.get("block", 0))
+    own = attention_tiles(size, compute, masked=bool(attrs.get("block")) or "sees" in specs)
     return Tile((QUERY_ROWS, size), compute), *converted, *own
 
 
@@ -100,7 +103,7 @@ def segment_results(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="kv_attention",
-    operands=f"{QUERIES} -> y:a[T, G*kv_heads*head_size]",
+    operands=f"{QUERIES} sees?:i32[T, 2] -> y:a[T, G*kv_heads*head_size]",
     attrs=ATTRS,
     inplace=(("y", "q"),),
     rules=rules,
@@ -115,10 +118,18 @@ OPERATOR = Operator(
         Implementation(
             name="triton",
             backend="cuda",
-            invariant=True,
             kernel="mosaic.kernels.cuda.kv_attention",
             scratch=segment_results,
             row_origin="q",
+        ),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.kv_attention:launch_invariant",
+            scratch=segment_results,
+            row_origin="q",
+            invariant=True,
+            on_request=True,
         ),
     ),
     roles={"q": "attention", "y": "attention"},

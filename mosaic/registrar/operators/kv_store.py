@@ -2,11 +2,12 @@
 
 Rows are handed out in extents: neighbours that one sequence was given at once. A row of `kv` is the memory of one token; in
 an extent of n rows the memory of all of them is laid out as [L, 2, K, n, H], so that the keys of one layer and head lie side
-by side. `extents[X, 4]` lists, sequence after sequence, in order of position: the first row, the rows n, the position whose
-key comes first, and how many tokens of the extent lie before that one. Those of sequence b are `cu_extents[b]` to
-`cu_extents[b + 1]`. A token in no sequence, or at a position that its sequence has no row for, is not kept. k, v and
-positions may be sliced by a region of tokens, the rest never.
-"""
+by side. Where layers differ in K or H, `layer` counts layers like itself: its keys begin at column `layer` * 2 * K * H.
+
+`extents[X, 4]` lists, sequence after sequence, in order of position: the first row, the rows n, the position whose key comes
+first, and how many tokens of the extent lie before that one. Those of sequence b are `cu_extents[b]` to `cu_extents[b + 1]`. A
+token in no sequence, or at a position that its sequence has no row for, is not kept. k, v and positions may be sliced by a region
+of tokens, the rest never."""
 
 from __future__ import annotations
 

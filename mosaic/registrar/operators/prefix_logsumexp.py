@@ -57,8 +57,14 @@ OPERATOR = Operator(
     rate_rows="T*G*kv_heads",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.prefix_logsumexp", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.prefix_logsumexp", scratch=sums),
         Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.prefix_logsumexp", scratch=sums
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.prefix_logsumexp:launch_invariant",
+            scratch=sums,
+            invariant=True,
+            on_request=True,
         ),
     ),
     roles={"q": "attention", "votes": "statistics", "logsumexp": "statistics"},

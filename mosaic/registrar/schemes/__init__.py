@@ -1,0 +1,1 @@
+"""How matrices of weights are stored, a scheme per file, behind one `product`."""

@@ -1,0 +1,190 @@
+"""A matrix as a step knows it: parts that a scheme stores it in, and the product that reads them.
+
+A model asks for products of bundles and names no scheme; a scheme names its parts and operators and knows no model. Shape
+legend: T rows, E experts, O rows of a matrix, I its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from mosaic.registrar.operator import Dim, Operator
+
+if TYPE_CHECKING:
+    from mosaic.registrar.graph import Buffer, Graph
+
+__all__ = ["Bundle", "Matrix", "Part", "Scheme", "part_of", "product"]
+
+_PART: Final = "|"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor of a stored matrix [O, I], or of a stack of them [E, O, I].
+
+    It is split with the matrix along the axes that it has: by rows where `rows` is not 0, by columns where `columns` is not.
+
+    Parameters
+    ----------
+    name
+        Of its own; the first part may have none.
+    dtype
+        Of its elements; the model's, if not given.
+    rows, columns
+        Rows and columns of the matrix that one element is for; 0: the part does not have the axis.
+
+    Examples
+    --------
+    >>> Part(name="scale", rows=1, columns=0).shape((8, 64, 32)), Part(columns=2).shape((64, 32))
+    ((8, 64), (64, 16))
+    """
+
+    name: str = ""
+    dtype: str = ""
+    rows: int = 1
+    columns: int = 1
+
+    def shape(self, matrix: Sequence[Dim]) -> tuple[Dim, ...]:
+        """Return its shape, from that of the matrix or stack."""
+        *lead, rows, columns = matrix
+        axes = ((rows, self.rows), (columns, self.columns))
+        return (*lead, *(size if each == 1 else size // each for size, each in axes if each))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scheme:
+    """A way to store matrices.
+
+    Parameters
+    ----------
+    name
+        In reports.
+    parts
+        What a matrix is stored in, in the order in which operators read them; the first has both axes.
+    linear, linear_add, grouped_linear
+        Operators of products: they read what the shipped ones of these names read, with the parts in the weight's place.
+        Without `grouped_linear` stacks stay plain.
+    encode
+        Called by the runtime with a tensor [O, I] of a checkpoint, on the CPU: returns the parts by name. None: the one part is
+        that tensor.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    linear: str | Operator
+    linear_add: str | Operator
+    grouped_linear: str | Operator | None = None
+    encode: Callable[[Any], Mapping[str, Any]] | None = None
+
+    def sources(self, weights: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Give the checkpoint's tensors, with their shapes, that a plan's weights are made of."""
+        first = self.parts[0]
+        for tensor, shape in weights:
+            source, name = part_of(tensor)
+            if not name:
+                yield tensor, shape
+            elif name == first.name:
+                yield source, (*shape[:-2], shape[-2] * first.rows, shape[-1] * first.columns)
+
+
+class Matrix(NamedTuple):
+    """A matrix [O, I] of a model, or a stack of them [E, O, I].
+
+    Attributes
+    ----------
+    name
+        Of its buffers.
+    shape
+        Possibly symbolic.
+    tensor
+        Of the checkpoint.
+    scheme
+        How it is stored.
+    """
+
+    name: str
+    shape: tuple[Dim, ...]
+    tensor: str
+    scheme: Scheme
+
+    def bundle(self, dtype: str, declare: Callable[[str, tuple[Dim, ...], str, str], Buffer]) -> Bundle:
+        """Have each part declared, from its name, shape, dtype and tensor; `dtype` is the model's."""
+        found = [
+            declare(
+                f"{self.name}_{part.name}" if part.name else self.name, part.shape(self.shape), part.dtype or dtype,
+                f"{self.tensor}{_PART}{part.name}" if part.name else self.tensor,
+            )
+            for part in self.scheme.parts
+        ]  # fmt: skip
+        return Bundle(self.scheme, self.shape[-2], tuple(found))
+
+
+class Bundle(NamedTuple):
+    """The buffers that a matrix is stored in.
+
+    Attributes
+    ----------
+    scheme
+        How.
+    rows
+        O.
+    parts
+        One for each part of the scheme.
+    """
+
+    scheme: Scheme
+    rows: Dim
+    parts: tuple[Buffer, ...]
+
+    @property
+    def whole(self) -> Buffer:
+        """The matrix, where it is one buffer."""
+        (found,) = self.parts
+        return found
+
+
+def part_of(tensor: str) -> tuple[str, str]:
+    """Split a weight's `tensor` into that of the checkpoint and the part's name.
+
+    >>> part_of("o.weight|scale"), part_of("o.weight")
+    (('o.weight', 'scale'), ('o.weight', ''))
+    """
+    source, _, name = tensor.partition(_PART)
+    return source, name
+
+
+def product(
+    g: Graph, x: Buffer, matrix: Bundle, bias: Buffer | None = None, *, name: str, out: Buffer | None = None,
+    onto: Buffer | None = None, offsets: Buffer | None = None, arrivals: Buffer | None = None,
+) -> Buffer:  # fmt: skip
+    """Register x @ matrix.T.
+
+    Parameters
+    ----------
+    x
+        [T, I].
+    bias
+        [O], added.
+    out
+        What to write [T, O] to; a new buffer, if not given.
+    onto
+        [T, O], which the product is added to.
+    offsets
+        int32 [E + 1], of a stack: the first row of x of each matrix.
+    arrivals
+        The counts by which splits of a plain product know each other.
+    """
+    scheme = matrix.scheme
+    found: Buffer
+    if offsets is not None:
+        assert scheme.grouped_linear is not None
+        found = g.add_op(scheme.grouped_linear, x, *matrix.parts, offsets, name=name)
+    elif onto is None:
+        found = g.add_op(scheme.linear, x, *matrix.parts, bias, out=out, name=name)
+    elif arrivals is None:
+        found = g.add_op(scheme.linear_add, x, *matrix.parts, onto, name=name)
+    else:
+        found = g.add_op("split_linear_add", x, matrix.whole, onto, arrivals, name=name)
+    return found

@@ -1,0 +1,44 @@
+"""Weights that a scheme stores in parts: made of a checkpoint's tensors, one at a time, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from mosaic.models.safetensors import is_stack, members
+from mosaic.registrar.schemes.scheme import Scheme, part_of
+
+__all__ = ["encode_weights", "plain_weights"]
+
+
+def plain_weights(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights that are stored as checkpoints have them."""
+    return {tensor: view for tensor, view in views.items() if not part_of(tensor)[1]}
+
+
+def encode_weights(
+    views: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype, write: Callable[[str, Tensor], object]
+) -> None:
+    """Fill the parts of every matrix that is stored in parts.
+
+    Parameters
+    ----------
+    views
+        All weights of a plan, by their `tensor`; those of parts are written.
+    dtype
+        That matrices are encoded from.
+    write
+        Writes a checkpoint's tensor, by its name, into a CPU tensor of its shape.
+    """
+    shapes = dict(scheme.sources((tensor, tuple(view.shape)) for tensor, view in views.items()))
+    for source, shape in shapes.items():
+        if source in views or scheme.encode is None:
+            continue
+        parts = {name: view for tensor, view in views.items() for of, name in (part_of(tensor),) if of == source}
+        for number, member in enumerate(members(source)):
+            whole = torch.empty(shape[1:] if is_stack(source) else shape, dtype=dtype)
+            write(member, whole)
+            for name, found in scheme.encode(whole).items():
+                (parts[name][number] if is_stack(source) else parts[name]).copy_(found)

@@ -1,0 +1,155 @@
+"""A scheme of weights in this file alone: 8 bits an element, a scale for each row.
+
+Its operators, parts and encoding are the user's. A model in it is planned, checked and run, its experts and embedding plain, and
+gives what plain PyTorch gives with the weights that the bits stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mosaic
+from mosaic import Implementation, Operator, Spec
+from mosaic.devices import load_device
+from mosaic.errors import UsageError
+from mosaic.models import load
+from mosaic.planner.check import check_plan, unverified_operators
+from mosaic.planner.planner import Planner
+from mosaic.registrar.dtypes import ITEMSIZE
+from mosaic.registrar.operator import require
+from mosaic.registrar.schemes.scheme import Part, Scheme, part_of
+
+SIZES = {
+    "model_type": "llada", "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 48, "vocab_size": 64,
+    "embedding_size": 64, "mask_token_id": 63, "include_qkv_bias": True, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+# --- the scheme -------------------------------------------------------------------------------------------------------
+
+
+def infer(x: Spec, codes: Spec, scale: Spec, **more: Spec) -> tuple[Spec]:
+    require(codes == Spec((codes.shape[0], x.shape[1]), "int8"), f"codes must be int8[out, {x.shape[1]}], not {codes}")
+    require(scale == Spec(codes.shape[:1], "float32"), f"scale must be float32[{codes.shape[0]}], not {scale}")
+    return (Spec((x.shape[0], codes.shape[0]), x.dtype),)
+
+
+def flops(x: Spec, codes: Spec, **more: Spec) -> Any:
+    return 2 * x.elements * codes.shape[0]
+
+
+def columns(x: Spec, codes: Spec, **more: Spec) -> Any:
+    return codes.shape[0]
+
+
+def linear(*, x: Tensor, codes: Tensor, scale: Tensor, y: Tensor, bias: Tensor | None = None, **_: Any) -> None:
+    torch.mm(x, codes.to(x.dtype).T, out=y)
+    y.mul_(scale)
+    if bias is not None:
+        y.add_(bias)
+
+
+def linear_add(*, x: Tensor, codes: Tensor, scale: Tensor, y: Tensor, **_: Any) -> None:
+    y.add_((x @ codes.to(x.dtype).T) * scale)
+
+
+def on_cpu(kernel: Callable[..., None]) -> tuple[Implementation, ...]:
+    return (Implementation(backend="cpu", kernel=kernel),)
+
+
+def encode(weight: Tensor) -> Mapping[str, Tensor]:
+    scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
+    return {"codes": (weight.float() / scale[:, None]).round().to(torch.int8), "scale": scale}
+
+
+EIGHT_BITS = Scheme(
+    name="8 bits by rows",
+    parts=(Part(name="codes", dtype="int8"), Part(name="scale", dtype="float32", columns=0)),
+    linear=Operator(
+        name="eight_bit_linear", reads=("x", "codes", "scale", "bias?"), writes=("y",), infer=infer, flops=flops, rate="gemm",
+        rate_columns=columns, implementations=on_cpu(linear),
+    ),
+    linear_add=Operator(
+        name="eight_bit_linear_add", reads=("x", "codes", "scale", "y"), updates=("y",), flops=flops, rate="gemm",
+        rate_columns=columns, implementations=on_cpu(linear_add),
+    ),
+    encode=encode,
+)  # fmt: skip
+
+
+# --- what it does -----------------------------------------------------------------------------------------------------
+
+
+def decoded(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The plain weights that the bits stand for."""
+    found = {name: view.clone() for name, view in views.items() if not part_of(name)[1]}
+    for name, view in views.items():
+        source, part = part_of(name)
+        if part == "codes":
+            found[source] = view.float() * views[f"{source}|scale"][:, None]
+    return found
+
+
+def by_its_name(name: str, tensor: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.dim() > 1 else 0.1) + (tensor.dim() == 1)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    with mosaic.compile(SIZES, device="cpu") as model:
+        for name, tensor in model.weights().items():
+            if not name.startswith("="):
+                tensor.copy_(by_its_name(name, tensor))
+        model.save(tmp_path)
+    return tmp_path
+
+
+IDS = torch.randint(0, 63, (17,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("config", [{"attention": "together"}, {"attention": "heads", "heads": 1}, {"stream": "all"}])
+def test_a_model_in_eight_bits_equals_plain_pytorch_with_these_weights(checkpoint: Path, config: Any) -> None:
+    options = {"device": "cpu", "config": config, "host_budget": "1GiB"}
+    with mosaic.compile(load(checkpoint).with_scheme(EIGHT_BITS), **options) as model:
+        views, found = decoded(model.weights()), model(IDS, logits_for=torch.arange(17))
+        logits, plan = found.logits.clone(), found.plan
+    assert not check_plan(plan.document) and config.items() <= plan.config.items()
+    assert {"eight_bit_linear", "eight_bit_linear_add"} <= set(unverified_operators(plan.document))
+    with mosaic.compile(checkpoint, device="cpu") as plain:
+        whole = {name: tensor.clone() for name, tensor in plain.weights().items()}
+        for name, tensor in plain.weights().items():
+            assert name.startswith("=") or (whole[name] - views[name]).abs().max() <= whole[name].abs().max() / 250
+            tensor.copy_(views[name])
+        torch.testing.assert_close(logits, plain(IDS, logits_for=torch.arange(17)).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plan_has_the_bytes_of_eight_bits() -> None:
+    plain, coded = (
+        Planner(model, device=load_device("cpu")).plan(mosaic.Request(seq_lens=(64,)))
+        for model in (load(SIZES), load(SIZES).with_scheme(EIGHT_BITS))
+    )
+    projections = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)
+    rows = 2 * (32 + 16 + 16 + 32 + 48 + 48 + 32)
+    own = [
+        sum(prod(b.shape) * ITEMSIZE[b.dtype] for b in plan.records.buffers if b.kind == "weight")
+        for plan in (plain, coded)
+    ]
+    assert own[0] - own[1] == 3 * projections - 4 * rows
+
+
+def test_random_weights_are_those_of_the_plain_model_and_are_not_saved(tmp_path: Path) -> None:
+    with mosaic.compile(SIZES, device="cpu") as plain:
+        whole = {name: tensor.clone() for name, tensor in plain.weights().items()}
+    with mosaic.compile(load(SIZES).with_scheme(EIGHT_BITS), device="cpu") as model:
+        for name, tensor in decoded(model.weights()).items():
+            assert (whole[name] - tensor).abs().max() <= whole[name].abs().max() / 250, name
+        with pytest.raises(UsageError, match="'8 bits by rows' stores the model's matrices"):
+            model.save(tmp_path)
